@@ -1,15 +1,15 @@
 """The GPU worker of kvplane: a process that holds the pages of one rank, so that they outlive the engine.
 
-From the top; a room imports only what is below it (an import contract in pyproject.toml):
+The packages from the top; each imports only those below it (checked by an import contract in pyproject.toml):
 
-cli        the command `kvplane worker`
-process    start, registration, lease and shutdown of a worker process
-engine     the reference engine: a small model and scheduler that keep their cache in pages
-attach     the engine's side: map the pages of a worker of this host
-rpc        kvplane.v1.Worker on a Unix socket: server, client, messages
-transfers  moves and checksums of whole pages, verified by stamps
-lending    what a worker lends, its private directory, and the process that has the pages
-pages      typed views of every layer's pages over one allocation
-ops        operations on pages: one interface, several backends
-memory     memory that two processes of a host map
+    cli        the command `kvplane worker`
+    process    start, registration, lease and shutdown of a worker process
+    engine     the reference engine: a small model and scheduler that keep their cache in pages
+    attach     the engine's side: map the pages of a worker on this host
+    rpc        the gRPC API kvplane.v1.Worker on a Unix socket: server, client, messages
+    transfers  copies and checksums of whole pages, verified by stamps
+    lending    which process may write the pages, the worker's memory, and its private directory
+    pages      typed tensor views of every layer's pages in one allocation
+    ops        operations on pages: one interface, several backends
+    memory     memory that two processes of a host map
 """

@@ -1,4 +1,4 @@
-"""The engine's side of a worker: map the pages that a worker on this host holds."""
+"""The engine's side of a worker: the engine maps the pages that a worker on the same host holds."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ from kvplane_worker.rpc.client import WorkerClient
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The pages of a worker, mapped into this process; both processes see each other's writes.
+    """The pages of a worker, mapped into this process. The worker and this process see each other's writes.
 
-    The worker lends the pages to this process until it exits. `close` unmaps them and does not return them.
+    The worker lends the pages to this process until the process exits. `close` only unmaps the memory.
     """
 
     holdings: Holdings
 
     @property
     def plan(self) -> RankPlan:
-        """Which layer's pages are at which offset."""
+        """The memory layout of the pages."""
         return self.holdings.buffers.plan
 
     @property
     def buffers(self) -> PageBuffers:
-        """Views of the pages, per layer."""
+        """The tensor views of the pages, per layer."""
         return self.holdings.buffers
 
     @property
     def stamps(self) -> StampTable:
-        """The stamp table of the pages."""
+        """The stamp table of the pages: the version number of each page's content, and the epoch that may write the
+        pages.
+        """
         return self.holdings.stamps
 
     @property
@@ -51,7 +53,7 @@ class Attached:
         return self.holdings.staging
 
     def close(self) -> None:
-        """Unmap the memory. Views of it are invalid afterwards."""
+        """Unmap the memory. Tensors in it must not be used afterwards."""
         self.holdings.close()
 
     def __enter__(self) -> Attached:
@@ -64,18 +66,19 @@ class Attached:
 
 
 def attach(where: str | Path, plan_digest: str = "") -> Attached:
-    """Map the pages of a worker; this process becomes their only writer until it exits.
+    """Map the pages of a worker. This process becomes their only writer until it exits.
 
     Args:
-        where: the worker's directory, or its address as `DescribeReplica` returns it.
-        plan_digest: digest of the plan that the pages must have; "" = any.
+        where: the path of the worker's directory, or the worker's address as `DescribeReplica` returns it.
+        plan_digest: digest of the memory layout that the pages must have; "" = any.
 
     Raises:
-        OtherWriter: the pages are lent to another process, `metadata["pid"]`.
+        OtherWriter: the pages are lent to another process, whose id is `metadata["pid"]`.
         PermissionDenied: the worker runs as another user.
-        NotFound, Unavailable: no worker serves there.
-        WrongPlan: the pages have another plan.
-        FailedPrecondition: stamps and pages belong to different incarnations: the memory is damaged.
+        NotFound, Unavailable: no worker answers at this address.
+        WrongPlan: the pages have another memory layout.
+        FailedPrecondition: stamp table and pages belong to different allocations (incarnations), so the memory is
+            damaged.
     """
     name = ProcessName.of(os.getpid())
     answer = _ask(where, pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks))
@@ -83,19 +86,21 @@ def attach(where: str | Path, plan_digest: str = "") -> Attached:
 
 
 def read_stamps(where: str | Path) -> StampTable:
-    """Map the stamp table of a worker read-only, for a scheduler whose ranks run in other processes.
+    """Map the stamp table (the version numbers of the pages' contents) of a worker read-only, for a scheduler whose
+    ranks run in other processes.
 
-    A write to the table raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach`.
+    A write to the table raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach` does.
     """
     answer = _ask(where, pb.AttachRequest(stamps_only=True))
     return StampTable(SharedMemory.open(wire.decode_handle(answer.stamps), writable=False).view)
 
 
 def pages_under_transfer(where: str | Path) -> tuple[int, ...]:
-    """Return the blocks that transfers of the worker are writing. Raises as `read_stamps`.
+    """Return the blocks that transfers of the worker are writing. Raises the errors of `read_stamps`.
 
-    For an engine whose workers the service could not claim: after its own claim it polls until the result is empty.
-    That is safe because a worker starts no transfer of an earlier engine life after a claim.
+    An engine needs this function if the service could not claim its workers, that is, make the new engine life (epoch)
+    the only one that may write their pages. The engine then claims the workers itself and calls this function until the
+    result is empty. This is safe because after a claim a worker starts no transfer of an earlier engine life.
     """
     with WorkerClient(run_dir_of(where)) as worker:
         return wire.decode_blocks(worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).busy)

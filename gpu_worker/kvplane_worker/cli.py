@@ -1,4 +1,6 @@
-"""The command `kvplane worker`. It imports torch and gRPC inside the function, so that `kvplane --help` stays fast."""
+"""The command `kvplane worker`. The command imports torch and gRPC within its function, so that `kvplane --help` is
+fast.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def command(
         bool, typer.Option("--wait", help="Wait until the service is reachable and the replica is registered.")
     ] = False,
 ) -> None:
-    """Hold the pages of one rank. On SIGTERM or Ctrl-C, exit once the attached engine has exited; on a second one, exit
-    now.
+    """Hold the pages of one rank. On SIGTERM or Ctrl-C, exit once the attached engine has exited; on a second signal,
+    exit now.
     """
     import logging
 
@@ -50,10 +52,10 @@ def command(
 def _require_torch() -> None:
     missing = [name for name in ("torch", "grpc_health") if find_spec(name) is None]
     if missing:
-        raise NotFound(f"{missing[0]} is not installed", field="worker", remedy="install kvplane[worker]")
+        raise NotFound(f"the package {missing[0]} is not installed", field="worker", remedy="install kvplane[worker]")
 
 
 def _print_address(address: str) -> None:
-    """Print the address, unbuffered, so that the process that started the worker can attach."""
+    """Print the worker's address, unbuffered, so that the process that started the worker can attach its pages."""
     sys.stdout.write(f"kvplane: pages at {address}\n")
     sys.stdout.flush()

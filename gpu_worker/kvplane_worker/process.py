@@ -1,6 +1,5 @@
-"""The worker process: take the rank's plan, allocate its pages, serve them, keep the lease, shut down gracefully.
-
-Options come in; lent pages, a registration at the service, and an exit go out.
+"""The worker process: it gets its rank's memory layout, allocates and lends the pages, keeps its lease, and
+shuts down.
 """
 
 from __future__ import annotations
@@ -43,17 +42,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Options of a worker process.
+    """The options of a worker process.
 
     Attributes:
         service: addresses of the kvplane service, separated by commas.
-        replica, rank: the rank whose pages the worker holds.
+        replica: name of the replica.
+        rank: the rank whose pages the worker holds.
         device: "cpu" or "cuda:N".
         run_dir: the worker's private directory; None = the default of this replica and rank.
-        staging_bytes: size of the staging buffer, in bytes; raised to one block where it is smaller.
+        staging_bytes: size of the staging buffer in bytes; raised to the size of one block if it is smaller.
         backend: name of the backend of page operations; "auto" = the first that works on the device.
         access: TLS and token for the service.
-        wait: retry until the service is reachable and the replica is registered, instead of raising.
+        wait: whether to retry until the service is reachable and the replica is registered, instead of raising an
+            error.
     """
 
     service: str
@@ -68,8 +69,9 @@ class WorkerOptions:
 
 
 class Stop:
-    """Stop requests from signal handlers. The first starts a graceful shutdown, the second ends the wait for the
-    engine.
+    """The stop requests from signal handlers.
+
+    The first request starts a graceful shutdown, the second ends the wait for the attached engine's exit.
     """
 
     def __init__(self) -> None:
@@ -77,14 +79,14 @@ class Stop:
         self.forced = threading.Event()
 
     def request(self) -> None:
-        """Record a request; `forced` is set from the second one on."""
+        """Record a request. From the second one on, `forced` is set."""
         if self.requested.is_set():
             self.forced.set()
         self.requested.set()
 
 
 class WorkerProcess:
-    """One worker process: `start`, then `serve` until a stop is requested, then `close`."""
+    """One worker process. Call `start`, then `serve`, which returns after a stop request, then `close`."""
 
     def __init__(self, options: WorkerOptions, stop: Stop | None = None) -> None:
         """Choose the backend of page operations, and lock the directory of the rank.
@@ -103,7 +105,7 @@ class WorkerProcess:
             options.device, options.backend, PAGE_OPERATIONS, partial(prove_in_subprocess, stop=self._stop.requested)
         )
         if self._stop.requested.is_set():
-            raise Unavailable("stop requested while backends were tested", remedy="start the worker again")
+            raise Unavailable("a stop was requested while backends were tested", remedy="start the worker again")
         self._options = options
         self._run_dir = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
@@ -116,13 +118,13 @@ class WorkerProcess:
         self._server: WorkerServer | None = None
 
     def start(self) -> str:
-        """Fetch the plan, allocate the pages, serve them, and register. Returns the address.
+        """Get the memory layout, allocate the pages, serve them, and register. Returns the worker's address.
 
         Raises:
-            WorkerExists: another worker holds the rank.
-            OutOfMemory: the plan does not fit on the device.
+            WorkerExists: another worker holds the pages of the rank.
+            OutOfMemory: the pages do not fit on the device.
             NoPlan, NotFound, InvalidArgument, Unavailable: from the service. With `wait`, NotFound and Unavailable are
-                raised only when a stop is requested during the wait.
+                raised only if a stop is requested during the wait.
         """
         options, run_dir = self._options, self._run_dir
         if run_dir.last is not None:
@@ -142,7 +144,9 @@ class WorkerProcess:
         return run_dir.address
 
     def _first_assignment(self) -> Assignment:
-        """Register, and return the rank's plan. With `wait`, retry until the engine has registered the replica."""
+        """Register, and return the rank's memory layout. With `wait`, retry until the engine has registered the
+        replica.
+        """
         last_error = ""
         while True:
             try:
@@ -159,7 +163,7 @@ class WorkerProcess:
 
         Raises:
             WorkerExists: the lease expired, and another worker registered for the rank.
-            WrongPlan, NoPlan: the replica was registered again, with another plan.
+            WrongPlan, NoPlan: the replica was registered again, with another memory layout.
         """
         lease_s = 1.0
         try:
@@ -172,11 +176,11 @@ class WorkerProcess:
             self._wait_for_engine()
 
     def leave(self) -> None:
-        """Request a stop; a second call ends the wait for the engine."""
+        """Request a stop. A second call ends the wait for the attached engine's exit."""
         self._stop.request()
 
     def close(self) -> None:
-        """Release everything that `start` acquired, also after a failure. Pages that a running engine maps are not
+        """Release everything that `start` acquired, also if `start` failed. Pages that a running engine maps are not
         freed.
         """
         self._deregister(self._info.worker_id)
@@ -191,7 +195,7 @@ class WorkerProcess:
         self._service.close()
 
     def _wait_for_engine(self) -> None:
-        """Refuse new engines, and wait until the attached one has exited.
+        """Refuse new engines, and wait until the attached engine has exited.
 
         The wait has no time limit: on CUDA, freeing memory that another process maps is undefined behaviour. A second
         stop request ends the wait without freeing; the driver frees the memory once both processes have exited.
@@ -218,8 +222,9 @@ class WorkerProcess:
                 return
 
     def _renew(self) -> float:
-        """Renew the lease. Returns its length in seconds, 0 when the service does not answer: the pages outlive the
-        lease.
+        """Renew the lease and return its length in seconds; 0 if the service does not answer.
+
+        If the service does not answer, the worker keeps the pages, also after the lease has expired.
         """
         assert self._served is not None
         self._update_info()
@@ -234,8 +239,11 @@ class WorkerProcess:
             return 0.0
 
     def _register_again(self) -> int:
-        """Register with a service that does not know the worker, such as a restarted one. Pages stay valid if the plan
-        is equal.
+        """Register again with a service that does not know the worker, such as a restarted service. Returns the length
+        of the lease in milliseconds.
+
+        Pages stay valid if the memory layout is the same. Returns 0 if the service refuses, for instance because it
+        does not know the replica.
         """
         assert self._served is not None
         try:
@@ -252,13 +260,15 @@ class WorkerProcess:
         digest = assignment.plan.digest()
         if digest != self._info.plan_digest:
             raise WrongPlan(
-                f"the pages have plan {self._info.plan_digest}, replica {self._options.replica} now has plan {digest}",
+                f"the pages have layout {self._info.plan_digest}, the replica now has layout {digest}",
                 field="replica",
-                remedy="start the worker again, to allocate the new plan",
+                remedy="start the worker again, so that it allocates the new layout",
             )
 
     def _update_info(self, state: WorkerState | None = None, incarnation: int = 0, digest: str = "") -> None:
-        """Update what the worker registers: its state, and the owner epoch of its stamp table."""
+        """Update what the worker registers: its state, and the epoch that owns its pages according
+        to its stamp table.
+        """
         assert self._served is not None
         self._info = self._served.info = replace(
             self._info,
@@ -269,7 +279,7 @@ class WorkerProcess:
         )
 
     def _deregister(self, worker_id: int) -> None:
-        """Deregister a worker. Best effort: without it, the service drops the worker when its lease expires."""
+        """Remove a worker's registration. If this fails, the service removes it when the lease expires."""
         try:
             self._service.deregister_worker(self._options.replica, worker_id)
         except KvplaneError as error:
@@ -279,14 +289,14 @@ class WorkerProcess:
 def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:
     """Run a worker until SIGTERM or SIGINT. A second signal ends the wait for the attached engine.
 
-    The signal handlers are installed first, because a start may take minutes where kernels are compiled.
+    The signal handlers are installed first, because a start may take minutes if kernels must be compiled.
 
     Args:
         options: options of the worker.
         ready: called with the address once engines can attach.
 
     Raises:
-        KvplaneError: as WorkerProcess.
+        KvplaneError: see WorkerProcess.
     """
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
-"""Moves and checksums of whole pages, verified by stamps.
+"""Copying, zeroing and checksums of whole pages, verified by stamps, the version numbers of the pages' contents.
 
-An order comes in; its outcome goes out: the stamp of each page before the move, and which pages do not count because
-their stamp was not the expected one, or changed while the page was read.
+The outcome of an order has the stamp of each page before the operation. It lists as discarded the pages whose stamp was
+not the expected one or changed during the operation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BLOCKS_PER_CALL = 65536
 
 
 class TransferKind(Enum):
-    """What a transfer does with pages. The value is the name on the wire."""
+    """What a transfer does with pages. The value is the name of the kind in the proto file."""
 
     COPY = "copy"
     ZERO = "zero"
@@ -30,16 +30,21 @@ class TransferKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One order to move pages.
+    """One request to a worker to copy or zero pages of its rank.
 
     Attributes:
-        kind: what to do.
-        group: KV cache group of the pages.
-        blocks: pages to read; with ZERO and SCATTER, pages to write.
-        dst_blocks: pages to write, with COPY.
+        kind: what to do: COPY (page to page), GATHER (pages to staging buffer), SCATTER (staging buffer to pages) or
+            ZERO.
+        group: index of the KV cache group of the pages.
+        blocks: blocks whose pages are read; with ZERO and SCATTER, blocks whose pages are written.
+        dst_blocks: blocks whose pages are written, with COPY.
         first_row: first row of the staging buffer, with GATHER and SCATTER.
-        expected_stamps: one stamp per block, or none; a page with another stamp is not moved.
-        seq, part, load_after: the admission that granted the pages, for kinds that write; see `StampTable.check_load`.
+        expected_stamps: for each block the expected stamp, the version number of its page's content, or empty; a page
+            with another stamp is left out.
+        seq, part: the step and the part whose answer admitted the request that owns the written pages. Kinds that write
+            need them, since the worker must have carried out that part's orders first.
+        load_after: from the same answer: number of the step that must have finished before these pages may be written;
+            0 = none. See `StampTable.check_load`.
     """
 
     kind: TransferKind
@@ -54,7 +59,7 @@ class Transfer:
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Pages that the order may write."""
+        """The blocks whose pages the transfer may write."""
         if self.kind is TransferKind.COPY:
             return self.dst_blocks
         return self.blocks if self.kind in (TransferKind.ZERO, TransferKind.SCATTER) else ()
@@ -62,13 +67,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a transfer.
+    """The outcome of a transfer or of a checksum.
 
     Attributes:
-        stamps: stamp of each block before the move.
-        discarded: positions in `blocks` that do not count: the stamp was not the expected one, or changed during the
-            move.
-        checksums: checksum of each block; empty for moves.
+        stamps: stamp (version number of the page's content) of each block before the operation.
+        discarded: positions in `blocks` whose result is not valid: the stamp was not the expected one, or changed
+            during the operation.
+        checksums: checksum of each block; empty for transfers.
     """
 
     stamps: tuple[int, ...]
@@ -77,7 +82,7 @@ class Outcome:
 
 
 def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
-    """Move pages. Raises InvalidArgument as `check_transfer`, before any page is moved."""
+    """Carry out a transfer. Raises the errors of `check_transfer`, before any page is copied or zeroed."""
     check_transfer(holdings, order)
     before = _stamps(holdings, order.blocks)
     chosen = [at for at, stamp in enumerate(before) if not order.expected_stamps or stamp == order.expected_stamps[at]]
@@ -92,7 +97,7 @@ def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
 
 
 def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]) -> Outcome:
-    """Compute checksums of pages. Raises InvalidArgument as `transfer`."""
+    """Return checksums of pages. Raises InvalidArgument if the group or a page does not exist."""
     _check_pages(holdings, group, "blocks", blocks, lowest=0)
     pages = holdings.buffers.group(group)
     before = _stamps(holdings, blocks)
@@ -103,46 +108,54 @@ def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]
 
 
 def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
-    """Raise unless the order may start now, on behalf of the engine life `epoch`.
+    """Raise an error unless the engine life (time of one epoch) `epoch` may start this transfer now.
 
     Raises:
         StaleEpoch: this engine life does not own the pages.
-        InvalidArgument: an order that writes names no admission; also as `check_transfer`.
-        FailedPrecondition: the load may not start yet on this rank.
+        InvalidArgument: a transfer that writes has no `seq` (step that admitted its request), or an error of
+            `check_transfer`.
+        FailedPrecondition: the pages may still be in use on this rank; see `StampTable.check_load`.
     """
     holdings.stamps.check_owner(epoch)
     check_transfer(holdings, order)
     if order.written and not order.seq:
         raise InvalidArgument(
-            "an order that writes names no step", field="seq", remedy="give the step whose result granted the pages"
+            "the transfer writes pages, but names no step that granted them",
+            field="seq",
+            remedy="give the step whose result granted the pages",
         )
     if order.written:
         holdings.stamps.check_load(epoch, order.seq, order.part, order.load_after)
 
 
 def check_transfer(holdings: Holdings, order: Transfer) -> None:
-    """Raise InvalidArgument when the order names pages or rows that do not exist, or its columns differ in length."""
+    """Raise InvalidArgument if the transfer names blocks or staging rows that do not exist, or its lists differ in
+    length.
+    """
     writes = order.kind in (TransferKind.ZERO, TransferKind.SCATTER)
     _check_pages(holdings, order.group, "blocks", order.blocks, lowest=1 if writes else 0)
     if order.kind is TransferKind.SCATTER and len(set(order.blocks)) != len(order.blocks):
-        raise InvalidArgument("a page is named twice", field="blocks", remedy="name each page once")
+        twice = sorted({block for block in order.blocks if order.blocks.count(block) > 1})
+        raise InvalidArgument(f"the pages {twice} are listed twice", field="blocks", remedy="list each page once")
     copies = len(order.blocks) if order.kind is TransferKind.COPY else 0
     if len(order.dst_blocks) != copies:
         raise InvalidArgument(
-            f"{len(order.dst_blocks)} targets for {copies} copies", field="dst_blocks", remedy=f"give {copies}"
+            f"there are {len(order.dst_blocks)} target pages for {copies} copies",
+            field="dst_blocks",
+            remedy=f"give {copies} target pages",
         )
     _check_pages(holdings, order.group, "dst_blocks", order.dst_blocks, lowest=1)
     if len(order.expected_stamps) not in (0, len(order.blocks)):
         raise InvalidArgument(
-            f"{len(order.expected_stamps)} stamps for {len(order.blocks)} blocks",
+            f"there are {len(order.expected_stamps)} stamps for {len(order.blocks)} blocks",
             field="expected_stamps",
-            remedy="give one per block, or none",
+            remedy="give one stamp per block, or none",
         )
     staged = len(order.blocks) if order.kind in (TransferKind.GATHER, TransferKind.SCATTER) else 0
     rows = holdings.rows(order.group)
     if staged and order.first_row + staged > rows:
         raise InvalidArgument(
-            f"rows {order.first_row} to {order.first_row + staged - 1}; the staging buffer has {rows}",
+            f"rows {order.first_row} to {order.first_row + staged - 1} are needed, the staging buffer has {rows} rows",
             field="first_row",
             remedy="use existing rows, or start the worker with a larger --staging-mib",
         )
@@ -152,17 +165,23 @@ def _check_pages(holdings: Holdings, group: int, field: str, blocks: Sequence[in
     holdings.buffers.group(group)
     if len(blocks) > MAX_BLOCKS_PER_CALL:
         raise InvalidArgument(
-            f"{len(blocks)} pages in one call", field=field, remedy=f"give at most {MAX_BLOCKS_PER_CALL} a call"
+            f"there are {len(blocks)} pages in one call, the maximum is {MAX_BLOCKS_PER_CALL}",
+            field=field,
+            remedy="use several calls",
         )
     last = holdings.buffers.num_blocks - 1
     if blocks and not lowest <= min(blocks) <= max(blocks) <= last:
         raise InvalidArgument(
-            f"pages {min(blocks)} to {max(blocks)}", field=field, remedy=f"give pages {lowest} to {last}"
+            f"pages {min(blocks)} to {max(blocks)} are listed, but only {lowest} to {last} are allowed",
+            field=field,
+            remedy=f"give pages from {lowest} to {last}; page 0 is the null block's, which is not written",
         )
 
 
 def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: list[int]) -> None:
-    """Move the chosen positions only; rows and targets of the others stay unchanged."""
+    """Copy or zero only the pages at the given positions of the transfer's lists. Staging rows and pages at other
+    positions do not change.
+    """
     pages = holdings.buffers.group(order.group)
     blocks = [order.blocks[at] for at in chosen]
     if order.kind is TransferKind.ZERO:
@@ -177,7 +196,7 @@ def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: list[int]) 
 
 
 def _runs(chosen: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive positions, as (first, last + 1)."""
+    """Return the runs of consecutive positions, as (first, last + 1)."""
     runs: list[tuple[int, int]] = []
     for at in chosen:
         start = runs.pop()[0] if runs and runs[-1][1] == at else at
@@ -190,6 +209,6 @@ def _stamps(holdings: Holdings, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _wait(holdings: Holdings) -> None:
-    """Wait until the pages have been read or written: on a GPU, operations are asynchronous."""
+    """Wait until the device has read or written the pages: on a GPU, operations are asynchronous."""
     if holdings.buffers.memory.is_cuda:
         torch.cuda.synchronize(holdings.buffers.memory.device)

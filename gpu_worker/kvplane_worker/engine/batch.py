@@ -1,4 +1,4 @@
-"""The tokens that a launch computes, and the pages that its rows read and write, per group."""
+"""The rows of a launch as tensors: which tokens it computes, and which pages each row reads and writes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ NO_STATE = 0  # the null block: before the first token the state is zero
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's tokens in a launch.
+    """The tokens of one request in a launch.
 
     Attributes:
-        tokens: tokens to compute; logits are needed for the last `num_outputs` of them.
-        start: position of the first token.
-        tables: block ids by group, in token order.
-        states: state group → block of the state before `start`; NO_STATE at position 0.
+        tokens: ids of the tokens to compute.
+        start: position of the first of these tokens in the request.
+        num_outputs: number of last tokens for which logits are needed.
+        tables: block ids of each group, in token order.
+        states: maps a group of state layers to the block with the state before `start`; NO_STATE at position 0.
     """
 
     tokens: list[int]
@@ -37,13 +38,14 @@ class Row:
 
 
 class Launch:
-    """The rows of one forward pass, as tensors for the operations.
+    """The rows of one forward pass, as tensors for the paged operations.
 
     Attributes:
-        tokens, positions: int64 [tokens], in order of the rows.
-        outputs: int64: indices in `tokens` of the tokens whose logits are needed.
-        query_start: int32 [rows + 1].
-        is_decode: every row has one token.
+        tokens: int64 [tokens], token ids in the order of the rows.
+        positions: int64 [tokens], position of each token in its request.
+        outputs: int64 [outputs], indices in `tokens` of the tokens for which logits are needed.
+        query_start: int32 [rows + 1], index in `tokens` of each row's first token, and the number of tokens.
+        is_decode: whether every row has exactly one token.
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
@@ -62,7 +64,11 @@ class Launch:
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(self, group: int, block_size: int) -> tuple[Tensor, Batch]:
-        """For a group of attention layers: the slots to write tokens to, and the pages that rows attend to."""
+        """Return, for a group of attention layers, the slot to write each token to and the pages that each row attends
+        to.
+
+        The slots are int64 [tokens], block id * block_size + offset in the block.
+        """
         if group not in self._attention:
             slots = [
                 row.tables[group][at // block_size] * block_size + at % block_size
@@ -76,7 +82,12 @@ class Launch:
         return self._attention[group]
 
     def states(self, group: int, block_size: int) -> tuple[Tensor, Tensor]:
-        """For a group of state layers: per row the block to read the state from, per token the block to write it to."""
+        """Return, for a group of state layers, the block to read each row's state from and the block to write each
+        token's state to.
+
+        Both tensors are int32: [rows] and [tokens]. A block of 0 means that there is no state to read, or that the
+        state is not stored.
+        """
         if group not in self._states:
             read = [row.states[group] for row in self.rows]
             write = [block for row in self.rows for block in kept_states(row, group, block_size)]
@@ -93,10 +104,10 @@ class Launch:
 
 
 def kept_states(row: Row, group: int, block_size: int) -> list[int]:
-    """For each token of the row, the block that receives the state after it; 0 = the state is not stored.
+    """Return, for each token of the row, the block that receives the state after it; 0 = the state is not stored.
 
-    The state after the last token goes to the block of that token. When drafts are rejected, an earlier token with
-    logits is the last accepted one; its state is in one of the blocks behind, nearest first:
+    The state after the last token is stored in that token's block. If drafts are rejected, an earlier token with logits
+    becomes the last accepted one. Its state is stored in one of the following blocks, nearest first:
 
         table     .. | run  | spec | spec |       (two drafts; 0, 1 or 2 of them are rejected)
         state of     | last | last-1 | last-2 |
@@ -108,5 +119,5 @@ def kept_states(row: Row, group: int, block_size: int) -> list[int]:
 
 
 def state_index(num_tokens: int, block_size: int) -> int:
-    """Index in a block table of the state after `num_tokens` tokens; -1 for 0 tokens."""
+    """Return the index in a block table of the block with the state after `num_tokens` tokens; -1 for 0 tokens."""
     return -(-num_tokens // block_size) - 1

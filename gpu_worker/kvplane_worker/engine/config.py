@@ -1,4 +1,4 @@
-"""The reference model: a decoder with layers of several attention kinds, small enough for float64."""
+"""The configurations of the reference model: a decoder with several kinds of attention, small enough for float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ VOCABULARY = NUM_BYTES + 2
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """A layer of attention.
+    """The configuration of an attention layer.
 
     Attributes:
-        kv_heads: number over all ranks; divides the model's query heads.
+        kv_heads: number of key-value heads over all ranks; divides the model's query heads.
         block_size: tokens per page.
         window: number of attended tokens, including the query's own; 0 = all.
-        chunk: length of chunks in tokens; a query attends to its own chunk; 0 = all.
+        chunk: length of attention chunks in tokens; a query attends only to its own chunk; 0 = all tokens.
     """
 
     kv_heads: int
@@ -34,11 +34,12 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """A layer with recurrent state (Mamba-2's form).
+    """The configuration of a layer with recurrent state, in the form of Mamba-2.
 
     Attributes:
-        heads: number over all ranks.
-        head_size, state_size: the state of a head is [head_size, state_size].
+        heads: number of heads over all ranks.
+        head_size: a head's state has the shape [head_size, state_size].
+        state_size: second dimension of a head's state.
         conv_width: tokens that the causal convolution covers.
         block_size: tokens between cached states.
     """
@@ -57,12 +58,14 @@ class ModelConfig:
     Attributes:
         layers: layers in order; each is followed by a feed-forward block.
         width: width of the residual stream.
-        q_heads, head_size: query heads of every attention layer over all ranks, and their size.
+        q_heads: query heads of every attention layer over all ranks.
+        head_size: elements of a head.
         hidden: width of the feed-forward blocks, over all ranks.
-        num_ranks: ranks over which heads and hidden units are divided.
-        max_drafts: most draft tokens per step; this number of states is stored in addition to the running one.
+        num_ranks: number of ranks over which heads and hidden units are divided.
+        max_drafts: most draft tokens per step; this number of states is stored in addition to the state of the last
+            accepted token.
         dtype: element type of weights, activations and pages.
-        seed: seed of the weights.
+        seed: seed of the random weights.
     """
 
     layers: tuple[AttentionLayer | StateLayer, ...]
@@ -82,14 +85,19 @@ class ModelConfig:
             counts[f"layers[{number}].heads"] = heads
         for name, count in counts.items():
             if count % self.num_ranks:
-                raise InvalidArgument(f"{count} is not a multiple of {self.num_ranks} ranks", field=name)
+                remedy = f"give a multiple of {self.num_ranks}"
+                raise InvalidArgument(
+                    f"{count} cannot be divided over {self.num_ranks} ranks", field=name, remedy=remedy
+                )
 
     def cache_layers(self) -> tuple[Layer, ...]:
-        """The cache layers of one rank, for `kvplane.LayerSource`; equal on every rank."""
+        """Return the cache layers of one rank, for `kvplane.LayerSource`. The layers are the same on every rank."""
         return tuple(Layer(layer_name(at), self._format(layer)) for at, layer in enumerate(self.layers))
 
     def channels(self, layer: StateLayer) -> int:
-        """Channels of the convolution on one rank: inputs of its heads, and B and C, which every rank computes."""
+        """Return the channels of a layer's convolution on one rank: inputs of its heads, and B and C, which every rank
+        computes.
+        """
         return layer.heads // self.num_ranks * layer.head_size + 2 * layer.state_size
 
     def _format(self, layer: AttentionLayer | StateLayer) -> LayerSpec:
@@ -123,7 +131,7 @@ class ModelConfig:
 
 
 def layer_name(number: int) -> str:
-    """Name of a layer in the cache plan."""
+    """Return the name of a layer in the memory layout."""
     return f"layers.{number}"
 
 

@@ -1,5 +1,7 @@
-"""Drafts by n-gram lookup: the tokens after the last earlier occurrence of the newest tokens (Saxena, "Prompt lookup
-decoding").
+"""A drafter by n-gram look-up: it finds the last earlier occurrence of the request's newest tokens and proposes the
+tokens that followed there.
+
+See Saxena, "Prompt lookup decoding".
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ SEARCHED_TOKENS = 256
 
 
 def draft(tokens: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` draft tokens; none when the end of `tokens` has no earlier occurrence."""
+    """Return up to `most` draft tokens; none if the newest tokens of `tokens` have no earlier occurrence."""
     recent = list(tokens[-SEARCHED_TOKENS:])
     for length in range(min(LONGEST_MATCH, len(recent) - 1), 0, -1):
         ending = recent[-length:]

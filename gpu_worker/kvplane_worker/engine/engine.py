@@ -1,4 +1,4 @@
-"""The loop of the engine: schedule, carry out the service's orders on every rank, compute, sample."""
+"""The engine's loop: schedule, carry out the service's orders on every rank, compute, sample."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OpenSession = Callable[[Callable[[], Revival]], Session]
 
 
 class LaunchFailed(KvplaneError):
-    """A forward pass did not run; the tokens that its step granted are not in the pages."""
+    """A forward pass did not run, so the pages do not contain the tokens that the service granted to its step."""
 
 
 class Engine:
-    """One engine life on one replica, with all ranks in this process.
+    """The reference engine of one replica, with all ranks in this process.
 
         memory = attach_ranks(addresses, ops)
         model = Model(config, weights, [one.pages for one in memory], ops)
@@ -33,14 +33,16 @@ class Engine:
         while engine.has_work:
             print([request.output for request in engine.step()])
 
-    Steps are synchronous: a launch has finished before the next step is sent. After a restart of the service the engine
-    reopens the session with its stamps and requests; running requests continue from their cached blocks.
+    Steps are synchronous: a launch has finished before the next step is sent. After a restart of the service, the
+    engine reopens the session with the stamps (version numbers of the pages' contents) and its requests, and running
+    requests continue from their cached blocks.
     """
 
     def __init__(
         self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
     ) -> None:
-        """Open the session, which keeps the keys whose stamps the memory still shows, and claim the pages for it.
+        """Open the session and claim the pages: make the session's engine life (epoch) the only one that may write
+        them. Prefix cache keys whose stamp is still the stamp (version number) of their page stay valid.
 
         Raises:
             StaleEpoch: a newer engine life owns the pages.
@@ -61,35 +63,35 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether another step is needed."""
+        """Whether a request is waiting or running, or the end of a request was not reported to the service yet."""
         return self._scheduler.has_work
 
     @property
     def kept_keys(self) -> int:
-        """Cached keys that were kept when the session was opened, or reopened on another service."""
+        """The number of cached keys that stayed valid when the session was opened, or reopened on another service."""
         return self._session.kept_keys
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return self._scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """The number of requests that hold blocks."""
         return self._scheduler.num_running
 
     @property
     def counts(self) -> Counts:
-        """Counters since the start."""
+        """The counters of the scheduler since its start."""
         return self._scheduler.counts
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidArgument when it does not fit in max_model_len."""
+        """Append a request to the queue. Raises InvalidArgument if it can become longer than max_model_len."""
         self._scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """Run one scheduler iteration. Returns the requests that ended in it."""
+        """Run one scheduler iteration and return the requests that ended in it."""
         part = self._scheduler.plan()
         answer = self._session.apply(part, executed_through=self._executed_through())
         (result,) = answer.parts
@@ -106,20 +108,27 @@ class Engine:
         return [request for request in self._scheduler.take_finished() if isinstance(request, Request)]
 
     def _claim(self, next_seq: int) -> None:
-        """Claim the pages from this step on, when the session has a new epoch: after it was opened or reopened."""
+        """Claim the pages for the session's epoch, from step `next_seq` on, if the epoch is new because the session was
+        opened or reopened.
+        """
         if self._epoch != self._session.epoch:
             self._epoch = self._session.epoch
             self._group.claim(self._epoch, next_seq)
 
     def revival(self) -> Revival:
-        """State with which a restarted service reopens the session: stamps, incarnation, requests and their image."""
+        """Return what the session sends to a restarted service: stamps (version numbers of the pages' contents),
+        incarnation (a number that identifies the page memory), requests, and the blocks of the running requests (the
+        image).
+        """
         news, running = self._known_requests()
         group, image = self._group, self._known_image()
         stamps = group.agreed_stamps()
         return Revival(stamps, group.incarnation, news, running, resume=image, owner_epoch=group.owner_epoch)
 
     def _executed_through(self) -> int:
-        """The last step that all ranks have executed, reported `report_lag` steps late."""
+        """Return the number of the last step that all ranks have executed, minus `report_lag`; never less than an
+        earlier result.
+        """
         finished = self._group.executed_through(self._session.epoch)
         self._reported = max(self._reported, finished - self._report_lag)
         return self._reported
@@ -130,7 +139,7 @@ class Engine:
                 rank.carry_out(self._session.epoch, answer.seq, number, part.orders)
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
-        """Run the forward pass of the scheduled rows, and sample their next tokens."""
+        """Run the forward pass of the scheduled rows and sample their next tokens."""
         if scheduled:
             launch = Launch([one.row for one in scheduled], self._model.device)
             self._scheduler.take(scheduled, self._model.logits(launch))

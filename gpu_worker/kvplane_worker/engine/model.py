@@ -1,4 +1,4 @@
-"""The forward pass of the reference model. Each rank computes its heads on its pages; the results are summed."""
+"""The forward pass of the reference model. Each rank computes its heads from its pages, and the results are summed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORM_EPSILON = 1e-6
 
 
 class RankModel:
-    """The share of one rank in every layer."""
+    """The part of the model that one rank computes, with its share of the weights and its pages."""
 
     def __init__(self, config: ModelConfig, share: Weights, pages: PageBuffers, ops: PagedOps) -> None:
         self._config = config
@@ -26,8 +26,8 @@ class RankModel:
         self._ops = ops
 
     def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
-        """Compute this rank's part of a layer's output, [tokens, width]; writes keys and values, or states, of the
-        tokens.
+        """Compute this rank's part of a layer's output, [tokens, width], and write the tokens' keys and values, or
+        states.
         """
         weights = self._share.mixers[number]
         if isinstance(weights, AttentionWeights):
@@ -35,7 +35,7 @@ class RankModel:
         return self._advance(number, weights, x, launch)
 
     def feed(self, number: int, x: Tensor) -> Tensor:
-        """Compute this rank's part of a feed-forward block's output."""
+        """Compute this rank's part of a feed-forward block's output, [tokens, width], from x [tokens, width]."""
         block = self._share.feed_forwards[number]
         return silu(x @ block.up) @ block.down
 
@@ -70,7 +70,7 @@ class RankModel:
 
 
 class Model:
-    """The model on all ranks in one process. The sum over ranks replaces the all-reduce."""
+    """The whole model, with all ranks in one process. A sum over the ranks replaces the all-reduce."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: list[PageBuffers], ops: PagedOps) -> None:
         self.device = ranks[0].memory.device
@@ -80,7 +80,7 @@ class Model:
         self._ranks = [RankModel(config, share, pages, ops) for share, pages in zip(shares, ranks, strict=True)]
 
     def logits(self, launch: Launch) -> Tensor:
-        """Run a launch. Returns logits [outputs, vocabulary]."""
+        """Run a launch and return the logits, [outputs, vocabulary]."""
         stream = self._whole.embedding[launch.tokens]
         for number in range(self._num_layers):
             x = normalise(stream)
@@ -91,12 +91,15 @@ class Model:
 
 
 def normalise(x: Tensor) -> Tensor:
-    """RMSNorm without a gain."""
+    """Return the RMS norm of x over its last dimension, without a gain."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., "RoFormer", 2021); the halves of a head are real and imaginary parts."""
+    """Apply the rotary position embedding to x [tokens, heads, head_size]; positions is int64 [tokens].
+
+    The two halves of a head are real and imaginary parts (Su et al., "RoFormer", 2021).
+    """
     half = x.shape[-1] // 2
     exponents = torch.arange(half, device=x.device, dtype=x.dtype) / half
     angles = positions.to(x.dtype)[:, None] * ROTARY_BASE**-exponents

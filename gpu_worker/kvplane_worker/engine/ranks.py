@@ -1,4 +1,6 @@
-"""The memory of an engine: pages and stamp tables of its ranks."""
+"""The memory of an engine's ranks: their pages and stamp tables (version numbers of the pages' contents), attached from
+the workers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from kvplane_worker.pages import PageBuffers
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Pages and stamp table of one rank, and the mover of whole pages."""
+    """The pages of one rank, their stamp table (the version number of each page's content), and the mover that zeroes
+    and copies the pages.
+    """
 
     pages: PageBuffers
     stamps: StampTable
@@ -23,7 +27,8 @@ class RankMemory:
 
 
 def attach_ranks(addresses: Sequence[str], ops: PagedOps) -> list[RankMemory]:
-    """Attach to the workers at these addresses, in order of the ranks. Raises as `kvplane_worker.attach.attach`.
+    """Map the pages of the workers at these addresses, in rank order. Raises the errors of
+    `kvplane_worker.attach.attach`.
 
     The pages stay lent to this process until it exits.
     """

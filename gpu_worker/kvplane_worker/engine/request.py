@@ -1,4 +1,4 @@
-"""A request of the engine, from its prompt to its last token."""
+"""A request of the reference engine, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvplane_worker.engine.config import EOS
 
 @dataclass(eq=False, slots=True)
 class Request(scheduling.Request):
-    """A request inside the engine. It ends with EOS, or after `max_new_tokens`.
+    """A request of the reference engine. It ends with EOS, or after `max_new_tokens` tokens.
 
     Attributes:
-        keep_logits: keep the logits of each output token.
-        logits: [vocabulary] per output token, with keep_logits.
-        state_at: state group → index in the block table of the state after `computed` tokens.
+        keep_logits: whether to keep the logits of each output token.
+        logits: with keep_logits, a tensor [vocabulary] per output token.
+        state_at: maps a group of state layers to the index in the block table of the state after `computed` tokens.
     """
 
     prompt: list[int]

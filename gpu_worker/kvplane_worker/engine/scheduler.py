@@ -1,4 +1,6 @@
-"""`kvplane.scheduling` with states and logits: which state each row reads, and the tokens chosen from the logits."""
+"""The scheduler of the reference engine: `kvplane.scheduling`, plus recurrent states and the choice of tokens from
+logits.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from kvplane_worker.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig(Limits):
-    """The engine's limits; see `Limits`.
+    """The limits of the engine; see `Limits` for the other attributes.
 
     Attributes:
-        report_lag: number of steps by which the report of executed steps is delayed, as with several steps in flight:
-            at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
+        report_lag: number of steps by which the engine delays its report of executed steps, to imitate several steps in
+            flight: at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
     """
 
     max_running: int = 8
@@ -36,7 +38,10 @@ class SchedulerConfig(Limits):
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request's row of a launch; `row.tokens` are known tokens, then drafts."""
+    """One request's row of a launch, with the blocks of its recurrent states.
+
+    `row.tokens` are known tokens, then drafts. `planned` is the row as `kvplane.scheduling` returned it.
+    """
 
     request: Request
     row: batch.Row
@@ -44,17 +49,19 @@ class Scheduled:
 
 
 class Scheduler(scheduling.Scheduler):
-    """Queue and running requests of one engine life."""
+    """The queue and the running requests of the reference engine, for one engine life (the time of one epoch)."""
 
     def __init__(self, spec: ReplicaSpec, config: SchedulerConfig) -> None:
-        """Raises InvalidArgument when the groups store states for fewer drafts than `config.num_drafts`."""
+        """Start with empty queues. Raises InvalidArgument if the groups store states for fewer drafts than
+        `config.num_drafts`.
+        """
         super().__init__(spec, config)
         self._state_sizes = {
             number: group.block_size for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA
         }
 
     def apply_result(self, part: Part, result: PartResult) -> list[Scheduled]:
-        """Apply the result of a step. Returns the rows to compute."""
+        """Apply the result of a step and return the rows to compute."""
         return [self._with_states(row) for row in self.update(part, result)]
 
     def _with_states(self, planned: scheduling.Scheduled) -> Scheduled:
@@ -68,7 +75,9 @@ class Scheduler(scheduling.Scheduler):
         )
 
     def take(self, scheduled: list[Scheduled], logits: Tensor) -> None:
-        """Choose tokens from the logits of a launch, [outputs, vocabulary], in the order of the rows."""
+        """Choose the tokens with the highest logits for the rows of a launch. The logits are [outputs, vocabulary], in
+        row order.
+        """
         chosen: list[int] = logits.argmax(dim=1).tolist()
         first = 0
         for one in scheduled:

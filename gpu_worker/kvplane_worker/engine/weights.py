@@ -1,4 +1,4 @@
-"""Parameters of the reference model: drawn from a seed, divided over ranks by heads and hidden units."""
+"""The weights of the reference model: random numbers from a seed, divided over ranks by heads and hidden units."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ LAYER_GAIN = 0.7
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Parameters of an attention layer: q [width, q_heads, size], k and v [width, kv_heads, size], out [q_heads, size,
-    width].
+    """The weights of an attention layer.
+
+    Attributes:
+        q: [width, q_heads, size].
+        k, v: [width, kv_heads, size].
+        out: [q_heads, size, width].
     """
 
     q: Tensor
@@ -29,15 +33,16 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveWeights:
-    """Parameters of a state layer.
+    """The weights of a state layer (Mamba-2).
 
     Attributes:
-        x: [width, heads, head_size]: projection to the inputs of the heads.
-        b, c: [width, state_size].
-        dt: [width, heads]; dt_bias: [heads].
-        conv_x: [heads, head_size, conv_width]; conv_b, conv_c: [state_size, conv_width]. The bias is 0.
-        a, d: [heads]; a is negative.
-        out: [heads, head_size, width].
+        x: [width, heads, head_size], projection to the inputs of the heads.
+        b, c: [width, state_size], projections to B and C.
+        dt: [width, heads], projection to the time step; dt_bias: [heads].
+        conv_x: [heads, head_size, conv_width], convolution of the inputs; conv_b, conv_c: [state_size, conv_width]. The
+            bias is 0.
+        a, d: [heads], the decay, which is negative, and the skip connection.
+        out: [heads, head_size, width], projection back to the residual stream.
     """
 
     x: Tensor
@@ -55,7 +60,7 @@ class SelectiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Parameters of a feed-forward block: up [width, hidden], down [hidden, width]."""
+    """The weights of a feed-forward block: up [width, hidden], down [hidden, width]."""
 
     up: Tensor
     down: Tensor
@@ -63,12 +68,13 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of the whole model, or the share of one rank. Undivided parameters are on every rank.
+    """The weights of the whole model, or the share of one rank. Weights that are not divided are on every rank.
 
     Attributes:
         embedding: [vocabulary, width].
         head: [width, vocabulary].
-        mixers, feed_forwards: one per layer.
+        mixers: one per layer: attention or state weights.
+        feed_forwards: one per layer.
     """
 
     embedding: Tensor
@@ -78,7 +84,9 @@ class Weights:
 
 
 def draw_weights(config: ModelConfig) -> Weights:
-    """Draw the parameters of the whole model, equal on every machine."""
+    """Return random weights of the whole model. They depend only on the configuration and are equal on every
+    machine.
+    """
     draw = _Draw(config)
     return Weights(
         embedding=draw.normal(VOCABULARY, config.width),
@@ -104,11 +112,11 @@ class _Draw:
         return drawn.to(self._dtype)
 
     def matrix(self, inputs: int, *outputs: int, gain: float = 1.0) -> Tensor:
-        """A matrix whose outputs have the variance of its inputs, times the square of the gain."""
+        """Return a random matrix whose outputs have the variance of its inputs, times the square of the gain."""
         return self.normal(inputs, *outputs) * (gain / math.sqrt(inputs))
 
     def back(self, *inputs: int) -> Tensor:
-        """A matrix from heads to the residual stream."""
+        """Return a random matrix that projects heads or hidden units to the residual stream."""
         return self.normal(*inputs, self._config.width) * (LAYER_GAIN / math.sqrt(math.prod(inputs)))
 
     def mixer(self, layer: AttentionLayer | StateLayer) -> AttentionWeights | SelectiveWeights:
@@ -145,7 +153,7 @@ class _Draw:
 
 
 def share_of(weights: Weights, rank: int, num_ranks: int, device: torch.device) -> Weights:
-    """The heads and hidden units of one rank, on its device."""
+    """Return the weights of one rank's heads and hidden units, on the rank's device."""
 
     def cut(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(num_ranks, dim)[rank].contiguous().to(device)

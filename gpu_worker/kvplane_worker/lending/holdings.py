@@ -1,4 +1,6 @@
-"""What a worker holds: the pages of one rank, their stamp table, and a staging buffer in host memory."""
+"""The memory of a worker: the pages of one rank, their stamp table (version numbers of the pages' contents), and a
+staging buffer on the host.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PAGES, STAMPS, STAGING = "pages", "stamps", "staging"
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """Handles with which another process maps what a worker holds."""
+    """The handles with which another process maps a worker's memory."""
 
     pages: MemoryHandle
     stamps: MemoryHandle
@@ -32,13 +34,13 @@ class Handles:
 
 @dataclass(slots=True)
 class Holdings:
-    """Pages, stamps and staging buffer of one rank, allocated or mapped here.
+    """The pages, the stamp table and the staging buffer of one rank, allocated or mapped by this process.
 
     Attributes:
-        buffers: views of the pages.
-        stamps: the stamp table of the pages.
+        buffers: tensor views of the pages.
+        stamps: the stamp table of the pages: the version number of each page's content.
         staging: staging buffer, uint8 [bytes] in host memory.
-        handles: with which another process maps all three.
+        handles: the handles with which another process maps pages, stamp table and staging buffer.
     """
 
     buffers: PageBuffers
@@ -49,12 +51,13 @@ class Holdings:
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int) -> Holdings:
-        """Allocate zeroed pages, a stamp table and a staging buffer, with a new incarnation.
+        """Allocate zeroed pages, a stamp table (page version numbers) and a staging buffer, with a new incarnation (a
+        random number that identifies the memory).
 
         Raises:
-            OutOfMemory: too little memory; `metadata` has the bytes needed and free, and the most blocks that would
-                fit.
-            InvalidArgument: the plan is inconsistent.
+            OutOfMemory: the device or the host has too little memory; `metadata` has the bytes needed and free, and the
+                most blocks that would fit.
+            InvalidArgument: the memory layout is impossible.
         """
         plan.validate()
         staging_bytes = max(staging_bytes, plan.bytes_per_block)
@@ -76,11 +79,12 @@ class Holdings:
 
     @classmethod
     def map(cls, plan: RankPlan, handles: Handles) -> Holdings:
-        """Map what a worker on this host holds.
+        """Map the memory of a worker on this host.
 
         Raises:
-            NotFound, PermissionDenied: the memory no longer exists, or belongs to another user.
-            FailedPrecondition: stamps and pages belong to different incarnations.
+            NotFound: the memory no longer exists.
+            PermissionDenied: the memory belongs to another user.
+            FailedPrecondition: stamp table and pages belong to different incarnations (allocations).
         """
         pages = open_memory(handles.pages)
         stamps, staging = SharedMemory.open(handles.stamps), SharedMemory.open(handles.staging)
@@ -95,29 +99,31 @@ class Holdings:
         return holdings
 
     def check_incarnation(self) -> None:
-        """Raise FailedPrecondition when the stamp table belongs to other pages."""
+        """Raise FailedPrecondition if the stamp table has another incarnation (random number of the allocation) than
+        the pages.
+        """
         expected, found = self.stamps.incarnation, self.buffers.read_incarnation()
         if expected != found:
             raise FailedPrecondition(
-                f"the stamp table has incarnation {expected:x}, the pages have {found:x}",
+                f"the stamp table has incarnation {expected:x}, the pages have {found:x}, so the memory is damaged",
                 field="incarnation",
-                remedy="restart the worker: its memory is damaged",
+                remedy="restart the worker",
             )
 
     def rows(self, group: int) -> int:
-        """Rows of the staging buffer for a group; a row holds one block."""
+        """Return how many blocks of a group fit into the staging buffer; a block takes one row."""
         width = self.buffers.group(group).bytes_per_block
         return self.staging.numel() // width if width else 0
 
     def staging_rows(self, group: int, first: int, count: int) -> Tensor:
-        """View rows of the staging buffer, uint8 [count, bytes per block of the group]."""
+        """Return rows of the staging buffer as a view, uint8 [count, bytes per block of the group]."""
         width = self.buffers.group(group).bytes_per_block
         return self.staging[first * width : (first + count) * width].view(count, width)
 
     def close(self, lent: bool = False) -> None:
-        """Release the memory. Views of it are invalid afterwards.
+        """Release the memory. Tensors in it must not be used afterwards.
 
-        With `lent`, the owner frees nothing: a running process still maps the memory.
+        With `lent`, the process that allocated the memory frees nothing, because a running process still maps it.
         """
         self.stamps.release()
         for memory in self._memories:
@@ -125,7 +131,7 @@ class Holdings:
 
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
-    """Raise OutOfMemory for a plan that does not fit, before anything is allocated."""
+    """Raise OutOfMemory if the pages do not fit, before anything is allocated."""
     host = table_bytes(plan.num_blocks) + staging_bytes
     needs = {device: allocation_bytes(plan)}
     needs[CPU] = needs.get(CPU, 0) + host
@@ -135,15 +141,15 @@ def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
             continue
         fits = _most_blocks(plan, where, device, free - (staging_bytes if where == CPU else 0))
         raise OutOfMemory(
-            f"the plan needs {asked} bytes on {where}, {free} are free",
+            f"the pages need {asked} bytes of memory on {where}, {free} bytes are free",
             field="device",
-            remedy=f"plan at most {fits} blocks" if fits else "choose another device",
+            remedy=f"register the replica with at most {fits} blocks" if fits else "choose another device",
             metadata={"asked": str(asked), "free": str(free), "num_blocks": str(fits)},
         )
 
 
 def _most_blocks(plan: RankPlan, where: str, device: str, free: int) -> int:
-    """Most blocks of this plan that would fit; 0 when fewer than two would (block 0 is the null block)."""
+    """Return the most blocks of this layout that would fit; 0 if fewer than two would (block 0 is the null block)."""
     per_block = plan.bytes_per_block if where == device else 0
     if where == CPU:
         per_block += STAMP_BYTES

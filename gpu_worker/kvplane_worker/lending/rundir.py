@@ -1,10 +1,10 @@
-"""The worker's private directory (mode 0700).
+"""The worker's private directory (mode 0700), with these files:
 
-lock        locked while the worker runs; the kernel releases the lock when the process ends, so that a free lock proves
-            that the last worker has exited
-token       secret that engines send; a process that can read it runs as the same user
-worker.json worker id and pid of the process that holds the lock, or held it last
-worker.sock Unix socket of kvplane.v1.Worker
+lock         locked while the worker runs; the kernel releases the lock when the process ends, so that a free lock
+             proves that the last worker has exited
+token        secret that engines send; a process that can read it runs as the same user
+worker.json  worker id and pid of the process that holds the lock, or held it last
+worker.sock  Unix socket of the gRPC API kvplane.v1.Worker
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ MAX_SOCKET_CHARS = 107  # most characters of a Unix socket address
 
 @dataclass(frozen=True, slots=True)
 class LastWorker:
-    """The worker that held the directory before; its process has exited."""
+    """The worker that used the directory before. Its process has exited."""
 
     worker_id: int
     pid: int
 
 
 def default_run_dir(replica: str, rank: int) -> Path:
-    """The default directory of the worker of a rank."""
+    """Return the default directory of the worker of a rank."""
     home = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     name = hashlib.sha256(replica.encode()).hexdigest()[:16]
     return Path(home) / f"kvplane-{os.getuid()}" / f"{name}-{rank}"
 
 
 def run_dir_of(where: str | Path) -> Path:
-    """The worker's directory, given the directory or the worker's address."""
+    """Return the worker's directory, given that directory or the worker's address."""
     path = Path(str(where).removeprefix("unix:"))
     return path.parent if path.name == SOCKET else path
 
 
 def shared_prefix(path: Path) -> str:
-    """Prefix of the names of shared memory that belongs to a directory."""
+    """Return the prefix of the names of shared memory that belongs to a directory."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     return f"kvplane-{os.getuid()}-{name}-"
 
@@ -58,21 +58,23 @@ class RunDir:
 
     Attributes:
         path: path of the directory.
-        token: token that engines must send.
-        last: the worker that held the directory before; None when there was none, or its file cannot be read.
+        token: secret that engines must send.
+        last: the worker that used the directory before; None if there was none, or its file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the directory where it does not exist, lock it, and remove what an earlier worker left behind.
+        """Create the directory if it does not exist, lock it, and remove the files of an earlier worker.
 
         Raises:
-            WorkerExists: a running worker has the lock; `metadata["pid"]`.
+            WorkerExists: a running worker has the lock; `metadata["pid"]` is its process.
             PermissionDenied: the directory belongs to another user, or other users can enter it.
             InvalidArgument: the path is too long for a Unix socket.
         """
         if len(str(path / SOCKET)) > MAX_SOCKET_CHARS:
             raise InvalidArgument(
-                f"{path} is too long for a Unix socket", field="run_dir", remedy="choose a shorter path"
+                f"{path / SOCKET} is longer than {MAX_SOCKET_CHARS} characters, the maximum of a Unix socket",
+                field="run_dir",
+                remedy="choose a shorter path",
             )
         self.path = path
         _make_private(path)
@@ -84,7 +86,7 @@ class RunDir:
             os.close(self._lock)
             pid = self.last.pid if self.last else 0
             raise WorkerExists(
-                f"worker process {pid} serves this rank from {path}",
+                f"the worker process {pid} holds the pages of this rank and uses the directory {path}",
                 field="rank",
                 remedy="stop that process first, or choose another rank or run_dir",
                 metadata={"pid": str(pid), "address": self.address},
@@ -100,24 +102,25 @@ class RunDir:
         return f"unix:{self.path / SOCKET}"
 
     def shared_path(self, name: str) -> Path:
-        """A new path for shared memory that belongs to this directory."""
+        """Return a new path for shared memory that belongs to this directory."""
         return SHM_FOLDER / f"{shared_prefix(self.path)}{secrets.token_hex(8)}-{name}"
 
     def write_state(self, worker_id: int) -> None:
-        """Record this process as the holder of the directory."""
+        """Record this process as the worker that uses the directory."""
         _write_private(self.path / STATE, json.dumps({"worker_id": worker_id, "pid": os.getpid()}))
 
     def leave(self) -> None:
-        """Remove socket, token and shared memory, then unlock. The lock file stays: removing it would race with the
-        next worker.
+        """Remove socket, token and shared memory, then release the lock.
+
+        The lock file stays: another worker may already wait to lock it.
         """
         self._remove_leftovers()
         (self.path / STATE).unlink(missing_ok=True)
         os.close(self._lock)
 
     def _remove_leftovers(self) -> None:
-        """Remove files of this worker or of an earlier one. Safe: this process holds the lock, so no other worker uses
-        them.
+        """Remove the files of this worker or of an earlier worker. Safe, since no other worker uses these files while
+        this worker has the lock.
         """
         for name in (SOCKET, TOKEN):
             (self.path / name).unlink(missing_ok=True)
@@ -133,33 +136,40 @@ class RunDir:
 
 
 def read_token(path: Path) -> str:
-    """Read the token of a worker's directory.
+    """Return the token in a worker's directory.
 
     Raises:
         PermissionDenied: the directory belongs to another user.
-        NotFound: no worker serves there.
+        NotFound: there is no running worker with this directory.
     """
     try:
         return (path / TOKEN).read_text()
     except PermissionError:
         raise PermissionDenied(
-            f"user {os.getuid()} may not enter {path}", field="run_dir", remedy="run the engine as the worker's user"
+            f"user {os.getuid()} may not read the directory {path} of the worker",
+            field="run_dir",
+            remedy="run the engine as the worker's user",
         ) from None
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(
-            f"no worker serves in {path}", field="run_dir", remedy="start a worker, or give its run_dir"
+            f"no worker runs with the directory {path}",
+            field="run_dir",
+            remedy="start a worker, or give the run_dir of a running one",
         ) from None
 
 
 def _make_private(path: Path) -> None:
-    """Create a directory that only this user can enter; raise PermissionDenied where that is not so.
+    """Create a directory that only this user can enter. Raises PermissionDenied if other users can enter or replace the
+    directory.
 
     The parent must belong to this user or to root: any other owner could replace the directory.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.parent.stat().st_uid not in (0, os.getuid()):
         raise PermissionDenied(
-            f"{path.parent} belongs to another user", field="run_dir", remedy="choose another run_dir"
+            f"{path.parent} belongs to another user, who could replace the directory {path.name} in it",
+            field="run_dir",
+            remedy="choose a run_dir whose parent belongs to this user or to root",
         )
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
@@ -172,7 +182,7 @@ def _make_private(path: Path) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old or the new content."""
+    """Replace a file atomically: readers see either the old or the new content."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
     descriptor = os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)

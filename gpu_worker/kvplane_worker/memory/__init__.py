@@ -1,9 +1,9 @@
-"""How do two processes of a host share memory? A device and a size come in; mapped memory and its handle go out.
+"""Memory that two processes of a host map: allocated by a worker on the CPU or a GPU, mapped by an engine.
 
 handle  what another process needs to map the memory
 shared  files in /dev/shm, for CPU pages, stamps and staging
 cuda    allocations on a GPU, shared by CUDA IPC
-kinds   one interface over both
+kinds   one interface for both
 """
 
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind

@@ -1,7 +1,7 @@
 """CUDA memory that two processes share by raw CUDA IPC handles.
 
-CuPy allocates and maps, PyTorch views the same bytes. PyTorch's own IPC is not used: it keeps reference counters in
-/dev/shm, which two containers need not share.
+CuPy allocates and maps the memory, and PyTorch has a view of the same bytes. PyTorch's own IPC is not used: it keeps
+reference counters in /dev/shm, which two containers need not share.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.utils.dlpack import from_dlpack
 from kvplane.base.errors import NotFound, OutOfMemory
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
 
-# Allocations are multiples of this. Smaller ones would share a unit of the driver with others, and a handle exports
-# the whole unit.
+# Allocations are multiples of this size. Smaller ones would share a unit of the driver's memory with other allocations,
+# and an IPC handle exports the whole unit.
 GRANULE_BYTES = 2 << 20
 
 
 class CudaMemory:
-    """An allocation of this process, or the mapping of another process's allocation.
+    """An allocation of this process on a GPU, or a mapping of another process's allocation.
 
     Attributes:
-        handle: with which other processes map it.
+        handle: what other processes need to map it.
     """
 
     def __init__(self, handle: MemoryHandle, index: int, base: int, owned: bool) -> None:
@@ -36,7 +36,7 @@ class CudaMemory:
 
     @classmethod
     def create(cls, device: str, size_bytes: int) -> CudaMemory:
-        """Allocate zeroed memory. Raises OutOfMemory."""
+        """Allocate zeroed memory. Raises OutOfMemory if the device has too little."""
         cupy = _cupy()
         whole = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
         index = torch.device(device).index or 0
@@ -44,7 +44,11 @@ class CudaMemory:
             try:
                 pointer = cupy.cuda.runtime.malloc(whole)
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise OutOfMemory(f"{size_bytes} bytes: {error}", field="device", remedy="plan fewer blocks") from None
+                raise OutOfMemory(
+                    f"{size_bytes} bytes cannot be allocated on {device}: {error}",
+                    field="device",
+                    remedy="register the replica with fewer blocks",
+                ) from None
             cupy.cuda.runtime.memset(pointer, 0, whole)
             ipc = bytes(cupy.cuda.runtime.ipcGetMemHandle(pointer))
             offset = pointer - _allocation_base(pointer)
@@ -55,7 +59,7 @@ class CudaMemory:
 
     @classmethod
     def open(cls, handle: MemoryHandle) -> CudaMemory:
-        """Map the allocation of another process. Raises NotFound when the device is not visible to this process."""
+        """Map an allocation of another process. Raises NotFound if its device is not visible to this process."""
         cupy = _cupy()
         index = _index_of(handle)
         with cupy.cuda.Device(index):
@@ -63,7 +67,7 @@ class CudaMemory:
         return cls(handle, index, base, owned=False)
 
     def tensor(self) -> Tensor:
-        """View the bytes as a uint8 tensor, valid until `close`."""
+        """Return a view of the bytes as a uint8 tensor [size_bytes], valid until `close`."""
         cupy = _cupy()
         size, start = self.handle.size_bytes, self._base + self.handle.offset_bytes
         memory = cupy.cuda.UnownedMemory(start, size, self, self._index)
@@ -72,10 +76,10 @@ class CudaMemory:
             return from_dlpack(array)
 
     def close(self, lent: bool = False) -> None:
-        """Free the allocation, or unmap it. Tensors over it are invalid afterwards.
+        """Free the allocation, or unmap it. Tensors in it must not be used afterwards.
 
-        With `lent`, an allocation is not freed: cudaFree before the importer has closed its mapping is undefined
-        behaviour (CUDA runtime API, cudaIpcOpenMemHandle).
+        With `lent`, an allocation of this process is not freed: to free it before the other process has closed its
+        mapping is undefined behaviour (CUDA runtime API, cudaIpcOpenMemHandle).
         """
         if not self._base or (self._owned and lent):
             return
@@ -89,12 +93,14 @@ class CudaMemory:
 
 
 def free_cuda_bytes(device: str) -> int:
-    """Free bytes on a device."""
+    """Return the number of free bytes on a device."""
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
 def _cupy() -> Any:  # noqa: ANN401
-    """CuPy, imported only for CUDA devices. `check_device` has raised where it is not installed."""
+    """Return the module CuPy, imported only for CUDA devices. `check_device` has raised an error if it is not
+    installed.
+    """
     import cupy
 
     return cupy
@@ -105,19 +111,21 @@ def _uuid(index: int) -> str:
 
 
 def _index_of(handle: MemoryHandle) -> int:
-    """Index of a handle's device in this process."""
+    """Return the index in this process of a handle's GPU. Raises NotFound if this process does not see that GPU."""
     for index in range(torch.cuda.device_count()):
         if _uuid(index) == handle.device_uuid:
             return index
     raise NotFound(
-        f"the worker's {handle.device}, GPU {handle.device_uuid}, is not visible to this process",
+        f"the worker's device {handle.device} (GPU {handle.device_uuid}) is not visible to this process",
         field="device",
-        remedy="make the device visible (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
+        remedy="make the GPU visible with CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES",
     )
 
 
 def _allocation_base(pointer: int) -> int:
-    """Base address of the driver's allocation around a pointer: an IPC handle names the whole allocation."""
+    """Return the base address of the driver's allocation that contains a pointer. A CUDA IPC handle exports that whole
+    allocation.
+    """
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))

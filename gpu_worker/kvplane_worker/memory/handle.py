@@ -1,4 +1,4 @@
-"""Handles: what a process sends so that another one can map its memory."""
+"""The handles that a process sends so that another one can map its memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class MemoryKind(Enum):
-    """How the memory is named."""
+    """How a handle identifies the memory."""
 
     SHARED = "shared"  # by a path below /dev/shm
     CUDA_IPC = "cuda_ipc"  # by a CUDA IPC handle; needs no shared /dev/shm
@@ -15,10 +15,10 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """Names a range of memory on this host.
+    """A range of memory on this host, in a form that other processes can map.
 
     Attributes:
-        kind: how the memory is named.
+        kind: how the handle identifies the memory.
         path: path of the file, with SHARED.
         ipc: CUDA IPC handle of the whole allocation, 64 bytes, with CUDA_IPC.
         offset_bytes: start of the range in the file or allocation.

@@ -1,4 +1,4 @@
-"""One interface over shared memory and CUDA memory, chosen by the device."""
+"""One interface for shared memory and CUDA memory; the device selects which."""
 
 from __future__ import annotations
 
@@ -20,25 +20,31 @@ class Memory(Protocol):
 
     @property
     def handle(self) -> MemoryHandle:
-        """The handle with which other processes map it."""
+        """The handle with which other processes map the memory."""
         ...
 
     def tensor(self) -> Tensor:
-        """View the bytes, uint8."""
+        """Return a view of the bytes as a uint8 tensor [size_bytes]."""
         ...
 
     def close(self, lent: bool = False) -> None:
-        """Free or unmap the memory. With `lent`, it stays until this process and the one that maps it have exited."""
+        """Free or unmap the memory. With `lent`, memory that this process allocated is not freed until this process and
+        the process that maps the memory have exited.
+        """
         ...
 
 
 def check_device(device: str) -> None:
-    """Raise InvalidArgument, with the reason, when pages cannot be allocated on a device."""
+    """Raise InvalidArgument if pages cannot be allocated on a device; the message states why."""
     if device == CPU:
         return
     problem = _cuda_problem(device)
     if problem:
-        raise InvalidArgument(f"{device!r}: {problem}", field="device", remedy="use cpu, or cuda:N with an existing N")
+        raise InvalidArgument(
+            f"pages cannot be on the device {device!r}: {problem}",
+            field="device",
+            remedy="use cpu, or cuda:N with an existing N",
+        )
 
 
 def use_device(device: str) -> None:
@@ -48,7 +54,7 @@ def use_device(device: str) -> None:
 
 
 def allocate_memory(device: str, size_bytes: int, path: Path) -> Memory:
-    """Allocate zeroed memory on a device; for shared memory, as the file `path`. Raises OutOfMemory."""
+    """Allocate zeroed memory on a device; on the CPU as the shared file `path`. Raises OutOfMemory."""
     return SharedMemory.create(path, size_bytes) if device == CPU else CudaMemory.create(device, size_bytes)
 
 
@@ -58,7 +64,7 @@ def open_memory(handle: MemoryHandle) -> Memory:
 
 
 def free_bytes(device: str) -> int:
-    """Free bytes for pages on a device."""
+    """Return the number of bytes that are free for pages on a device."""
     return free_shared_bytes() if device == CPU else free_cuda_bytes(device)
 
 

@@ -22,11 +22,11 @@ CPU = "cpu"
 
 
 class SharedMemory:
-    """A mapped file.
+    """A file in memory, mapped into this process.
 
     Attributes:
-        handle: with which other processes map it.
-        view: the bytes.
+        handle: what other processes need to map it.
+        view: the bytes of the file.
     """
 
     def __init__(self, handle: MemoryHandle, mapping: mmap.mmap, owned: bool) -> None:
@@ -36,10 +36,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> SharedMemory:
-        """Create a file of zeroes, with its memory reserved.
+        """Create a file of zeroes and reserve its memory.
 
         Raises:
-            OutOfMemory: too little space; the file is removed.
+            OutOfMemory: there is too little memory; the file is removed.
         """
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, MODE)
         try:
@@ -50,7 +50,9 @@ class SharedMemory:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise OutOfMemory(
-                f"{size_bytes} bytes: {error.strerror}", field="device", remedy="plan fewer blocks"
+                f"{size_bytes} bytes cannot be allocated in {path.parent}: {error.strerror}",
+                field="device",
+                remedy="register the replica with fewer blocks, or give /dev/shm more space",
             ) from None
         finally:
             os.close(descriptor)
@@ -68,11 +70,15 @@ class SharedMemory:
             descriptor = os.open(handle.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except FileNotFoundError:
             raise NotFound(
-                f"{handle.path} does not exist", field="pages", remedy="attach to a running worker"
+                f"the shared memory {handle.path} does not exist",
+                field="pages",
+                remedy="attach to a running worker; this one has exited",
             ) from None
         except PermissionError:
             raise PermissionDenied(
-                f"{handle.path} belongs to another user", field="pages", remedy="run the engine as the worker's user"
+                f"the shared memory {handle.path} belongs to another user",
+                field="pages",
+                remedy="run the engine as the worker's user",
             ) from None
         try:
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
@@ -82,18 +88,20 @@ class SharedMemory:
         return cls(handle, mapping, owned=False)
 
     def tensor(self) -> Tensor:
-        """View the bytes as a uint8 tensor."""
+        """Return a view of the bytes as a uint8 tensor [size_bytes]."""
         return torch.frombuffer(self.view, dtype=torch.uint8)
 
     def close(self, lent: bool = False) -> None:
-        """Remove the name, if this process created it. The memory is freed with the last mapping, in any process."""
+        """Remove the file, if this process created it. The memory is freed when no process maps it any more."""
         del lent
         if self._owned:
             Path(self.handle.path).unlink(missing_ok=True)
 
 
 def free_shared_bytes() -> int:
-    """Free bytes for shared memory: the smaller of the file system's space and the machine's available memory."""
+    """Return the number of bytes that are free for shared memory: in the file system or on the machine, whichever has
+    fewer.
+    """
     found = os.statvfs(SHM_FOLDER)
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return min(found.f_bavail * found.f_frsize, int(available.split()[1]) * 1024)

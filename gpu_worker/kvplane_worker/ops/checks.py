@@ -1,8 +1,8 @@
-"""Argument checks that all backends share. They raise InvalidArgument before anything is written.
+"""The argument checks that all backends share. They raise InvalidArgument before anything is written.
 
 Each launch checks shapes, types, devices and host-side ids: this takes microseconds and does not wait for a device. The
-values in device tensors are not checked; the caller ensures that they are valid. `check_scales` reads scales once, when
-pages are set up.
+values in device tensors are not checked; the caller ensures that these values are valid. `check_scales` reads scales
+once, when pages are set up.
 """
 
 from __future__ import annotations
@@ -30,57 +30,68 @@ ANY = -1  # a size that is not compared
 
 
 def refuse(field: str, message: str, remedy: str) -> NoReturn:
-    """Raise InvalidArgument for an argument of an operation."""
+    """Raise InvalidArgument for `field`, an argument of an operation."""
     raise InvalidArgument(message, field=field, remedy=remedy)
 
 
 def expect(field: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
-    """Refuse a tensor with another shape (`ANY` matches every size) or type, or on another device than `like`."""
+    """Raise InvalidArgument for a tensor of another shape or type, or on another device than `like`.
+
+    The size `ANY` in `shape` matches every size.
+    """
     if tensor.dim() != len(shape) or any(w not in (ANY, n) for w, n in zip(shape, tensor.shape, strict=True)):
         wanted = ", ".join("any" if size == ANY else str(size) for size in shape)
-        refuse(field, f"shape {list(tensor.shape)}", f"give [{wanted}]")
+        refuse(field, f"the shape is {list(tensor.shape)}, expected [{wanted}]", "give a tensor of that shape")
     if tensor.dtype not in dtypes:
-        refuse(field, f"type {name_of(tensor.dtype)}", f"give {' or '.join(map(name_of, dtypes))}")
+        expected = " or ".join(map(name_of, dtypes))
+        refuse(field, f"the type is {name_of(tensor.dtype)}, expected {expected}", "convert the tensor")
     if tensor.device != like.device:
-        refuse(field, f"on {tensor.device}, other arguments are on {like.device}", "move it to the pages' device")
+        where = f"the tensor is on {tensor.device}, the other arguments are on {like.device}"
+        refuse(field, where, "move it to that device")
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a type's name without its module."""
+    """Return the name of a type without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def check_pages(pages: AttentionPages) -> None:
-    """Check that keys and values have matching types and shapes, and scales exactly where they are 8-bit."""
+    """Raise InvalidArgument unless keys and values have the same type and matching shapes.
+
+    Scales must be given for 8-bit pages, and must not be given for other pages.
+    """
     expect("pages.k", pages.k, (ANY,) * 4, (*FLOATS, EIGHT_BIT), pages.k)
     expect("pages.v", pages.v, (*pages.k.shape[:3], ANY), (pages.k.dtype,), pages.k)
     for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
         if (scale is None) == (pages.k.dtype == EIGHT_BIT):
             remedy = "give None" if scale is not None else "give float32 [1] or [kv_heads]"
-            refuse(field, f"{'missing' if scale is None else 'given'} for {name_of(pages.k.dtype)} pages", remedy)
+            found = "is missing, but 8-bit pages need one" if scale is None else "is given, but these pages need none"
+            refuse(field, f"the scale of {name_of(pages.k.dtype)} pages {found}", remedy)
         if scale is not None:
             sizes = (1,) if scale.shape == (1,) else (pages.k.shape[2],)
             expect(field, scale, sizes, (torch.float32,), pages.k)
 
 
 def check_scales(pages: AttentionPages) -> None:
-    """Refuse scales that are zero, negative, infinite or NaN. Waits for the device; called once per layer."""
+    """Raise InvalidArgument for a scale that is zero, negative, infinite or NaN. Waits for the device; the caller calls
+    this once per layer, when the pages are set up.
+    """
     check_pages(pages)
     for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
         if scale is None:
             continue
         bad = [value for value in scale.tolist() if not 0 < value < float("inf")]
         if bad:
-            refuse(field, f"a scale is {bad[0]}", "give finite scales above 0")
+            refuse(field, f"a scale is {bad[0]}, expected a finite number above 0", "compute the scales again")
 
 
 def partners(pages: Tensor) -> tuple[torch.dtype, ...]:
-    """Supported types of queries and new tokens for these pages."""
+    """Return the element types that queries and new tokens may have with these pages."""
     return FLOATS if pages.dtype == EIGHT_BIT else (pages.dtype,)
 
 
 def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Check that new tokens have the heads and sizes of the pages."""
+    """Raise InvalidArgument unless the keys and values of new tokens have the heads and head sizes of the pages."""
     check_pages(pages)
     expect("key", key, (ANY, *pages.k.shape[2:]), partners(pages.k), pages.k)
     expect("value", value, (key.shape[0], *pages.v.shape[2:]), (key.dtype,), pages.k)
@@ -88,68 +99,82 @@ def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Ten
 
 
 def check_latent_pages(pages: Tensor) -> None:
-    """Check that latent pages have a type without scale."""
+    """Raise InvalidArgument unless latent pages have three dimensions and a type that needs no scale."""
     expect("pages", pages, (ANY,) * 3, FLOATS, pages)
 
 
 def check_write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-    """Check that latent rows have the size and type of the pages."""
+    """Raise InvalidArgument unless latent rows have the row size and type of the pages."""
     check_latent_pages(pages)
     expect("latent", latent, (ANY, pages.shape[2]), (pages.dtype,), pages)
     expect("slots", slots, (latent.shape[0],), (torch.int64,), pages)
 
 
 def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
-    """Check that table, lengths and query starts have the same number of rows; without starts, one query per row."""
+    """Raise InvalidArgument unless table, lengths and query starts have the same number of rows.
+
+    Without query starts, there must be one query per row.
+    """
     expect("batch.block_table", batch.block_table, (ANY, ANY), (torch.int32,), like)
     rows = batch.block_table.shape[0]
     expect("batch.seq_lens", batch.seq_lens, (rows,), (torch.int32,), like)
     if batch.query_start is not None:
         expect("batch.query_start", batch.query_start, (rows + 1,), (torch.int32,), like)
     elif queries != rows:
-        refuse("query", f"{queries} queries for {rows} rows", "give one per row, or batch.query_start")
+        refuse("query", f"there are {queries} queries for {rows} rows", "give one query per row, or batch.query_start")
 
 
 def check_one_query_per_row(batch: Batch) -> None:
-    """Check that a decode has no `query_start`."""
+    """Raise InvalidArgument if the batch of a decode has `query_start`: a decode has one query per row."""
     if batch.query_start is not None:
-        refuse("batch.query_start", "given to a decode", "give None, or call prefill_attention")
+        refuse(
+            "batch.query_start",
+            "it is given to a decode, which has one query per row",
+            "give None, or call prefill_attention",
+        )
 
 
 def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
-    """Check that at most one of window and chunk is set, and that there is one sink per head or none."""
+    """Raise InvalidArgument if both window and chunk are set, or if sinks are given and their number is not the number
+    of query heads.
+    """
     for field, tokens in (("rule.window", rule.window), ("rule.chunk", rule.chunk)):
         if tokens < 0:
-            refuse(field, f"{tokens} tokens", "give 0 for all tokens, or a count")
+            refuse(field, f"{tokens} tokens are below 0", "give a number of tokens, or 0 for all tokens")
     if rule.window and rule.chunk:
-        refuse("rule.chunk", f"a chunk of {rule.chunk} and a window of {rule.window}", "set one of them to 0")
+        both = f"the chunk is {rule.chunk} and the window {rule.window} tokens, but only one may be set"
+        refuse("rule.chunk", both, "set one of them to 0")
     if rule.sinks is not None:
         expect("rule.sinks", rule.sinks, (q_heads,), (torch.float32,), like)
 
 
 def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> None:
-    """Check that queries have the size of the keys, and a multiple of their heads."""
+    """Raise InvalidArgument unless queries have the head size of the keys, and their number of heads is a multiple of
+    the keys' number of heads.
+    """
     check_pages(pages)
     expect("query", query, (ANY, ANY, pages.k.shape[3]), partners(pages.k), pages.k)
     q_heads, kv_heads = query.shape[1], pages.k.shape[2]
     if q_heads % kv_heads or not q_heads:
-        refuse("query", f"{q_heads} query heads on {kv_heads} key-value heads", "give a multiple of the pages' heads")
+        problem = f"{q_heads} query heads are not a multiple of {kv_heads} key-value heads"
+        refuse("query", problem, "give a multiple of the pages' heads")
     check_batch(batch, query.shape[0], pages.k)
     check_rule(rule, q_heads, pages.k)
 
 
 def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> None:
-    """Check that queries have the size and type of the latent rows, and that values fit in a row."""
+    """Raise InvalidArgument unless queries have the size and type of the latent rows, and values fit into a row."""
     check_latent_pages(pages)
     expect("query", query, (ANY, ANY, pages.shape[2]), (pages.dtype,), pages)
     check_one_query_per_row(batch)
     check_batch(batch, query.shape[0], pages)
     if not 0 < value_size <= pages.shape[2]:
-        refuse("value_size", f"{value_size} of {pages.shape[2]} elements", "give 1 to the latent size")
+        problem = f"values have {value_size} elements, a latent row has {pages.shape[2]}"
+        refuse("value_size", problem, f"give 1 to {pages.shape[2]}")
 
 
 def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> None:
-    """Check that states, tokens and parameters fit together."""
+    """Raise InvalidArgument unless the shapes and types of state pages, tokens and weights fit together."""
     expect("pages.ssm", pages.ssm, (ANY,) * 4, FLOATS, pages.ssm)
     num_blocks, heads, head_size, state_size = pages.ssm.shape
     channels = heads * head_size + 2 * state_size
@@ -168,42 +193,48 @@ def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -
 
 
 def check_group(group: GroupPages) -> None:
-    """Check that a group has layers of bytes, with equal numbers of blocks, on one device."""
+    """Raise InvalidArgument unless a group has layers, as uint8 tensors with equal numbers of blocks on one device."""
     if not group.layers:
-        refuse("group.layers", "no layer", "give the pages of at least one layer")
+        refuse("group.layers", "the group has no layer", "give the pages of at least one layer")
     first = group.layers[0]
     for index, layer in enumerate(group.layers):
         expect(f"group.layers[{index}]", layer, (first.shape[0], ANY), (torch.uint8,), first)
 
 
 def check_blocks(group: GroupPages, field: str, blocks: Sequence[int], written: bool) -> None:
-    """Check that block ids are in the pool, and that the null block is not written."""
+    """Raise InvalidArgument for a block id outside the pool, and for a write to the null block."""
     if not blocks:
         return
     num_blocks, lowest = group.layers[0].shape[0], 1 if written else 0
     for block in (min(blocks), max(blocks)):
         if not lowest <= block < num_blocks:
-            what = "the null block is never written" if block == 0 else f"block {block} is outside the pool"
+            what = (
+                "block 0 is the null block, which is never written"
+                if block == 0
+                else f"block {block} is outside the pool"
+            )
             refuse(field, what, f"give ids from {lowest} to {num_blocks - 1}")
 
 
 def check_copies(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Check sources and targets of copies."""
+    """Raise InvalidArgument unless sources and targets of copies are in the pool and there are as many sources as
+    targets.
+    """
     check_group(group)
     if len(src) != len(dst):
-        refuse("dst", f"{len(dst)} targets for {len(src)} sources", "give one for each source")
+        refuse("dst", f"there are {len(dst)} targets for {len(src)} sources", "give one target for each source")
     check_blocks(group, "src", src, written=False)
     check_blocks(group, "dst", dst, written=True)
 
 
 def check_staging(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """Check that staging has a row of bytes per block, on the pages' device or in host memory."""
+    """Raise InvalidArgument unless staging has one row of bytes per block, on the pages' device or in host memory."""
     like = staging if staging.device.type == "cpu" else group.layers[0]
     expect("staging", staging, (len(blocks), group.bytes_per_block), (torch.uint8,), like)
 
 
 def check_named_once(blocks: Sequence[int]) -> None:
-    """Check that no block is named twice."""
+    """Raise InvalidArgument if a block is listed twice."""
     if len(set(blocks)) != len(blocks):
         twice = next(block for block in blocks if list(blocks).count(block) > 1)
-        refuse("blocks", f"block {twice} is named more than once", "name each block once")
+        refuse("blocks", f"block {twice} is listed more than once", "list each block once")

@@ -1,13 +1,14 @@
-"""The operations that a backend provides, and the types of their arguments; the same on every device.
+"""The operations that a backend provides, and the types of the operations' arguments. Both are the same for every
+device.
 
 Shapes are written [rows, heads, size]. A *row* is one request of a batch; its new tokens are its *queries*. Block
-tables hold block ids in token order, 0 is the null block. An operation reads no page that the table does not name, and
-the content of the null block's page never affects a result. Unused slots of a page may hold any bytes, also NaN.
+tables contain block ids in token order, 0 is the null block. An operation reads no page that is not in the table, and
+the content of the null block's page never affects a result. Unused slots of a page may contain any bytes, also NaN.
 
-Every operation runs on the device of its tensors, on the current stream, and writes only the slots or blocks that it is
-given. It raises `InvalidArgument` for shapes and types that the backend does not support, before it writes (`checks`
-has the checks that all backends share). Queries and new tokens have the element type of the pages; with 8-bit pages,
-any wider type. Sums are computed in float32, in float64 where queries or tokens are float64.
+Every operation runs on the device of its tensors, on the current stream, and writes only the slots or blocks that its
+arguments list. An operation raises `InvalidArgument` for shapes and types that the backend does not support, before it
+writes (`checks` has the checks that all backends share). Queries and new tokens have the element type of the pages;
+with 8-bit pages, any wider type. Sums are computed in float32; in float64 if queries or tokens are float64.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionPages:
-    """Keys and values of one layer, views of the page buffer.
+    """The keys and values of one layer, as views of the page buffer.
 
-    A page holds its keys [block_size, kv_heads, head_size], then its values [block_size, kv_heads, head_size_v]; the
-    strides between blocks follow the plan. Element types: float64, float32, bfloat16, float16, float8_e4m3fn.
+    A page contains its keys [block_size, kv_heads, head_size], then its values [block_size, kv_heads, head_size_v]; the
+    memory layout determines the strides between blocks. Element types: float64, float32, bfloat16, float16,
+    float8_e4m3fn.
 
     Attributes:
-        k, v: [num_blocks, block_size, kv_heads, head_size], [num_blocks, block_size, kv_heads, head_size_v].
+        k: [num_blocks, block_size, kv_heads, head_size].
+        v: [num_blocks, block_size, kv_heads, head_size_v].
         k_scale, v_scale: float32 [1] or [kv_heads], for 8-bit pages: value = stored value x scale. None otherwise.
     """
 
@@ -39,11 +42,11 @@ class AttentionPages:
 
 @dataclass(frozen=True, slots=True)
 class StatePages:
-    """Recurrent states of one layer (Mamba-2's form), views of the page buffer.
+    """The recurrent states of one layer (in the form of Mamba-2), as views of the page buffer.
 
     Attributes:
         conv: [num_blocks, channels, width - 1], the last inputs of the causal convolution, oldest first.
-        ssm: [num_blocks, heads, head_size, state_size].
+        ssm: [num_blocks, heads, head_size, state_size], the states.
     """
 
     conv: Tensor
@@ -52,7 +55,7 @@ class StatePages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """The whole pages of one KV cache group as bytes.
+    """The whole pages of one KV cache group, as bytes.
 
     Attributes:
         layers: uint8 [num_blocks, page_bytes] for each layer of the group; page sizes may differ between layers.
@@ -62,7 +65,7 @@ class GroupPages:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers; a row of a staging buffer has this width."""
+        """The bytes of one block over all layers, which is the width of a staging buffer's row."""
         return sum(layer.shape[1] for layer in self.layers)
 
 
@@ -72,11 +75,12 @@ class Batch:
 
     Attributes:
         block_table: int32 [rows, max_blocks]; 0 where a block left the window or is not needed. A token whose block is
-            0 is not attended to. The table may already name blocks past seq_lens; they are not read.
-        seq_lens: int32 [rows]: tokens of the row including its last query, all written to pages. 0 = an empty row; its
-            output is 0.
-        query_start: int32 [rows + 1]: queries of row r are [query_start[r], query_start[r + 1]); the last query of a
-            row is its token seq_lens - 1. None: one query per row (decode), row r is query r.
+            0 is not attended to. The table may already contain blocks after the row's last token (seq_lens); such
+            blocks are not read.
+        seq_lens: int32 [rows]: number of tokens of the row including its last query; all of them are written to pages.
+            0 = an empty row; its output is 0.
+        query_start: int32 [rows + 1]: the queries of row r are [query_start[r], query_start[r + 1]); the last query of
+            a row is its token seq_lens - 1. None: one query per row (decode), row r is query r.
     """
 
     block_table: Tensor
@@ -86,16 +90,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Which earlier tokens a query attends to, and how logits become weights. Always causal.
+    """Which earlier tokens a query attends to, and how logits become weights. Attention is always causal.
 
     A query that attends to no token (its row is empty, or all its blocks are null) has output 0.
 
     Attributes:
         scale: logits are scale x (q . k).
         window: number of attended tokens, including the query's own; 0 = all.
-        chunk: length of the chunks into which a sequence is cut, in tokens: a query attends to its own chunk; 0 = all.
-            At most one of window and chunk is set.
-        sinks: float32 [q_heads], one extra logit per head, which takes weight and has no value (gpt-oss); None = none.
+        chunk: length in tokens of the chunks into which a sequence is divided: a query attends only to its own chunk; 0
+            = all tokens. At most one of window and chunk is set.
+        sinks: float32 [q_heads], one extra logit per head, which takes part in the softmax and has no value (gpt-oss);
+            None = none.
     """
 
     scale: float
@@ -106,15 +111,16 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """The tokens of a launch for a recurrent layer, in order of the rows.
+    """The tokens of a launch for a recurrent layer, in the order of the rows.
 
     Attributes:
         query_start: int32 [rows + 1], as in `Batch`.
         read_block: int32 [rows]: the block with the state before the row's first token; 0 = the zero state.
-        write_block: int32 [tokens]: the block that receives the state after the token, 0 = it is not stored. Where a
-            row names a block twice, its last token counts; two rows never name the same block.
+        write_block: int32 [tokens]: the block that receives the state after the token, 0 = the state is not stored. If
+            two tokens of a row have the same block, the state after the later token is stored; two rows never have the
+            same block.
         x: [tokens, channels] with channels = heads x head_size + 2 x state_size: input, B and C before the convolution.
-        dt: [tokens, heads], positive: the caller applies bias and softplus.
+        dt: [tokens, heads], positive time steps: the caller applies bias and softplus.
     """
 
     query_start: Tensor
@@ -126,10 +132,11 @@ class StateInputs:
 
 @dataclass(frozen=True, slots=True)
 class StateWeights:
-    """Parameters of a recurrent layer.
+    """The weights of a recurrent layer.
 
     Attributes:
-        conv_weight: [channels, width]; conv_bias: [channels]. The convolution is followed by SiLU.
+        conv_weight: [channels, width], weights of the convolution, which is followed by SiLU.
+        conv_bias: [channels].
         a: [heads], negative: the state decays by exp(dt x a) per token.
         d: [heads]: weight of the input in the output (skip connection).
     """
@@ -141,67 +148,77 @@ class StateWeights:
 
 
 class AttentionOps(Protocol):
-    """Operations on keys, values and latent rows. Heads are grouped (GQA): q_heads is a multiple of kv_heads."""
+    """The operations on keys, values and latent rows. Heads are grouped (GQA): q_heads is a multiple of kv_heads."""
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write keys [tokens, kv_heads, head_size] and values of new tokens into pages.
+        """Write the keys [tokens, kv_heads, head_size] and values of new tokens into pages.
 
         `slots` is int64 [tokens]: block id x block_size + offset, -1 = skip this token. 8-bit pages store value /
-        scale, saturated to the type's range; `check_scales` refuses a scale that is zero, negative or NaN.
+        scale, saturated to the range of their type; `check_scales` refuses a scale that is zero, negative or NaN.
         """
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """One query per row: [rows, q_heads, head_size] -> [rows, q_heads, head_size_v], in the query's type."""
+        """Compute attention for one query per row: [rows, q_heads, head_size] -> [rows, q_heads, head_size_v], in the
+        query's type.
+        """
 
     def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """Ragged queries [queries, q_heads, head_size] -> [queries, q_heads, head_size_v], in the query's type."""
+        """Compute attention for any number of queries per row.
+
+        Shapes: [queries, q_heads, head_size] -> [queries, q_heads, head_size_v], in the query's type.
+        """
 
     def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-        """Write latent rows [tokens, latent_size] into pages [num_blocks, block_size, latent_size]; see `write_kv`."""
+        """Write latent rows [tokens, latent_size] into pages [num_blocks, block_size, latent_size]; for `slots` see
+        `write_kv`.
+        """
 
     def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """Latent attention (DeepSeek-V2): latent rows are the keys, their first `value_size` elements the values.
+        """Compute latent attention (DeepSeek-V2): latent rows are the keys, their first `value_size` elements the
+        values.
 
-        [rows, q_heads, latent_size] -> [rows, q_heads, value_size], in the query's type.
+        Shapes: [rows, q_heads, latent_size] -> [rows, q_heads, value_size], in the query's type.
         """
 
 
 class StateOps(Protocol):
-    """Operations on recurrent states."""
+    """The operations on recurrent states."""
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-        """Advance each row's state over its tokens; returns y [tokens, heads, head_size] in the type of x.
+        """Advance each row's state over its tokens, and return y [tokens, heads, head_size] in the type of x.
 
-        Per token: u = silu(conv(x)) split into v [heads, head_size], B and C [state_size];
-        h = exp(dt a) h + dt v B^T; y = h C + d v (Dao and Gu, "Transformers are SSMs", 2024). All states are read
-        before any is written.
+        For each token: u = silu(conv(x)), split into v [heads, head_size], B and C [state_size]; h = exp(dt a) h + dt v
+        B^T; y = h C + d v (Dao and Gu, "Transformers are SSMs", 2024). All states are read before any is written.
         """
 
 
 class PageOps(Protocol):
-    """Operations on whole pages of a group. Block ids are host integers. The null block is never written.
+    """The operations on whole pages of a group. Block ids are host integers. The null block is never written.
 
     A staging buffer is on the pages' device or in host memory. Its rows may have any stride; the bytes of a row are
     contiguous.
     """
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to dst[i] in every layer, with the result of copying in order (also chains and swaps)."""
+        """Copy block src[i] to dst[i] in every layer. The result is the same as copying one pair after the other (also
+        for chains and swaps).
+        """
 
     def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
         """Set every byte of the blocks to 0."""
 
     def gather(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows of `staging`, uint8 [len(blocks), bytes_per_block], in order of the layers."""
+        """Copy blocks into the rows of `staging`, uint8 [len(blocks), bytes_per_block], layer after layer."""
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy rows of `staging` into blocks, the reverse of `gather`. Each block is named once."""
+        """Copy the rows of `staging` into blocks, the reverse of `gather`. Each block is listed once."""
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
-        """Checksum of each block over all layers, int64 [len(blocks)] with values below 2^32; equal on every backend.
+        """Return a checksum of each block over all layers: int64 [len(blocks)], below 2^32, equal on every backend.
 
-        The bytes of a block, in gather order and padded with zeroes, form little-endian words of 4 bytes. The checksum
-        is the sum over i of mix(word[i] + (i + 1) x 0x9E3779B1), modulo 2^32; mix is the finalizer of MurmurHash3.
+        The bytes of a block, in the order of `gather` and padded with zeroes, form little-endian words of 4 bytes. The
+        checksum is the sum over i of mix(word[i] + (i + 1) x 0x9E3779B1), modulo 2^32; mix is the finalizer of
+        MurmurHash3.
         """
 
 
@@ -210,7 +227,7 @@ PAGE_OPERATIONS = ("copy_pages", "zero_pages", "gather", "scatter", "checksum")
 
 
 class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
-    """A backend.
+    """A backend: all operations in one class.
 
     Attributes:
         name: "torch", "triton", ...; returned by `Worker.Describe`.

@@ -1,7 +1,7 @@
-"""Start check of a backend: its results of every trial are compared with the torch backend's, on the device in use.
+"""The start check of a backend: its results of every trial are compared with PyTorch's, on the device in use.
 
-Tests check a backend on the machines that run tests. This checks it on the machine at hand, with its driver and library
-versions; a backend that fails is not used. The check takes some seconds where kernels are compiled already.
+The tests check a backend on the machines that run tests. The start check runs on the machine at hand, with its driver
+and library versions; a backend that fails is not used. The check takes some seconds if kernels are compiled already.
 
     python -m kvplane_worker.ops.proof MODULE:CLASS DEVICE [OPERATION ...]     one JSON object on standard output
 """
@@ -32,12 +32,12 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of the start check of a backend.
+    """The result of a backend's start check.
 
     Attributes:
         failure: the first trial that failed, and how; "" = none failed.
         trials: number of trials that ran.
-        seconds: time that they took.
+        seconds: time that the trials took, in seconds.
     """
 
     failure: str
@@ -46,7 +46,7 @@ class Proof:
 
 
 def load(path: str) -> Any:  # noqa: ANN401
-    """Import the class that "module:class" names. Raises ImportError."""
+    """Import a class, given as "module:class". Raises ImportError."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -54,9 +54,9 @@ def load(path: str) -> Any:  # noqa: ANN401
 def prove_in_subprocess(
     path: str, device: torch.device, operations: Collection[str] = (), stop: threading.Event | None = None
 ) -> Proof:
-    """Run `prove` in a child process, for the backend that "module:class" names.
+    """Run `prove` in a child process, for a backend given as "module:class".
 
-    A kernel that crashes its process, corrupts the CUDA context or never returns then only rejects the backend. Setting
+    So a kernel that crashes its process, corrupts the CUDA context or never returns only excludes the backend. Setting
     `stop` ends the trials, which counts as a failure.
     """
     command = [sys.executable, "-m", __name__, path, str(device), *operations]
@@ -83,14 +83,14 @@ def prove_in_subprocess(
 
 
 def _end_of(code: int, errors: str) -> str:
-    """How a process ended, with the last line of its standard error."""
+    """Return how a child process ended, with the last line of its standard error."""
     last = next(reversed([line for line in errors.splitlines() if line.strip()]), "")
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"its process ended with {how}: {last.strip()}"
 
 
 def prove(ops: PagedOps, device: torch.device, operations: Collection[str] = ()) -> Proof:
-    """Run the trials of the named operations, or of all, until one fails."""
+    """Run the trials of the given operations (empty = all operations) until a trial fails."""
     begun, reference = time.perf_counter(), TorchOps()
     tried = [trial for trial in trials(device) if not operations or trial.operation in operations]
     for count, trial in enumerate(tried, 1):
@@ -100,7 +100,9 @@ def prove(ops: PagedOps, device: torch.device, operations: Collection[str] = ())
 
 
 def difference(trial: Trial, ops: PagedOps, reference: PagedOps) -> str:
-    """How the outcome of a trial differs from the reference; "" = it does not."""
+    """Return how a trial's outcome on the backend differs from the outcome on the reference, PyTorch; "" if it does
+    not.
+    """
     want = trial.run(reference)
     try:
         with unwritten_is_nan():
@@ -111,7 +113,7 @@ def difference(trial: Trial, ops: PagedOps, reference: PagedOps) -> str:
 
 
 def mismatch(got: Outcome, want: Outcome, steps: float) -> str:
-    """What differs between two outcomes; "" = nothing beyond rounding."""
+    """Return what differs between two outcomes of a trial, rounding excepted; "" if nothing does."""
     places = (got.memory != want.memory).nonzero() if got.memory.shape == want.memory.shape else None
     if places is None or len(places):
         return "memory has another size" if places is None else f"{len(places)} bytes of memory differ"
@@ -119,7 +121,8 @@ def mismatch(got: Outcome, want: Outcome, steps: float) -> str:
         return ""
     assert got.out is not None, "outcomes of one trial have the same form"
     if got.out.shape != want.out.shape or got.out.dtype != want.out.dtype:
-        return f"{got.out.dtype} {list(got.out.shape)}, not {want.out.dtype} {list(want.out.shape)}"
+        found, expected = (f"{one.dtype} {list(one.shape)}" for one in (got.out, want.out))
+        return f"the result is {found}, expected {expected}"
     error = (got.out.double() - want.out.double()).abs()
     allowed = steps * torch.finfo(want.out.dtype).eps * (1 + want.out.double().abs())
     wrong = int((~(error <= allowed)).sum())  # NaN is wrong
@@ -128,7 +131,9 @@ def mismatch(got: Outcome, want: Outcome, steps: float) -> str:
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """PyTorch fills new tensors with NaN in this context, so that elements that are not written fail the comparison."""
+    """Run the `with` block with new tensors filled with NaN, so that elements that a kernel does not write are
+    detected.
+    """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -138,7 +143,7 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the start check that the command line names."""
+    """Run the start check that the command line asks for."""
     path, device, *operations = sys.argv[1:]
     where = torch.device(device)
     if where.type == "cuda":

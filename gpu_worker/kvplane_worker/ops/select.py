@@ -1,4 +1,4 @@
-"""Choose the backend for a device, once, when a worker starts. `Worker.Describe` returns the choice with its reasons.
+"""The choice of a backend for a device, made once when a worker starts. `Worker.Describe` returns it with its reasons.
 
 A backend is a class that implements `interface.PagedOps`; its `unfit(device)` returns why it cannot work on a device.
 Backends are listed in `BACKENDS` and imported only when they are considered, so their dependencies are optional. A
@@ -35,18 +35,18 @@ Prover = Callable[[str, torch.device, Collection[str]], Proof]
 
 
 class Backend(Protocol):
-    """The class of a backend."""
+    """The interface of a backend's class, as far as this module uses it."""
 
     def __call__(self) -> PagedOps:
         """Create the backend."""
 
     def unfit(self, device: torch.device) -> str:
-        """Return why the backend cannot work on a device; "" = it can. A static method."""
+        """Return why the backend cannot work on a device; "" if it can. A static method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen backend.
+    """The chosen backend, with the reasons for the choice.
 
     Attributes:
         ops: the backend.
@@ -58,7 +58,9 @@ class Choice:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """The reasons, and the backend's own lines: which operations it passed to another backend so far, and why."""
+        """The reasons for the choice, and the chosen backend's own lines: which operations it has passed to another
+        backend, and why.
+        """
         lines: tuple[str, ...] = getattr(self.ops, "explained", ())
         return (*self.reasons, *(f"{self.ops.name}: {line}" for line in lines))
 
@@ -66,13 +68,13 @@ class Choice:
 def choose(
     device: torch.device | str, asked: str = AUTO, operations: Collection[str] = (), prove: Prover = prove_in_subprocess
 ) -> Choice:
-    """Return the first backend that works on the device, or the one with the given name.
+    """Return the first backend that works on the device, or the backend with the given name.
 
     Args:
         device: device of the pages.
         asked: name of a backend, or "auto".
         operations: operations that the caller will use, such as `PAGE_OPERATIONS`; only these are checked; empty = all.
-        prove: runs the start check.
+        prove: the function that runs the start check.
 
     Raises:
         InvalidArgument: no backend has this name.
@@ -80,7 +82,7 @@ def choose(
     """
     if asked != AUTO and asked not in BACKENDS:
         known = ", ".join((AUTO, *BACKENDS))
-        raise InvalidArgument(f"unknown backend {asked!r}", field="backend", remedy=f"give one of {known}")
+        raise InvalidArgument(f"there is no backend {asked!r}", field="backend", remedy=f"give one of {known}")
     device = torch.device(device)
     reasons: list[str] = []
     for name in BACKENDS if asked == AUTO else (asked,):
@@ -89,13 +91,15 @@ def choose(
             return Choice(ops, (*reasons, f"{name}: chosen{', requested by name' if asked == name else ''}{why}"))
         reasons.append(f"{name}: {why}")
     remedy = f"give {AUTO!r}, or another device" if asked != AUTO else "give another device"
-    raise FailedPrecondition(f"no backend for {device}: " + "; ".join(reasons), field="backend", remedy=remedy)
+    raise FailedPrecondition(f"no backend works on {device}: " + "; ".join(reasons), field="backend", remedy=remedy)
 
 
 def considered(
     name: str, device: torch.device, operations: Collection[str], prove: Prover
 ) -> tuple[PagedOps | None, str]:
-    """Return a backend that works on the device with a note on its check, or None with the reason."""
+    """Consider one backend: return (the backend, a note on its start check) if it works on the device, otherwise (None,
+    the reason).
+    """
     path = f"{PACKAGE}.{BACKENDS[name]}"
     try:
         backend: Backend = load(path)

@@ -1,8 +1,8 @@
 """Trials: small cases of every operation, equal on every machine, for the start check of a backend.
 
-They cover rows of no token, of one token, up to a block boundary and past it; shared prefixes; blocks that left the
-window. Slots that must not be read hold NaN. Slots that are written but not attended to hold large values, so that
-reading them fails the comparison.
+They contain rows without tokens, with one token, up to a block boundary and past it; shared prefixes; and blocks that
+left the window. Slots that must not be read contain NaN. Slots that are written but not attended to contain large
+values, so that reading such a slot makes the comparison fail.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ POISON = 0x7F  # a float whose bytes all have this value is NaN
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a trial.
+    """The outcome of a trial.
 
     Attributes:
         memory: bytes that must be equal on all backends: pages, and integer results.
-        out: floating-point result, compared with a tolerance; None where there is none.
+        out: floating-point result, compared with a tolerance; None if there is none.
     """
 
     memory: Tensor
@@ -54,9 +54,10 @@ class Trial:
 
     Attributes:
         operation: name of the operation.
-        name: what distinguishes the case.
+        name: what distinguishes the case from other cases of the operation.
         run: runs the case on new memory, with the same content each time.
-        steps: largest difference between two backends, in `torch.finfo.eps` of the result's type x (1 + |result|).
+        steps: largest allowed difference between two backends, in `torch.finfo.eps` of the result's type x (1 +
+            |result|).
     """
 
     operation: str
@@ -67,31 +68,33 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Random numbers, drawn on the host and copied to the device, so that they are equal on every device."""
+    """A source of random numbers. The numbers are computed on the host and copied to the device, so that they are equal
+    on every device.
+    """
 
     device: torch.device
     generator: torch.Generator
 
     @classmethod
     def of(cls, device: torch.device, seed: int) -> Source:
-        """Create a source from a seed."""
+        """Return a source that starts from a seed."""
         return cls(device, torch.Generator().manual_seed(seed))
 
     def normal(self, *shape: int) -> Tensor:
-        """Draw from a normal distribution, float32 on the host."""
+        """Return normally distributed numbers, float32 on the host."""
         return torch.randn(shape, generator=self.generator)
 
     def bytes(self, *shape: int) -> Tensor:
-        """Draw bytes, on the device."""
+        """Return random bytes on the device."""
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator).to(self.device)
 
     def order(self, count: int) -> Tensor:
-        """A random permutation of the numbers below `count`, on the host."""
+        """Return a random permutation of the numbers below `count`, on the host."""
         return torch.randperm(count, generator=self.generator)
 
 
 def poisoned(source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor of NaN on the device, and its bytes."""
+    """Return a tensor of NaN on the device, and a view of its bytes."""
     memory = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8, device=source.device)
     return memory.view(dtype), memory
 
@@ -102,7 +105,7 @@ def ints(source: Source, values: Sequence[int] | Tensor, dtype: torch.dtype = to
 
 
 def trials(device: torch.device) -> tuple[Trial, ...]:
-    """All trials, cheap ones first."""
+    """Return all trials, cheap ones first."""
     groups = (page_trials, write_trials, state_trials, attention_trials, latent_trials)
     return tuple(trial for group in groups for trial in group(device))
 
@@ -119,8 +122,8 @@ class Form:
         size: elements of a head.
         rule: window or chunk, and scale.
         steps: see `Trial`.
-        has_sinks: the rule has sinks.
-        has_hole: the second block of a row is the null block.
+        has_sinks: whether the rule has sinks.
+        has_hole: whether the second block of a row is the null block.
     """
 
     pages: torch.dtype
@@ -133,7 +136,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Element type, rule and special features."""
+        """The variant's name: element type, rule and special features."""
         parts = [str(self.pages).removeprefix("torch.")]
         parts += [
             f"{what} {tokens}" for what, tokens in (("window", self.rule.window), ("chunk", self.rule.chunk)) if tokens
@@ -151,7 +154,7 @@ FORMS = (
 
 
 def attention_trials(device: torch.device) -> list[Trial]:
-    """Decode and prefill of each variant."""
+    """Return a decode trial and a prefill trial of each variant."""
     decode = [Trial("decode_attention", form.name, partial(decoded, device, form), form.steps) for form in FORMS]
     return decode + [
         Trial("prefill_attention", form.name, partial(prefilled, device, form), form.steps) for form in FORMS
@@ -159,7 +162,7 @@ def attention_trials(device: torch.device) -> list[Trial]:
 
 
 def decoded(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
-    """One query per row."""
+    """Run a decode: one query per row."""
     source = Source.of(device, 1)
     pages, memory, batch = pages_and_batch(source, form, (1,) * len(LENGTHS))
     query = (2 * source.normal(len(LENGTHS), Q_HEADS, form.size)).to(form.query).to(device)
@@ -167,7 +170,7 @@ def decoded(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
 
 
 def prefilled(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
-    """Rows with `QUERIES` queries."""
+    """Run a prefill whose rows have the numbers of queries in `QUERIES`."""
     source = Source.of(device, 2)
     pages, memory, batch = pages_and_batch(source, form, QUERIES)
     query = (2 * source.normal(sum(QUERIES), Q_HEADS, form.size)).to(form.query).to(device)
@@ -177,12 +180,12 @@ def prefilled(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
 
 
 def with_sinks(source: Source, form: Form) -> AttentionRule:
-    """The rule of a variant, with sinks on the device."""
+    """Return the attention rule of a variant, with sinks on the device if the variant has sinks."""
     return replace(form.rule, sinks=2 * source.normal(Q_HEADS).to(source.device)) if form.has_sinks else form.rule
 
 
 def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tuple[AttentionPages, Tensor, Batch]:
-    """Pages that hold only the tokens of the rows, the bytes of these pages, and the batch."""
+    """Return pages that contain only the tokens of the rows, the bytes of these pages, and the batch."""
     table = block_table(source, form, queries)
     room, memory = poisoned(source, (NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, form.size), form.pages)
     written, attended = slots_of(table, form.rule, queries)
@@ -199,13 +202,14 @@ def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tup
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A view as bytes, which masks and indices support for every element type."""
+    """Return a view as bytes, which masks and indices support for every element type."""
     return tensor.view(torch.uint8)
 
 
 def block_table(source: Source, form: Form, queries: tuple[int, ...]) -> Tensor:
-    """Blocks of the rows, on the host.
-    The last row shares a prefix with the fourth and has lost blocks behind its window.
+    """Return the block table of the rows, on the host.
+
+    The last row shares a prefix with the fourth, and has lost the blocks before its window.
     """
     table = (source.order(NUM_BLOCKS - 2)[: len(LENGTHS) * COLUMNS] + 1).view(len(LENGTHS), COLUMNS)
     table[5, :3] = table[3, :3]
@@ -216,14 +220,16 @@ def block_table(source: Source, form: Form, queries: tuple[int, ...]) -> Tensor:
 
 
 def first_attended(rule: AttentionRule, position: int) -> int:
-    """The earliest token that a query attends to."""
+    """Return the position of the earliest token that a query at `position` attends to."""
     if rule.chunk:
         return position // rule.chunk * rule.chunk
     return max(0, position - rule.window + 1) if rule.window else 0
 
 
 def slots_of(table: Tensor, rule: AttentionRule, queries: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which slots hold a token, and which of them a query attends to: bool [blocks, block_size] on the host."""
+    """Return which slots contain a token, and to which of these slots a query attends: bool [blocks, block_size] on the
+    host.
+    """
     written, attended = (torch.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=torch.bool) for _ in range(2))
     for row, length in enumerate(LENGTHS):
         at = torch.arange(length)
@@ -241,12 +247,12 @@ LATENT, VALUE = 576, 512
 
 
 def latent_trials(device: torch.device) -> list[Trial]:
-    """Latent decode with the sizes of DeepSeek."""
+    """Return a trial of latent decode with the sizes of DeepSeek."""
     return [Trial("mla_decode", f"bfloat16, {VALUE} of {LATENT}", partial(latent_decoded, device), 2.5)]
 
 
 def latent_decoded(device: torch.device, ops: PagedOps) -> Outcome:
-    """One query per row."""
+    """Run a latent decode: one query per row."""
     source = Source.of(device, 3)
     form = Form(torch.bfloat16, torch.bfloat16, LATENT, AttentionRule(0.1), 0)
     table = block_table(source, form, (1,) * len(LENGTHS))
@@ -264,20 +270,21 @@ TOKENS, WRITTEN_BLOCKS = 21, 5
 
 
 def write_trials(device: torch.device) -> list[Trial]:
-    """Writes of keys and values with 16 and 8 bits, and of latents. Bytes must be equal to PyTorch's rounding."""
+    """Return trials of writes: keys and values with 16 and 8 bits, and latents. The bytes must equal PyTorch's."""
     some = [Trial("write_kv", str(dtype), partial(written_kv, device, dtype)) for dtype in (torch.bfloat16, FP8)]
     return [*some, Trial("write_latent", "torch.bfloat16", partial(written_latent, device))]
 
 
 def slots(source: Source) -> Tensor:
-    """Random slots outside the null block and the last two slots; some tokens are skipped."""
+    """Return random slots outside the null block and the last two slots; -1 for tokens that are skipped."""
     chosen = source.order((WRITTEN_BLOCKS - 1) * BLOCK_SIZE - 2)[:TOKENS] + BLOCK_SIZE
     chosen[::6] = -1
     return ints(source, chosen, torch.int64)
 
 
 def written_kv(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outcome:
-    """Tokens with outliers beyond the range of 8-bit types.
+    """Write keys and values, some of which exceed the range of 8-bit types.
+
     Scales are powers of two, so that no quotient is rounded.
     """
     source = Source.of(device, 4)
@@ -303,12 +310,17 @@ def written_latent(device: torch.device, ops: PagedOps) -> Outcome:
 
 
 def state_trials(device: torch.device) -> list[Trial]:
-    """A state step whose rows read blocks that others write, and where one row names a block twice."""
+    """Return a trial of a state step in which rows read blocks that other rows write, and in which one row writes a
+    block twice.
+    """
     return [Trial("state_step", "float32", partial(stepped, device), 300)]
 
 
 def stepped(device: torch.device, ops: PagedOps) -> Outcome:
-    """Three rows of 3, 1 and 4 tokens. The states follow y in `out`: they are compared with a tolerance too."""
+    """Run a state step of three rows with 3, 1 and 4 tokens.
+
+    `out` has y and then the states, since both are compared with a tolerance.
+    """
     source, (heads, size, state, width, blocks) = Source.of(device, 6), (2, 8, 4, 4, 8)
     channels = heads * size + 2 * state
     pages = StatePages(
@@ -338,7 +350,7 @@ READ, NAMED_ONCE = (5, 1, 1, 0, 8, 3), (5, 1, 8, 3)
 
 
 def page_trials(device: torch.device) -> list[Trial]:
-    """Moves within the device, and between device and host."""
+    """Return trials of copies within the device, and between device and host."""
     places = dict.fromkeys((device, torch.device("cpu")))  # one entry where the device is the host
     runs: dict[str, list[tuple[str, Callable[..., Outcome]]]] = {
         "copy_pages": [("chains", copied)],
@@ -351,7 +363,9 @@ def page_trials(device: torch.device) -> list[Trial]:
 
 
 def group_of(source: Source) -> tuple[GroupPages, Tensor]:
-    """A group of two layers whose pages of a block are adjacent and one separate layer; and all of their memory."""
+    """Return a group of three layers, of which the first two have adjacent pages in each block, and the memory of all
+    layers.
+    """
     memory, together = source.bytes(PAGES * sum(WIDTHS)), sum(WIDTHS[:2])
     first = memory[: PAGES * together].view(PAGES, together)
     last = memory[PAGES * together :].view(PAGES, WIDTHS[2])
@@ -359,27 +373,27 @@ def group_of(source: Source) -> tuple[GroupPages, Tensor]:
 
 
 def rows_on(place: torch.device, source: Source, count: int) -> Tensor:
-    """A staging buffer with random bytes, pinned where the device is a GPU."""
+    """Return a staging buffer with random bytes; pinned if the device is a GPU and the buffer is on the host."""
     rows = source.bytes(count, sum(WIDTHS)).to(place)
     return rows.pin_memory() if place.type == "cpu" and source.device.type == "cuda" else rows
 
 
 def copied(device: torch.device, ops: PagedOps) -> Outcome:
-    """Copy pages."""
+    """Run copies of pages that form chains and a swap."""
     group, memory = group_of(Source.of(device, 7))
     ops.copy_pages(group, [source for source, _ in COPIES], [target for _, target in COPIES])
     return Outcome(memory)
 
 
 def zeroed(device: torch.device, ops: PagedOps) -> Outcome:
-    """Zero blocks, one of them named twice."""
+    """Run the zeroing of blocks, one of which is listed twice."""
     group, memory = group_of(Source.of(device, 8))
     ops.zero_pages(group, [3, 5, 3, 8])
     return Outcome(memory)
 
 
 def gathered(place: torch.device, device: torch.device, ops: PagedOps) -> Outcome:
-    """Gather blocks. The rows are compared together with the pages."""
+    """Run a gather. The staging rows are compared together with the pages."""
     source = Source.of(device, 9)
     group, memory = group_of(source)
     rows = rows_on(place, source, len(READ))
@@ -389,7 +403,7 @@ def gathered(place: torch.device, device: torch.device, ops: PagedOps) -> Outcom
 
 
 def scattered(place: torch.device, device: torch.device, ops: PagedOps) -> Outcome:
-    """Scatter new bytes into blocks."""
+    """Run a scatter of new bytes into blocks."""
     source = Source.of(device, 10)
     group, memory = group_of(source)
     rows = rows_on(place, source, len(NAMED_ONCE))
@@ -399,12 +413,12 @@ def scattered(place: torch.device, device: torch.device, ops: PagedOps) -> Outco
 
 
 def summed(device: torch.device, ops: PagedOps) -> Outcome:
-    """Compute checksums, compared exactly, as bytes."""
+    """Run checksums. The checksums are compared exactly, as bytes."""
     group, memory = group_of(Source.of(device, 11))
     return Outcome(torch.cat([memory, bytes_of(ops.checksum(group, READ))]))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for copies to and from the host."""
+    """Wait until copies to and from the host have ended."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,8 +1,8 @@
-"""Where is each page in a rank's memory? One allocation and a plan come in; typed views of every layer's pages go out.
+"""Typed tensor views of every layer's pages in a rank's memory, which is one allocation with a memory layout.
 
 buffers  the allocation, and its views as PyTorch and CuPy tensors
-mover    zeroes and copies of whole pages, as `kvplane.rank` orders them
-dtypes   element types of the contract as PyTorch types
+mover    zeroing and copying of whole pages, as `kvplane.rank` orders them
+dtypes   element types of layer formats as PyTorch types
 """
 
 from kvplane_worker.pages.buffers import PageBuffers

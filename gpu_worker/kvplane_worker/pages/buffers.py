@@ -1,4 +1,6 @@
-"""The pages of one rank: typed views per layer over one allocation, laid out by the plan."""
+"""The pages of one rank: typed tensor views of each layer's pages in one allocation, at the offsets that the memory
+layout (`RankPlan`) states.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +27,39 @@ WORD_BYTES = 8
 
 
 def allocation_bytes(plan: RankPlan) -> int:
-    """Bytes to allocate for a plan, rounded up to whole words."""
+    """Return the bytes to allocate for a memory layout, rounded up to a multiple of eight."""
     return math.ceil(plan.size_bytes / WORD_BYTES) * WORD_BYTES
 
 
 class PageBuffers:
-    """Views of one rank's pages. Views of groups overlap by design: a block belongs to one group at a time.
+    """Tensor views of one rank's pages. The views of two groups overlap by design: a block belongs to one group at a
+    time.
 
     A layer that shares the cache of another layer has a view under its own name too.
 
     Attributes:
-        plan: offsets and strides of all layers.
+        plan: the memory layout: offsets and strides of all layers.
         memory: the allocation, uint8 [allocation_bytes(plan)].
     """
 
     def __init__(self, plan: RankPlan, memory: Tensor) -> None:
-        """View memory as the plan lays it out.
+        """Create views of `memory` according to the memory layout `plan`.
 
         Raises:
-            InvalidArgument: the plan is inconsistent, or the memory has another type or size.
+            InvalidArgument: the layout is impossible, or the memory has another type or size.
         """
         plan.validate()
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
             raise InvalidArgument(
-                f"{memory.dtype} {list(memory.shape)}",
+                f"the memory is a tensor of {memory.dtype} {list(memory.shape)}",
                 field="memory",
                 remedy="give a contiguous uint8 tensor with one dimension",
             )
         if memory.numel() < allocation_bytes(plan):
             raise InvalidArgument(
-                f"{memory.numel()} bytes, the plan needs {allocation_bytes(plan)}",
+                f"the memory has {memory.numel()} bytes, the layout needs {allocation_bytes(plan)}",
                 field="memory",
-                remedy="allocate allocation_bytes(plan)",
+                remedy="allocate allocation_bytes(plan) bytes",
             )
         self.plan = plan
         self.memory = memory[: allocation_bytes(plan)]
@@ -69,17 +72,19 @@ class PageBuffers:
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str | torch.device = "cpu") -> PageBuffers:
-        """Allocate zeroed memory private to this process; raises as the constructor."""
+        """Allocate zeroed memory that only this process uses. Raises the errors of the constructor."""
         plan.validate()
         return cls(plan, torch.zeros(allocation_bytes(plan), dtype=torch.uint8, device=device))
 
     def as_cupy(self) -> cupy.ndarray:
-        """The memory as a CuPy array of the same bytes, uint8 [bytes]. Raises FailedPrecondition for CPU memory."""
+        """Return the memory as a CuPy array of the same bytes, uint8 [bytes]. Raises FailedPrecondition for
+        CPU memory.
+        """
         if not self.memory.is_cuda:
             raise FailedPrecondition(
-                f"the pages are on {self.memory.device}",
+                f"the pages are on {self.memory.device}, but CuPy needs a CUDA device",
                 field="device",
-                remedy="use as_cupy with pages on a CUDA device",
+                remedy="allocate the pages on a CUDA device",
             )
         import cupy
 
@@ -87,25 +92,27 @@ class PageBuffers:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, including the null block."""
+        """The number of blocks in the pool, including the null block."""
         return self.plan.num_blocks
 
     @property
     def num_groups(self) -> int:
-        """KV cache groups of the model."""
+        """The number of KV cache groups of the model."""
         return len(self.plan.groups)
 
     def layer(self, name: str) -> LayerPlace:
-        """Offset, stride and format of a layer's pages. Raises NotFound."""
+        """Return offset, stride and format of a layer's pages. Raises NotFound if this rank has no such layer."""
         place = self._places.get(name)
         if place is None:
             raise NotFound(
-                f"this rank has no layer {name!r}", field="layer", remedy=f"name one of its {len(self._places)} layers"
+                f"this rank has no layer {name!r}",
+                field="layer",
+                remedy=f"give the name of one of its {len(self._places)} layers",
             )
         return place
 
     def attention(self, name: str, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> AttentionPages:
-        """View a layer's keys and values.
+        """Return views of a layer's keys and values; for their shapes see AttentionPages.
 
         Args:
             name: name of the layer.
@@ -113,8 +120,8 @@ class PageBuffers:
 
         Raises:
             NotFound: there is no such layer.
-            InvalidArgument: the layer's pages hold something else, or are packed; or a scale has another type or shape,
-                or is not positive and finite.
+            InvalidArgument: the layer's pages contain something else, or have another binary form; or a scale has
+                another type or shape, or is not positive and finite.
         """
         place = self.layer(name)
         spec = place.spec
@@ -128,13 +135,17 @@ class PageBuffers:
         if dtype not in SCALED:
             if k_scale is not None or v_scale is not None:
                 raise InvalidArgument(
-                    f"{name} has pages of {spec.dtype.value}, which take no scale", field="k_scale", remedy="give None"
+                    f"a scale is given, but the pages of {name} are {spec.dtype.value}, which need none",
+                    field="k_scale",
+                    remedy="give None for k_scale and v_scale",
                 )
             return AttentionPages(k, v)
         return AttentionPages(k, v, self._scale("k_scale", spec, k_scale), self._scale("v_scale", spec, v_scale))
 
     def latent(self, name: str) -> Tensor:
-        """View a layer's latent rows, [num_blocks, block_size, latent_size]. Raises as `attention`."""
+        """Return a view of a layer's latent rows, [num_blocks, block_size, latent_size]. Raises the errors of
+        `attention`.
+        """
         place = self.layer(name)
         spec = place.spec
         if not isinstance(spec, AttentionSpec) or not _is_latent(spec) or spec.state_bytes:
@@ -143,7 +154,9 @@ class PageBuffers:
         return self._view(place, (rows, spec.num_kv_heads * (spec.head_size + spec.head_size_v)), spec.dtype)
 
     def states(self, name: str) -> tuple[Tensor, ...]:
-        """View the tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises as `attention`."""
+        """Return views of the tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises the errors of
+        `attention`.
+        """
         place = self.layer(name)
         spec = place.spec
         if not isinstance(spec, MambaSpec):
@@ -155,25 +168,28 @@ class PageBuffers:
         return tuple(views)
 
     def state(self, name: str) -> StatePages:
-        """View a layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
+        """Return a layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
 
         Raises:
-            NotFound, InvalidArgument: as `attention`; also when the state has another form (use `states`).
+            NotFound: there is no such layer.
+            InvalidArgument: the layer has no state, or a state of another form (use `states`).
         """
         tensors = self.states(name)
         if [tensor.dim() - 1 for tensor in tensors] != [2, 3]:
             raise InvalidArgument(
-                f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}",
+                f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}, unlike Mamba-2",
                 field="layer",
                 remedy="use states()",
             )
         return StatePages(*tensors)
 
     def group(self, group: int) -> GroupPages:
-        """View the whole pages of a group as bytes. Raises InvalidArgument."""
+        """Return views of the whole pages of a group as bytes. Raises InvalidArgument if there is no such group."""
         if not 0 <= group < self.num_groups:
             raise InvalidArgument(
-                f"there is no group {group}", field="group", remedy=f"give 0 to {self.num_groups - 1}"
+                f"there is no KV cache group {group}",
+                field="group",
+                remedy=f"give a group from 0 to {self.num_groups - 1}",
             )
         if group not in self._groups:
             names = self.plan.groups[group].layer_names
@@ -181,12 +197,16 @@ class PageBuffers:
         return self._groups[group]
 
     def write_incarnation(self, incarnation: int) -> None:
-        """Write the incarnation into the first bytes of the null block's page."""
+        """Write the incarnation, the random number that identifies this memory, into the first bytes of the null
+        block's page.
+        """
         row = torch.tensor(list(incarnation.to_bytes(INCARNATION_BYTES, "little")), dtype=torch.uint8)
         self.memory[:INCARNATION_BYTES].copy_(row)
 
     def read_incarnation(self) -> int:
-        """Read the incarnation from the null block's page; 0 in new memory."""
+        """Return the incarnation (random number that identifies this memory) in the null block's
+        page; 0 in new memory.
+        """
         return int.from_bytes(bytes(self.memory[:INCARNATION_BYTES].cpu().tolist()), "little")
 
     def _bytes(self, place: LayerPlace) -> Tensor:
@@ -195,7 +215,9 @@ class PageBuffers:
         return self.memory.as_strided(size, (place.block_stride_bytes, 1), start)
 
     def _view(self, place: LayerPlace, shape: Sequence[int], dtype: DType, offset_bytes: int = 0) -> Tensor:
-        """A view [num_blocks, *shape] that begins at `offset_bytes` in each page and is contiguous within a page."""
+        """Return a view [num_blocks, *shape] that begins at `offset_bytes` in each page and is contiguous within a
+        page.
+        """
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         typed = self.memory.view(TORCH_DTYPES[dtype])
         width = dtype.num_bytes
@@ -210,13 +232,15 @@ class PageBuffers:
             return torch.ones(1, dtype=torch.float32, device=self.memory.device)
         if given.dtype != torch.float32 or given.shape not in ((1,), (spec.num_kv_heads,)):
             raise InvalidArgument(
-                f"type {given.dtype}, shape {list(given.shape)}",
+                f"the scale is a tensor of {given.dtype} {list(given.shape)}",
                 field=field,
                 remedy=f"give float32 [1] or [{spec.num_kv_heads}]",
             )
         if not bool((given.isfinite() & (given > 0)).all()):
             raise InvalidArgument(
-                "a scale is zero, negative, infinite or NaN", field=field, remedy="give finite scales above 0"
+                f"a scale is zero, negative, infinite or NaN: {given.tolist()}",
+                field=field,
+                remedy="give finite scales above 0",
             )
         return given
 
@@ -227,16 +251,17 @@ def _is_latent(spec: AttentionSpec) -> bool:
 
 def _other_kind(place: LayerPlace, what: str) -> InvalidArgument:
     packed = isinstance(place.spec, AttentionSpec) and place.spec.state_bytes
+    form = "another binary form of " if packed else ""
     return InvalidArgument(
-        f"pages of {place.name} hold no {what}: their format is {'packed ' if packed else ''}{place.spec.type_name}",
+        f"pages of {place.name} do not contain {what}: their format is {form}{place.spec.type_name}",
         field="layer",
         remedy="use group() for the bytes",
     )
 
 
 def _check_alignment(place: LayerPlace) -> None:
-    """Raise InvalidArgument unless pages are aligned to their elements and the null block's page can hold the
-    incarnation.
+    """Raise InvalidArgument unless each page is aligned to the size of its elements and the null block's page has room
+    for the incarnation, a u64 that identifies the memory.
     """
     dtypes = place.spec.dtypes if isinstance(place.spec, MambaSpec) else (place.spec.precision,)
     offset = 0
@@ -245,7 +270,7 @@ def _check_alignment(place: LayerPlace) -> None:
         for what, value in (("offset", place.offset_bytes + offset), ("stride", place.block_stride_bytes)):
             if value % width:
                 raise InvalidArgument(
-                    f"the {what} of {place.name}, {value} bytes, is not a multiple of its element size, {width}",
+                    f"the {what} of {place.name}, {value} bytes, is not a multiple of its element size, {width} bytes",
                     field="tensors",
                     remedy=f"pad its page, or align its blocks (block_stride_alignment) to {width} bytes",
                 )
@@ -253,7 +278,7 @@ def _check_alignment(place: LayerPlace) -> None:
             offset += math.prod(place.spec.shapes[index]) * width
     if place.offset_bytes == 0 and place.spec.page_bytes < INCARNATION_BYTES:
         raise InvalidArgument(
-            f"pages of {place.name} have {place.spec.page_bytes} bytes, at least {INCARNATION_BYTES} are needed",
+            f"pages of {place.name} have {place.spec.page_bytes} bytes, the minimum is {INCARNATION_BYTES}",
             field="tensors",
-            remedy="pad its page: the page of block 0 holds the incarnation",
+            remedy="pad its page: the page of block 0 contains the incarnation",
         )

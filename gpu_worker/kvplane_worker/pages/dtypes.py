@@ -1,4 +1,4 @@
-"""Element types of pages as PyTorch types. `SCALED` types are stored with a scale."""
+"""The PyTorch types of the element types of pages. Pages of a type in `SCALED` are stored with a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zeroes and copies of whole pages by a backend; implements `kvplane.rank.PageMover`."""
+"""Zeroing and copying of whole pages by a backend. Implements `kvplane.rank.PageMover`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvplane_worker.pages.buffers import PageBuffers
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoves:
-    """The work that was queued on a CUDA stream before `event`; implements `kvplane.rank.Moves`."""
+    """The zeroing and copying that was queued on a CUDA stream before `event`. Implements `kvplane.rank.Moves`."""
 
     event: torch.cuda.Event
 
     def have_ended(self) -> bool:
-        """See `kvplane.rank.Moves`."""
+        """Return whether the device has completed the work, without waiting."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """See `kvplane.rank.Moves`."""
+        """Wait until the device has completed the work."""
         self.event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class PageMover:
-    """Zeroes and copies whole blocks of a rank's groups.
+    """Zero and copy whole blocks of a rank's groups.
 
     On a GPU, calls are queued on PyTorch's current stream of the pages' device. Launches must use the same stream, so
-    that they run after the zeroes and copies.
+    that the launches run after the calls.
     """
 
     buffers: PageBuffers
@@ -39,7 +39,7 @@ class PageMover:
 
     @property
     def num_groups(self) -> int:
-        """KV cache groups of the model."""
+        """The number of KV cache groups of the model."""
         return self.buffers.num_groups
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
@@ -55,7 +55,9 @@ class PageMover:
             self.ops.copy_pages(pages, src, dst)
 
     def moves(self) -> DeviceMoves | None:
-        """All calls so far, to poll or wait for; None for pages on the host, where calls are synchronous."""
+        """Return a handle of all calls of `zero` and `copy` so far, to poll or wait for; None for pages on the host,
+        where calls are synchronous.
+        """
         memory = self.buffers.memory
         if not memory.is_cuda:
             return None

@@ -1,10 +1,9 @@
-"""How do other processes call a worker? kvplane.v1.Worker on a Unix socket; protobuf stops in this room.
-
-Messages come in and are checked; calls of `transfers` and `lending` go out, refusals become gRPC status.
+"""The gRPC API of a worker, kvplane.v1.Worker, on a Unix socket. No other package of the worker uses protobuf.
 
 server    the gRPC server, with gRPC health
 servicer  the methods: describe, attach, transfer, checksum, claim; their locks and limits
-handlers  bytes -> message -> method -> message -> bytes, refusals -> status
+health    gRPC Health, by Check only
+handlers  conversion of bytes to messages and back, and of errors to gRPC statuses
 client    the same calls from the other side
-wire      messages <-> our types
+wire      conversion between messages and the worker's types
 """

@@ -1,4 +1,4 @@
-"""A client of kvplane.v1.Worker on a worker's Unix socket."""
+"""A client of the gRPC API kvplane.v1.Worker on a worker's Unix socket."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ MAX_MESSAGE_BYTES = 1 << 30  # 2^27 blocks with 8 bytes of stamp each
 
 
 class WorkerClient(Client):
-    """Calls kvplane.v1.Worker on the socket in a worker's directory; raises as Client does."""
+    """A client of the worker that uses a given directory. It connects to the Unix socket in that directory and raises
+    the errors of `kvplane.Client`.
+    """
 
     def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
         channel = open_channel(f"unix:{run_dir / SOCKET}", max_message_bytes=MAX_MESSAGE_BYTES)
         super().__init__(channel, timeout_s=timeout_s, max_message_bytes=MAX_MESSAGE_BYTES)
 
     def call(self, method: str, request: Message, answer_type: type[Answer]) -> Answer:
-        """Call a method; retries when the worker cannot be reached."""
+        """Call a method and return its answer. Retries while the worker cannot be reached."""
         return self._do(Call(f"/{WORKER}/{method}", request, answer_type))

@@ -1,4 +1,4 @@
-"""gRPC handlers around the methods of a servicer. The only place where refusals become gRPC status with details."""
+"""The gRPC handlers of a servicer's methods. Only this module turns KvplaneErrors into gRPC statuses with details."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _log = logging.getLogger(__name__)
 
 
 def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
-    """Return handlers for a service. `servicer` has a method per RPC that maps the request to the response."""
+    """Return the handlers of a service. `servicer` has a method per RPC that takes the request and returns the
+    response.
+    """
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 

@@ -1,15 +1,16 @@
-"""A gRPC server of kvplane.v1.Worker on the worker's Unix socket, with gRPC health."""
+"""The gRPC server of a worker: kvplane.v1.Worker on the worker's Unix socket, with gRPC health."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker.memory import use_device
 from kvplane_worker.rpc.handlers import service_handler
+from kvplane_worker.rpc.health import HealthServicer
 from kvplane_worker.rpc.servicer import MAX_THREADS, WorkerServicer
 
 MAX_MESSAGE_BYTES = 32 << 20
@@ -25,23 +26,19 @@ class WorkerServer:
         threads = ThreadPoolExecutor(MAX_THREADS, "kvplane-worker", use_device, (servicer.device,))
         self._server = grpc.server(threads, options=options)
         self._server.add_generic_rpc_handlers((service_handler(_WORKER, servicer),))
-        self._health = health.HealthServicer()
+        self._health = HealthServicer(("", _WORKER.full_name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_insecure_port(address)
 
     def start(self) -> None:
         """Start to answer calls, and set health to SERVING."""
         self._server.start()
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.is_serving = True
 
     def leaving(self) -> None:
-        """Set health to NOT_SERVING."""
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        """Set health to NOT_SERVING, because the worker shuts down."""
+        self._health.is_serving = False
 
     def stop(self, grace_s: float) -> None:
-        """Stop the server; calls under way may take `grace_s` seconds."""
+        """Stop the server. Running calls may take another `grace_s` seconds."""
         self._server.stop(grace_s).wait()
-
-    def _set_health(self, status: int) -> None:
-        for name in ("", _WORKER.full_name):
-            self._health.set(name, status)

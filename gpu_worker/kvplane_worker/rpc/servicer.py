@@ -1,4 +1,4 @@
-"""The methods of kvplane.v1.Worker."""
+"""The methods of the gRPC API kvplane.v1.Worker."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ THREADS_FOR_CLAIMS = 2
 
 @dataclass(slots=True)
 class ServedRank:
-    """The rank that a worker serves.
+    """The rank whose pages a worker holds, and the objects that the worker's gRPC methods need.
 
     Attributes:
         replica: name of the replica.
-        info: what is registered at the service; replaced when it changes.
-        token: token of the worker's directory, which callers send.
-        holdings: pages, stamps and staging buffer.
+        info: what the worker registers at the service; replaced when a value changes.
+        token: token in the worker's directory, which callers send.
+        holdings: pages, stamp table and staging buffer.
         backend: backend of page operations.
     """
 
@@ -46,12 +46,13 @@ class ServedRank:
 
 
 class WorkerServicer:
-    """The methods of kvplane.v1.Worker; worker.proto has their contract.
+    """The methods of kvplane.v1.Worker. For their arguments and errors see worker.proto.
 
-    Two locks, taken in this order: one transfer at a time, and one call at a time that changes the writer. A claim
-    takes only the second. It does not wait for a transfer: it lists the blocks that the transfer writes, and every
-    later transfer of an earlier engine life is refused by its epoch. `Attach` takes both, so that pages change hands
-    only while no transfer runs.
+    There are two locks, acquired in this order: one transfer at a time, and one call at a time that changes the writer.
+    A claim, which makes a new engine life (epoch) the only one that may write the pages, acquires only the second lock.
+    So a claim does not wait for a running transfer: its answer lists the blocks that the transfer writes, and every
+    later transfer with an earlier epoch is refused. `Attach` acquires both locks, so that the writer changes only while
+    no transfer runs.
     """
 
     def __init__(self, served: ServedRank) -> None:
@@ -72,21 +73,21 @@ class WorkerServicer:
 
     @property
     def attached_pid(self) -> int:
-        """The process that the pages are lent to; 0 = none."""
+        """The pid of the process to which the pages are lent; 0 = none."""
         with self._one_at_a_time:
             return self._writer.pid
 
     def refuse_new(self) -> None:
-        """Refuse every further `Attach`."""
+        """Refuse every further `Attach`, because the worker shuts down."""
         self._leaving = True
 
     def close(self) -> None:
-        """Stop watching the process that has the pages."""
+        """Stop watching the process to which the pages are lent."""
         with self._one_at_a_time:
             self._writer.close()
 
     def Describe(self, _: pb.DescribeRequest) -> Message:  # noqa: N802
-        """See the contract."""
+        """Return the state of the worker; see worker.proto."""
         served, stamps = self._served, self._served.holdings.stamps
         seq, part = stamps.position
         groups = range(served.holdings.buffers.num_groups)
@@ -106,17 +107,17 @@ class WorkerServicer:
         )
 
     def Attach(self, request: pb.AttachRequest) -> Message:  # noqa: N802
-        """See the contract."""
+        """Lend the pages to the calling process, or only the stamp table; see worker.proto."""
         self._check_token(request.token)
         digest = self._served.info.plan_digest
         if request.plan_digest and request.plan_digest != digest:
             raise WrongPlan(
-                f"the pages have plan {digest}, expected {request.plan_digest}",
+                f"the pages have the memory layout {digest}, the caller expects {request.plan_digest}",
                 field="plan_digest",
                 remedy="attach to a worker of this registration of the replica, or restart the worker",
             )
         if self._leaving:
-            raise Unavailable("the worker is shutting down", remedy="attach to its successor")
+            raise Unavailable("the worker is shutting down", remedy="attach to the worker that is started in its place")
         if not request.stamps_only:
             with self._a_thread(), self._one_transfer, self._one_at_a_time:
                 if self._writer.lend(ProcessName(request.pid, request.start_ticks)):
@@ -124,7 +125,7 @@ class WorkerServicer:
         return wire.encode_attached(self._served.holdings, request.stamps_only)
 
     def Transfer(self, request: pb.TransferRequest) -> Message:  # noqa: N802
-        """See the contract."""
+        """Copy pages within the rank, or to and from the staging buffer; see worker.proto."""
         self._check_token(request.token)
         order, holdings = wire.decode_transfer(request), self._served.holdings
         with self._a_thread(), self._accepting(order), self._one_transfer, self._writing(order, request.epoch):
@@ -133,8 +134,8 @@ class WorkerServicer:
 
     @contextmanager
     def _accepting(self, order: transfers.Transfer) -> Iterator[None]:
-        """List the order's blocks as busy until it has ended, also when its client timed out: a queued order still
-        runs.
+        """List the blocks that a transfer may write as busy until the transfer has ended, also if its client timed out:
+        a queued transfer still runs.
         """
         self._accepted.append(order.written)
         try:
@@ -144,7 +145,9 @@ class WorkerServicer:
 
     @contextmanager
     def _writing(self, order: transfers.Transfer, epoch: int) -> Iterator[None]:
-        """List the order's blocks in claims while it runs. Raises as `transfers.check_start`."""
+        """List the blocks that a transfer writes in the answers to claims while the transfer runs. Raises the errors of
+        `transfers.check_start`.
+        """
         with self._one_at_a_time:
             transfers.check_start(self._served.holdings, order, epoch)
             self._written = order.written
@@ -155,10 +158,13 @@ class WorkerServicer:
 
     @contextmanager
     def _a_thread(self) -> Iterator[None]:
-        """Take a thread for a call that may wait; THREADS_FOR_CLAIMS threads stay free for claims, which must not."""
+        """Reserve a thread for a call that may wait. THREADS_FOR_CLAIMS threads stay free for claims, which must not
+        wait.
+        """
         if not self._room.acquire(blocking=False):
             raise LimitExceeded(
-                "too many calls wait for a transfer to end", remedy="retry after one of them was answered"
+                f"{MAX_THREADS - THREADS_FOR_CLAIMS} calls already wait for a transfer to end, the maximum",
+                remedy="retry after one of them was answered",
             )
         try:
             yield
@@ -166,14 +172,14 @@ class WorkerServicer:
             self._room.release()
 
     def Checksum(self, request: pb.ChecksumRequest) -> Message:  # noqa: N802
-        """See the contract."""
+        """Return checksums of pages; see worker.proto."""
         with self._a_thread():
             served, blocks = self._served, list(request.blocks)
             outcome = transfers.checksum(served.holdings, served.backend.ops, request.group, blocks)
         return wire.encode_checksums(outcome)
 
     def Claim(self, request: pb.ClaimRequest) -> Message:  # noqa: N802
-        """See the contract."""
+        """Make a new engine life (epoch) the owner of the pages, the only one that may write them; see worker.proto."""
         self._check_token(request.token)
         with self._one_at_a_time:
             self._served.holdings.stamps.begin_life(request.epoch)
@@ -182,7 +188,7 @@ class WorkerServicer:
     def _check_token(self, token: str) -> None:
         if not hmac.compare_digest(token.encode(), self._served.token.encode()):
             raise PermissionDenied(
-                "the token is not the worker's",
+                "the token of the call is not the worker's",
                 field="token",
-                remedy="send the content of the file 'token' in its directory",
+                remedy="send the content of the file 'token' in the worker's directory",
             )

@@ -1,4 +1,4 @@
-"""Messages of kvplane.v1.Worker <-> the worker's own types."""
+"""Conversion between the messages of kvplane.v1.Worker and the worker's own types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
 def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
-    """Encode a memory handle."""
+    """Return the message of a memory handle."""
     message = pb.MemoryHandle(
         offset_bytes=handle.offset_bytes,
         size_bytes=handle.size_bytes,
@@ -31,12 +31,16 @@ def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
 
 
 def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
-    """Decode a memory handle. Raises InvalidArgument when it has no name."""
+    """Return the memory handle of a message. Raises InvalidArgument if the message has neither a path nor an IPC
+    handle.
+    """
     kinds = {"shared_path": MemoryKind.SHARED, "cuda_ipc": MemoryKind.CUDA_IPC}
     kind = kinds.get(message.WhichOneof("kind") or "")
     if kind is None:
         raise InvalidArgument(
-            "the memory handle has no name", field="kind", remedy="use the same version on both sides"
+            "the memory handle has neither shared_path nor cuda_ipc",
+            field="kind",
+            remedy="use the same version of engine and worker",
         )
     return MemoryHandle(
         kind,
@@ -50,7 +54,9 @@ def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
 
 
 def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
-    """Encode what an engine needs to map the holdings; with `stamps_only`, the stamp table alone."""
+    """Return the message with which an engine maps a worker's memory; with `stamps_only` only the stamp table (page
+    version numbers).
+    """
     handles = holdings.handles
     message = pb.AttachResponse(
         stamps=encode_handle(handles.stamps),
@@ -64,15 +70,15 @@ def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
 
 
 def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
-    """Decode the plan and the handles of an `Attach` response."""
+    """Return the memory layout and the handles in an `Attach` response."""
     handles = Handles(*(decode_handle(one) for one in (message.pages, message.stamps, message.staging)))
     return wire.decode_plan(message.plan), handles
 
 
 def decode_transfer(message: pb.TransferRequest) -> Transfer:
-    """Decode a transfer. Raises InvalidArgument when its kind is missing or unknown."""
+    """Return the transfer of a message. Raises InvalidArgument if its kind is missing or unknown."""
     if not message.kind:
-        raise InvalidArgument("the kind is missing", field="kind", remedy="send a value of TransferKind")
+        raise InvalidArgument("the transfer has no kind", field="kind", remedy="send a value of the enum TransferKind")
     kind = decode_enum(pb.TransferKind, "TRANSFER_KIND", message.kind, "kind", TransferKind.COPY)
     return Transfer(
         kind,
@@ -88,17 +94,19 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
 
 
 def encode_transferred(outcome: Outcome) -> pb.TransferResponse:
-    """Encode the outcome of a transfer."""
+    """Return the message with the outcome of a transfer."""
     return pb.TransferResponse(stamps=outcome.stamps, discarded=outcome.discarded)
 
 
 def encode_checksums(outcome: Outcome) -> pb.ChecksumResponse:
-    """Encode checksums."""
+    """Return the message with the checksums of pages."""
     return pb.ChecksumResponse(checksums=outcome.checksums, stamps=outcome.stamps, discarded=outcome.discarded)
 
 
 def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
-    """Encode the content of the stamp table, and the blocks that the running transfer writes."""
+    """Return the answer to a claim, with which a new epoch becomes the pages' owner: the stamp table (page version
+    numbers), and the blocks that the running transfer writes.
+    """
     stamps = holdings.stamps
     return pb.ClaimResponse(
         incarnation=stamps.incarnation,
@@ -108,10 +116,10 @@ def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
 
 
 def encode_blocks(blocks: Sequence[int]) -> bytes:
-    """Pack block ids, u32 little-endian each."""
+    """Return block ids as bytes, u32 little-endian each."""
     return pack(blocks, U32, "busy", "blocks")
 
 
 def decode_blocks(packed: bytes) -> tuple[int, ...]:
-    """Unpack block ids."""
+    """Return the block ids in bytes, u32 little-endian each."""
     return tuple(unpack(packed, U32, "busy", "blocks"))

@@ -20,7 +20,7 @@ TYPES = (torch.bfloat16, torch.float16)
 SIZES = (64, 128, 256)
 LATENT_SIZE, LATENT_REST = 512, 64
 ALIGNMENT_BYTES = 16
-# Shared by all plans. Safe: their kernels run on one stream, one after the other.
+# Shared by all plans. This is safe because their kernels run on one stream, one after the other.
 WORKSPACE_BYTES = 128 << 20
 # A plan uses 8 MiB on the device and 8 MiB of pinned memory.
 MAX_PLANS, MAX_ROWS = 16, 32
@@ -29,14 +29,15 @@ Planner = Callable[[Any, Tensor, PagedRows, Shape], Planned]
 
 
 class FlashInferOps:
-    """Attention by FlashInfer, with another backend for everything else.
+    """Compute attention with FlashInfer, and everything else with another backend.
 
-    Tables and lengths are copied to the host once per batch and step. The copy waits for the device, so that steps
+    Block tables and lengths are copied to the host once per batch and step. The copy waits for the device, so steps
     cannot be captured in a CUDA graph.
 
     Attributes:
         other: the backend for everything that FlashInfer does not support.
-        fallbacks: attention operation → why it was last passed to the other backend; returned by `Worker.Describe`.
+        fallbacks: maps an attention operation to the reason why it was last passed to the other backend; returned by
+            `Worker.Describe`.
     """
 
     name = "flashinfer"
@@ -54,7 +55,9 @@ class FlashInferOps:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """A line for each attention operation passed to the other backend so far, and the lines of that backend."""
+        """The lines that explain which operations the other backend computes and why, one line for each attention
+        operation that was passed to it.
+        """
         left = (f"{operation} by {self.other.name}: {why}" for operation, why in self.fallbacks.items())
         theirs: tuple[str, ...] = getattr(self.other, "explained", ())
         return (
@@ -64,7 +67,7 @@ class FlashInferOps:
         )
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.decode_attention`."""
+        """Compute attention of one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
         checks.check_attention(query, pages, batch, rule)
         shape = shape_of(query, pages.k, rule)
@@ -74,7 +77,7 @@ class FlashInferOps:
         return self._planned(calls.decode, rows, batch, shape, query)(query, (pages.k, pages.v))
 
     def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.prefill_attention`."""
+        """Compute attention of several queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
         if batch.query_start is None:
             return self.decode_attention(query, pages, batch, rule)
@@ -85,7 +88,7 @@ class FlashInferOps:
         return self._planned(calls.prefill, rows, batch, shape, query)(query, (pages.k, pages.v))
 
     def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """See `AttentionOps.mla_decode`."""
+        """Compute attention of one query per row over latent rows; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
         rest = pages.shape[2] - value_size
         shape = Shape(query.shape[1], 1, value_size, pages.shape[1], scale, query.dtype, rest=rest)
@@ -95,7 +98,9 @@ class FlashInferOps:
         return self._planned(calls.latent, rows, batch, shape, query)(query, pages)
 
     def _taken(self, operation: str, why_not: str, batch: Batch, shape: Shape) -> PagedRows | None:
-        """The batch's rows, read once; None where the other backend must compute it: the reason goes to `fallbacks`."""
+        """Return the batch in FlashInfer's form, or None if the other backend must compute it; `fallbacks` then has the
+        reason.
+        """
         if not why_not:
             block_size, window = shape.block_size, shape.window
             rows = self._rows.of(batch, (block_size, window), partial(paged_rows, batch, block_size, window))
@@ -106,7 +111,9 @@ class FlashInferOps:
         return None
 
     def _planned(self, plan: Planner, rows: PagedRows, batch: Batch, shape: Shape, query: Tensor) -> Planned:
-        """A function that runs the batch's plan and sets results of empty rows to 0; all layers of a step share it."""
+        """Return a function that runs FlashInfer's plan for the batch and sets the results of empty rows to 0. All
+        layers of a step share the plan.
+        """
 
         def make() -> Planned:
             run, empty = plan(self._library, self._workspace(query), rows, shape), rows.empty.to(query.device)
@@ -121,7 +128,7 @@ class FlashInferOps:
 
 
 def run_and_clear(run: Planned, empty: Tensor, query: Tensor, pages: Any) -> Tensor:  # noqa: ANN401
-    """Run a plan, and set the results of `empty` queries to 0."""
+    """Run a FlashInfer plan, and set the results of the queries with the indices `empty` to 0."""
     return run(query, pages).index_fill_(0, empty, 0)
 
 
@@ -132,13 +139,13 @@ def synchronize() -> None:
 
 
 def shape_of(query: Tensor, keys: Tensor, rule: AttentionRule) -> Shape:
-    """The parameters of a plan for keys and values."""
+    """Return the parameters of a FlashInfer plan for separate keys and values."""
     _, block_size, kv_heads, size = keys.shape
     return Shape(query.shape[1], kv_heads, size, block_size, rule.scale, query.dtype, rule.window)
 
 
 def refusal(query: Tensor, pages: AttentionPages, rule: AttentionRule) -> str:
-    """Why FlashInfer does not support these pages and this query; "" = it does."""
+    """Return why FlashInfer does not support these pages and this query; "" if it does."""
     if pages.k.dtype not in TYPES:
         return f"pages of {checks.name_of(pages.k.dtype)}, supported are bfloat16 and float16"
     if rule.sinks is not None or rule.chunk:
@@ -153,7 +160,7 @@ def refusal(query: Tensor, pages: AttentionPages, rule: AttentionRule) -> str:
 
 
 def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
-    """Why FlashInfer does not support these latent rows and this query; "" = it does."""
+    """Return why FlashInfer does not support these latent rows and this query; "" if it does."""
     if pages.dtype not in TYPES:
         return f"latent rows of {checks.name_of(pages.dtype)}, supported are bfloat16 and float16"
     rest = pages.shape[2] - value_size
@@ -163,7 +170,7 @@ def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
 
 
 def misaligned(*tensors: Tensor) -> str:
-    """Why the kernels' 16-byte accesses do not work on a tensor; "" = they do."""
+    """Return why the kernels' 16-byte accesses do not work on one of the tensors; "" if they work on all of them."""
     for tensor in tensors:
         steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
         if tensor.stride(-1) != 1 or any(place % ALIGNMENT_BYTES for place in (tensor.data_ptr(), *steps)):

@@ -1,9 +1,9 @@
 """The calls of FlashInfer: the only module that creates, plans and runs its wrappers.
 
-Written for flashinfer-python 0.7.2.post1: `BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`
-and `mla.BatchMLAPagedAttentionWrapper`, all with the "fa2" kernels, which support every chip from sm_80 on; with tensor
-cores they decode any number of query heads per key. `window_left` counts the tokens before the query; our `window`
-includes the query.
+The module is written for flashinfer-python 0.7.2.post1: `BatchDecodeWithPagedKVCacheWrapper`,
+`BatchPrefillWithPagedKVCacheWrapper` and `mla.BatchMLAPagedAttentionWrapper`, all with the "fa2" kernels, which support
+every chip from sm_80 on; with tensor cores they decode any number of query heads per key. FlashInfer's `window_left`
+counts the tokens before the query; the `window` of kvplane includes the query.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ Planned = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Parameters of a plan, in addition to the rows.
+    """The parameters of a FlashInfer plan, in addition to the rows of the batch.
 
     Attributes:
-        size: elements of a head; for latent rows, elements that are values.
+        q_heads: number of query heads.
+        kv_heads: number of key-value heads.
+        size: elements of a head; for latent rows, the elements of a row that are also its value.
+        block_size: tokens per page.
+        scale: factor of the attention scores.
+        dtype: element type of queries and pages.
+        window: attended tokens, including the query's own; 0 = all.
         rest: elements of a latent row that are not values; 0 for keys and values.
     """
 
@@ -43,7 +49,7 @@ class Shape:
 
 
 def decode(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """Plan a decode."""
+    """Plan a decode (one query per row) and return a function that runs it."""
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
         workspace, kv_layout=LAYOUT, use_tensor_cores=True, backend=KERNELS
     )
@@ -52,7 +58,7 @@ def decode(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
 
 
 def prefill(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """Plan a prefill of ragged queries, causal."""
+    """Plan a causal prefill with different numbers of queries per row, and return a function that runs it."""
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout=LAYOUT, backend=KERNELS)
     columns = rows.query_start, rows.indptr, rows.indices, rows.last_page_len
     wrapper.plan(*columns, *heads(shape), causal=True, **rule(shape))
@@ -60,18 +66,20 @@ def prefill(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> P
 
 
 def heads(shape: Shape) -> tuple[int, int, int, int]:
-    """Query heads, kv heads, elements of a head, tokens of a page: positional arguments of both wrappers."""
+    """Return the positional arguments that FlashInfer's decode and prefill wrappers share: query heads, kv heads,
+    elements of a head, tokens of a page.
+    """
     return shape.q_heads, shape.kv_heads, shape.size, shape.block_size
 
 
 def rule(shape: Shape) -> dict[str, Any]:
-    """Window, scale and types: keyword arguments of both wrappers."""
+    """Return the keyword arguments that FlashInfer's decode and prefill wrappers share: window, scale and types."""
     types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
     return {"window_left": shape.window - 1, "sm_scale": shape.scale, **types}
 
 
 def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """Plan a decode over latent rows."""
+    """Plan a decode over latent rows and return a function that runs it."""
     wrapper = library.mla.BatchMLAPagedAttentionWrapper(workspace, backend=KERNELS)
     wrapper.plan(
         metadata=library.mla.MLAPlanMetadata.csr(rows.query_start, rows.indptr, rows.indices, rows.lengths),
@@ -88,7 +96,7 @@ def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
     )
 
     def run(query: Tensor, pages: Tensor) -> Tensor:
-        """Run the plan; query and pages are split into the two parts of a latent row."""
+        """Run the plan. Query and pages are split into the two parts of a latent row."""
         out: Tensor = wrapper.run(query=parts(query, shape.size), kv_cache=parts(pages, shape.size))
         return out
 
@@ -96,5 +104,5 @@ def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
 
 
 def parts(tensor: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Split latent rows into the elements that are values, and the rest."""
+    """Split latent rows into the elements that are also values, and the other elements."""
     return tensor[..., :size], tensor[..., size:]

@@ -1,4 +1,4 @@
-"""Checks that selection runs before it imports FlashInfer."""
+"""The checks that decide whether the FlashInfer backend can be used. They run before FlashInfer is imported."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ REMEDY = f"install {PACKAGE}>=0.7.2,<0.8"
 
 
 class FlashInferEntry:
-    """Creates a `FlashInferOps` where the machine supports it."""
+    """A class that `select` can load without importing FlashInfer. Calling it creates a `FlashInferOps`."""
 
     def __new__(cls) -> PagedOps:  # type: ignore[misc]
-        """Import FlashInfer, and create the backend with the best other backend of the current device.
+        """Import FlashInfer, and create the backend together with the best other backend of the current device.
 
         Raises:
             ImportError: FlashInfer or a dependency cannot be imported.
@@ -43,7 +43,7 @@ class FlashInferEntry:
 
     @staticmethod
     def unfit(device: torch.device) -> str:
-        """Return why the backend cannot work on a device; "" = it can."""
+        """Return why the backend cannot work on a device; "" if it can."""
         if device.type != "cuda":
             return f"needs a CUDA device, not {device.type}"
         if not torch.cuda.is_available():
@@ -53,18 +53,22 @@ class FlashInferEntry:
 
 
 def best_other(device: torch.device) -> PagedOps:
-    """Create the backend for what FlashInfer does not support: Triton where it passes its start check, else torch."""
+    """Create the backend that computes what FlashInfer does not support: Triton if it passes its trials on the device,
+    else PyTorch.
+    """
     return TritonEntry() if is_triton_proved(device) else TorchOps()
 
 
 @cache
 def is_triton_proved(device: torch.device) -> bool:
-    """True when the Triton backend supports the device and passes its start check there; computed once."""
+    """Return whether the Triton backend supports the device and passes its trials there. The result is computed once
+    per device.
+    """
     return not TritonEntry.unfit(device) and not prove(TritonEntry(), device).failure
 
 
 def installed_version() -> str:
-    """The installed version of FlashInfer; "" = none."""
+    """Return the installed version of FlashInfer; "" if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +76,7 @@ def installed_version() -> str:
 
 
 def nvcc() -> str | None:
-    """Path of the compiler that FlashInfer would use for its kernels; None = there is none."""
+    """Return the path of the compiler that FlashInfer would use for its kernels; None if there is none."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
     home = next((home for home in homes if home), None)
     given = os.environ.get("FLASHINFER_NVCC") or (f"{home}/bin/nvcc" if home else shutil.which("nvcc"))
@@ -81,7 +85,7 @@ def nvcc() -> str | None:
 
 
 def unfit_machine(capability: tuple[int, int], version: str, compiler: str | None, has_prebuilt: bool) -> str:
-    """Return why FlashInfer cannot run with this device, version and compiler; "" = it can."""
+    """Return why FlashInfer cannot run with this device, FlashInfer version and compiler; "" if it can."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     if not version:
@@ -94,6 +98,6 @@ def unfit_machine(capability: tuple[int, int], version: str, compiler: str | Non
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 0.7.2.post1 is (0, 7, 2)."""
+    """Return the leading numbers of a version: (0, 7, 2) for 0.7.2.post1."""
     parts = version.split(".")
     return tuple(int(part) for part in parts[:3] if part.isdigit())

@@ -1,6 +1,6 @@
-"""A batch in FlashInfer's form: the concatenated blocks of all rows, each from the start of its window.
+"""A batch in the form that FlashInfer reads: the concatenated blocks of all rows, each from the start of its window.
 
-The indices name only blocks that are attended to: no blocks that left the window, and never the null block. Positions
+The indices contain only blocks that are attended to: none that left the window, and never the null block. Positions
 still count from the end of a row, as the window does.
 
         table        | 0  0  7  4  9  |      seq_len 70, block 16, window 20, one query: tokens 50..69
@@ -20,15 +20,17 @@ from kvplane_worker.ops.interface import Batch
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The rows of a batch as columns, int32 on the host.
+    """The rows of a batch as columns, int32 on the host (`empty`: int64).
 
     Attributes:
-        query_start: [rows + 1].
-        indptr: [rows + 1]: blocks of row r are indices[indptr[r] : indptr[r + 1]].
-        lengths: [rows]: tokens in these blocks; at least 1.
+        query_start: [rows + 1], index of each row's first query, and the number of queries.
+        indptr: [rows + 1]: the blocks of row r are indices[indptr[r] : indptr[r + 1]].
+        indices: [blocks]: the blocks of all rows, concatenated.
+        lengths: [rows]: number of tokens in the row's blocks; at least 1.
         last_page_len: [rows]: tokens in the last block.
-        empty: int64: queries of rows without tokens; their result must be set to 0. These rows, and rows without
-            queries, get one block of another row, because FlashInfer requires a block in every row.
+        empty: [n]: indices of the queries that have no token to attend to; their result must be set to 0. The rows of
+            these queries, and rows without queries, get one block of another row, because FlashInfer requires a block
+            in every row.
     """
 
     query_start: Tensor
@@ -40,7 +42,10 @@ class PagedRows:
 
 
 def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
-    """Convert a batch; or return why FlashInfer does not support it. Waits for the device."""
+    """Convert a batch, or return why FlashInfer does not support it. `block_size` and `window` are in tokens.
+
+    Waits for the device, since the block table and the lengths are copied from it.
+    """
     table, seq_lens = batch.block_table.cpu(), batch.seq_lens.cpu().long()
     starts = torch.arange(len(seq_lens) + 1) if batch.query_start is None else batch.query_start.cpu().long()
     queries = starts.diff()
@@ -58,7 +63,7 @@ def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
 
 
 def columns(blocks: Tensor, lengths: Tensor, starts: Tensor, block_size: int) -> PagedRows:
-    """Build the columns for rows of `lengths` tokens (0 = a row without work) in the concatenated `blocks`."""
+    """Build the columns for rows of `lengths` tokens (0 = a row without work) from the concatenated `blocks`."""
     works = lengths > 0
     counts = -(-lengths // block_size)
     borrowed = torch.where(works, counts, 1)

@@ -1,4 +1,4 @@
-"""A cache of values that are derived from a batch once and used by every layer of a step."""
+"""A cache of values that are computed from a batch once and used by every layer of a step."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[Value]):
-    """A cached value. The reference to its batch keeps the ids of the batch's tensors from being reused."""
+    """A cached value and its batch. The reference to the batch keeps Python from reusing the ids of the batch's
+    tensors.
+    """
 
     batch: Batch
     value: Value
 
 
 class PerBatch(Generic[Value]):
-    """Caches the values of the most recently used batches.
+    """A cache of the values of the most recently used batches.
 
     The key of a batch is its tensors with their version counters; writes that bypass PyTorch are not detected. Tensors
-    created in inference mode have no version counter: values derived from them are not cached.
+    created in inference mode have no version counter, so values of such batches are not cached.
     """
 
     def __init__(self, most: int, dropped: Callable[[], None] = lambda: None) -> None:
-        """Cache at most `most` values; `dropped` is called before one is dropped."""
+        """Cache at most `most` values. `dropped` is called before a value is removed from the cache."""
         self._most = most
         self._dropped = dropped
         self._kept: OrderedDict[Hashable, Kept[Value]] = OrderedDict()
 
     def of(self, batch: Batch, also: Hashable, make: Callable[[], Value]) -> Value:
-        """The value for a batch and the other key `also`; computed by `make` where it is not cached."""
+        """Return the value for a batch and a second key `also`. If the value is not cached, compute it with `make`."""
         tensors = [part for part in (batch.block_table, batch.seq_lens, batch.query_start) if part is not None]
         if any(part.is_inference() for part in tensors):
             return make()
@@ -53,5 +55,5 @@ class PerBatch(Generic[Value]):
 
 
 def version(tensor: Tensor) -> tuple[int, int]:
-    """Identity and version counter of a tensor."""
+    """Return the identity and the version counter of a tensor."""
     return id(tensor), tensor._version

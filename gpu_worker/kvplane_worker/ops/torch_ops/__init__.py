@@ -1,4 +1,4 @@
-"""The torch backend: correct on every device; used where no kernel supports the device, shape or type."""
+"""The PyTorch backend: correct on every device, used where no kernel supports the device, shape or type."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from kvplane_worker.ops.torch_ops import attention, pages, state, write
 
 
 class TorchOps:
-    """`interface.PagedOps` in PyTorch operations, for CPU and CUDA tensors. Each method checks its arguments first.
+    """The operations of `interface.PagedOps` in PyTorch, for CPU and CUDA tensors. Each method checks its arguments
+    first.
 
-    Sums are computed in float32, in float64 for float64. Prefill, state steps and writes with skipped tokens wait for
+    Sums are computed in float32, for float64 in float64. Prefill, state steps and writes with skipped tokens wait for
     the device, because the shapes of their tensors depend on values there.
     """
 
@@ -31,7 +32,7 @@ class TorchOps:
 
     @staticmethod
     def unfit(device: torch.device) -> str:
-        """Return why the backend cannot work on a device, "" when it can."""
+        """Return why the backend cannot work on a device; "" if it can."""
         if device.type not in ("cpu", "cuda"):
             return f"not tested on {device.type}"
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -39,58 +40,58 @@ class TorchOps:
         return ""
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """See `AttentionOps.write_kv`."""
+        """Write keys and values of new tokens; see `AttentionOps.write_kv`."""
         checks.check_write_kv(pages, key, value, slots)
         write.write_kv(pages, key, value, slots)
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.decode_attention`."""
+        """Compute attention for one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
         checks.check_attention(query, pages, batch, rule)
         return attention.decode(query, pages, batch, rule)
 
     def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.prefill_attention`."""
+        """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
         if batch.query_start is None:
             return attention.decode(query, pages, batch, rule)
         return attention.prefill(query, pages, batch, rule)
 
     def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-        """See `AttentionOps.write_latent`."""
+        """Write latent rows; see `AttentionOps.write_latent`."""
         checks.check_write_latent(pages, latent, slots)
         write.write_latent(pages, latent, slots)
 
     def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """See `AttentionOps.mla_decode`."""
+        """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
         return attention.mla_decode(query, pages, batch, scale, value_size)
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-        """See `StateOps.state_step`."""
+        """Advance recurrent states; see `StateOps.state_step`."""
         checks.check_state(pages, inputs, weights)
         return state.step(pages, inputs, weights)
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-        """See `PageOps.copy_pages`."""
+        """Copy whole blocks; see `PageOps.copy_pages`."""
         checks.check_copies(group, src, dst)
         pages.copy(group, src, dst)
 
     def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
-        """See `PageOps.zero_pages`."""
+        """Set whole blocks to 0; see `PageOps.zero_pages`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=True)
         pages.zero(group, blocks)
 
     def gather(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `PageOps.gather`."""
+        """Copy blocks into a staging buffer; see `PageOps.gather`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         checks.check_staging(group, blocks, staging)
         pages.gather(group, blocks, staging)
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `PageOps.scatter`."""
+        """Copy a staging buffer into blocks; see `PageOps.scatter`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=True)
         checks.check_named_once(blocks)
@@ -98,7 +99,7 @@ class TorchOps:
         pages.scatter(group, blocks, staging)
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
-        """See `PageOps.checksum`."""
+        """Return a checksum of each block; see `PageOps.checksum`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         return pages.checksum(group, blocks)

@@ -1,7 +1,7 @@
-"""Attention on paged keys and values: gather the pages that the table names, mask, multiply.
+"""Attention on paged keys and values in PyTorch: gather the pages that the block table lists, mask, and multiply.
 
-Slots past the end of a row and the null block's page may hold any bytes. Their logits are masked, and their values are
-set to 0 as well, because 0 x NaN is NaN.
+Slots after the end of a row and the null block's page may contain any bytes. The logits of such slots are masked, and
+their values are set to 0 as well, because 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Context:
     Attributes:
         k, v: [rows, tokens, kv_heads, size] in the type of the sums; v is 0 where `present` is False.
         position: [rows, tokens]: position of the token in its sequence.
-        present: [rows, tokens]: the token belongs to the row and its block is not null.
+        present: [rows, tokens]: whether the token belongs to the row and its block is not the null block.
     """
 
     k: Tensor
@@ -35,7 +35,10 @@ class Context:
 
 
 def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-    """Attention of one query per row, in batches of rows. Does not wait for the device."""
+    """Compute attention for one query per row, several rows at a time. Does not wait for the device.
+
+    query is [rows, q_heads, head_size]; the result is [rows, q_heads, head_size_v].
+    """
     columns = columns_of_a_query(rule, pages.k.shape[1], batch.block_table.shape[1])
     elements = columns * pages.k.shape[1] * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
     rows_at_once = max(1, PIECE_ELEMENTS // max(1, elements))
@@ -52,13 +55,16 @@ def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRu
 
 
 def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) -> int:
-    """Most blocks that one query can attend to."""
+    """Return the most blocks that one query can attend to."""
     extent = rule.window or rule.chunk
     return min(max_blocks, (extent + block_size - 2) // block_size + 1) if extent else max_blocks
 
 
 def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-    """Attention of ragged queries, row by row, because rows differ in queries and length; long rows in pieces."""
+    """Compute attention row by row, because rows differ in queries and length; long rows in pieces.
+
+    query is [queries, q_heads, head_size]; the result is [queries, q_heads, head_size_v].
+    """
     assert batch.query_start is not None
     starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
     out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
@@ -79,13 +85,16 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
 
 
 def mla_decode(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-    """Latent attention: one key-value head; the values are the first elements of the keys."""
+    """Compute latent attention as attention with one key-value head, whose values are the first elements of the keys.
+
+    query is [rows, q_heads, latent_size]; the result is [rows, q_heads, value_size].
+    """
     keys = pages[:, :, None, :]
     return decode(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale))
 
 
 def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
-    """The earliest token that a query attends to."""
+    """Return the position of the earliest token that a query at `position` attends to."""
     if rule.window:
         return (position - rule.window + 1).clamp(min=0)
     if rule.chunk:
@@ -96,7 +105,8 @@ def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
 def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor, dtype: torch.dtype) -> Context:
     """Gather the pages in the columns [rows, columns] of the table, up to each row's `last` token.
 
-    Clamping columns past the table's end is safe: they are past `last` too, so their tokens are masked.
+    Columns after the end of the table are clamped. This is safe: the clamped columns are also after `last`, so their
+    tokens are masked.
     """
     block_size, max_blocks = pages.k.shape[1], table.shape[1]
     block = table.long().gather(1, column.clamp(max=max_blocks - 1))
@@ -111,12 +121,14 @@ def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor,
 
 
 def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
-    """Multiply stored values [..., heads, size] by their scale."""
+    """Return stored values [..., heads, size] multiplied by the scale."""
     return values if scale is None else values * scale[:, None]
 
 
 def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionRule) -> Tensor:
-    """Attend with queries [rows, queries, q_heads, head_size] at `position` [rows, queries]; result in their type."""
+    """Compute attention of queries [rows, queries, q_heads, head_size] at `position` [rows, queries]. The result has
+    the type of the queries.
+    """
     rows, queries, q_heads, head_size = query.shape
     kv_heads = context.k.shape[2]
     grouped = query.to(context.k.dtype).reshape(rows, queries, kv_heads, -1, head_size)
@@ -129,7 +141,7 @@ def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionR
 
 
 def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights [rows, kv_heads, group, queries, tokens], 0 where the mask is False. Overwrites the logits."""
+    """Return weights [rows, kv_heads, group, queries, tokens], 0 where the mask is False. Overwrites the logits."""
     logits = logits.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         return logits.softmax(-1).masked_fill_(~mask, 0)

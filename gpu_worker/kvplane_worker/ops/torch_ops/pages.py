@@ -1,4 +1,4 @@
-"""Copies, zeroes, gathers, scatters and checksums of whole pages."""
+"""Copying, zeroing, gathering, scattering and checksums of whole pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORD = 0xFFFFFFFF
 
 
 def copy(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Copy with the result of copying in order: copies are resolved to the original source of each target."""
+    """Copy blocks with the result of copying one pair after the other."""
     origin: dict[int, int] = {}
     for source, target in zip(src, dst, strict=True):
         origin[target] = origin.get(source, source)
@@ -35,21 +35,23 @@ def zero(group: GroupPages, blocks: Sequence[int]) -> None:
 
 
 def gather(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """Copy blocks into rows of staging."""
+    """Copy blocks into the rows of staging, uint8 [len(blocks), bytes per block]."""
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         part.copy_(layer[at])
 
 
 def scatter(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """Copy rows of staging into blocks."""
+    """Copy the rows of staging, uint8 [len(blocks), bytes per block], into blocks."""
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         layer[at] = part.to(layer.device)
 
 
 def checksum(group: GroupPages, blocks: Sequence[int]) -> Tensor:
-    """Checksums, computed in int64 and masked to 32 bits, so that products wrap modulo 2^32."""
+    """Return checksums, int64 [len(blocks)]. The sums are computed in int64 and masked to 32 bits, so that products
+    wrap as in 32-bit arithmetic.
+    """
     device, num_bytes = group.layers[0].device, group.bytes_per_block
     sums = torch.empty(len(blocks), dtype=torch.int64, device=device)
     at_once = max(1, PIECE_BYTES // max(1, num_bytes))
@@ -64,7 +66,7 @@ def checksum(group: GroupPages, blocks: Sequence[int]) -> Tensor:
 
 
 def mix(h: Tensor) -> Tensor:
-    """MurmurHash3's finalizer for 32 bits."""
+    """Return the result of MurmurHash3's finalizer for 32-bit values that are stored in int64."""
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & WORD
     h = h ^ (h >> 13)
@@ -73,12 +75,12 @@ def mix(h: Tensor) -> Tensor:
 
 
 def ids(group: GroupPages, blocks: Sequence[int]) -> Tensor:
-    """Block ids as an index tensor."""
+    """Return block ids as an index tensor, int64 on the pages' device."""
     return torch.tensor(blocks, dtype=torch.int64, device=group.layers[0].device)
 
 
 def parts(group: GroupPages, staging: Tensor) -> Iterator[Tensor]:
-    """The columns of staging that belong to each layer."""
+    """Yield the columns of staging that belong to each layer."""
     start = 0
     for layer in group.layers:
         yield staging[:, start : start + layer.shape[1]]

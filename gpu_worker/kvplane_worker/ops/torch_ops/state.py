@@ -1,4 +1,6 @@
-"""Recurrent state steps: the convolution of all tokens at once, then the recurrence token by token for all rows."""
+"""Steps of recurrent states: the convolution of all tokens at once, then the recurrence, one token of every row at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order in which tokens are processed: the first token of every row, the second of every row that has one, ...
+    """The order in which tokens are processed: the first token of every row, then the second of every row that has one,
+    ...
 
-    Rows are sorted by descending length, so that the rows that still have tokens are always a prefix.
+    Rows are sorted by descending length, so that the rows that still have tokens are always the first ones.
 
     Attributes:
-        rows: row ids in this order.
-        tokens: token ids in this order, column by column.
+        rows: row indices, by descending length.
+        tokens: token indices in the order of processing, column by column; column i has the i-th token of each row.
         columns: slice of each column in `tokens`.
     """
 
@@ -29,7 +32,7 @@ class Schedule:
 
     @classmethod
     def of(cls, starts: list[int]) -> Schedule:
-        """The schedule of rows whose tokens are [starts[r], starts[r + 1])."""
+        """Return the schedule of rows whose tokens are [starts[r], starts[r + 1])."""
         rows = sorted(range(len(starts) - 1), key=lambda row: starts[row] - starts[row + 1])
         longest = starts[rows[0] + 1] - starts[rows[0]] if rows else 0
         tokens: list[int] = []
@@ -42,7 +45,7 @@ class Schedule:
 
 
 def step(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-    """See `interface.StateOps.state_step`."""
+    """Advance each row's state over its tokens; for the shapes see `interface.StateOps.state_step`."""
     sums = torch.float64 if inputs.x.dtype == torch.float64 else torch.float32
     heads, head_size, state_size = pages.ssm.shape[1:]
     schedule = Schedule.of(inputs.query_start.tolist())
@@ -69,20 +72,23 @@ def step(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tenso
 
 
 def index(values: list[int], like: Tensor) -> Tensor:
-    """An index tensor on the device of `like`."""
+    """Return the integers as an int64 index tensor on the device of `like`."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
 def initial(states: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The initial states of rows: copies of the states in the blocks, 0 for block 0."""
+    """Return copies of the states in the given blocks, as the initial states of rows; zero states for block 0."""
     found = (blocks != 0).reshape(-1, *[1] * (states.dim() - 1))
     return torch.where(found, states[blocks].to(dtype), 0)
 
 
 def histories(last: Tensor, inputs: StateInputs, dtype: torch.dtype) -> Tensor:
-    """Inputs of the convolution [tokens, width, channels]: each token preceded by earlier ones of the row or its state.
+    """Return the inputs of the convolution, [tokens, width, channels]: each token after the width - 1 inputs before it.
 
-    known:  [row 0: w - 1 inputs before it][row 1: ...] ... [the launch's tokens]
+    The earlier inputs come from the launch's tokens of the same row, or from the row's stored state. They are selected
+    from
+
+        known:  [row 0: width - 1 inputs before it][row 1: ...] ... [the launch's tokens]
     """
     rows, channels, before = last.shape
     start = inputs.query_start.long()
@@ -97,7 +103,7 @@ def histories(last: Tensor, inputs: StateInputs, dtype: torch.dtype) -> Tensor:
 
 
 def keep(pages: StatePages, state: Tensor, last: Tensor, targets: list[int]) -> None:
-    """Write states [rows, ...] and last inputs [rows, width - 1, channels] into their blocks, except block 0."""
+    """Write states [rows, ...] and last inputs [rows, width - 1, channels] into the rows' blocks, except block 0."""
     rows = index([row for row, block in enumerate(targets) if block], state)
     blocks = index([block for block in targets if block], state)
     pages.conv[blocks] = last[rows].transpose(1, 2).to(pages.conv.dtype)

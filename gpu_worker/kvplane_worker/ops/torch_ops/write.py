@@ -9,7 +9,7 @@ from kvplane_worker.ops.interface import AttentionPages
 
 
 def write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Write keys and values into their slots."""
+    """Write keys and values [tokens, kv_heads, size] into their slots; a slot of -1 skips the token."""
     kept = slots >= 0
     block_size = pages.k.shape[1]
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
@@ -19,19 +19,21 @@ def write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -
 
 
 def write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-    """Write latent rows into their slots."""
+    """Write latent rows [tokens, latent_size] into their slots; a slot of -1 skips the token."""
     kept = slots >= 0
     block_size = pages.shape[1]
     pages[slots[kept] // block_size, slots[kept] % block_size] = latent[kept]
 
 
 def quantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values [tokens, heads, size] / scale in an 8-bit type. The clamp saturates; older PyTorch would return NaN."""
+    """Return values [tokens, heads, size] / scale in an 8-bit type. Values beyond the type's range are clamped, since
+    older PyTorch versions would return NaN.
+    """
     largest = torch.finfo(dtype).max
     exact = values.double() if values.dtype == torch.float64 else values.float()
     return (exact / scale[:, None]).clamp(-largest, largest).to(dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """8-bit floats as bytes: not every device supports indexing of 8-bit floats."""
+    """Return 8-bit floats as a view of bytes: not every device supports indexing of 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -32,8 +32,8 @@ class Tuning:
     Attributes:
         tile_bytes: bytes of keys and values in one step of the softmax.
         stages: depth of the software pipeline; all stages but one hold a tile in shared memory.
-        warps: warps per program.
-        residents: programs per multiprocessor that the registers allow.
+        warps: warps (32 threads) per program.
+        residents: number of programs that run on one multiprocessor at once, as its registers allow.
         max_tile: most tokens of a tile.
     """
 
@@ -44,13 +44,15 @@ class Tuning:
     max_tile: int = 128
 
     def tile(self, token_bytes: int, chip: Chip) -> int:
-        """Tokens of a tile: the largest power of two that fits in `tile_bytes` and in shared memory."""
+        """Return the number of tokens of a tile: the largest power of two that fits into `tile_bytes` and into shared
+        memory.
+        """
         room = min(self.tile_bytes, (chip.shared_bytes - SHARED_OVERHEAD) // max(1, self.stages - 1))
         fitting = 1 << (max(1, room // token_bytes).bit_length() - 1)
         return max(MIN_TILE, min(self.max_tile, fitting))
 
     def programs(self, token_bytes: int, chip: Chip) -> int:
-        """Programs that run concurrently on the chip."""
+        """Return the number of programs that run concurrently on the chip."""
         needed = (self.stages - 1) * self.tile(token_bytes, chip) * token_bytes + SHARED_PER_PROGRAM
         return chip.multiprocessors * max(1, min(self.residents, chip.shared_bytes // needed))
 
@@ -75,7 +77,10 @@ SHARED_PER_PROGRAM = 7 << 10
 
 
 def refusal(query: Tensor, pages: Tensor, group: int, widths: tuple[int, ...]) -> str:
-    """Why no kernel supports these pages and this query; "" = one does."""
+    """Return why no kernel supports these pages and this query; "" if one does.
+
+    `group` is the number of query heads per key, `widths` the elements of a key and of a value.
+    """
     if pages.dtype == FP8:
         if query.dtype not in (torch.bfloat16, torch.float16):
             return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
@@ -91,7 +96,7 @@ def refusal(query: Tensor, pages: Tensor, group: int, widths: tuple[int, ...]) -
 
 
 def pages_refusal(query: Tensor, pages: AttentionPages) -> str:
-    """`refusal` for keys and values."""
+    """Return why no kernel supports these keys, values and query; "" if one does."""
     widths = (pages.k.shape[3], pages.v.shape[3])
     if max(widths) > MAX_WIDTH:
         return f"a head of {max(widths)} elements: at most {MAX_WIDTH}"
@@ -101,7 +106,7 @@ def pages_refusal(query: Tensor, pages: AttentionPages) -> str:
 
 
 def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
-    """`refusal` for latent rows."""
+    """Return why no kernel supports these latent rows and this query; "" if one does."""
     rest = pages.shape[2] - value_size
     if value_size > MAX_LATENT or not 0 < rest <= MAX_WIDTH or value_size != power_of_two(value_size):
         return f"a latent of {value_size} + {rest} elements: a power of two up to {MAX_LATENT}, and up to {MAX_WIDTH}"
@@ -109,19 +114,19 @@ def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
 
 
 def paged(pages: Tensor, scale: Tensor | None) -> Paged:
-    """Kernel argument for pages [blocks, block_size, heads, size]; 8-bit elements as bytes."""
+    """Return the kernel argument for pages [blocks, block_size, heads, size], with 8-bit elements as bytes."""
     data = pages.view(torch.uint8) if pages.dtype == FP8 else pages
     per_head = scale is not None and scale.numel() > 1
     return Paged(data, (pages.stride(0), pages.stride(1), pages.stride(2)), scale, int(per_head))
 
 
 def heads(tensor: Tensor) -> Heads:
-    """Kernel argument for queries or results."""
+    """Return the kernel argument for queries or results, [rows, heads, size]."""
     return Heads(tensor, (tensor.stride(0), tensor.stride(1)))
 
 
 def rows(batch: Batch) -> Rows:
-    """Kernel argument for a batch."""
+    """Return the kernel argument for a batch."""
     table = batch.block_table
     return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start)
 
@@ -131,12 +136,13 @@ class Decode:
     """One attention call over pages of keys and values, or of latent rows.
 
     Attributes:
-        query, keys, values, batch, rule: its arguments.
+        query, keys, values, batch, rule: the arguments of the call.
         out: [rows, q_heads, size], written by the launches.
         group: query heads per program.
         page: tokens of a page.
         width_k: elements of a key.
-        rest: > 0 for latent rows, whose first elements are the values: elements that are key only.
+        rest: for latent rows, whose first elements are also the value: number of elements that belong only to the key;
+            otherwise 0.
     """
 
     query: Tensor
@@ -152,17 +158,17 @@ class Decode:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token for one group of heads."""
+        """The number of bytes of one token's keys and values for one group of heads."""
         elements = self.width_k + (self.rest or self.out.shape[2])
         return elements * self.keys.data.element_size()
 
     @property
     def is_fp8(self) -> bool:
-        """True when pages hold 8-bit elements."""
+        """Whether pages hold 8-bit elements."""
         return self.keys.data.dtype == torch.uint8
 
     def shape(self, tuning: Tuning, chip: Chip) -> Shape:
-        """The compile-time parameters."""
+        """Return the compile-time parameters of the kernel."""
         return Shape(
             page=self.page,
             width_k=self.width_k,
@@ -180,7 +186,7 @@ class Decode:
 
 
 def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
-    """Choose the tuning of a decode."""
+    """Return the launch parameters of a decode."""
     if chip.interpreted:
         return INTERPRETED
     if decode.rest:
@@ -191,8 +197,9 @@ def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
 
 
 def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
-    """Choose the tuning of a prefill, and queries x heads per program.
-    Tiles are smaller where registers would spill.
+    """Return the launch parameters of a prefill, and the number of queries x heads per program.
+
+    Tiles are smaller where registers would otherwise spill.
     """
     most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
     if chip.interpreted:
@@ -207,7 +214,9 @@ def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
 
 
 def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) -> tuple[Launch, Launch]:
-    """The two launches of a decode: attention over spans, then the merge of rows that spans share."""
+    """Return the two launches of a decode: attention over spans of tokens, then the merge of rows that several spans
+    share.
+    """
     tuning = tuning or decode_tuning(decode, chip)
     shape = decode.shape(tuning, chip)
     count, q_heads = decode.out.shape[:2]
@@ -223,7 +232,7 @@ def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) ->
 
 
 def prefill_launch(decode: Decode, chip: Chip) -> Launch:
-    """The launch of a prefill. The grid allows for a partly empty last tile in every row."""
+    """Return the launch of a prefill. The grid allows for a partly empty last tile in every row."""
     tuning, most = prefill_tuning(decode, chip)
     shape = decode.shape(tuning, chip)
     queries = max(1, most // shape.lanes)
@@ -239,18 +248,20 @@ def prefill_launch(decode: Decode, chip: Chip) -> Launch:
 
 
 def latent_group(q_heads: int) -> int:
-    """Query heads per program of latent decode: the largest divisor up to 16, since latent rows are wide."""
+    """Return the query heads per program of latent decode: the largest divisor up to 16, since latent rows are wide."""
     return next(group for group in range(min(16, q_heads), 0, -1) if q_heads % group == 0)
 
 
 def room_for(query: Tensor, size: int) -> Tensor:
-    """Memory for the result; float32 in the interpreter, which rounds to bfloat16 incorrectly."""
+    """Return memory for the result, in the query's type; float32 in Triton's interpreter, which rounds to bfloat16
+    incorrectly.
+    """
     dtype = query.dtype if query.is_cuda else torch.float32
     return query.new_empty((*query.shape[:2], size), dtype=dtype)
 
 
 def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Decode:
-    """The call for keys and values."""
+    """Return the attention call for keys and values."""
     return Decode(
         query=query,
         keys=paged(pages.k, pages.k_scale),
@@ -265,7 +276,9 @@ def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
 
 
 def latent(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Decode:
-    """The call for latent rows: a program handles a group of query heads, and all groups read the same rows."""
+    """Return the attention call for latent rows. A program computes a group of query heads; all groups read the same
+    latent rows.
+    """
     view = pages.unsqueeze(2).expand(-1, -1, query.shape[1], -1)
     return Decode(
         query=query,

@@ -1,4 +1,4 @@
-"""The Triton backend. Where no kernel supports a shape or type, the torch backend computes the operation."""
+"""The Triton backend. The PyTorch backend computes an operation if no kernel supports the shape or type."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MAX_LAYER_TABLES = 256
 
 
 class TritonOps:
-    """A backend for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
+    """The operations in Triton, for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
 
     Attributes:
-        fallbacks: operation → why it was last passed to the torch backend; returned by `Worker.Describe`.
+        fallbacks: maps an operation to the reason why it was last passed to PyTorch; returned by `Worker.Describe`.
     """
 
     name = "triton"
@@ -44,7 +44,7 @@ class TritonOps:
         self._links: dict[torch.device, HostLink] = {}
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """See `AttentionOps.write_kv`."""
+        """Write keys and values of new tokens; see `AttentionOps.write_kv`."""
         checks.check_write_kv(pages, key, value, slots)
         k, v = writes.Written(key, pages.k, pages.k_scale), writes.Written(value, pages.v, pages.v_scale)
         if self._refused("write_kv", k.refusal() or v.refusal()):
@@ -53,7 +53,7 @@ class TritonOps:
             writes.write_launch(k, v, slots, chip_of(key.device)).run()
 
     def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-        """See `AttentionOps.write_latent`."""
+        """Write latent rows; see `AttentionOps.write_latent`."""
         checks.check_write_latent(pages, latent, slots)
         rows = writes.Written(latent.unsqueeze(1), pages.unsqueeze(2), None)
         if self._refused("write_latent", rows.refusal()):
@@ -62,7 +62,7 @@ class TritonOps:
             writes.write_launch(rows, None, slots, chip_of(latent.device)).run()
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.decode_attention`."""
+        """Compute attention for one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
         checks.check_attention(query, pages, batch, rule)
         if self._refused("decode_attention", attention.pages_refusal(query, pages)):
@@ -70,7 +70,7 @@ class TritonOps:
         return decoded(attention.keys_and_values(query, pages, batch, rule))
 
     def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        """See `AttentionOps.prefill_attention`."""
+        """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
         if batch.query_start is None:
             return self.decode_attention(query, pages, batch, rule)
@@ -82,18 +82,20 @@ class TritonOps:
         return prefill.out.to(query.dtype)
 
     def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """See `AttentionOps.mla_decode`."""
+        """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
         if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
             return self._other.mla_decode(query, pages, batch, scale, value_size)
         return decoded(attention.latent(query, pages, batch, scale, value_size))
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-        """Passed to the torch backend: there is no Triton kernel for state steps."""
+        """Advance recurrent states with the PyTorch backend: there is no Triton kernel for them. See
+        `StateOps.state_step`.
+        """
         return self._other.state_step(pages, inputs, weights)
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-        """See `PageOps.copy_pages`."""
+        """Copy whole blocks; see `PageOps.copy_pages`."""
         checks.check_copies(group, src, dst)
         if self._refused("copy_pages", moves.refusal(group)):
             return self._other.copy_pages(group, src, dst)
@@ -108,7 +110,7 @@ class TritonOps:
         return None
 
     def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
-        """See `PageOps.zero_pages`."""
+        """Set whole blocks to 0; see `PageOps.zero_pages`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=True)
         if self._refused("zero_pages", moves.refusal(group)):
@@ -117,7 +119,7 @@ class TritonOps:
             self._move(group, moves.Move(int(ZERO), moves.on_device(blocks, group.layers[0].device)))
 
     def gather(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `PageOps.gather`."""
+        """Copy blocks into a staging buffer; see `PageOps.gather`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         checks.check_staging(group, blocks, staging)
@@ -129,7 +131,7 @@ class TritonOps:
             self._stage(GATHER, group, blocks, staging)
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `PageOps.scatter`."""
+        """Copy a staging buffer into blocks; see `PageOps.scatter`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=True)
         checks.check_named_once(blocks)
@@ -142,7 +144,7 @@ class TritonOps:
             self._stage(SCATTER, group, blocks, staging)
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
-        """See `PageOps.checksum`."""
+        """Return a checksum of each block; see `PageOps.checksum`."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         if self._refused("checksum", moves.refusal(group)):
@@ -150,7 +152,7 @@ class TritonOps:
         return self._summed(group, blocks, None)
 
     def gather_checked(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Tensor:
-        """`gather` and `checksum` in one pass over the bytes; in two passes where staging is on the host."""
+        """Gather blocks and return their checksums, reading the bytes once; twice if staging is on the host."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         checks.check_staging(group, blocks, staging)
@@ -172,12 +174,12 @@ class TritonOps:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """A line for each operation passed to the torch backend so far, and the choices of the host link."""
+        """The lines that explain which operations PyTorch computed so far, and which routes the host link chose."""
         left = (f"{operation} by torch: {why}" for operation, why in self.fallbacks.items())
         return (*left, *(line for link in self._links.values() for line in link.explained))
 
     def link_of(self, group: GroupPages) -> HostLink:
-        """The link between the group's device and the host, created on first use."""
+        """Return the link between the group's device and the host. The link is created on first use."""
         device = group.layers[0].device
         if device not in self._links:
             self._links[device] = HostLink(device, partial(self._stage, background=True))
@@ -186,12 +188,12 @@ class TritonOps:
     def _stage(
         self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor, background: bool = False
     ) -> None:
-        """Gather or scatter on the device."""
+        """Gather or scatter blocks on the device."""
         ids = moves.on_device(blocks, group.layers[0].device)
         self._move(group, moves.Move(int(what), ids, staging=staging, background=background))
 
     def _kept(self, group: GroupPages, blocks: Sequence[int]) -> Tensor | None:
-        """Gather the current content of blocks into a new staging buffer; None for no blocks."""
+        """Copy the current content of blocks into a new staging buffer and return it; None if there are no blocks."""
         if not blocks:
             return None
         staging = torch.empty((len(blocks), group.bytes_per_block), dtype=torch.uint8, device=group.layers[0].device)
@@ -214,7 +216,7 @@ class TritonOps:
 
 
 def decoded(decode: attention.Decode) -> Tensor:
-    """Run a decode. The result has the query's type."""
+    """Run a decode and return the result in the query's type."""
     if decode.query.shape[0]:
         for launch in attention.decode_launches(decode, chip_of(decode.query.device)):
             launch.run()

@@ -1,4 +1,6 @@
-"""Checks that selection runs before it imports Triton; a worker on a CPU never imports it."""
+"""The checks that decide whether the Triton backend can be used, before Triton is imported. A worker on a CPU never
+imports Triton.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ MIN_TRITON = (3, 6)
 
 
 class TritonEntry:
-    """Creates a `TritonOps` where the machine supports it."""
+    """A class that `select` can load without importing Triton. Calling it creates a `TritonOps`."""
 
     def __new__(cls) -> PagedOps:  # type: ignore[misc]
-        """Import Triton, and create the backend."""
+        """Import Triton and create the backend."""
         from kvplane_worker.ops.triton_ops.backend import TritonOps
 
         return TritonOps()
 
     @staticmethod
     def unfit(device: torch.device) -> str:
-        """Return why the backend cannot work on a device; "" = it can.
+        """Return why the backend cannot work on a device; "" if it can.
 
         CPU tensors need Triton's interpreter, which only tests use.
         """
@@ -38,7 +40,7 @@ class TritonEntry:
 
 
 def installed_version() -> str:
-    """The installed version of Triton; "" = none."""
+    """Return the installed version of Triton; "" if it is not installed."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -46,12 +48,12 @@ def installed_version() -> str:
 
 
 def c_compiler() -> str | None:
-    """Path of the C compiler with which Triton would build its launchers; None = there is none."""
+    """Return the path of the C compiler with which Triton would build its launchers; None if there is none."""
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def unfit_machine(capability: tuple[int, int], version: str, compiler: str | None) -> str:
-    """Return why kernels cannot run with this device, Triton and compiler; "" = they can."""
+    """Return why Triton kernels cannot run with this device, Triton version and C compiler; "" if they can."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {dotted(capability)} is below {dotted(MIN_CAPABILITY)}"
     if not version:
@@ -62,11 +64,11 @@ def unfit_machine(capability: tuple[int, int], version: str, compiler: str | Non
 
 
 def dotted(numbers: tuple[int, int]) -> str:
-    """Format two numbers as a version."""
+    """Return two numbers as a version text, such as "3.1"."""
     return f"{numbers[0]}.{numbers[1]}"
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)

@@ -35,9 +35,9 @@ class Launch:
     num_warps: int = 4
 
     def run(self) -> None:
-        """Launch on the current stream of the tensors' device; in the interpreter, run the kernel.
+        """Launch the kernel on the current stream of the tensors' device; in the interpreter, run it.
 
-        Triton launches on the thread's current device, also where the pointers belong to another one; so the tensors'
+        Triton launches on the thread's current device, also if the pointers belong to another device. So the tensors'
         device is made current first.
         """
         with current(device_of(self.arguments)):
@@ -45,7 +45,7 @@ class Launch:
 
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
-    """Device of the first CUDA tensor among the arguments, also inside tuples; the host when there is none."""
+    """Return the device of the first CUDA tensor among the arguments, also inside tuples; the host if there is none."""
     for argument in arguments:
         found = argument.device if isinstance(argument, torch.Tensor) else HOST
         if isinstance(argument, tuple):
@@ -56,7 +56,7 @@ def device_of(arguments: Iterable[Any]) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which the device is the thread's current one."""
+    """Return a context in which the given device is the thread's current device."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -68,9 +68,9 @@ class Chip:
 
     Attributes:
         multiprocessors: number of multiprocessors.
-        shared_bytes: most shared memory of one program.
-        native_fp8: the device has instructions that convert float8_e4m3fn (sm_89 and later).
-        interpreted: there is no device; Triton's interpreter runs kernels with numpy (see `kernels`).
+        shared_bytes: most shared memory of one program, in bytes.
+        native_fp8: whether the device has instructions that convert float8_e4m3fn (sm_89 and later).
+        interpreted: whether there is no device, and Triton's interpreter runs kernels with numpy (see `kernels`).
     """
 
     multiprocessors: int
@@ -89,13 +89,13 @@ INTERPRETER = Chip(multiprocessors=12, shared_bytes=1 << 20, native_fp8=False, i
 
 
 def is_interpreted() -> bool:
-    """True when the kernels were decorated for the interpreter (TRITON_INTERPRET=1)."""
+    """Return whether the kernels were compiled for the interpreter (TRITON_INTERPRET=1)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @cache
 def chip_of(device: torch.device) -> Chip:
-    """Properties of the chip of a device."""
+    """Return the properties of a device's chip."""
     if device.type != "cuda":
         return INTERPRETER
     found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

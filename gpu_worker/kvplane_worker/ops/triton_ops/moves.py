@@ -1,4 +1,4 @@
-"""Moves of whole pages: layer tables on the device, tile sizes, and copies whose sources other copies write."""
+"""Copies of whole pages: layer tables on the device, tile sizes, and copies whose sources other copies write."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Addresses of the layers of a group, on the device (see `kernels.moves`).
+    """The addresses of the layers of a group, on the device (see `kernels.moves`).
 
     Attributes:
         rows: int64 [layers, 4].
-        page_words: words of a page of the widest layer.
+        page_words: 32-bit words of a page of the widest layer.
     """
 
     rows: Tensor
@@ -34,7 +34,7 @@ class LayerTable:
 
     @classmethod
     def of(cls, group: GroupPages) -> LayerTable:
-        """Collect addresses and strides of the layers, and copy them to the device."""
+        """Return the table of a group's addresses and strides, copied to the device."""
         rows, before = [], 0
         for layer in group.layers:
             words = layer.shape[1] // WORD_BYTES
@@ -45,12 +45,12 @@ class LayerTable:
 
 
 def key_of(group: GroupPages) -> tuple[tuple[int, int, int], ...]:
-    """Cache key of a layer table."""
+    """Return the cache key of a group's layer table."""
     return tuple((layer.data_ptr(), layer.stride(0), layer.shape[1]) for layer in group.layers)
 
 
 def refusal(group: GroupPages) -> str:
-    """Why no kernel can move these pages; "" = one can."""
+    """Return why no kernel can copy these pages; "" if one can."""
     for layer in group.layers:
         if layer.data_ptr() % ALIGNMENT_BYTES or layer.stride(0) % ALIGNMENT_BYTES or layer.stride(1) != 1:
             return f"pages are not aligned to {ALIGNMENT_BYTES} bytes"
@@ -60,28 +60,29 @@ def refusal(group: GroupPages) -> str:
 
 
 def staging_refusal(group: GroupPages, staging: Tensor) -> str:
-    """Why no kernel can use this staging buffer; "" = one can."""
+    """Return why no kernel can use this staging buffer; "" if one can."""
     if staging.data_ptr() % ALIGNMENT_BYTES or staging.stride(0) % ALIGNMENT_BYTES or staging.stride(1) != 1:
         return f"rows of the staging buffer are not aligned to {ALIGNMENT_BYTES} bytes"
     return ""
 
 
 def on_device(blocks: Sequence[int], device: torch.device) -> Tensor:
-    """Copy block ids to the device as int32, asynchronously."""
+    """Return block ids as int32 on the device. The copy is asynchronous."""
     pinned = torch.tensor(blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Arguments of one launch that moves pages.
+    """The arguments of one launch that copies, zeroes or sums pages.
 
     Attributes:
         what: operation, a constant of `kernels.moves`.
         blocks, targets: block ids on the device; targets only for copies.
         staging: uint8 [blocks, bytes of a row], device or pinned memory; None = not used.
         sums: int64 [blocks], zeroed, receives checksums; None = not used.
-        background: launch at most `FEW_PROGRAMS` programs, so that other kernels keep the other multiprocessors.
+        background: whether to launch at most `FEW_PROGRAMS` programs, so that other kernels keep the other
+            multiprocessors.
     """
 
     what: int
@@ -93,8 +94,9 @@ class Move:
 
 
 def move_launch(table: LayerTable, move: Move) -> Launch:
-    """The launch of a move, in tiles of 16 KiB; 64 KiB in the background.
-    A tile covers several pages where they are small.
+    """Return the launch for a `Move`, in tiles of 16 KiB; in tiles of 64 KiB for a background move.
+
+    A tile covers several pages if the pages are small.
     """
     tile_words, warps = (WIDE_TILE_WORDS, WIDE_WARPS) if move.background else (TILE_WORDS, WARPS)
     words = min(tile_words, power_of_two(table.page_words, 4))
@@ -116,14 +118,18 @@ def move_launch(table: LayerTable, move: Move) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies that may run in parallel: no source of `direct` is written; `staged` sources are read before any write."""
+    """Copies as (source, target) pairs, in two sets, each of which may run in parallel.
+
+    No copy writes a source of `direct`. The sources of `staged` are written by other copies, so these sources are read
+    before any write.
+    """
 
     direct: tuple[tuple[int, int], ...]
     staged: tuple[tuple[int, int], ...]
 
 
 def plan_copies(src: Sequence[int], dst: Sequence[int]) -> CopyPlan:
-    """Plan parallel copies with the result of copying src[i] → dst[i] in order."""
+    """Return copies that may run in parallel and have the result of copying src[i] → dst[i] one after the other."""
     origin: dict[int, int] = {}
     for source, target in zip(src, dst, strict=True):
         origin[target] = origin.get(source, source)

@@ -20,7 +20,9 @@ RAW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: t
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens [tokens, heads, size] and the pages [blocks, block_size, heads, size] that receive them."""
+    """The arguments of a write: new tokens [tokens, heads, size], and the pages [blocks, block_size, heads, size] that
+    receive these tokens.
+    """
 
     tokens: Tensor
     pages: Tensor
@@ -28,11 +30,11 @@ class Written:
 
     @property
     def width(self) -> int:
-        """Elements of a token over all heads."""
+        """The number of elements of a token over all heads."""
         return self.pages.shape[2] * self.pages.shape[3]
 
     def refusal(self) -> str:
-        """Why no kernel supports this write; "" = one does."""
+        """Return why no kernel supports this write; "" if one does."""
         pages, size = self.pages, self.pages.shape[3]
         if pages.dtype == torch.float8_e4m3fn:
             if self.tokens.dtype not in COPIED:
@@ -46,12 +48,12 @@ class Written:
         return ""
 
     def source(self) -> Heads:
-        """Kernel argument for the tokens; as integers where elements are copied without conversion."""
+        """Return the kernel argument for the tokens, as integers if elements are copied without conversion."""
         raw = RAW[self.tokens.dtype] if self.tokens.dtype == self.pages.dtype else self.tokens.dtype
         return Heads(self.tokens.view(raw), (self.tokens.stride(0), self.tokens.stride(1)))
 
     def target(self) -> Paged:
-        """Kernel argument for the pages."""
+        """Return the kernel argument for the pages."""
         kind = torch.uint8 if self.pages.dtype == torch.float8_e4m3fn else RAW[self.pages.dtype]
         per_head = self.scale is not None and self.scale.numel() > 1
         strides = (self.pages.stride(0), self.pages.stride(1), self.pages.stride(2))
@@ -59,7 +61,7 @@ class Written:
 
 
 def write_launch(key: Written, value: Written | None, slots: Tensor, chip: Chip) -> Launch:
-    """The launch that writes keys and, unless `value` is None, values; one token per slot."""
+    """Return the launch that writes keys and, unless `value` is None, values; one token per slot."""
     widest = max(key.width, value.width if value else 0)
     columns = min(MAX_COLUMNS, power_of_two(widest))
     shape = WriteShape(

@@ -1,4 +1,4 @@
-"""Arguments of the kernels: tuples of pointers and numbers, and a frozen shape with the compile-time constants."""
+"""The arguments of the kernels: tuples of pointers and numbers, and a frozen shape with the compile-time constants."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from torch import Tensor
 
 
 class Heads(NamedTuple):
-    """Queries or results [rows, heads, size]; strides of a row and of a head, in elements."""
+    """Queries or results [rows, heads, size], with the strides of a row and of a head, in elements."""
 
     data: Tensor
     strides: tuple[int, int]
 
 
 class Paged(NamedTuple):
-    """Keys, values or latents; strides of a block, a token and a head, in elements.
+    """Keys, values or latent rows [blocks, block_size, heads, size].
 
     Attributes:
-        scale: float32, one or one per head, for 8-bit elements; None for others.
-        scale_stride: 0 or 1.
+        data: the elements; 8-bit ones as bytes.
+        strides: strides of a block, a token and a head, in elements.
+        scale: float32, one for all heads or one per head, for 8-bit elements; None for others.
+        scale_stride: 1 if `scale` has one entry per head, otherwise 0.
     """
 
     data: Tensor
@@ -30,7 +32,10 @@ class Paged(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Block tables and lengths of a batch; `starts` are the rows' first queries, None when each row has one."""
+    """The rows of a batch: block table, its stride in elements, lengths, and number of rows.
+
+    `starts` has the index of each row's first query; None if each row has one query.
+    """
 
     table: Tensor
     table_stride: int
@@ -40,7 +45,13 @@ class Rows(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Memory for partial results: [workers, 2, q_heads, width] and [workers, 2, q_heads, 2] (maximum, sum)."""
+    """Memory for the partial results of a decode.
+
+    Attributes:
+        acc: float32 [workers, 2, q_heads, width], results that are not normalized.
+        stats: float32 [workers, 2, q_heads, 2], maximum and sum of the softmax.
+        workers: number of programs per group of heads.
+    """
 
     acc: Tensor
     stats: Tensor
@@ -53,9 +64,10 @@ class Shape:
 
     Attributes:
         page: tokens of a page.
-        width_k, width_v: elements of a key and of a value. Latent rows: both are the elements that are key and value.
-        rest: elements of a latent row that are key only; 0 for separate keys and values.
-        paired: keys and values have equal strides, so that both use one offset.
+        width_k, width_v: elements of a key and of a value. For latent rows both are the elements that are key and
+            value.
+        rest: elements of a latent row that belong only to the key; 0 for separate keys and values.
+        paired: whether keys and values have equal strides, so that both use one offset.
         group: query heads per program, all of one kv head; `padded_group` is padded for matrix products.
         window, chunk: see `AttentionRule`.
         fp8, upcast: how elements are converted (see `numbers`).
@@ -80,27 +92,27 @@ class Shape:
 
     @property
     def padded_k(self) -> int:
-        """`width_k` padded for matrix products, as the next three."""
+        """The elements of a key, padded to a power of two that a matrix product supports."""
         return power_of_two(self.width_k)
 
     @property
     def padded_v(self) -> int:
-        """See `padded_k`."""
+        """The elements of a value, padded as `padded_k`."""
         return power_of_two(self.width_v)
 
     @property
     def padded_rest(self) -> int:
-        """See `padded_k`."""
+        """The elements of a latent row that belong only to the key, padded as `padded_k`."""
         return power_of_two(self.rest)
 
     @property
     def padded_group(self) -> int:
-        """See `padded_k`."""
+        """The query heads per program, padded as `padded_k`."""
         return power_of_two(self.group)
 
     @property
     def lanes(self) -> int:
-        """Heads of a group, padded to a power of two."""
+        """The query heads per program, padded to a power of two."""
         return power_of_two(self.group, 1)
 
 
@@ -113,7 +125,7 @@ class WriteShape:
         size_k, size_v: elements of a head.
         width_k, width_v: elements of a token over all heads; width_v is 0 for latent rows.
         fp8: how numbers are converted to 8-bit elements (see `numbers`).
-        tokens, columns: tile of one program.
+        tokens, columns: size of the tile of one program.
     """
 
     page: int
@@ -127,5 +139,5 @@ class WriteShape:
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """The smallest power of two that is at least `size` and `least`; 16 is the minimum of a matrix product."""
+    """Return the smallest power of two that is at least `size` and `least`; a matrix product needs 16 or more."""
     return max(least, 1 << (size - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Decode attention over pages, one query per row, split over the tokens; also over latent rows."""
+"""Decode attention over pages: one query per row, the work divided by tokens. Also for latent rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvplane_worker.ops.triton_ops.kernels.spans import count_tiles, find_row, f
 
 @triton.jit
 def load_query(query, row, head, columns, BEGIN: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Elements BEGIN .. BEGIN + WIDTH of the queries of a group: [padded group, columns], 0 beyond the group."""
+    """Load elements BEGIN .. BEGIN + WIDTH of the queries of a group: [padded group, columns], 0 outside the group."""
     member = tl.arange(0, S.padded_group)
     start = query.data + row.to(tl.int64) * query.strides[0] + (head * S.group + member) * query.strides[1] + BEGIN
     mask = (member < S.group)[:, None] & (columns < WIDTH)[None, :]
@@ -30,7 +30,10 @@ def load_query(query, row, head, columns, BEGIN: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def attend(query, keys, values, batch, row, head, scale, begin, end, length, S: tl.constexpr):
-    """Attend with a group over tiles begin .. end of a row. Returns unnormalised result, maximum and sum, in base 2."""
+    """Compute attention of a group of query heads over tiles begin .. end of a row.
+
+    Returns (result [padded group, padded_v], not normalized; maximum; sum), the last two [padded group], in base 2.
+    """
     columns_k = tl.arange(0, S.padded_k)
     columns_v = tl.arange(0, S.padded_v)
     columns_rest = tl.arange(0, S.padded_rest)
@@ -70,7 +73,7 @@ def attend(query, keys, values, batch, row, head, scale, begin, end, length, S: 
 
 @triton.jit
 def store_whole(out, sinks, row, head, acc, top, total, S: tl.constexpr):
-    """Store the result of a row that this worker computed alone."""
+    """Store the result of a row that this program computed alone, [padded group, padded_v]."""
     member = tl.arange(0, S.padded_group)
     columns = tl.arange(0, S.padded_v)
     heads = head * S.group + member
@@ -84,7 +87,7 @@ def store_whole(out, sinks, row, head, acc, top, total, S: tl.constexpr):
 
 @triton.jit
 def store_part(parts, slot, q_heads, head, acc, top, total, S: tl.constexpr):
-    """Store the partial result of a row that several workers share."""
+    """Store the partial result of a row that several programs share."""
     member = tl.arange(0, S.padded_group)
     columns = tl.arange(0, S.padded_v)
     place = slot * q_heads + head * S.group + member
@@ -97,7 +100,9 @@ def store_part(parts, slot, q_heads, head, acc, top, total, S: tl.constexpr):
 
 @triton.jit
 def decode_spans(query, keys, values, batch, sinks, out, parts, scale, S: tl.constexpr):
-    """Grid (kv heads, workers): attend over the worker's span, for one group of query heads."""
+    """Compute attention over one worker's span of tiles, for one group of query heads. The grid is (kv heads,
+    workers).
+    """
     head = tl.program_id(0)
     worker = tl.program_id(1)
     workers = tl.num_programs(1)

@@ -1,4 +1,6 @@
-"""The second launch of decode: merge partial results of shared rows, and set the results of empty rows to 0."""
+"""The second launch of decode: it merges the partial results of shared rows, and sets the results of empty
+rows to 0.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from kvplane_worker.ops.triton_ops.kernels.spans import count_tiles, tiles_of, w
 
 @triton.jit
 def merge_parts(batch, sinks, out, parts, PARTS: tl.constexpr, S: tl.constexpr):
-    """Grid (rows, q_heads).
-    Rows that one worker computed alone are unchanged. Reads PARTS partial results at a time.
+    """Merge the partial results of one row and head, PARTS at a time. The grid is (rows, q_heads).
+
+    A row that one worker computed alone is not changed.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)

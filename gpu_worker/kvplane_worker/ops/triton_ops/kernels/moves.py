@@ -1,9 +1,9 @@
-"""Moves of whole pages as 32-bit words: copy, gather, scatter, zero, checksum.
+"""Copies, zeroing and checksums of whole pages, as 32-bit words.
 
 `layers` is an int64 table with a row per layer: address of block 0, bytes between blocks, words of a page, words before
-the layer in a row of staging. A tile is PAGES pages of one layer by WORDS words. Of n programs,
-program p processes tiles p, p + n, ..., so that a launch of few programs uses few multiprocessors. `sums` are int64,
-viewed as pairs of int32: the low one is the sum modulo 2^32.
+the layer in a row of staging. A tile is PAGES pages of one layer by WORDS words. Of n programs, program p processes
+tiles p, p + n, ..., so that a launch of few programs uses few multiprocessors. `sums` are int64, viewed as pairs of
+int32: the low one is the sum modulo 2^32.
 
             staging row r:  | layer 0 of blocks[r] | layer 1 of blocks[r] | ...
     tile numbers ascend:      along a page, then along the layers, then to the next PAGES blocks
@@ -26,7 +26,7 @@ CHECKED_GATHER = tl.constexpr(5)
 
 @triton.jit
 def word_pointers(layers, layer, blocks, columns):
-    """Pointers [pages, words] to words of pages. Pages are 16-byte aligned (`multiple_of`)."""
+    """Return pointers [pages, words] to words of pages. Pages are aligned to 16 bytes (`multiple_of`)."""
     base = tl.load(layers + layer * 4)
     stride_bytes = tl.load(layers + layer * 4 + 1)
     address = base + blocks.to(tl.int64) * stride_bytes
@@ -36,14 +36,14 @@ def word_pointers(layers, layer, blocks, columns):
 
 @triton.jit
 def staging_pointers(staging, layers, layer, rows, columns, row_words):
-    """Pointers [pages, words] into rows of staging."""
+    """Return pointers [pages, words] into the rows of staging."""
     before = tl.multiple_of(tl.load(layers + layer * 4 + 3), 4)
     return staging + (rows.to(tl.int64) * row_words)[:, None] + (before + columns)[None, :]
 
 
 @triton.jit
 def sum_words(words, mask, places):
-    """Sums [pages], modulo 2^32, of the mixed words of a tile; `places` count the words of a block from 1."""
+    """Return sums [pages], modulo 2^32, of the mixed words of a tile. `places` numbers the words of a block from 1."""
     mixed = mix_word(words.to(tl.uint32, bitcast=True) + (places.to(tl.uint32) * 0x9E3779B1)[None, :])
     return tl.sum(tl.where(mask, mixed.to(tl.int32, bitcast=True), 0), axis=1)
 
@@ -63,7 +63,9 @@ def move_pages(
     PAGES: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Do WHAT for `count` blocks in every layer; `chunks` tiles of WORDS words cover the widest page."""
+    """Carry out the operation WHAT for `count` blocks in every layer; `chunks` tiles of WORDS words cover the widest
+    page.
+    """
     tiles = tl.cdiv(count, PAGES) * num_layers * chunks
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         chunk = tile % chunks

@@ -1,6 +1,6 @@
 """Conversion of 8-bit floats, and of types that the interpreter computes incorrectly.
 
-Values of float8_e4m3fn are stored as bytes. The constant `FP8` selects their conversion: none (the page holds wider
+Values of float8_e4m3fn are stored as bytes. The constant `FP8` selects their conversion: none (the page contains wider
 numbers), native instructions (sm_89 and later), or integer arithmetic with the same results as PyTorch.
 """
 
@@ -29,7 +29,8 @@ def decode_fp8(byte):
 
 @triton.jit
 def encode_fp8(value):
-    """Round float32 within ±448 to float8_e4m3fn bytes, to nearest even, by integers.
+    """Round float32 values within ±448 to float8_e4m3fn bytes, to nearest even, by integer arithmetic.
+
     NaN becomes 0x7F with its sign.
     """
     bits = value.to(tl.uint32, bitcast=True)
@@ -45,7 +46,7 @@ def encode_fp8(value):
 
 @triton.jit
 def saturate_fp8(value, FP8: tl.constexpr):
-    """Round float32 to the nearest float8_e4m3fn byte, saturated at ±448."""
+    """Round float32 values to the nearest float8_e4m3fn bytes; values beyond ±448 become ±448."""
     value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     if FP8 == NATIVE_FP8:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -55,7 +56,7 @@ def saturate_fp8(value, FP8: tl.constexpr):
 
 @triton.jit
 def widen(loaded, FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """Convert loaded elements of a page to the type of the products."""
+    """Convert loaded elements of a page to the type in which they are multiplied."""
     if FP8 == NATIVE_FP8:
         loaded = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if FP8 == INTEGER_FP8:
@@ -67,7 +68,9 @@ def widen(loaded, FP8: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def power_of_two_below(value):
-    """The power of two in (value / 2, value] for a normal float32 above 0, else a small one; never 0 or infinite."""
+    """Return the power of two in (value / 2, value] for a normal float32 above 0, otherwise a small one; never 0 or
+    infinite.
+    """
     exponent = value.to(tl.uint32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(tl.maximum(exponent, 0x10000000), 0x6F800000)
     return exponent.to(tl.float32, bitcast=True)
@@ -75,7 +78,7 @@ def power_of_two_below(value):
 
 @triton.jit
 def mix_word(word):
-    """The finalizer of MurmurHash3 on uint32."""
+    """Return the result of MurmurHash3's finalizer for uint32 words."""
     word = (word ^ (word >> 16)) * 0x85EBCA6B
     word = (word ^ (word >> 13)) * 0xC2B2AE35
     return word ^ (word >> 16)

@@ -1,4 +1,4 @@
-"""Attention of ragged queries over pages. A program computes a tile of queries of one row, for all heads of a group.
+"""Prefill attention over pages. A program computes a tile of queries of one row, for all heads of a group.
 
 rows of a program's matrix products, group of 3:   q0 h0 | q0 h1 | q0 h2 | q1 h0 | q1 h1 | ...
 """
@@ -23,7 +23,9 @@ from kvplane_worker.ops.triton_ops.kernels.softmax import (
 
 @triton.jit
 def find_query_tile(starts, rows, tile, QUERIES: tl.constexpr, S: tl.constexpr):
-    """The row with query tile number `tile` (`rows` = none), and the number of the tile within the row."""
+    """Return the row with query tile number `tile` (`rows` if there is none), and the number of the tile within the
+    row.
+    """
     row = 0
     before = 0
     total = 0
@@ -42,7 +44,7 @@ def find_query_tile(starts, rows, tile, QUERIES: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def attended(token, position, S: tl.constexpr):
-    """Mask [queries, tokens]: which of `token` the queries at `position` attend to."""
+    """Return the mask [queries, tokens] of the tokens to which the queries at `position` attend."""
     inside = token[None, :] <= position[:, None]
     if S.window > 0:
         inside &= token[None, :] > position[:, None] - S.window
@@ -53,7 +55,7 @@ def attended(token, position, S: tl.constexpr):
 
 @triton.jit
 def first_needed(position, S: tl.constexpr):
-    """The first token that a query at `position`, or a later one, attends to."""
+    """Return the first token to which a query at `position`, or a later one, attends."""
     low = position * 0
     if S.window > 0:
         low = tl.maximum(position - S.window + 1, 0)
@@ -64,7 +66,11 @@ def first_needed(position, S: tl.constexpr):
 
 @triton.jit
 def attend_tile(q, keys, values, batch, row, head, position, low, high, factor, S: tl.constexpr):
-    """Attend with queries at `position` over tokens low .. high. Returns unnormalised result, maximum and sum."""
+    """Compute attention of the queries at `position` over tokens low .. high.
+
+    Returns (result [queries x heads, padded_v], not normalized; maximum; sum), the last two [queries x heads], in base
+    2.
+    """
     columns_k = tl.arange(0, S.padded_k)
     columns_v = tl.arange(0, S.padded_v)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -89,7 +95,7 @@ def attend_tile(q, keys, values, batch, row, head, position, low, high, factor, 
 
 @triton.jit
 def prefill_tiles(query, keys, values, batch, sinks, out, scale, QUERIES: tl.constexpr, S: tl.constexpr):
-    """Grid (most possible tiles of QUERIES queries, kv_heads)."""
+    """Compute a tile of QUERIES queries of one row for one kv head. The grid is (most possible tiles, kv_heads)."""
     head = tl.program_id(1)
     row, tile = find_query_tile(batch.starts, batch.num_rows, tl.program_id(0), QUERIES, S)
     if row >= batch.num_rows:

@@ -1,10 +1,11 @@
-"""How decode divides its work: workers get equal numbers of tiles of tokens, independent of the rows' lengths.
+"""How decode divides its work: every worker, a program, gets the same number of tiles of tokens, whatever the rows'
+lengths.
 
     rows        | row 0: 3 tiles | row 1: 1 | row 2: 5 tiles          |
     workers     | worker 0   | worker 1   | worker 2   |
 
-A worker's span is contiguous in (row, tile) order. For a row inside its span the worker writes the final result. For a
-row that it shares it writes a partial result for the merge: to slot 1 when the row begins in its span, to slot 0 when
+A worker's span is contiguous in (row, tile) order. The worker writes the final result of a row that is inside its span.
+For a row that it shares it writes a partial result, to be merged: to slot 1 if the row begins in its span, to slot 0 if
 it begins before. All heads use the same spans and run concurrently, so that the bytes of a token are read together.
 """
 
@@ -16,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def first_attended(length, S: tl.constexpr):
-    """The first token that the last query of a row of `length` tokens attends to (0 for an empty row)."""
+    """Return the first token to which the last query of a row of `length` tokens attends (0 for an empty row)."""
     low = length * 0
     if S.window > 0:
         low = tl.maximum(length - S.window, 0)
@@ -27,13 +28,13 @@ def first_attended(length, S: tl.constexpr):
 
 @triton.jit
 def tiles_of(length, S: tl.constexpr):
-    """Tiles that hold the attended tokens of a row."""
+    """Return the number of tiles with attended tokens of a row."""
     return tl.cdiv(length, S.tile) - first_attended(length, S) // S.tile
 
 
 @triton.jit
 def count_tiles(lengths, rows, S: tl.constexpr):
-    """Number of tiles of the first `rows` rows."""
+    """Return the number of tiles of the first `rows` rows."""
     total = 0
     for start in range(0, rows, S.scan):
         index = start + tl.arange(0, S.scan)
@@ -43,7 +44,7 @@ def count_tiles(lengths, rows, S: tl.constexpr):
 
 @triton.jit
 def find_row(lengths, rows, tile, S: tl.constexpr):
-    """The row with tile number `tile`, and the number of tiles before that row."""
+    """Return the row with tile number `tile`, and the number of tiles before that row."""
     row = 0
     before = 0
     total = 0
@@ -60,13 +61,13 @@ def find_row(lengths, rows, tile, S: tl.constexpr):
 
 @triton.jit
 def span_start(worker, total, workers):
-    """The first tile of a worker's span: spans differ by one tile at most."""
+    """Return the first tile of a worker's span. Spans differ by at most one tile."""
     return worker * (total // workers) + tl.minimum(worker, total % workers)
 
 
 @triton.jit
 def worker_of(tile, total, workers):
-    """The worker whose span holds the tile."""
+    """Return the worker whose span contains the tile."""
     size = total // workers
     longer = total % workers
     edge = longer * (size + 1)

@@ -1,4 +1,4 @@
-"""Write keys, values or latent rows of new tokens into the slots of pages."""
+"""The kernel that writes keys, values or latent rows of new tokens into the slots of pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvplane_worker.ops.triton_ops.kernels.numbers import NO_FP8, saturate_fp8
 
 @triton.jit
 def store_rows(source, pages, token, slot, columns, S: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Store elements [tokens, columns] of rows of WIDTH, heads of SIZE, into slots; 8-bit pages store value / scale."""
+    """Store elements [tokens, columns] of tokens with WIDTH elements, in heads of SIZE, into slots.
+
+    8-bit pages store value / scale.
+    """
     mask = (slot >= 0)[:, None] & (columns < WIDTH)[None, :]
     start = source.data + token.to(tl.int64) * source.strides[0]
     value = tl.load(start[:, None] + columns[None, :], mask=mask)
@@ -23,7 +26,9 @@ def store_rows(source, pages, token, slot, columns, S: tl.constexpr, SIZE: tl.co
 
 @triton.jit
 def write_tokens(key, value, k_pages, v_pages, slots, tokens, S: tl.constexpr):
-    """Grid (token tiles, column chunks): write S.tokens tokens by S.columns elements of keys and, if any, of values."""
+    """Write a tile of S.tokens tokens by S.columns elements of keys and values. The grid is (token tiles, column
+    tiles).
+    """
     token = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
     columns = tl.program_id(1) * S.columns + tl.arange(0, S.columns)

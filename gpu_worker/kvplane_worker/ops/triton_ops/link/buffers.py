@@ -1,4 +1,5 @@
-"""The buffered route: kernels on few multiprocessors gather fragments into buffers, a copy engine copies the buffers.
+"""The buffered route: kernels on few multiprocessors gather fragments into buffers, and a copy engine copies the
+buffers.
 
 Two buffers alternate. While the copy engine copies one, a kernel gathers the fragments of many blocks into the other,
 many times faster than the link:
@@ -28,7 +29,7 @@ Stage = Callable[[int, GroupPages, Sequence[int], Tensor], None]
 
 
 class BufferRoute:
-    """Copies blocks of a device to and from rows on the host, in order with the current stream.
+    """Copy blocks of a device to and from rows on the host, in order with the current stream.
 
     Attributes:
         device: device of the pages.
@@ -43,8 +44,9 @@ class BufferRoute:
         self._buffers: list[Tensor] = []
 
     def save(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows of host memory.
-        Pinned rows are complete once the current stream has reached this point.
+        """Copy blocks into rows of host memory, uint8 [len(blocks), bytes per block].
+
+        Rows in pinned memory are complete once the current stream has completed this call's work.
         """
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
             buffer = self._buffer(turn, rows)
@@ -55,8 +57,9 @@ class BufferRoute:
         self._lanes.join()
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy rows of host memory into blocks.
-        Pinned rows may change once the current stream has reached this point.
+        """Copy rows of host memory, uint8 [len(blocks), bytes per block], into blocks.
+
+        Rows in pinned memory may change once the current stream has completed this call's work.
         """
         self._lanes.fork()
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
@@ -70,13 +73,13 @@ class BufferRoute:
     def _pieces(
         self, group: GroupPages, blocks: Sequence[int], staging: Tensor
     ) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Split blocks and rows into pieces that fit in a buffer."""
+        """Yield blocks and rows in pieces that fit into a buffer."""
         at_once = max(1, self.buffer_bytes // max(1, group.bytes_per_block))
         for start in range(0, len(blocks), at_once):
             yield blocks[start : start + at_once], staging[start : start + at_once]
 
     def _buffer(self, turn: int, rows: Tensor) -> Tensor:
-        """The next buffer, as rows. Buffers are allocated again when a piece does not fit."""
+        """Return the buffer of this turn, as rows. Buffers are allocated again if a piece is larger."""
         needed = rows.shape[0] * rows.shape[1]
         if not self._buffers or self._buffers[0].numel() < needed:
             size = max(self.buffer_bytes, needed)

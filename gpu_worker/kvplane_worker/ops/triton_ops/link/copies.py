@@ -18,14 +18,15 @@ MAX_COPIES_AT_ONCE = 1 << 14
 
 
 class Copies(Protocol):
-    """Copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`, in order with the work of a stream.
+    """The interface that copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`, in order with a stream's
+    work.
 
     The copies of a call may run in any order: no target overlaps another target or a source. All three sequences have
     the same length, which may be 0.
     """
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """Queue the copies. Host memory is pinned, and must stay allocated until the stream has reached this point.
+        """Queue the copies. Host memory must be pinned and stay allocated until the stream has completed the copies.
 
         Raises:
             FailedPrecondition: the driver refuses the copies.
@@ -33,17 +34,19 @@ class Copies(Protocol):
 
 
 class HostCopies:
-    """Synchronous copies in host memory: `DriverCopies` for machines without a device."""
+    """Synchronous copies in host memory, for machines without a device."""
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """See `Copies`."""
+        """Carry out the copies before returning; see `Copies`."""
         for source, target, size in zip(sources, targets, sizes, strict=True):
             ctypes.memmove(target, source, size)
 
 
 class DriverCopies:
-    """Copies by the driver's copy engines. Sources are read in stream order; any other access order could read a page
-    before the kernels that write it have finished.
+    """Copies by the driver's copy engines.
+
+    Sources are read in stream order; any other access order could read a page before the kernels that write it have
+    finished.
     """
 
     def __init__(self) -> None:
@@ -54,7 +57,7 @@ class DriverCopies:
         self._attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """See `Copies`. The driver does not support the default stream (0) in this call."""
+        """Queue the copies; see `Copies`. The driver does not support the default stream (0) in this call."""
         assert len(sources) == len(targets) == len(sizes), "a source and a target for each size"
         for start in range(0, len(sizes), MAX_COPIES_AT_ONCE):
             some = slice(start, start + MAX_COPIES_AT_ONCE)
@@ -67,14 +70,14 @@ class DriverCopies:
         status, *where = driver.cuMemcpyBatchAsync(to, of, sizes, len(sizes), [self._attributes], [0], 1, stream)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise FailedPrecondition(
-                f"cuMemcpyBatchAsync: {status.name}, copies {len(sizes)}, failed {where}",
+                f"cuMemcpyBatchAsync refused {len(sizes)} copies with {status.name}; index of the failed one: {where}",
                 field="staging",
                 remedy="give pinned staging and pages of this device; use the buffered route for other memory",
             )
 
 
 def copies_for(device: torch.device) -> tuple[Copies | None, str]:
-    """The implementation for a device; None with the reason where batched copies are not supported."""
+    """Return the implementation for a device; (None, the reason) if it does not support batched copies."""
     if device.type != "cuda":
         return HostCopies(), ""
     version = installed_bindings()
@@ -83,7 +86,7 @@ def copies_for(device: torch.device) -> tuple[Copies | None, str]:
 
 
 def installed_bindings() -> str:
-    """The installed version of cuda-bindings; "" = none."""
+    """Return the installed version of cuda-bindings; "" if it is not installed."""
     try:
         return importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +94,7 @@ def installed_bindings() -> str:
 
 
 def driver_cuda() -> tuple[int, int]:
-    """The CUDA version of the driver; (0, 0) = there is no driver."""
+    """Return the CUDA version of the driver; (0, 0) if there is no driver."""
     from cuda.bindings import driver
 
     status, number = driver.cuDriverGetVersion()
@@ -99,14 +102,14 @@ def driver_cuda() -> tuple[int, int]:
 
 
 def unfit_bindings(version: str) -> str:
-    """Why these bindings have no batched copies; "" = they have."""
+    """Return why this version of cuda-bindings has no batched copies; "" if it has."""
     if not version:
         return "cuda-bindings is not installed (kvplane[worker-cuda12], kvplane[worker-cuda13])"
     return f"cuda-bindings {version} is older than 12.8" if numbers(version) < FIRST_CUDA else ""
 
 
 def unfit_driver(version: str, cuda: tuple[int, int]) -> str:
-    """Why a driver does not support batched copies with these bindings; "" = it does."""
+    """Return why a driver of this CUDA version does not support batched copies with these bindings; "" if it does."""
     needed = max(FIRST_CUDA, (numbers(version)[0], 0))
     if cuda >= needed:
         return ""
@@ -114,6 +117,6 @@ def unfit_driver(version: str, cuda: tuple[int, int]) -> str:
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

@@ -1,4 +1,4 @@
-"""The two streams of a host link, for kernels and for copies, and how they wait for each other."""
+"""The two streams of a host link, one for kernels and one for copies, and how each waits for the other."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ MAX_KEPT = 64
 
 
 class Lanes(Protocol):
-    """Runs kernels and copies. Buffers alternate; a buffer is used by one of the two at a time."""
+    """The interface that runs kernels and copies which share two buffers. At any time either kernels or copies use a
+    buffer.
+    """
 
     def kernels(self, turn: int) -> AbstractContextManager[None]:
-        """A context in which kernels may use the buffer of this turn: they wait for its last copy."""
+        """Return a context in which kernels may use the buffer of this turn: the kernels wait for the last copy of the
+        buffer.
+        """
 
     def copies(self, turn: int) -> AbstractContextManager[None]:
-        """A context in which copies may use the buffer of this turn, on their own stream: they wait for its last
-        kernel.
+        """Return a context in which copies may use the buffer of this turn, on the copies' own stream: the copies wait
+        for the last kernel of the buffer.
         """
 
     def copy_stream(self, staging: Tensor) -> AbstractContextManager[int]:
-        """A context that yields a stream for copies between pages and `staging`. The copies run after the work already
-        on the current stream, and before its later work. `staging` is kept alive until they are done.
+        """Return a context that yields a stream for copies between pages and `staging`.
+
+        The copies run after the work already on the current stream, and before its later work. `staging` is not freed
+        until the copies are complete.
         """
 
     def fork(self) -> None:
@@ -43,31 +49,31 @@ class Lanes(Protocol):
 
 
 def lanes_of(device: torch.device) -> Lanes:
-    """The lanes of a device."""
+    """Return the implementation for a device."""
     return CudaLanes(device) if device.type == "cuda" else OneLane()
 
 
 class OneLane:
-    """Synchronous: kernels and copies both run on the host."""
+    """The implementation for the host, where kernels and copies are synchronous."""
 
     def kernels(self, turn: int) -> AbstractContextManager[None]:
-        """See `Lanes`; nothing is asynchronous here."""
+        """Return a context that does nothing, since nothing is asynchronous here."""
         return nullcontext()
 
     copies = kernels
 
     def copy_stream(self, staging: Tensor) -> AbstractContextManager[int]:
-        """See `Lanes`."""
+        """Return a context that yields the default stream, 0."""
         return nullcontext(0)
 
     def fork(self) -> None:
-        """See `Lanes`."""
+        """Do nothing: there is nothing to wait for."""
 
     join = wait = fork
 
 
 class CudaLanes:
-    """Kernels run on the current stream, copies on a second one."""
+    """The implementation for CUDA: kernels run on the current stream, copies on a second one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +84,7 @@ class CudaLanes:
 
     @contextmanager
     def kernels(self, turn: int) -> Iterator[None]:
-        """See `Lanes`."""
+        """Return a context in which kernels wait for the buffer's last copy; see `Lanes.kernels`."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._copied[turn % BUFFERS])
         yield
@@ -86,7 +92,7 @@ class CudaLanes:
 
     @contextmanager
     def copies(self, turn: int) -> Iterator[None]:
-        """See `Lanes`."""
+        """Return a context in which copies wait for the buffer's last kernel; see `Lanes.copies`."""
         self._copies.wait_event(self._used[turn % BUFFERS])
         with torch.cuda.stream(self._copies):
             yield
@@ -94,8 +100,9 @@ class CudaLanes:
 
     @contextmanager
     def copy_stream(self, staging: Tensor) -> Iterator[int]:
-        """See `Lanes`.
-        PyTorch does not track these copies: without the reference, it would reuse freed pinned memory.
+        """Return a context that yields the stream for copies to and from `staging`; see `Lanes.copy_stream`.
+
+        PyTorch does not track these copies: without a reference to `staging`, it would reuse the freed pinned memory.
         """
         self.fork()
         with torch.cuda.device(self._device):
@@ -104,19 +111,21 @@ class CudaLanes:
         self.join()
 
     def fork(self) -> None:
-        """See `Lanes`."""
+        """Let copies wait for the work on the current stream."""
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        """See `Lanes`."""
+        """Let later work of the current stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._copies)
 
     def wait(self) -> None:
-        """See `Lanes`."""
+        """Wait until the current stream has finished its work."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def _keep(self, staging: Tensor) -> None:
-        """Keep a reference to staging until the copies so far are done. Drops finished ones; waits above `MAX_KEPT`."""
+        """Keep a reference to `staging` until the copies so far are complete. Drops references whose copies are
+        complete; waits if `MAX_KEPT` references are kept.
+        """
         while self._kept:
             first = self._kept[0][0]
             if len(self._kept) < MAX_KEPT and not first.query():  # type: ignore[no-untyped-call]

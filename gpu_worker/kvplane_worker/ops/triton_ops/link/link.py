@@ -1,4 +1,4 @@
-"""The link between a device and the host: two routes, and the choice between them."""
+"""The link between a device and the host: its two routes, and the choice between them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ TO_HOST, TO_DEVICE = "to the host", "to the device"
 
 
 class BatchRoute:
-    """Copies all runs in one call of the driver. Staging on the host is pinned."""
+    """The batched route: it copies all runs (merged fragments) in one call of the driver. Staging on the host must be
+    pinned.
+    """
 
     def __init__(self, copies: Copies, lanes: Lanes) -> None:
         self._copies = copies
         self._lanes = lanes
 
     def save(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `routes.Route`."""
+        """Copy blocks into rows of host memory; see `routes.Route`."""
         self.copy(TO_HOST, merged_runs(group, blocks, staging), staging)
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """See `routes.Route`."""
+        """Copy rows of host memory into blocks; see `routes.Route`."""
         self.copy(TO_DEVICE, merged_runs(group, blocks, staging), staging)
 
     def copy(self, direction: str, runs: Runs, staging: Tensor) -> None:
-        """Copy planned runs."""
+        """Copy runs (merged fragments) in one direction."""
         ends = (runs.pages, runs.rows) if direction == TO_HOST else (runs.rows, runs.pages)
         with self._lanes.copy_stream(staging) as stream:
             self._copies.copy_runs(*ends, runs.sizes, stream)
 
 
 class HostLink:
-    """Copies blocks of a device to and from rows on the host, in order with the current stream.
+    """Copy blocks of a device to and from rows on the host, in order with the current stream.
 
-    Copies of pinned rows are asynchronous: once the current stream has reached this point, saved rows are complete and
-    loaded rows may change. Other host memory works too, but slower. The first use measures both routes and waits for
-    the device.
+    Copies of pinned rows are asynchronous: once the current stream has completed the work of a call, the rows of a
+    `save` are complete and the rows of a `load` may change. Other host memory works too, but slower. The first call
+    measures the speed of both routes and waits for the device.
 
     Attributes:
-        buffered, batched: the routes; `batched` is None where batched copies are not supported.
+        buffered: the route over a buffer on the device.
+        batched: the route of one driver call; None if batched copies are not supported.
         why_not: why `batched` is None.
     """
 
@@ -64,16 +67,16 @@ class HostLink:
         self._last: dict[str, str] = {}
 
     def save(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows on the host."""
+        """Copy blocks into rows on the host, uint8 [len(blocks), bytes per block]."""
         self._move(TO_HOST, group, blocks, staging)
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy rows on the host into blocks."""
+        """Copy rows on the host, uint8 [len(blocks), bytes per block], into blocks."""
         self._move(TO_DEVICE, group, blocks, staging)
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """The last choice in each direction, with the measured table."""
+        """The lines that explain the last choice of a route in each direction, with the measured speeds."""
         if self.batched is None:
             return (f"host link, buffered route only: {self.why_not}",)
         return tuple(
@@ -92,7 +95,9 @@ class HostLink:
             self.buffered.load(group, blocks, staging)
 
     def _batches(self, direction: str, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Runs | None:
-        """The runs for batched copies; None where the buffered route is faster or the only one."""
+        """Return the runs (merged fragments) for the batched route; None if the buffered route is faster or is the only
+        route.
+        """
         if not blocks or not self._is_fast(staging) or not self._measured():
             return None
         runs = merged_runs(group, blocks, staging)
@@ -102,13 +107,14 @@ class HostLink:
         return runs if is_batched else None
 
     def _is_fast(self, staging: Tensor) -> bool:
-        """True when the driver copies to and from this memory asynchronously."""
+        """Return whether the driver copies to and from this host memory asynchronously."""
         return self._device.type != "cuda" or staging.is_pinned()
 
     def _measured(self) -> bool:
-        """True when there are two routes and a table; measures on first use. A driver may refuse batched copies
-        although
-        its version supports them; then only the buffered route is left.
+        """Return whether there are two routes and a table of their speeds. The first call measures the table.
+
+        A driver may refuse batched copies although its version supports batched copies; then only the buffered route is
+        left.
         """
         if self.batched is None or self._tables:
             return self.batched is not None

@@ -1,4 +1,6 @@
-"""Which route is faster for runs of a size and a count: a small table per direction, measured once per device."""
+"""Which of two routes between device and host is faster for a given size and number of runs (contiguous copies): a
+small table per direction, measured once per device.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,20 @@ NEARLY = 0.95
 
 
 class Route(Protocol):
-    """Copies blocks to and from rows on the host, in order with the current stream."""
+    """The interface that copies blocks to and from rows on the host, in order with the current stream."""
 
     def save(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows."""
+        """Copy blocks into rows, uint8 [len(blocks), bytes per block]."""
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy rows into blocks."""
+        """Copy rows, uint8 [len(blocks), bytes per block], into blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Seconds of both routes for `count` runs of `run_bytes` each."""
+    """One measurement: the seconds that each of the two routes takes for `count` runs (contiguous copies) of
+    `run_bytes` bytes each.
+    """
 
     run_bytes: int
     count: int
@@ -44,36 +48,40 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """Count, size, and GB/s of both routes, as text."""
+        """The cell as text: count, size, and GB/s of both routes."""
         moved = self.count * self.run_bytes / 1e9
         rates = f"{moved / self.batched_s:.1f}/{moved / self.buffered_s:.1f}"
         return f"{self.count} x {self.run_bytes >> 10} KiB {rates}"
 
     def distance(self, run_bytes: int, count: int) -> float:
-        """Distance to other runs, in doublings of size and of count."""
+        """Return the distance of this cell to `count` runs of `run_bytes` bytes, as a number of doublings of size and
+        of count.
+        """
         return abs(math.log2(max(1, run_bytes) / self.run_bytes)) + abs(math.log2(max(1, count) / self.count))
 
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """The measured cells of one direction; never empty."""
+    """The measured cells of one direction, at least one."""
 
     cells: tuple[Cell, ...]
 
     def prefers_batches(self, run_bytes: int, count: int) -> bool:
-        """True when batched copies were as fast as the buffered route in the nearest cell."""
+        """Return whether the batched route was about as fast as the buffered route, or faster, in the cell nearest to
+        these runs.
+        """
         nearest = min(self.cells, key=lambda cell: cell.distance(run_bytes, count))
         return nearest.batched_s * NEARLY <= nearest.buffered_s
 
     @property
     def text(self) -> str:
-        """All cells, as text."""
+        """All cells of the table, as text."""
         return ", ".join(cell.text for cell in self.cells)
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Measures work on host and device.
+    """A measurement of work on host and device.
 
     Attributes:
         now: clock, in seconds.
@@ -84,7 +92,9 @@ class Stopwatch:
     wait: Callable[[], None]
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Seconds of the second of two runs: the first one includes one-time initialization."""
+        """Run the work twice and return the seconds of the second run: the first one includes one-time
+        initialization.
+        """
         work()
         self.wait()
         begun = self.now()
@@ -94,33 +104,35 @@ class Stopwatch:
 
 
 def shapes() -> list[tuple[int, int]]:
-    """(bytes of a run, count) of all cells, by ascending total size."""
+    """Return (bytes of a run, number of runs) of all cells, by ascending total size."""
     pairs = [(size, count) for size in RUN_BYTES for count in COUNTS if size * count <= MAX_CELL_BYTES]
     return sorted(pairs, key=lambda pair: pair[0] * pair[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory for the measurement: pages with gaps between them, so that runs do not merge, and rows."""
+    """Memory for the measurement: rows, and pages with gaps between them, so that runs do not merge."""
 
     pages: Tensor
     rows: Tensor
 
     @classmethod
     def on(cls, device: torch.device) -> Scratch:
-        """Allocate enough for every cell."""
+        """Allocate enough memory for every cell."""
         room = 2 * (MAX_CELL_BYTES + max(RUN_BYTES))
         pages = torch.zeros(room, dtype=torch.uint8, device=device)
         return cls(pages, torch.zeros(MAX_CELL_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda"))
 
     def moved(self, run_bytes: int, count: int) -> tuple[GroupPages, list[int], Tensor]:
-        """Pages, blocks and staging of `count` runs."""
+        """Return pages, blocks and staging for copies of `count` runs of `run_bytes` bytes each."""
         layer = self.pages.as_strided((count + 1, run_bytes), (2 * run_bytes, 1))
         return GroupPages((layer,)), list(range(1, count + 1)), self.rows[: run_bytes * count].view(count, run_bytes)
 
 
 def measured(device: torch.device, batched: Route, buffered: Route, watch: Stopwatch) -> tuple[RouteTable, RouteTable]:
-    """Measure the tables for copies to the host and to the device. Waits for the device."""
+    """Measure the speed of both routes and return the tables for copies to the host and to the device. Waits for the
+    device.
+    """
     scratch, begun = Scratch.on(device), watch.now()
     saves: list[Cell] = []
     loads: list[Cell] = []

@@ -21,7 +21,8 @@ class Runs:
     """Copies between pages and staging, merged as far as possible.
 
     Attributes:
-        pages, rows: addresses of the first bytes.
+        pages: addresses of the first bytes in pages.
+        rows: addresses of the first bytes in staging.
         sizes: bytes of each run, above 0.
     """
 
@@ -31,17 +32,19 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all runs."""
+        """The bytes of all runs."""
         return sum(self.sizes)
 
     @property
     def mean_bytes(self) -> int:
-        """Mean bytes of a run; 0 without runs."""
+        """The mean number of bytes of a run; 0 if there are no runs."""
         return self.num_bytes // max(1, len(self.sizes))
 
 
 def merged_runs(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Runs:
-    """The runs between blocks and rows of staging, in order of the rows. They cover each byte once."""
+    """Return the runs between blocks and the rows of staging, in the order of the rows. The runs cover each byte
+    exactly once.
+    """
     widths = torch.tensor([layer.shape[1] for layer in group.layers])
     bases = torch.tensor([layer.data_ptr() for layer in group.layers])
     strides = torch.tensor([layer.stride(0) for layer in group.layers])
@@ -52,7 +55,7 @@ def merged_runs(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Ru
 
 
 def merged(pages: Tensor, rows: Tensor, sizes: Tensor) -> Runs:
-    """Merge fragments, int64 on the host, into runs; empty fragments are dropped."""
+    """Merge fragments, int64 [fragments] on the host, into runs. Empty fragments are left out."""
     held = sizes > 0
     pages, rows, sizes = pages[held], rows[held], sizes[held]
     begins = torch.ones_like(sizes, dtype=torch.bool)
