@@ -1,0 +1,48 @@
+"""Conversion of the allocator's cache events to vLLM's KV events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.request import Request
+
+from kvplane.base.step import CacheEvent, EventKind
+
+
+def convert(event: CacheEvent, request: Request | None, lookahead: int) -> KVCacheEvent | None:
+    """Return the event in the form that vLLM's own KV cache manager emits; None for keys of an unknown request.
+
+    `request` is the request in the event's slot; a BlockStored event contains its tokens and adapter. `lookahead` is
+    the number of tokens after a block that the block's hash also covers.
+    """
+    if event.kind is EventKind.CLEARED:
+        return AllBlocksCleared()
+    hashes: list[Any] = [maybe_convert_block_hash(digest) for digest in event.hashes]  # type: ignore[arg-type]
+    if event.kind is EventKind.REMOVED:
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_GPU, group_idx=event.group)
+    if request is None:
+        return None
+    size, tokens = event.block_size, request.all_token_ids
+    extra = [generate_block_hash_extra_keys(request, start, start + size, 0)[0] for start in event.block_starts]
+    lora = request.lora_request
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=maybe_convert_block_hash(event.parent) if event.parent else None,  # type: ignore[arg-type]
+        token_ids=tokens[event.start : event.end],
+        block_size=size,
+        lora_id=lora.adapter_id if lora else None,
+        medium=MEDIUM_GPU,
+        lora_name=lora.name if lora else None,
+        extra_keys=to_event_extra_keys(extra),
+        group_idx=event.group,
+        session_id=request.session_id,
+        lookahead_token_ids=[list(tokens[start + size : start + size + lookahead]) for start in event.block_starts]
+        if lookahead
+        else None,
+    )

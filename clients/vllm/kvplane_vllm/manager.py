@@ -1,0 +1,461 @@
+"""vLLM's KVCacheManager on kvplane's allocator, in the engine's process.
+
+vLLM's scheduler calls the manager several times for each request and step. Each call applies one row (the entry of one
+request) to the open step of the allocator. The step ends when the scheduler takes its orders: the pages to zero and to
+copy. Calls between two steps, such as the frees of finished requests, belong to the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.request import Request, RequestStatus
+
+from kvplane.base.groups import CommitRule
+from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, Watermark
+from kvplane_service.core.facts import Update
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.open_step import AdmitTerms, OpenStep
+from kvplane_service.core.pool import INSIDE
+from kvplane_service.core.replica import Replica
+from kvplane_vllm import events, views
+from kvplane_vllm.spec import Limits, replica_spec
+
+DENIED = {AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS, AdmitStatus.DEFERRED}
+
+
+class Known:
+    """A request that the allocator knows: its slot, and how many of its tokens and hashes were reported."""
+
+    __slots__ = ("num_hashes", "num_tokens", "request", "slot")
+
+    def __init__(self, slot: int, request: Request) -> None:
+        self.slot = slot
+        self.request = request
+        self.num_tokens = self.num_hashes = 0
+
+
+class InProcessManager(KVCacheManager):
+    """Answer the calls of vLLM's scheduler with kvplane's allocator, which runs in this process.
+
+    Attributes:
+        commit: when other requests may hit a block, see `CommitRule`.
+        known: the requests that the allocator knows, by id.
+        executed: number of the last step that has finished on the worker. None: the engine does not report this number,
+            and each step counts as executed when the next one begins.
+        preempted: the requests that the allocator preempted and the scheduler has not yet processed.
+    """
+
+    commit = CommitRule.SAFE
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of vLLM's manager. Raises UnsupportedModel for a kind of cache that
+        kvplane does not have.
+        """
+        limits_of_vllm = max_model_len, scheduler_block_size, hash_block_size, max_in_flight_tokens
+        super().__init__(kv_cache_config, *limits_of_vllm, *args, **options)
+        limits = Limits(
+            max_model_len=max_model_len,
+            max_in_flight_tokens=max_in_flight_tokens or max_model_len,
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+            hash_lookahead_tokens=options.get("num_hash_lookahead_tokens", 0),
+            prefill_lookahead=options.get("num_prefill_lookahead", 0),
+            watermark_blocks=self.watermark_blocks,
+            enable_caching=self.enable_caching,
+        )
+        real = self.coordinator
+        self.spec = replica_spec(kv_cache_config, real, limits, self.commit, self.enable_kv_cache_events)
+        self.replica = Replica(self.spec)
+        self.pool, self.managers = self.replica.coordinator.pool, self.replica.coordinator.managers
+        self.blocks = [views.Block(self.pool, block) for block in range(self.spec.num_blocks)]
+        self.known: dict[str, Known] = {}
+        self.executed: int | None = None
+        self._by_slot: dict[int, Known] = {}
+        self.preempted: list[Request] = []
+        self._looked_up: tuple[Request, int, int] | None = None  # request, limit and tokens of the last look-up
+        self._free_slots: list[int] = []
+        self._num_slots = 1  # slot 0 belongs to no request, see `spare_slot`
+        self._popped: dict[tuple[int, ...], int] = {}  # blocks of `pop_blocks_for_free`, in order -> slot
+        self._step: OpenStep | None = None
+        self._taken = 0  # parts of the open step whose results were taken
+        self._ran: set[int] = set()  # slots that were granted tokens in the open step
+        self._zero: list[tuple[int, int]] = []  # (group, block)
+        self._copies: list[tuple[int, int, int]] = []  # (group, source, target)
+        self._events: list[Any] = []
+        self.block_pool: Any = views.Pool(self)
+        self.coordinator: Any = views.Coordinator.of(self, real)
+        self._open().add(self.spare_slot, 1, [])
+
+    spare_slot = 0  # of a request that never runs, for questions about requests that the allocator does not know
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @property
+    def seq(self) -> int:
+        """The number of the last step that ended."""
+        return self.replica.seq if self._step is None else self.replica.seq - 1
+
+    def _open(self) -> OpenStep:
+        if self._step is None:
+            self._step = OpenStep(self.replica, self.replica.seq if self.executed is None else self.executed)
+            self._taken = 0
+            self._ran.clear()
+        return self._step
+
+    def close_step(self) -> None:
+        """End the open step, if there is one, and collect its orders (pages to zero and to copy)
+        and its cache events.
+        """
+        if self._step is not None:
+            step, self._step = self._step, None
+            _, result = step.close()
+            self._take(result.parts[self._taken :])
+
+    def _flush(self) -> None:
+        """Collect the orders and cache events of the calls so far; the step stays open."""
+        if self._step is not None:
+            results = self._step.flush()
+            self._take(results[self._taken :])
+            self._taken = len(results)
+
+    def _take(self, results: Iterable[PartResult]) -> None:
+        lookahead = self.spec.hash_lookahead_tokens
+        for result in results:
+            orders = result.orders
+            self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
+            self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+            for event in result.events:
+                known = self._by_slot.get(event.slot)
+                converted = events.convert(event, known.request if known else None, lookahead)
+                if converted is not None:
+                    self._events.append(converted)
+
+    def new_step_starts(self) -> None:
+        """Begin a step; see `report_progress`."""
+        if self.executed is None and self._ran:
+            self.close_step()
+        self.report_progress()
+
+    def report_progress(self) -> None:
+        """Report what changed in each request since the last step: tokens that were appended, and drafts that were
+        rejected.
+        """
+        computed, running = self.replica.requests.computed, self.replica.requests.running
+        for known in self.known.values():
+            request, slot = known.request, known.slot
+            goes_back = running[slot] and request.num_computed_tokens < computed[slot]
+            if goes_back or request.num_tokens > known.num_tokens:
+                self._update(self._progress(known, request.num_computed_tokens if goes_back else UNCHANGED))
+
+    def _update(self, update: Update) -> None:
+        """Apply what happened to one request, and record which requests the allocator preempts because of it."""
+        slots = self._open().update(update)
+        self.preempted += [self._by_slot[slot].request for slot in slots if slot != update.slot or not update.end]
+
+    def _progress(self, known: Known, computed: int = UNCHANGED, commit: int = UNCHANGED) -> Update:
+        """Return the row that reports the tokens and hashes that a request gained since its last report."""
+        request, appended = known.request, known.request.num_tokens - known.num_tokens
+        digests: Sequence[bytes] = ()
+        if self.enable_caching:
+            complete = min(request.num_tokens // self.spec.hash_block_size, len(request.block_hashes))
+            if complete > known.num_hashes:
+                digests = request.block_hashes[known.num_hashes : complete]
+                known.num_hashes = complete
+        known.num_tokens = request.num_tokens
+        return Update(known.slot, computed=computed, appended=appended, digests=digests, commit=commit)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _find(self, request: Request) -> Known:
+        """Return the allocator's record of a request, after all tokens of the request are reported. Adds an unknown
+        request.
+        """
+        known = self.known.get(request.request_id)
+        if known is not None and (known.request is not request or request.num_tokens < known.num_tokens):
+            self._end(known, End.FREE)  # the id is used again, or a streaming session dropped tokens
+            known = None
+        if known is None:
+            return self._add(request)
+        if request.num_tokens > known.num_tokens or self._has_new_hashes(known):
+            self._update(self._progress(known))
+        return known
+
+    def _has_new_hashes(self, known: Known) -> bool:
+        request = known.request
+        complete = min(request.num_tokens // self.spec.hash_block_size, len(request.block_hashes))
+        return self.enable_caching and complete > known.num_hashes
+
+    def _add(self, request: Request) -> Known:
+        known = self.known[request.request_id] = Known(self._take_slot(), request)
+        self._by_slot[known.slot] = known
+        prompt = max(1, min(request.num_prompt_tokens, request.num_tokens))
+        skips = int(request.skip_reading_prefix_cache)
+        self._open().add(known.slot, prompt, [], request_id=request.request_id, skip_reading=skips)
+        known.num_tokens = prompt
+        self._update(self._progress(known))
+        return known
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _end(self, known: Known, end: End) -> None:
+        if self.executed is None and known.slot in self._ran:
+            self.close_step()  # launches are not reported: the one of this step has run
+        self._update(Update(known.slot, end=end))
+        self._ran.discard(known.slot)
+        if end is not End.PREEMPTED:
+            del self.known[known.request.request_id]
+        if end is End.FREE:
+            self._forget_slot(known.slot)
+
+    def _forget_slot(self, slot: int) -> None:
+        self._flush()  # its events name the request
+        self._by_slot.pop(slot, None)
+        self._free_slots.append(slot)
+
+    def tables_of(self, slot: int) -> list[list[int]]:
+        """Return the block ids of the request in `slot`, one list per group."""
+        return [manager.table[slot] for manager in self.managers]
+
+    def _view(self, rows: Sequence[Sequence[int]]) -> KVCacheBlocks:
+        if not any(rows):
+            return self.empty_kv_cache_blocks
+        blocks = self.blocks
+        return KVCacheBlocks(tuple([blocks[block] for block in row] for row in rows))  # type: ignore[misc]
+
+    # -- look-ups ----------------------------------------------------------------------------------------------------
+
+    def find_hit(self, digests: Sequence[bytes], limit: int) -> Hit:
+        """Return the longest cached prefix of at most `limit` tokens."""
+        return self.replica.coordinator.lookup.find(digests, "", limit, INSIDE)
+
+    def blocks_of_key(self, digest: bytes, group: int) -> list[int]:
+        """Return the blocks of this group that have this digest as a key of the prefix cache."""
+        return self.pool.blocks_of(views.key(digest, group))
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """See vLLM's KVCacheManager."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        limit = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        hit = self.find_hit(request.block_hashes, limit)
+        self._looked_up = request, UNLIMITED if max_cache_hit_length is None else limit, hit.num_tokens
+        return self._view(hit.blocks), hit.num_tokens, hit.single_group_hit
+
+    def get_computed_blocks_for_connector(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """See vLLM's KVCacheManager. The returned prefix is the longest that is cached in every group."""
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
+
+    # -- allocation --------------------------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """See vLLM's KVCacheManager."""
+        del skip_zeroing_group_ids  # pages that a load writes are zeroed in no group
+        if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
+            raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
+        known = self._find(request)
+        slot = known.slot
+        if slot in self._ran and self.commit is CommitRule.SAFE:  # a request runs once in a step
+            self.close_step()
+        flags = RowFlag.DELAY_CACHING if delay_cache_blocks else RowFlag.NONE
+        if full_sequence_must_fit:
+            flags |= RowFlag.FULL_FIT
+        new: Sequence[Sequence[int]] | None
+        if self.replica.requests.running[slot]:
+            if has_scheduled_reqs and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                reserved_blocks += self.watermark_blocks
+            self._go_back(known)
+            if not self.replica.requests.running[slot]:
+                return None  # it went back behind the blocks that it holds: the scheduler preempts it
+            in_flight = request.num_in_flight_tokens
+            new = self._open().extend(slot, num_new_tokens, num_lookahead_tokens, in_flight, flags, reserved_blocks)
+        else:
+            waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            terms = AdmitTerms(
+                hit_limit=self._limit_of(request, num_new_computed_tokens),
+                external=num_external_computed_tokens,
+                lookahead=num_lookahead_tokens,
+                encoder_tokens=num_encoder_tokens,
+                reserved=reserved_blocks,
+                watermark=Watermark.ALWAYS if has_scheduled_reqs and waits else Watermark.NEVER,
+                flags=flags,
+            )
+            new = self._admit(known, num_new_computed_tokens, num_new_tokens, terms)
+        if new is None:
+            return None
+        self._ran.add(slot)
+        return self._view(new) if new else self.empty_kv_cache_blocks
+
+    def _go_back(self, known: Known) -> None:
+        computed = known.request.num_computed_tokens
+        if computed < self.replica.requests.computed[known.slot]:
+            self._update(Update(known.slot, computed=computed))
+
+    def _limit_of(self, request: Request, num_hit: int) -> int:
+        """Return the limit in tokens for which a look-up finds a hit of this length: none, or the length itself."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return UNLIMITED
+        if self._looked_up is not None:
+            looked_up, limit, found = self._looked_up
+            if looked_up is request and found == num_hit:
+                return limit
+        longest = self.find_hit(request.block_hashes, request.num_tokens - 1).num_tokens
+        return UNLIMITED if longest == num_hit else num_hit
+
+    def _admit(self, known: Known, num_hit: int, num_new: int, terms: AdmitTerms) -> Sequence[Sequence[int]] | None:
+        step, table = self._open(), self.tables_of(known.slot)
+        status = step.admit(known.slot, num_hit, num_new, terms)
+        if status is AdmitStatus.GRANTED:
+            return step.new_blocks
+        assert status in DENIED, f"{known.request.request_id} with a hit of {num_hit} tokens: {status.name}, {table}"
+        return None
+
+    def free(self, request: Request) -> None:
+        """See vLLM's KVCacheManager."""
+        self.free_id(request.request_id)
+
+    def free_id(self, request_id: str) -> None:
+        """Free the blocks of a request by its id. The allocator keeps the record of a request that is not finished."""
+        known = self.known.get(request_id)
+        if known is not None:
+            self._end(known, End.FREE if known.request.is_finished() else End.PREEMPTED)
+
+    def pop_blocks_for_free(self, request: Request) -> list[Any]:
+        """See vLLM's KVCacheManager. The blocks stay allocated until `release_popped` is called with them."""
+        known = self.known.get(request.request_id)
+        if known is None or not self.replica.requests.running[known.slot]:
+            self.free(request)
+            return []
+        self._end(known, End.HELD)
+        held = self.replica.tracker.held[known.slot]  # in the order of release
+        self._popped[tuple(held)] = known.slot
+        return [self.blocks[block] for block in reversed(held)]
+
+    def release_popped(self, blocks: Sequence[int]) -> None:
+        """Return blocks of `pop_blocks_for_free` to the pool, in this order."""
+        if blocks:
+            slot = self._popped.pop(tuple(blocks))
+            self._open().change_cache(Cache(released=[slot]))
+            self._forget_slot(slot)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """See vLLM's KVCacheManager."""
+        del num_prompt_tokens
+        known = self.known.get(request_id)
+        if known is not None:
+            self._update(Update(known.slot, release_skipped=processed_computed_tokens))
+
+    # -- prefix cache ------------------------------------------------------------------------------------------------
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """See vLLM's KVCacheManager."""
+        if self.enable_caching:
+            self._update(self._progress(self._find(request), commit=num_computed_tokens))
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """See vLLM's KVCacheManager."""
+        self._open().change_cache(Cache(evicted=sorted(block for block in block_ids if block)))
+
+    def reset_prefix_cache(self) -> bool:
+        """See vLLM's KVCacheManager."""
+        step = self._open()
+        step.change_cache(Cache(reset=True))
+        if not step.reset_done:
+            return False
+        if self.log_stats:
+            assert self.prefix_cache_stats is not None
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def pending_events(self) -> list[Any]:
+        """The cache events that `take_pending_events` has not returned yet."""
+        self._flush()
+        return self._events
+
+    def take_pending_events(self) -> list[Any]:
+        """Return the cache events since the last call."""
+        self._flush()
+        taken, self._events = self._events, []
+        return taken
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """See vLLM's KVCacheManager."""
+        known = self.known.get(request_id)
+        return self.empty_kv_cache_blocks if known is None else self._view(self.tables_of(known.slot))
+
+    def take_new_block_ids(self) -> list[int]:
+        """See vLLM's KVCacheManager. Ends the open step."""
+        self.close_step()
+        zero, self._zero = self._zero, []
+        return [block for _, block in sorted(zero, key=lambda one: one[0])]
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """See vLLM's KVCacheManager. A load failed after `start_token` tokens were received."""
+        if self.commit is CommitRule.SAFE:
+            return  # ordered with the row that lowered the request's computed tokens
+        known = self.known[request_id]
+        for manager in self.managers:
+            if manager.spec.zero_new_blocks:
+                rest = manager.table[known.slot][start_token // manager.block_size :]
+                self._zero.extend((manager.group, block) for block in rest)
+
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
+        """See vLLM's KVCacheManager. Ends the open step. The allocator itself keeps source and target blocks of the
+        copies allocated.
+        """
+        self.close_step()
+        copies, self._copies = self._copies, []
+        in_order = sorted(copies, key=lambda one: one[0])
+        return [KVCacheBlockCopy(src_block_id=source, dst_block_id=target) for _, source, target in in_order], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return nothing: connectors that offload recurrent states at block boundaries are refused. See vLLM's
+        KVCacheManager.
+        """
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Do nothing: connectors that offload recurrent states at block boundaries are refused. See vLLM's
+        KVCacheManager.
+        """
+        del request
+        return []
+

@@ -1,0 +1,397 @@
+"""Read-only objects of vLLM's types that show the state of kvplane's allocator: blocks, pool, managers and coordinator.
+
+vLLM's scheduler, connectors and tests read their attributes. An object reads the allocator at each access and stores no
+state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+from kvplane.base.step import RemoveReason
+from kvplane_service.core.keys import Key
+from kvplane_service.core.managers.questions import Need
+from kvplane_service.core.pool import INSIDE, BlockPool
+
+if TYPE_CHECKING:
+    from kvplane_vllm.manager import InProcessManager
+
+
+def key(digest: bytes, group: int) -> Key:
+    """Return the allocator's key of a block hash. All keys have one domain, since vLLM's hash already covers salt and
+    adapter.
+    """
+    return "", group, digest
+
+
+class Block:
+    """One block of the allocator, with the attributes of vLLM's KVCacheBlock."""
+
+    __slots__ = ("_pool", "block_id")
+
+    def __init__(self, pool: BlockPool, block_id: int) -> None:
+        self._pool = pool
+        self.block_id = block_id
+
+    @property
+    def ref_cnt(self) -> int:
+        """The number of requests that hold the block."""
+        return self._pool.references[self.block_id]
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the null block."""
+        return self.block_id == 0
+
+    @property
+    def block_hash(self) -> Any:
+        """The block's key in the prefix cache, followed by vLLM's group suffix; None for a block without a key."""
+        found = self._pool.key_of(self.block_id)
+        return None if found is None else make_block_hash_with_group_id(found[2], found[1])  # type: ignore[arg-type]
+
+    @property
+    def block_hash_num_tokens(self) -> int | None:
+        """The number of prompt tokens, from the first one, that the block's key identifies; None for a block without a
+        key.
+        """
+        return None if self._pool.key_of(self.block_id) is None else self._pool.key_tokens[self.block_id]
+
+    _block_hash = block_hash
+    _block_hash_num_tokens = block_hash_num_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "block_id", None) == self.block_id
+
+    def __hash__(self) -> int:
+        return hash(self.block_id)
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+class FreeList:
+    """The free blocks, as vLLM's free block queue; the next block to be allocated comes first."""
+
+    def __init__(self, manager: InProcessManager) -> None:
+        self._manager = manager
+
+    @property
+    def num_free_blocks(self) -> int:
+        """The number of blocks that can be allocated now."""
+        return self._manager.pool.num_free
+
+    def get_all_free_blocks(self) -> list[Block]:
+        """Return all free blocks, in the order in which they will be allocated."""
+        return [self._manager.blocks[block] for block in self._manager.pool.free]
+
+    @property
+    def fake_free_list_head(self) -> FreeNode:
+        """The sentinel of vLLM's linked list: its next block is the first free one."""
+        return FreeNode(self._manager, [-1, *self._manager.pool.free, -1], 0)
+
+
+class FreeNode:
+    """A free block, with a link to the free block after it."""
+
+    def __init__(self, manager: InProcessManager, order: Sequence[int], at: int) -> None:
+        self._manager, self._order, self._at = manager, order, at
+        self.block_id = order[at]
+
+    @property
+    def next_free_block(self) -> FreeNode:
+        """The free block that will be allocated after this one."""
+        return FreeNode(self._manager, self._order, self._at + 1)
+
+    @property
+    def ref_cnt(self) -> int:
+        """The number of requests that hold the block: 0, because it is free."""
+        return self._manager.pool.references[self.block_id]
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "block_id", None) == self.block_id
+
+    def __hash__(self) -> int:
+        return hash(self.block_id)
+
+
+class Index:
+    """The keys of the prefix cache, as vLLM's map from a block hash with group suffix to blocks."""
+
+    def __init__(self, manager: InProcessManager) -> None:
+        self._manager = manager
+
+    def blocks_of(self, key: bytes) -> list[int]:
+        """Return the blocks with this key, which is a block hash with vLLM's group suffix."""
+        return self._manager.blocks_of_key(bytes(key[:-4]), int.from_bytes(key[-4:], "big"))
+
+    def get_one_block(self, key: bytes) -> Block | None:
+        """Return one of the blocks with this key; None if there is none."""
+        found = self.blocks_of(key)
+        return self._manager.blocks[found[0]] if found else None
+
+    def contain(self, key: bytes, block_id: int) -> bool:
+        """Return whether the block has this key."""
+        return block_id in self.blocks_of(key)
+
+    def pop(self, key: bytes, block_id: int | None = None) -> Any:
+        """Remove the key from the given block, or from all blocks if none is given."""
+        found = self.blocks_of(key)
+        for block in found:
+            if block_id in (None, block):
+                self._manager.pool.drop_keys(block, RemoveReason.DROPPED)
+        return found
+
+    def __len__(self) -> int:
+        return self._manager.pool.count_keys()
+
+
+class Pool:
+    """The allocator's block pool, with the attributes of vLLM's BlockPool."""
+
+    def __init__(self, manager: InProcessManager) -> None:
+        self._manager = manager
+        self.enable_caching = manager.enable_caching
+        self.hash_block_size = manager.spec.hash_block_size
+        self.num_gpu_blocks = manager.spec.num_blocks
+        self.enable_kv_cache_events = manager.enable_kv_cache_events
+        self.metrics_collector = manager.metrics_collector
+        self.free_block_queue = FreeList(manager)
+        self.cached_block_hash_to_block = Index(manager)
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """All blocks; the index is the block id."""
+        return self._manager.blocks
+
+    @property
+    def null_block(self) -> Block:
+        """Block 0, which is never allocated and stands for a missing block."""
+        return self._manager.blocks[0]
+
+    @property
+    def kv_event_queue(self) -> list[Any]:
+        """The cache events that `take_events` has not returned yet."""
+        return self._manager.pending_events()
+
+    def get_num_free_blocks(self) -> int:
+        """Return the number of blocks that can be allocated now."""
+        return self._manager.pool.num_free
+
+    def get_usage(self) -> float:
+        """Return the share of the blocks that requests hold, 0 to 1."""
+        total = self.num_gpu_blocks - 1
+        return 1.0 - self.get_num_free_blocks() / total if total else 0.0
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: Sequence[int]) -> list[Block] | None:
+        """Return, for each group, one block with this block hash; None if a group has no such block."""
+        found = self._manager.pool.find("", tuple(kv_cache_group_ids), bytes(block_hash), INSIDE)
+        return None if found is None else [self._manager.blocks[block] for block in found]
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        """Return to the pool the blocks that `pop_blocks_for_free` returned."""
+        self._manager.release_popped([block.block_id for block in blocks])
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Remove the prefix cache keys of these blocks."""
+        self._manager.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Remove all keys of the prefix cache, if no request holds a block."""
+        return self._manager.reset_prefix_cache()
+
+    def take_events(self) -> list[Any]:
+        """Return the cache events since the last call."""
+        return self._manager.take_pending_events()
+
+    # What vLLM's tests do to a pool directly, for requests that no scheduler knows.
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        """Take free blocks."""
+        if num_blocks > self._manager.pool.num_free:
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
+        return [self._manager.blocks[block] for block in self._manager.pool.take(num_blocks)]
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Add a reference to each block."""
+        self._manager.pool.touch([block.block_id for block in blocks])
+
+
+class Tables:
+    """The blocks of each request in one group, as the mapping `req_to_blocks` of vLLM's manager."""
+
+    def __init__(self, manager: InProcessManager, group: int) -> None:
+        self._manager, self._group = manager, group
+
+    def _table(self, request_id: str) -> list[int]:
+        known = self._manager.known.get(request_id)
+        return [] if known is None else self._manager.tables_of(known.slot)[self._group]
+
+    def __getitem__(self, request_id: str) -> list[Block]:
+        return [self._manager.blocks[block] for block in self._table(request_id)]
+
+    def get(self, request_id: str, default: Any = None) -> Any:
+        """Return the blocks of a request; `default` if the request holds none."""
+        return self[request_id] if request_id in self else default  # noqa: SIM401
+
+    def __contains__(self, request_id: object) -> bool:
+        return isinstance(request_id, str) and bool(self._table(request_id))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([request_id for request_id in self._manager.known if request_id in self])
+
+    def keys(self) -> list[str]:
+        """Return the ids of the requests that hold blocks."""
+        return list(self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class NumCached(Tables):
+    """The number of cached blocks of each request in one group, as `num_cached_block` of vLLM's manager."""
+
+    def __getitem__(self, request_id: str) -> Any:
+        return self._manager.managers[self._group].num_cached[self._manager.known[request_id].slot]
+
+    def __contains__(self, request_id: object) -> bool:
+        known = self._manager.known.get(request_id) if isinstance(request_id, str) else None
+        return known is not None and self._manager.managers[self._group].num_cached[known.slot] >= 0
+
+
+class Manager:
+    """A stand-in for vLLM's SingleTypeKVCacheManager of one group, for code that reads its attributes.
+
+    Constants (`FIXED`) are read from the manager that vLLM built; blocks and counts are read from kvplane's allocator,
+    which makes every allocation instead of vLLM's manager.
+    """
+
+    def __init__(self, manager: InProcessManager, group: int, real: Any) -> None:
+        self._manager, self._group, self._real = manager, group, real
+        self.req_to_blocks = Tables(manager, group)
+        self.num_cached_block = NumCached(manager, group)
+        self._null_block = manager.blocks[0]
+
+    @property
+    def block_pool(self) -> Pool:
+        """The block pool that all groups share."""
+        return self._manager.block_pool
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Return how many leading tokens the token at position `num_computed_tokens` does not attend to."""
+        return self._manager.managers[self._group].skipped_tokens(num_computed_tokens)
+
+    FIXED = frozenset(
+        (
+            "block_size",
+            "kv_cache_spec",
+            "kv_cache_group_id",
+            "use_eagle",
+            "max_admission_blocks_per_request",
+            "records_new_block_ids",
+            "retains_longer_hit",
+            "cache_hit_alignment_tokens",
+            "dcp_world_size",
+            "has_positionally_stable_blocks",
+        )
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Manager.FIXED:
+            return getattr(self._real, name)
+        raise AttributeError(f"kvplane does not show {name!r} of vLLM's managers")
+
+
+class Coordinator:
+    """A stand-in for vLLM's KVCacheCoordinator, for code that reads its attributes.
+
+    Constants are read from the coordinator that vLLM built; blocks and counts are read from kvplane's allocator, which
+    makes every allocation instead of vLLM's coordinator.
+    """
+
+    @classmethod
+    def of(cls, manager: InProcessManager, real: Any) -> Coordinator:
+        """Return a stand-in for `real`, vLLM's coordinator. Its class has the name of `real`'s class, which vLLM's
+        tests and logs read.
+        """
+        named: type[Coordinator] = type(type(real).__name__, (cls,), {})
+        return named(manager, real)
+
+    def __init__(self, manager: InProcessManager, real: Any) -> None:
+        self._manager, self._real = manager, real
+        self.single_type_managers = tuple(
+            Manager(manager, group, one) for group, one in enumerate(real.single_type_managers)
+        )
+
+    @property
+    def block_pool(self) -> Pool:
+        """The block pool that all groups share."""
+        return self._manager.block_pool
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Sequence[Block]],
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int | None = None,
+    ) -> int:
+        """Return by how many blocks an allocation with these arguments would reduce the number of free blocks."""
+        del prefill_end
+        known = self._manager.known.get(request_id)
+        need = Need(
+            self._manager.spare_slot if known is None else known.slot,
+            num_tokens,
+            num_tokens_main_model,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_encoder_tokens,
+            capped=apply_admission_cap,
+        )
+        hits = [[block.block_id for block in blocks] for blocks in new_computed_blocks]
+        return sum(one.blocks_needed(need, hit) for one, hit in zip(self._manager.managers, hits, strict=True))
+
+    def get_blocks(self, request_id: str) -> Any:
+        """Return the blocks of a request, one list per group."""
+        return self._manager.get_blocks(request_id).blocks
+
+    def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[Any, int, int]:
+        """Return the longest cached prefix on which all groups agree: the blocks per group, its length in tokens, and
+        the tokens by which the longest hit of a single group exceeds it.
+        """
+        hit = self._manager.find_hit(block_hashes, max_length)
+        blocks = tuple([self._manager.blocks[block] for block in row] for row in hit.blocks)
+        return blocks, hit.num_tokens, max(0, hit.single_group_hit - hit.num_tokens)
+
+    def free(self, request_id: str) -> None:
+        """Free the blocks of a request."""
+        self._manager.free_id(request_id)
+
+    FIXED = frozenset(
+        (
+            "attention_groups",
+            "drop_eagle_group_ids",
+            "eagle_group_ids",
+
+            "enable_partial_hash_hits",
+            "full_attention_group_id",
+            "hash_block_size",
+            "kv_cache_config",
+            "max_model_len",
+            "num_reprefillable_tokens",
+            "retention_interval",
+            "scheduler_block_size",
+            "_cache_hit_alignment_tokens",
+        )
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Coordinator.FIXED:
+            return getattr(self._real, name)
+        raise AttributeError(f"kvplane does not show {name!r} of vLLM's coordinator")
