@@ -19,10 +19,14 @@ ISSUED = """
     a removal of a held key is swallowed, withdrawn keys stay shown,
     shared executor, releases before notices, lapse by own delay,
     state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
-    load before stamps, zero after load,
+    load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
+    copy of an evicted state,
     a load outlives its row, orders end when they are given, load concurrent with launches of the previous life,
     owner epoch ignored, failed orders forgotten, two owners write, a drain loses what waits,
-    a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store
+    a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
+    release fails on the log of another process, loads known by name,
+    the lease is renewed after the records are read,
+    idle check over a change
 """
 
 
@@ -38,6 +42,9 @@ CAUGHT_BY = {
     "no deadline of a step": "client/test_deadlines.py",
     "no deadline of the store": "sim/test_hanging.py",
     "a process that continues trims the log": "store/test_ownership.py",
+    "release fails on the log of another process": "sim/test_hanging.py",
+    "loads known by name": "store/test_changing_owners.py",
+    "the lease is renewed after the records are read": "store/test_ownership.py",
     "a cancel that leaks": "client/test_cancelling.py",
 }
 

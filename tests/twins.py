@@ -205,6 +205,15 @@ def release_held_at_resume(real: Real) -> Real:
     return open_session
 
 
+def renew_after_reading(_: Real) -> Real:
+    """Renew the lease and read the records of all replicas in turn."""
+
+    async def keep(self: Any) -> None:
+        await self._repeat(self.beat)
+
+    return keep
+
+
 def confirm_whatever_the_record_says(_: Real) -> Real:
     """Keep a replica that another service has, and confirm it in the store."""
     return lambda self, name, record: self._keeper.confirm(name)
@@ -221,6 +230,20 @@ def release_without_flushing(_: Real) -> Real:
         return True
 
     return write_released
+
+
+def expect_a_registration(_: Real) -> Real:
+    """Assume that every replica with a journal is registered."""
+
+    def has_engine(self: Any, name: str) -> bool:
+        return self._registry.get(name).host.state.value in ("live", "opening")
+
+    return has_engine
+
+
+def know_loads_by_name(_: Real) -> Real:
+    """Take the load of an adoption that was given up for that of the next one."""
+    return lambda self, name, record: name in self._restored
 
 
 # -- content of pages -------------------------------------------------------------------------------------------------
@@ -456,6 +479,36 @@ def keep_ends_behind_drafts(real: Real) -> Real:
     return rewind
 
 
+def count_shared_blocks(real: Real) -> Real:
+    """After an image, register no block that another request has in its table."""
+
+    def resume(self: Any, slot: int, table: list[int], *given: Any) -> None:
+        real(self, slot, table, *given)
+        shared = [index + 1 for index, block in enumerate(table) if block and self.pool.references[block] > 1]
+        self.num_cached[slot] = max([self.num_cached[slot], *shared])
+
+    return resume
+
+
+def count_to_the_last_key(real: Real) -> Real:
+    """After an image, register no block before the last one with a key."""
+
+    def resume(self: Any, slot: int, table: list[int], at: Any, num_cached_blocks: int | None) -> None:
+        real(self, slot, table, at, None)
+        self.num_cached[slot] = max(self.num_cached[slot], min(num_cached_blocks or 0, len(table)))
+
+    return resume
+
+
+def keep_copy_of_evicted_state(_: Real) -> Real:
+    """A running state is copied before it is overwritten, although its key has gone."""
+
+    def register_again(self: Any, blocks: Any) -> None:
+        super(type(self), self).register_again(blocks)
+
+    return register_again
+
+
 def start_at_once(_: Real) -> Real:
     """A load does not wait for launches."""
     return lambda self, blocks: 0
@@ -540,6 +593,10 @@ CORE, SERVICE = "kvplane_service.core", "kvplane_service"
 ENGINE = "tests.core.page_engine:RandomEngine"
 
 TWINS: dict[str, Twin] = {
+    "idle check over a change": Twin(
+        "a check of an idle replica ends when the replica changes",
+        (Patch(f"{SERVICE}.replicas.idle_check:IdleCheck._is_unchanged", answer(True)),),
+    ),
     "a cancel that leaks": Twin(
         "a cancelled call breaks its stream and affects no other call",
         (
@@ -619,6 +676,18 @@ TWINS: dict[str, Twin] = {
         "a state gets a key only for a verified length",
         (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
     ),
+    "image skips shared blocks": Twin(
+        "after an image, each request registers the blocks that it would have registered",
+        (Patch(f"{CORE}.managers.base:GroupManager.resume", count_shared_blocks),),
+    ),
+    "image skips blocks before a key": Twin(
+        "after an image, a block that lost its key is registered again, although later ones kept theirs",
+        (Patch(f"{CORE}.managers.base:GroupManager.resume", count_to_the_last_key),),
+    ),
+    "copy of an evicted state": Twin(
+        "a running state whose key was evicted is overwritten without a copy, as after an image",
+        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.register_again", keep_copy_of_evicted_state),),
+    ),
     "load before launches": Twin(
         "a load starts after every launch that may read or write its blocks",
         (Patch(f"{CORE}.pool:BlockPool.last_use", start_at_once),),
@@ -688,6 +757,18 @@ TWINS: dict[str, Twin] = {
     "a drain loses what waits": Twin(
         "published keys are stored before a replica is released",
         (Patch(f"{SERVICE}.store.keeper:Keeper._write_released", release_without_flushing),),
+    ),
+    "release fails on the log of another process": Twin(
+        "a service that releases a replica leaves a log that another process writes",
+        (Patch(f"{SERVICE}.store.keeper:Keeper.has_engine", expect_a_registration),),
+    ),
+    "the lease is renewed after the records are read": Twin(
+        "a service renews its lease while it reads the records of its replicas",
+        (Patch(f"{SERVICE}.store.ownership:Ownership.keep", renew_after_reading),),
+    ),
+    "loads known by name": Twin(
+        "the load of an adoption that was given up does not change a later adoption",
+        (Patch(f"{SERVICE}.store.keeper:Keeper._is_loading", know_loads_by_name),),
     ),
     "lease expiry frees pages": Twin(
         "an expired lease hides keys, and changes nothing else",

@@ -33,7 +33,6 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane_service.core import inspect
-from kvplane_service.core.keys import Key
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.questions import Query
 from kvplane_service.core.pool import INSIDE
@@ -124,7 +123,7 @@ def fake_digest(number: int) -> bytes:
 
 
 def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drops_last_block: bool = False, **changes: Any) -> str:
-    """What one group's look-up finds, drawn: "x" a cached block, "." none, "0" a null block.
+    """The hit of one group's look-up, drawn: "x" a cached block, "." none, "0" a null block.
 
     Args:
         group: the only group that has a say.
@@ -139,7 +138,7 @@ def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drops_last_block
     for index, mark in enumerate(cached):
         if mark == "x":
             (block,) = manager.pool.take(1)
-            manager.pool.register(block, Key("", 0, made[(index + 1) * per_block - 1]), (index + 1) * size)
+            manager.pool.register(block, ("", 0, made[(index + 1) * per_block - 1]), (index + 1) * size)
     (row,), length = manager.find(Query(made, "", (0,), max_tokens or len(cached) * size, drops_last_block, INSIDE))
     assert length <= len(row) * size < length + size
     return "".join("0" if block == 0 else "x" for block in row)
@@ -150,7 +149,7 @@ def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drops_last_block
 
 @dataclass(frozen=True)
 class Admission:
-    """What became of one admit row. `table` and `new` are per group."""
+    """The result of one admit row. `table` and `new` are per group."""
 
     status: AdmitStatus
     hit: int
@@ -163,7 +162,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of the run rows: tokens per row, slots preempted, new blocks {slot: per group}."""
+    """The result of the run rows: tokens per row, slots preempted, new blocks {slot: per group}."""
 
     granted: list[int]
     preempted: list[int]
@@ -305,9 +304,10 @@ class Engine:
     def table(self, slot: int, group: int = 0) -> list[int]:
         return self.replica.coordinator.tables(slot)[group]
 
-    def keyed(self) -> list[int]:
-        """Blocks that carry a key, ascending."""
-        return [block for block, key in enumerate(self.pool.key) if key is not None]
+    def keyed(self, group: int | None = None) -> list[int]:
+        """Blocks that have a key, of this group if one is given, ascending."""
+        keys = ((block, self.pool.key_of(block)) for block in range(self.pool.num_blocks))
+        return [block for block, key in keys if key is not None and group in (None, key[1])]
 
     def computed(self, slot: int) -> int:
         return self.replica.requests.computed[slot]
@@ -317,7 +317,7 @@ class Engine:
         return self.replica.lookup(digests(self.spec, text), domain, len(text)).num_tokens
 
     def would_hit(self, text: str, **columns: Any) -> Hit:
-        """What a request of this replica would hit now: it is added, peeked at and freed again."""
+        """The hit of a new request of this replica: it is added, peeked at and freed again."""
         slot = 999
         result = self.step(Part(news=self.news(slot, text, **columns), peek=Peek([slot], with_blocks=True)))[0]
         self.end(slot)

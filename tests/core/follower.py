@@ -33,7 +33,7 @@ class WrongView(AssertionError):
 
 
 class Follower:
-    """What one subscriber knows. Attributes: `view`, and whether it is `withdrawn` by a lapse."""
+    """The keys that one subscriber of the events has. Attributes: `view`, and whether it is `withdrawn` by a lapse."""
 
     def __init__(self) -> None:
         self.view: set[Shown] = set()

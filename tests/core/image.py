@@ -1,6 +1,7 @@
 """The image of a replica with nothing in flight: what another replica needs to continue from here.
 
     image_of(replica)  ->  Image  ->  replica_of(image, epoch, stamps)
+    decisive_state(replica)           equal for a replica and one that was made of its image
 
 An engine's session sends the same after a crash, from its own records: `Resume` rows behind its requests. Keys travel
 separately, as `Entries`: a page may be in a running table and published.
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.inspect import _keys
 from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.managers.base import GroupManager
+from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
@@ -105,8 +109,9 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:
     """Let look-ups find the blocks of a key in this order, unless the key has other blocks."""
-    maps = pool.index.get(key.domain)
-    entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
+    domain, group, digest = key
+    maps = pool.index.get(domain)
+    entry = maps[group].get(digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
     if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
         entry[:] = blocks
         pool.refusals.clear()
@@ -152,10 +157,48 @@ def _resume_of(replica: Replica) -> Resume:
     return resume
 
 
+def decisive_state(replica: Replica) -> dict[object, object]:
+    """All that later answers depend on, by name; steps, epochs and stamps apart. Nothing is in flight."""
+    pool, requests = replica.coordinator.pool, replica.requests
+    keys = [(one.block, one.key, one.num_tokens * (one.key == pool.key_of(one.block))) for one in _keys(replica)]
+    state: dict[object, object] = {
+        "free": list(pool.free),
+        "references": list(pool.references),
+        "keys": keys,
+        "shared keys": sorted(_shared_keys(pool)),
+        "busy": replica.busy_blocks,
+        "held": {slot: [block for block in blocks if block] for slot, blocks in replica.tracker.held.items()},
+        "loading": (requests.loading, requests.not_zeroed),
+    }
+    for slot in (slot for slot in requests.slots() if not requests.held[slot]):
+        one = _request_image(replica, slot)
+        state["request", slot] = replace(one, content=Content(one.content.digests))
+        state["hasher", slot] = one.content.hasher.tail if one.content.hasher else None
+        if requests.running[slot]:
+            at = requests.computed[slot], requests.launch_end(slot), requests.single_group_hit[slot]
+            state["running", slot] = at
+            for manager in replica.coordinator.managers:
+                state["table", slot, manager.group] = _table_state(manager, slot)
+    return state
+
+
+def _table_state(manager: GroupManager, slot: int) -> tuple[object, ...]:
+    """The request's table and what is noted about it. Of states before the running one, those that are still there."""
+    table, first = manager.table[slot], max(manager.num_cached[slot], 0)
+    state = (table, first, manager.partial_hit.get(slot))
+    if not isinstance(manager, AlignedStateManager):
+        return state
+    before = range(len(table) - 1 - manager.spec.speculative_blocks)
+    last, ends = manager.last_state[slot], manager._stopped_at.get(slot, {})
+    left = {index: end for index, end in ends.items() if index in before and table[index] and index >= first}
+    is_there = last in before and table[last]
+    return *state, last if is_there else None, manager.num_retired[slot], manager.has_allocated[slot], left
+
+
 def _shared_keys(pool: BlockPool) -> Iterator[tuple[Key, tuple[int, ...]]]:
     """Keys of several blocks, these in the order in which they are hit."""
     for domain, maps in pool.index.items():
         for group, by_digest in enumerate(maps):
             for digest, entry in by_digest.items():
                 if not isinstance(entry, int):
-                    yield Key(domain, group, digest), tuple(entry)
+                    yield (domain, group, digest), tuple(entry)

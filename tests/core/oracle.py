@@ -50,7 +50,7 @@ class Oracle:
         return taken
 
     def evict(self, blocks: list[Block]) -> None:
-        """Who counts one of these blocks as computed caches it again."""
+        """A request that counts one of these blocks as computed registers it again."""
         if not any(block.key for block in blocks):
             return
         for request in self.requests.values():

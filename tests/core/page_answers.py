@@ -1,4 +1,4 @@
-"""What the random engine takes from answers: tables, rows to launch, transfers, stays that ended."""
+"""The random engine reads answers: tables, rows to launch, transfers, stays that ended."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ class Answers:
             known=self.known.get(slot, request.known),
             luck=self.luck.get(slot, ()),
             seq=self.seq,
+            prompt=request.prompt,
         )
 
     def _admitted(self, slot: int, hit: int, granted: int) -> Row:

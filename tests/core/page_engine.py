@@ -53,12 +53,14 @@ class RandomEngine(RandomScheduler):
         self.epoch = self.keys_seen = self.late = 0
         self.has_failed = False
         self.movers: list[Transfer] = []
-        self.over: list[int] = []  # blocks whose late loads ended last
+        self.over: list[int] = []  # blocks whose late loads ended last,
+        self.over_seq = 0  # and the step of this engine life that reported it
         self.stored: list[Entries] = []
         super().__init__(Texts(spec), [self.memory], rng, most_drafts)
         self.hashes, self.ends_late = self._chance(30), True
         self.deaths, self.loads = rng.choice([2, 3, 8]), rng.choice([20, 40, 60])
-        self.most_external = rng.choice([9, 9, 24])
+        self.most_external, self.goes_back = rng.choice([9, 9, 24]), 10
+        self.accepts, self.limits_rows = rng.choice([70, 70, 30]), rng.randrange(2) == 0
         if rng.randrange(3) == 0:  # thrashes: requests come back to their own blocks while their launches are in flight
             self.launches = 15
             self.ends, self.ways_to_end = 50, (End.PREEMPTED, End.PREEMPTED, End.PREEMPTED, End.FREE)
@@ -67,7 +69,7 @@ class RandomEngine(RandomScheduler):
         """The engine before this one died, or there was none."""
         super().begin()
         self.queue: list[Launch] = []
-        self.stamped = self.moved = 0
+        self.stamped = self.moved = self.over_seq = 0
         self.spoilt: list[tuple[int, int, Page]] = []  # (step, block, what it held) of evictions and resets
         self.epoch += 1
         self.replica.begin_epoch(self.epoch, self.memory.stamps)
@@ -108,7 +110,7 @@ class RandomEngine(RandomScheduler):
         assert active <= loading <= may_hold, f"{active} load, {may_hold} may hold pages, the core says {loading}"
 
     def _blocks(self) -> dict[int, list[int]]:
-        """What each slot has, by slot: for cells."""
+        """The blocks of each slot, for the cells of permissions."""
         if self.cells is None:
             return {}
         held, coordinator = self.replica.tracker.held, self.replica.coordinator
@@ -148,8 +150,9 @@ class RandomEngine(RandomScheduler):
 
     def _stride(self) -> None:
         """Something happens: stamps, a launch, or a piece of a transfer."""
+        likely = 60 if self._has_rare_in_flight() else 25
         for load in self._loads():
-            if self._chance(25):
+            if self._chance(likely):
                 self._write(load, 6)
         for load in self.movers:
             if self._chance(25):
@@ -267,8 +270,30 @@ class RandomEngine(RandomScheduler):
         self.movers = [load for load in self.movers if not self._chance(15)]
         busy = set[int]().union(*(load.blocks(self.spec) for load in self.movers))
         over = [block for block in self.replica.busy_blocks if block not in busy and self._chance(70)]
-        self.over = over or self.over
+        if over:
+            self.over, self.over_seq = over, self.seq
         return over
+
+    def _has_rare_in_flight(self) -> bool:
+        """Whether a late load ended, or a load waits for a step that was executed and is not reported to be."""
+        loads = [one.load for one in self.requests.values() if one.load is not None]
+        resumed = self.executed_through < 2 and any(load.seq == 0 for load in loads)
+        holds_back = self.most_external == 24 or self.most_drafts > 0
+        behind_launches = holds_back and any(load.after > self.executed_through for load in loads)
+        return self.over_seq > self.executed_through or resumed or behind_launches
+
+    def _is_rare(self, slot: int) -> bool:
+        """Whether a step in flight ended the late load of a block of the slot, or held another request that has it."""
+        mine, rare = self.requests[slot], set[int]()
+        if self.over_seq > self.executed_through:
+            rare.update(self.over)
+        for other in self.requests.values():
+            if other.held and other is not mine and other.held_seq > self.executed_through:
+                rare.update(block for table in other.tables or () for block in table)
+        tables = mine.tables or []
+        if not tables and slot in self.tables:
+            tables = self._tables(slot)
+        return any(block in rare for table in tables for block in table if block)
 
     def _recover(self, kept: list[int]) -> None:
         """Another service: it knows what the store has, which may have lost its tail, and what the memory shows."""
@@ -280,7 +305,7 @@ class RandomEngine(RandomScheduler):
         self.epoch += 1
         self.replica.recover(self.epoch, [self.memory.stamps], chunks, busy)
         RandomScheduler.begin(self)
-        self.queue, self.spoilt, self.stamped, self.moved = [], [], 0, 0
+        self.queue, self.spoilt, self.stamped, self.moved, self.over_seq = [], [], 0, 0, 0
         self.replica.take_events()  # a follower begins with what is published now
         self.followed = Followed(self.replica)
         if kept:
@@ -312,6 +337,9 @@ class RandomEngine(RandomScheduler):
         self.seq += 1
         try:
             self._send([Part(resume=resume_of(rows))])
+            for load in self._loads():  # they do not wait for the answer
+                if self._chance(50):
+                    self._write(load, 6)
         except InvalidArgument:  # who counts less than its pages hold can share none: the requests wait
             self._send([Part()])
             for slot, request in kept.items():

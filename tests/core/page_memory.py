@@ -22,7 +22,7 @@ class WrongPage(AssertionError):
 
 @dataclass
 class Page:
-    """What one block holds: slots of the group that wrote it last."""
+    """The content of one block: slots of the group that wrote it last."""
 
     group: int
     slots: list[str | None]
@@ -50,7 +50,7 @@ class Left:
 
 @dataclass
 class Row:
-    """What one request computes in one launch: tokens [start, end) of a text that may end in drafts.
+    """The tokens that one request computes in one launch: tokens [start, end) of a text that may end in drafts.
 
     Attributes:
         life: (slot, stay): who.
@@ -61,6 +61,7 @@ class Row:
         tables: per group, as the launch sees them.
         left: the block that has the state of `start` tokens.
         certain: tokens that are no drafts; behind them each length leaves a state.
+        prompt: tokens of the prompt, which R-SWA reads in addition to the window.
     """
 
     life: tuple[int, int]
@@ -73,6 +74,12 @@ class Row:
     certain: int = 1 << 30
     planned: int = 0  # where it was to end by the answer; 0 = there
     is_lost: bool = False  # it may read garbage
+    prompt: int = 1 << 30
+
+    def reads(self, group: GroupSpec, at: int) -> bool:
+        """Whether the first token of the row attends to this earlier one."""
+        in_gap = self.prompt <= at <= self.start - group.window
+        return at >= first_seen(group, self.start) and not (group.kind is GroupKind.R_SWA and in_gap)
 
     @property
     def end(self) -> int:
@@ -159,7 +166,7 @@ class Memory:
         """Calls end before they return."""
 
     def load(self, tables: list[list[int]], script: str, first: int, end: int, is_last: bool = True) -> None:
-        """What a transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
+        """A transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.MAMBA and end > first:
                 block = tables[number][(end - 1) // group.block_size]
@@ -224,7 +231,7 @@ class Memory:
         for number, group in enumerate(self.spec.groups):
             if group.kind in SCRATCH:
                 continue
-            for at in range(first_seen(group, row.start), row.start):
+            for at in (at for at in range(row.start) if row.reads(group, at)):
                 block = self._block(row.tables[number], at, group)
                 page = self.pages.get(block)
                 self.read(block)

@@ -1,4 +1,4 @@
-"""What an engine knows of its requests, and what their launches really compute.
+"""The requests of an engine as it knows them, and the tokens that their launches really compute.
 
 An engine that sends steps ahead plans positions behind unverified drafts. Its launches begin where the accepted tokens
 end: nearer to the start than planned, once a draft was rejected.
@@ -20,7 +20,7 @@ OTHER = "other"  # a domain whose pages hold capital letters, so that a hit acro
 
 @dataclass
 class Truth:
-    """What the launches of one stay have computed, as far as they have run.
+    """The tokens that executed launches of one stay have computed.
 
     Attributes:
         end: leading tokens whose pages are right.
@@ -132,12 +132,13 @@ class Transfer:
 
 @dataclass
 class Request:
-    """What the engine knows of one request.
+    """One request, as the engine knows it.
 
     Attributes:
         life: (slot, stay): a preemption ends a stay.
         limit: number of tokens with which it ends.
         known: tokens of the script that the service has received.
+        prompt: tokens with which it began.
         hashed: block hashes that the service has received, when the engine hashes.
         computed: tokens that its steps so far compute, as the answers say.
         running: it holds blocks and may run.
@@ -161,9 +162,14 @@ class Request:
     load: Transfer | None = None
     may_hold: bool = False
     held: bool = False
+    held_seq: int = 0  # the step that held it
     tables: list[list[int]] | None = None
     checked: int = 0  # held: 0 when a launch that wrote its pages never ran
     reached: int = 0  # held: tokens that it had computed, before drafts were rejected; windows ended there
+    prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = self.known
 
     @property
     def is_held(self) -> bool:
@@ -177,7 +183,7 @@ class Request:
 
 @dataclass
 class Texts:
-    """What block hashes stand for: by domain and digest the tokens, and the text that they cover."""
+    """The tokens and the text behind each block hash, by domain and digest."""
 
     spec: ReplicaSpec
     by_digest: dict[tuple[str, bytes], tuple[int, str]] = field(default_factory=dict)
@@ -205,11 +211,11 @@ class Texts:
             primary = pool.key_of(block)
             if primary is None or pool.key_step[block] > pool.executed_through or block in invalid:
                 continue
-            for key in (primary, *pool.more_keys.get(block, ())):
+            for domain, group, digest in (primary, *pool.more_keys.get(block, ())):
                 seen += 1
-                num_tokens, text = self.by_digest[key.domain, key.digest]
+                num_tokens, text = self.by_digest[domain, digest]
                 for memory in memories:
-                    if not memory.holds(key.group, block, num_tokens, text):
+                    if not memory.holds(group, block, num_tokens, text):
                         raise WrongPage(f"block {block} has the key of {text!r} and holds {memory.pages.get(block)}")
         return seen
 

@@ -45,15 +45,20 @@ class RandomScheduler(Answers):
     """
 
     ends_loads_by_rows = False
+    limits_rows = False  # draws hit limits, reserved blocks and rows that only adopt; the simulation does not
+    accepts = 70  # percent of drafts
     ends = 15  # percent of requests in each step
     ways_to_end = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
+    goes_back = 6  # percent of requests whose launches have all run, in each step: tokens are taken back
     most_external = 9  # tokens of an admission that come from outside
 
     def plan(self) -> list[Part]:
         """The parts of the next step; sets `executed_through` of it."""
         self.seq += 1
         most = min([self.launched, *(seq - 1 for seq in self.failed)])
-        self.executed_through = self.rng.randint(min(most, max(self.executed_through, self.seq - MOST_IN_FLIGHT)), most)
+        least = min(most, max(self.executed_through, self.seq - MOST_IN_FLIGHT))
+        drawn = self.rng.randint(least, most)
+        self.executed_through = least if self._has_rare_in_flight() else drawn
         return self._parts()
 
     def plan_end(self) -> list[Part]:
@@ -152,7 +157,7 @@ class RandomScheduler(Answers):
             elif self._chance(30):
                 self._fail_load(facts, slot, request, load.first, load.end)
             return  # or a run row, or a release, says that it is over
-        if self._chance(5) and not self.failed:
+        if self._chance(20 if self._is_rare(slot) else 5) and not self.failed:
             self._row(facts, slot, end=End.HELD)
         elif self._chance(10):
             self._give_up(request)
@@ -172,7 +177,8 @@ class RandomScheduler(Answers):
         rejected = self.just_rejected
         if rejected or (self.has_reported and self._chance(10)):
             computed = request.computed - rejected
-        if not request.rows and self._is_launched(request) and self._chance(6):
+        goes_back = 30 if self._is_rare(slot) else self.goes_back
+        if not request.rows and self._is_launched(request) and self._chance(goes_back):
             appended, computed = 0, self._back(request, computed)
         elif not request.rows and not appended and request.computed >= request.known and self._chance(25):
             appended = self.rng.randint(1, 2)  # text that is forced on it
@@ -181,7 +187,7 @@ class RandomScheduler(Answers):
             commit = self._any_commit(request)
         end = End.NONE
         if self._chance(self.ends):
-            end = self.rng.choice(self.ways_to_end)
+            end = End.HELD if self._is_rare(slot) else self.rng.choice(self.ways_to_end)
         if appended or computed != UNCHANGED or commit != UNCHANGED or end:
             text = request.script[request.known : request.known + appended]
             request.known += appended
@@ -234,6 +240,8 @@ class RandomScheduler(Answers):
         facts.commit.append(commit)
         facts.end.append(int(end))
         facts.fence.append(self._fence() if end in (End.FREE, End.PREEMPTED) else 0)
+        if self.limits_rows:
+            facts.release_skipped.append(self.rng.randint(0, LONGEST) if self._chance(20) else UNCHANGED)
         request.reached = request.computed
         if commit != UNCHANGED or end not in (End.NONE, End.HELD):
             request.may_hold = False
@@ -244,7 +252,7 @@ class RandomScheduler(Answers):
         elif end is End.HELD:
             request.checked = 0 if self.failed else 1
             request.tables = self._tables(slot)
-            request.running, request.held = False, True
+            request.running, request.held, request.held_seq = False, True, self.seq
         elif end is End.PREEMPTED:
             self._ends_stay(slot)
 
@@ -262,7 +270,8 @@ class RandomScheduler(Answers):
     def _cache(self, held: list[int]) -> Cache:
         released = []
         for slot, request in list(self.requests.items()):
-            if slot in held and request.load is None and self._is_launched(request) and self._chance(40):
+            likely = 80 if self._is_rare(slot) else 40
+            if slot in held and request.load is None and self._is_launched(request) and self._chance(likely):
                 self._read_held(request)
                 released.append(slot)
                 del self.requests[slot]
@@ -276,7 +285,7 @@ class RandomScheduler(Answers):
                 released.append(slot)
         return Cache(
             failed_steps=self.failed,
-            evicted=self._evicted() if self._chance(8) else [],
+            evicted=self._evicted() if self._chance(16 if self._busy_blocks() else 8) else [],
             released=released,
             reset=self._chance(3 if any(one.running for one in self.requests.values()) else 30),
             loads_over=self._loads_over(),
@@ -284,7 +293,16 @@ class RandomScheduler(Answers):
 
     def _releases(self, slot: int, request: Request) -> bool:
         loads = request.load is not None and not request.is_held and slot not in self.reported
-        return loads and self._chance(5 if request.running else 40)
+        return loads and self._chance(5 if request.running and not self._is_rare(slot) else 40)
+
+    def _has_rare_in_flight(self) -> bool:
+        """Whether a step in flight did something rare: it is then reported as executed as late as allowed."""
+        return False
+
+    def _is_rare(self, slot: int) -> bool:
+        """Whether it did so to a block that the slot has now: the request is then ended or set back more often."""
+        del slot
+        return False
 
     def _evicted(self) -> list[int]:
         """Some block, or one of a request."""
@@ -348,6 +366,8 @@ class RandomScheduler(Answers):
         victims = self._some([slot for slot in self.requests if self._is_running(slot)])
         if self.ends_loads_by_rows and self._chance(30):
             victims = slots  # who has tokens, and so no load, loses them in the part
+        rare = [slot for slot in self.requests if self._is_running(slot) and self._is_rare(slot)]
+        victims = rare + [slot for slot in victims if slot not in rare]
         run = Run(slots, victims=victims)
         run.on_refusal = self.rng.choice([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP, OnRefusal.STOP])
         for slot in slots:
@@ -360,7 +380,10 @@ class RandomScheduler(Answers):
             run.lookahead.append(self.rng.choice([0, 0, self.most_drafts]))
             run.flags.append(DELAY * self._chance(10) | self._unaligned())
             run.in_flight.append(self._in_flight(request) + self.rng.choice([0, 3]) if self._chance(15) else -1)
-            self.luck[slot] = tuple(self._chance(70) for _ in range(8))
+            if self.limits_rows:
+                run.reserved.append(self.rng.choice([0, 0, 0, 0, 2]))
+                run.flags[-1] |= int(RowFlag.FULL_FIT) * self._chance(10)
+            self.luck[slot] = tuple(self._chance(self.accepts) for _ in range(8))
         return run
 
     def _may_run(self, request: Request) -> bool:
@@ -403,7 +426,7 @@ class RandomScheduler(Answers):
             external = self.rng.randint(1, self.most_external) if self._chance(self.loads) else 0
             late = bool(external) and self._chance(50)
             self.asked[slot] = external, late
-            self.luck[slot] = tuple(self._chance(70) for _ in range(8))
+            self.luck[slot] = tuple(self._chance(self.accepts) for _ in range(8))
             admit.external.append(external)
             admit.extra.append(0 if late else self.rng.choice([0, 0, self.rng.randint(0, self.most_drafts)]))
             admit.cap.append(self.rng.choice([0, 0, 0, 4]) if late else self.rng.choice([4, 8, 100, 100]))
@@ -412,6 +435,11 @@ class RandomScheduler(Answers):
             admit.reserved.append(self.rng.choice([0, 0, 0, 2]))
             admit.watermark.append(int(self.rng.choice([Watermark.AUTO, Watermark.ALWAYS, Watermark.NEVER])))
             admit.expected_hit.append(self.rng.choice([ANY_HIT, ANY_HIT, ANY_HIT, ANY_HIT, 0, 4, 8]))
+            if self.limits_rows:
+                admit.hit_limit.append(self.rng.choice([UNLIMITED, UNLIMITED, UNLIMITED, self.rng.randint(0, LONGEST)]))
+                admit.min_new.append(self.rng.choice([1, 1, 1, 0, 3]))
+                if not admit.min_new[-1] and self._chance(50):
+                    admit.cap[-1] = 0  # the row only adopts
         return admit
 
     def _admit_flags(self, loads: bool) -> int:
@@ -423,7 +451,9 @@ class RandomScheduler(Answers):
 
 def _tail(run: Run, rows: int) -> Run:
     """Take the last rows from a section; the rest stays in it."""
-    columns = {name: getattr(run, name) for name in ("slot", "extra", "cap", "lookahead", "flags", "in_flight")}
+    columns = {
+        name: getattr(run, name) for name in ("slot", "extra", "cap", "lookahead", "flags", "in_flight", "reserved")
+    }
     taken = {name: column[rows:] for name, column in columns.items()}
     for column in columns.values():
         del column[rows:]

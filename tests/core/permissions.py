@@ -1,4 +1,4 @@
-"""What the contract permits, cell by cell, and how often a campaign reached each.
+"""The permissions of the contract, one cell each, and how often a campaign reached each cell.
 
 A cell is a field of a section of `step.proto` (or one of its values), or two acts that overlap: the second happens to a
 block while the step of the first is in flight, in the same step or a later one. The fields come from the contract: a
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, IntFlag
 
 from kvplane.base.step import (
+    UNLIMITED,
     Admit,
     AdmitStatus,
     End,
@@ -37,6 +38,7 @@ VALUES: dict[str, type[IntEnum | IntFlag]] = {
     "admit.on_refusal": OnRefusal,
     "admit.watermark": Watermark,
 }
+DEFAULTS = {"hit_limit": UNLIMITED, "min_new": 1}  # of a row; else 0, -1 or ""
 LOAD, DEATH, PREEMPTED, LATE = "transfer writes", "engine dies", "core preempts", "admit.flags=DELAY_CACHING"
 # What happens to blocks, in the order of sections: each pair of them is a cell.
 ACTS = (
@@ -72,10 +74,10 @@ NOT_DRAWN = {
     "admit.encoder_tokens": "cross attention has no page that a key names",
     "admit.on_refusal=PREEMPT": "refused by name",
     "facts.end=NONE": "no end",
-    "run.flags=FULL_FIT": "refused by name",
     "run.flags=WHOLE": "refused by name",
     "peek.slot": "advice: touches no page",
     "peek.with_blocks": "advice: touches no page",
+    "peek.limit": "advice: touches no page",
     "resume.single_group_hit": _IMAGE,
     "resume.num_cached_blocks": _IMAGE,
     "resume.held_slot": _IMAGE,
@@ -259,5 +261,5 @@ def _said(section: object, row: int | None) -> Iterator[str]:
                 yield from (f"{name}={flag.name}" for flag in kind if flag & value)
             else:
                 yield from (f"{name}={one.name}" for one in kind if one == value and one.name != "NONE")
-        elif value not in (0, -1, ""):
+        elif value != DEFAULTS.get(name, 0) and value not in (-1, ""):
             yield name

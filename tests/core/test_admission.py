@@ -1,4 +1,4 @@
-"""Who is admitted: row by row, each with the prefix that is cached now, as long as blocks and budgets last."""
+"""Admission: rows are admitted in order, each with its cached prefix, until blocks or budgets are exhausted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rows_are_admitted_in_their_order():
     assert engine.replica.num_running == 3
 
 
-def test_a_refused_row_ends_the_section_or_is_passed_over():
+def test_a_refused_admission_ends_the_section_or_is_skipped():
     """One large request at the head holds up the queue unless the engine says otherwise."""
     engine = waiting("a" * 20, "b" * 16, "cccc")
     assert outcome(section(engine, 0, 1, 2)) == [(GRANTED, 20), (REFUSED, 0), (NOT_REACHED, 0)]
@@ -61,7 +61,7 @@ def test_a_refused_row_ends_the_section_or_is_passed_over():
     assert outcome(section(engine, 0, 1, 2, on_refusal=OnRefusal.SKIP)) == [(GRANTED, 4), (REFUSED, 0), (GRANTED, 4)]
 
 
-def test_at_most_so_many_run():
+def test_max_running_limits_admissions():
     engine = waiting("aa", "bb", "cc")
     assert outcome(section(engine, 0, 1, 2, max_running=2)) == [(GRANTED, 2), (GRANTED, 2), (NOT_REACHED, 0)]
     assert outcome(section(engine, 2, max_running=2)) == [(NOT_REACHED, 0)]
@@ -69,8 +69,8 @@ def test_at_most_so_many_run():
     assert outcome(section(engine, 2, max_running=2)) == [(GRANTED, 2)]
 
 
-def test_the_section_can_be_skipped_when_a_request_was_preempted():
-    """Who was pushed out should not see a newcomer take the blocks in the same step."""
+def test_only_if_no_preemption_skips_the_admit_section():
+    """A new request must not get the blocks of a request that was preempted in the same step."""
     engine = waiting("a" * 16, "b" * 15, "cc")
     section(engine, 0, 1)
     rows = run_rows(0, 1, extra=[1, 0], victims=[1], on_refusal=OnRefusal.PREEMPT)
@@ -81,7 +81,7 @@ def test_the_section_can_be_skipped_when_a_request_was_preempted():
     assert outcome(again) == [(GRANTED, 2)]
 
 
-def test_a_running_request_is_passed_over():
+def test_admission_of_a_running_request_is_not_waiting():
     engine = waiting("aa", "bb")
     section(engine, 0)
     assert outcome(section(engine, 0, 1)) == [(NOT_WAITING, 0), (GRANTED, 2)]
@@ -90,7 +90,7 @@ def test_a_running_request_is_passed_over():
 # -- amounts -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_chunk_is_what_cap_and_budget_leave():
+def test_the_first_chunk_is_limited_by_cap_and_budget():
     engine = waiting("a" * 12, "b" * 12)
     result = section(engine, 0, 1, cap=[5, 9], budget=Budget(tokens=12))
     assert outcome(result) == [(GRANTED, 5), (GRANTED, 7)]
@@ -103,7 +103,7 @@ def test_a_hit_is_not_charged_to_the_budget():
     assert outcome(section(engine, 0, budget=Budget(tokens=2))) == [(GRANTED, 2)]
 
 
-def test_no_budget_no_row():
+def test_rows_behind_an_exhausted_budget_are_not_reached():
     engine = waiting("aa", "bb")
     assert outcome(section(engine, 0, 1, budget=Budget(tokens=2))) == [(GRANTED, 2), (NOT_REACHED, 0)]
     assert outcome(section(engine, 1, budget=Budget(tokens=0))) == [(NOT_REACHED, 0)]
@@ -119,7 +119,7 @@ def test_the_input_budget_charges_each_row_its_overhead():
     assert outcome(section(engine, 1, budget=Budget(input=4, overhead=3))) == [(GRANTED, 1)]
 
 
-def test_a_row_that_must_not_be_cut_waits():
+def test_a_whole_row_beyond_the_budget_gets_no_room():
     engine = waiting("a" * 8, "b" * 8)
     result = section(engine, 0, 1, flags=WHOLE, budget=Budget(tokens=12))
     assert outcome(result) == [(GRANTED, 8), (NO_ROOM, 0)]
@@ -132,7 +132,7 @@ def test_extra_tokens_are_placeholders_for_drafts():
     assert engine.keyed() == []
 
 
-def test_admission_stops_at_the_longest_request():
+def test_admission_is_limited_by_max_model_len():
     engine = waiting("a" * 6, max_model_len=8)
     assert outcome(section(engine, 0, extra=9)) == [(GRANTED, 8)]
 
@@ -140,7 +140,7 @@ def test_admission_stops_at_the_longest_request():
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_admitted_though_the_rest_will_not_fit_now():
+def test_a_chunk_is_admitted_when_its_prompt_does_not_fit():
     engine = waiting("a" * 32, "b" * 4)
     section(engine, 1)
     assert outcome(section(engine, 0, cap=8)) == [(GRANTED, 8)]
@@ -155,7 +155,7 @@ def test_full_fit_counts_the_whole_sequence():
     ]
 
 
-def test_full_fit_counts_what_was_generated_before_a_preemption():
+def test_full_fit_counts_tokens_generated_before_a_preemption():
     engine = waiting("a" * 8)
     section(engine, 0)
     for letter in "b" * 20:
@@ -166,7 +166,7 @@ def test_full_fit_counts_what_was_generated_before_a_preemption():
     assert outcome(section(engine, 0, cap=4, flags=FULL_FIT)) == [(REFUSED, 0)]
 
 
-def test_more_than_the_empty_pool_never_fits():
+def test_a_request_larger_than_the_pool_never_fits():
     """8 usable blocks hold 32 tokens. The engine should refuse such a request permanently instead of asking again."""
     engine = waiting("a" * 33, "b" * 32)
     assert outcome(section(engine, 0)) == [(NEVER_FITS, 0)]
@@ -174,7 +174,7 @@ def test_more_than_the_empty_pool_never_fits():
     assert outcome(section(engine, 1)) == [(REFUSED, 0)]
 
 
-def test_never_fits_is_about_blocks_at_once():
+def test_a_long_request_with_a_small_window_is_refused_and_not_never_fits():
     engine = Engine(window(4, admission_cap_blocks=4), num_blocks=6)
     engine.admit(1, "zzzzyyyyxxxx")
     assert engine.admit(0, "a" * 100, cap=16).status is REFUSED
@@ -200,7 +200,7 @@ def test_an_admission_leaves_the_watermark_free_when_others_run(watermark, runni
     assert outcome(section(engine, 0, watermark=int(watermark)))[0][0] == status
 
 
-def test_running_requests_are_not_held_to_it():
+def test_running_requests_may_use_watermark_blocks():
     engine = waiting("a" * 24, watermark_blocks=2)
     section(engine, 0)
     assert engine.extend(0, "b" * 8).granted == [8]
@@ -214,7 +214,7 @@ def test_the_watermark_counts_in_the_full_sequence_check():
     assert outcome(section(engine, 0, cap=4)) == [(GRANTED, 4)]
 
 
-def test_the_first_admitted_row_already_runs_for_the_second():
+def test_the_watermark_counts_requests_admitted_earlier_in_the_step():
     engine = waiting("aaaa", "b" * 24, watermark_blocks=2)
     assert outcome(section(engine, 0, 1)) == [(GRANTED, 4), (REFUSED, 0)]
 
@@ -232,7 +232,7 @@ MIX = [window(6), full(), chunked(8), state()]
     cap=st.integers(1, 24),
     lookahead=st.integers(0, 5),
 )
-def test_an_admission_succeeds_exactly_when_its_blocks_are_there(groups, before, length, cap, lookahead):
+def test_an_admission_succeeds_exactly_when_its_blocks_are_free(groups, before, length, cap, lookahead):
     """Taken with plenty of blocks, then asked for with exactly as many free, and with one less."""
 
     def ready():
@@ -249,7 +249,7 @@ def test_an_admission_succeeds_exactly_when_its_blocks_are_there(groups, before,
     assert ready().admit(1, cap=cap, lookahead=lookahead, reserved=left + 1).status is REFUSED
 
 
-def test_admission_of_a_request_that_does_not_wait_is_refused_and_later_rows_are_reached():
+def test_admission_of_a_running_or_held_request_leaves_later_rows_admitted():
     engine = Engine(full())
     engine.admit(0, "aaaab")
     engine.admit(1, "bbbbc")

@@ -1,4 +1,4 @@
-"""Rows are aligned where the replica has states, at no cost for a decoding row and wherever its fast path ends."""
+"""Aligned rows: chunks of a replica with states end at block boundaries; decode rows are not examined."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def hybrid(**changes) -> Engine:
     return Engine(state(8, speculative_blocks=2), full(8), **{"align": ALIGNED, **changes})
 
 
-def test_rows_are_aligned_without_a_flag():
+def test_rows_of_a_state_model_are_aligned_without_a_flag():
     engine = hybrid()
     assert engine.admit(0, "a" * 40, cap=20).granted == 16
     assert engine.run(0, budget=Budget(tokens=20)).granted == [16]
 
 
-def test_a_row_without_columns_is_aligned_too():
+def test_a_running_row_without_columns_is_aligned():
     engine = hybrid()
     engine.admit(0, "a" * 40, cap=8)
     assert engine.run(0, budget=Budget(tokens=12)).granted == [8]
 
 
 @pytest.mark.parametrize(("columns", "granted"), [({}, 0), ({"cap": 5}, 5)])
-def test_the_cap_marks_a_part_with_a_small_budget_of_its_own(columns, granted):
+def test_a_row_capped_at_the_budget_of_its_part_is_not_aligned(columns, granted):
     """Its budget alone could be the rest of a large one, of which an earlier part had its tokens."""
     engine = hybrid()
     engine.admit(0, "d" * 7)
@@ -62,7 +62,7 @@ def starved(order: tuple[int, int], budget: int, steps: int, waits: bool = False
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_counted(waits):
+def test_starved_chunks_count_steps_with_less_than_a_state_block_of_budget(waits):
     """It waits as in the reference, as long as the rows in front of it continue."""
     patience = step_applier.PATIENT_ROWS
     engine = starved((0, 1), budget=8, steps=patience, waits=waits)
@@ -76,12 +76,12 @@ def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_count
 
 
 @pytest.mark.parametrize(("order", "budget"), [((1, 0), 8), ((0, 1), 9)])
-def test_a_prompt_is_not_starved_where_its_row_comes_first_or_a_block_fits_behind(order, budget):
+def test_starved_chunks_are_0_when_the_prompt_is_first_or_a_block_fits(order, budget):
     engine = starved(order, budget, steps=step_applier.PATIENT_ROWS * 2)
     assert (engine.computed(1), engine.replica.counters.starved_chunks) == (40, 0)
 
 
-def test_a_prompt_that_had_room_meanwhile_has_waited_for_nothing():
+def test_a_step_with_room_resets_the_wait_of_a_starved_prompt():
     engine = starved((0, 1), budget=8, steps=step_applier.PATIENT_ROWS)
     engine.step(Part(run=run_rows(1), budget=Budget(tokens=8)))
     for _ in range(step_applier.PATIENT_ROWS):
@@ -92,19 +92,19 @@ def test_a_prompt_that_had_room_meanwhile_has_waited_for_nothing():
     assert engine.replica.requests.unserved == {}
 
 
-def test_a_row_that_opts_out_ends_anywhere():
+def test_an_unaligned_row_ends_at_any_token():
     engine = hybrid()
     assert engine.admit(0, "a" * 40, cap=20, flags=RowFlag.UNALIGNED).granted == 20
     assert engine.run(0, cap=3, flags=RowFlag.UNALIGNED).granted == [3]
 
 
-def test_without_states_nothing_is_aligned():
+def test_rows_of_a_model_without_states_are_not_aligned():
     engine = Engine(full(8))
     assert engine.admit(0, "a" * 40, cap=20).granted == 20
 
 
 @pytest.mark.parametrize("columns", [{}, {"cap": 7}, {"flags": RowFlag.DELAY_CACHING}, {"extra": 2}])
-def test_a_decoding_row_is_not_looked_at(monkeypatch, columns):
+def test_a_decode_row_is_not_aligned(monkeypatch, columns):
     engine = hybrid()
     engine.admit(0, "a" * 8)
 
@@ -121,7 +121,7 @@ def test_a_decoding_row_is_not_looked_at(monkeypatch, columns):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_fast_path_changes_no_decision(seed):
+def test_the_fast_path_changes_no_aligned_chunk(seed):
     """A chunk may be on the fast path. It is clipped as if every manager were asked about every row."""
     rng = Random(seed)
     quiet, asked = hybrid(), hybrid()

@@ -64,7 +64,7 @@ def failed(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "how", [lambda engine: None, failed, lambda engine: engine.end(1, how=End.HELD)], ids=["runs", "preempted", "held"]
 )
-def test_pages_under_a_load_stay_held_when_the_engine_life_ends(how):
+def test_blocks_under_a_load_are_busy_in_the_next_engine_life(how):
     """But its hit does not: no load writes to what has a key."""
     engine = with_a_load(how)
     assert begin(engine) == (2, 3)
@@ -83,11 +83,11 @@ def test_pages_under_a_load_stay_held_when_the_engine_life_ends(how):
     ],
     ids=["released", "committed", "ended", "run", "held and released"],
 )
-def test_a_load_that_was_over_holds_nothing(finish):
+def test_a_load_that_ended_leaves_no_busy_blocks(finish):
     assert begin(with_a_load(finish)) == ()
 
 
-def test_a_load_before_the_launch_is_over_when_its_step_is_executed():
+def test_a_load_before_the_launch_ends_when_its_step_is_executed():
     """It may continue when the engine dies with the step in flight, though its keys are tentative."""
     engine = Engine(full(), num_blocks=9)
     engine.executed = 0
@@ -100,13 +100,13 @@ def test_a_load_before_the_launch_is_over_when_its_step_is_executed():
     assert begin(executed) == ()
 
 
-def test_states_from_outside_are_held_in_every_group():
+def test_blocks_under_a_load_of_states_are_busy_in_every_group():
     engine = Engine(state(), full(lookup_class=1), window(6, lookup_class=2), num_blocks=40)
     tables = engine.admit(0, "a" * 21, external=16, cap=0, flags=DELAY).table
     assert begin(engine) == tuple(sorted(block for table in tables for block in table if block))
 
 
-def test_movers_and_the_engine_name_further_blocks():
+def test_begin_epoch_adds_the_busy_blocks_that_it_is_given():
     """Their keys go, whatever the memory shows; a block that the group holds forever cannot be named."""
     engine = Engine(sinks(4), num_blocks=12)
     table = engine.serve(0, "aaaabbbbc").table[0]
@@ -132,14 +132,14 @@ def test_recovered_keys_of_busy_blocks_are_dropped():
     assert replica.apply(Step(3, 1, [Part()])).parts[0].orders.stamp_block == [table[1]], "the memory gets a new stamp"
 
 
-def test_they_are_held_over_further_lives():
+def test_busy_blocks_stay_busy_in_later_engine_lives():
     engine = with_a_load()
     begin(engine)
     engine.admit(0, "zzzzz", external=4, cap=0, flags=DELAY)
     assert len(begin(engine, epoch=2)) == 3
 
 
-def test_new_memory_frees_them_all():
+def test_new_memory_frees_all_busy_blocks():
     engine = with_a_load()
     begin(engine)
     engine.admit(0, "zzzzz", external=4, cap=0, flags=DELAY)
@@ -150,7 +150,7 @@ def test_new_memory_frees_them_all():
 # -- how they return ---------------------------------------------------------------------------------------------------
 
 
-def test_busy_blocks_return_when_the_engine_reports_their_loads_as_over():
+def test_loads_over_frees_busy_blocks():
     engine = with_a_load()
     begin(engine)
     assert engine.cache(loads_over=[3]).free_blocks == 7
@@ -160,7 +160,7 @@ def test_busy_blocks_return_when_the_engine_reports_their_loads_as_over():
 
 
 @pytest.mark.parametrize("named", [[4], [0], [99], [2, 3, 2], [1]])
-def test_only_busy_blocks_can_be_named_and_each_once(named):
+def test_loads_over_refuses_blocks_that_are_not_busy_or_repeated(named):
     engine = with_a_load()
     begin(engine)
     before = engine.digest
@@ -170,7 +170,7 @@ def test_only_busy_blocks_can_be_named_and_each_once(named):
     assert engine.digest == before
 
 
-def test_what_is_named_in_one_part_is_not_busy_in_the_next():
+def test_loads_over_of_one_part_ends_busy_blocks_for_the_next_part():
     engine = with_a_load()
     begin(engine)
     once = Part(cache=Cache(loads_over=[2]))
@@ -179,7 +179,7 @@ def test_what_is_named_in_one_part_is_not_busy_in_the_next():
     assert engine.replica.busy_blocks == (2, 3)
 
 
-def test_a_reset_is_not_kept_waiting_by_them():
+def test_a_reset_succeeds_with_busy_blocks():
     """They have no key, and no request has a block."""
     engine = with_a_load()
     begin(engine)
@@ -187,7 +187,7 @@ def test_a_reset_is_not_kept_waiting_by_them():
     assert engine.replica.busy_blocks == (2, 3)
 
 
-def test_a_request_that_needs_them_waits():
+def test_a_request_that_needs_busy_blocks_is_refused_until_they_are_free():
     """The pool will have room for it; it would never fit if it were longer."""
     engine = with_a_load()
     begin(engine)
@@ -212,7 +212,7 @@ def test_the_image_of_a_replica_has_its_busy_blocks():
 
 
 @pytest.mark.parametrize("how", [lambda engine: None, failed], ids=["runs", "preempted"])
-def test_an_image_takes_over_the_pages_of_its_loads(how):
+def test_resume_makes_busy_blocks_part_of_the_loads_of_its_requests(how):
     """Named busy when the life was opened, they belong to the request's own load then, and to no other life's."""
     engine = with_a_load(how)
     image = image_of(engine.replica)
@@ -229,7 +229,7 @@ def test_an_image_takes_over_the_pages_of_its_loads(how):
     assert not engine.replica.busy_blocks, "the load was over"
 
 
-def test_a_load_that_an_image_took_over_is_zeroed_where_it_fails():
+def test_a_failed_load_of_a_resumed_request_is_zeroed():
     engine = Engine(full(zero_new_blocks=True), num_blocks=9)
     loaded = engine.admit(1, PROMPT, external=8, cap=0, flags=DELAY).table[0]
     engine.idle()
@@ -240,7 +240,7 @@ def test_a_load_that_an_image_took_over_is_zeroed_where_it_fails():
     assert result.orders.zero_block == loaded
 
 
-def test_an_image_gives_no_busy_page_to_a_request_that_does_not_load():
+def test_resume_refuses_busy_blocks_of_a_request_that_does_not_load():
     engine = with_a_load()
     resume = image_of(engine.replica).resume
     resume.loading = [0]
@@ -271,7 +271,7 @@ def test_resume_names_held_requests_that_load(loading, busy):
     assert begin(other, epoch=6) == busy
 
 
-def test_a_column_of_another_length_is_refused():
+def test_resume_refuses_held_loading_of_another_length():
     engine = with_a_load()
     engine.replica.begin_epoch(5, tuple(engine.pool.stamp))
     with pytest.raises(InvalidArgument) as caught:
@@ -301,12 +301,12 @@ def _run_all(seeds: int) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_no_late_write_spoils_a_page_that_a_key_names(mix):
-    engines = [run(mix, seed) for seed in range(12)]
+def test_late_writes_of_loads_change_no_page_with_a_key(mix):
+    engines = [run(mix, seed) for seed in range(20)]
     assert sum(engine.late for engine in engines) > 5, "the runs must reach late writes"
     assert sum(engine.keys_seen for engine in engines) > 1000
 
 
-def test_the_twin_that_gives_such_pages_away_is_caught():
+def test_the_twin_that_allocates_busy_blocks_is_caught():
     with weakened("new life during a load"), pytest.raises(AssertionError, match=r"block|token"):
         _run_all(3)

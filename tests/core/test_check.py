@@ -1,4 +1,4 @@
-"""`check` finds every way in which the state could contradict itself: each fault is planted and named."""
+"""`check` finds every inconsistency of a replica's state: each one is planted here, and the check names it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvplane.base.step import End
 from kvplane_service.core import inspect
-from kvplane_service.core.keys import Key
+from kvplane_service.core.in_flight import TentativeKeys
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, state
 
@@ -60,7 +60,7 @@ def null_block_freed(engine):
 
 
 def null_block_keyed(engine):
-    engine.pool.key[0] = Key("", 0, fake_digest(1))
+    engine.pool.key[0] = ("", 0, fake_digest(1))
     return "the null block has a key"
 
 
@@ -77,8 +77,8 @@ def broken_backward_link(engine):
 
 def broken_last_link(engine):
     free = engine.pool.free
-    free._previous[free._sentinel] = 9
-    return "sentinel does not point to the last block"
+    free._previous[free.sentinel] = 9
+    return "free list: the sentinel does not point back to 5"
 
 
 def ring_in_the_list(engine):
@@ -88,8 +88,8 @@ def ring_in_the_list(engine):
 
 
 def key_without_map_entry(engine):
-    engine.pool.key[3] = Key("", 0, fake_digest(1))
-    return "5 keys on blocks, 4 in the map"
+    engine.pool.key[3] = ("", 0, fake_digest(1))
+    return "5 keys on blocks, 4 in the index"
 
 
 def map_entry_without_key(engine):
@@ -115,13 +115,13 @@ def empty_map_entry(engine):
 
 
 def further_key_without_a_primary(engine):
-    engine.pool.register(1, Key("", 0, fake_digest(1)), 2)
-    engine.pool.register(3, Key("", 0, fake_digest(2)), 2)
+    engine.pool.register(1, ("", 0, fake_digest(1)), 2)
+    engine.pool.register(3, ("", 0, fake_digest(2)), 2)
     engine.pool.more_keys[3] = engine.pool.more_keys.pop(1)
     engine.pool.index[""][0][fake_digest(1)] = 3
     primary = engine.pool.key[3]
     engine.pool.key[3] = None
-    del engine.pool.index[""][0][primary.digest]
+    del engine.pool.index[""][0][primary[2]]
     return "block 3: further keys .* without a primary one"
 
 
@@ -132,7 +132,7 @@ def tentative_key_of_no_step(engine):
 
 def two_blocks_with_one_stamp(engine):
     engine.pool.stamp[1] = engine.pool.stamp[2]
-    return "blocks 1 and 2 have one stamp"
+    return "blocks 1 and 2 have the same stamp"
 
 
 def keyed_block_without_a_stamp(engine):
@@ -175,7 +175,7 @@ def busy_block_with_a_holder(engine):
 
 def busy_block_with_a_key(engine):
     engine.pool.hold_busy([8])
-    engine.pool.register(8, Key("", 0, fake_digest(1)), 4)
+    engine.pool.register(8, ("", 0, fake_digest(1)), 4)
     return "block 8 is under a load of an earlier engine life and has a key"
 
 
@@ -191,12 +191,12 @@ def block_outside_the_pool(engine):
 
 def caching_beyond_the_table(engine):
     engine.replica.coordinator.managers[0].num_cached[0] = 4
-    return "slot 0: caches beyond its table"
+    return "slot 0: 4 cached blocks in a table of 3"
 
 
 def partial_hit_that_moved(engine):
     engine.replica.coordinator.managers[0].partial_hit[0] = (1, 3)
-    return "slot 0: shared block 3 left its table"
+    return "slot 0: shared block 3 is not at index 1 of its table"
 
 
 def wrong_number_evictable(engine):
@@ -217,22 +217,22 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_named(engine, plant):
+def test_check_names_a_planted_fault(engine, plant):
     inspect.check(engine.replica)
     expected = plant(engine)
     with pytest.raises(AssertionError, match=expected):
         inspect.check(engine.replica)
 
 
-def test_keys_where_nothing_is_cached_are_a_fault():
+def test_check_finds_keys_where_caching_is_off():
     engine = Engine(full(), enable_caching=False)
     engine.admit(0, "aaaa")
-    engine.pool.register(1, Key("", 0, fake_digest(1)), 4)
-    with pytest.raises(AssertionError, match="keys without prefix caching"):
+    engine.pool.register(1, ("", 0, fake_digest(1)), 4)
+    with pytest.raises(AssertionError, match="the index has keys although prefix caching is off"):
         inspect.check(engine.replica)
 
 
-def test_a_snapshot_checks_references_first(engine):
+def test_a_snapshot_checks_references(engine):
     engine.pool.references[1] += 1
     with pytest.raises(AssertionError, match="block 1"):
         inspect.take_snapshot(engine.replica)
@@ -252,7 +252,7 @@ def test_a_snapshot_shows_the_allocator():
     assert [(one.block, one.num_tokens, one.tentative) for one in seen.keys] == [
         (1, 4, False), (2, 8, False), (5, 4, True), (6, 8, True)
     ]  # fmt: skip
-    assert [one.key for one in seen.keys[:2]] == [Key("", 0, first), Key("", 0, second)]
+    assert [one.key for one in seen.keys[:2]] == [("", 0, first), ("", 0, second)]
     running, held = seen.requests
     assert (running.slot, running.num_tokens, running.computed_tokens, running.tables) == (0, 9, 9, ((1, 2, 3),))
     assert (held.slot, held.running, held.tables) == (1, False, ((),))
@@ -285,7 +285,7 @@ def change_by_one(engine):
     yield lambda: requests.content[0].digests.append(b"x")
 
 
-def test_the_digest_sees_every_difference_that_can_matter():
+def test_the_digest_changes_with_each_part_of_the_state():
     engine = Engine(state(), full(), num_blocks=30)
     engine.admit(0, "aaaabbbb")
     seen = [engine.digest]
@@ -313,7 +313,7 @@ def test_a_state_has_one_key():
     engine.admit(0, "aaaa")
     block = engine.table(0)[0]
     assert engine.pool.key[block] is not None
-    engine.pool.register(block, Key("", 0, fake_digest(1)), 2)
+    engine.pool.register(block, ("", 0, fake_digest(1)), 2)
     with pytest.raises(AssertionError, match=f"block {block} holds one state and has 2 keys"):
         inspect.check(engine.replica)
 
@@ -324,17 +324,17 @@ def test_a_snapshot_has_the_length_of_every_prefix():
     engine.admit(0, "aaaabbc")
     engine.extend(0, "b")
     seen = inspect.take_snapshot(engine.replica)
-    assert [one.num_tokens for one in seen.keys if one.key.group == 0] == [4, 8, 6]
+    assert [one.num_tokens for one in seen.keys if one.group == 0] == [4, 8, 6]
 
 
 def drop_an_untouched_row(pool):
     pool.lazy_keys.take(1)
-    return "in one of table and column alone"
+    return "block 1 has LAZY_KEY and no row in the key table"
 
 
 def touch_without_a_row_taken(pool):
     pool.key[1] = pool.key_of(1)
-    return "in one of table and column alone"
+    return "the key table has 2 rows, and 1 blocks have LAZY_KEY"
 
 
 def miscount_rows(pool):
@@ -343,8 +343,8 @@ def miscount_rows(pool):
 
 
 def hide_a_row(pool):
-    key = pool.key_of(1)
-    pool.index[""][0][key.digest] = 3
+    _, _, digest = pool.key_of(1)
+    pool.index[""][0][digest] = 3
     return "of block 1 leads to"
 
 
@@ -359,7 +359,7 @@ LAZY_KEY_FAULTS = [
 
 
 @pytest.mark.parametrize("fault", LAZY_KEY_FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_among_keys_that_came_back_is_seen(fault):
+def test_check_finds_a_fault_in_recovered_keys(fault):
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
     engine.idle()
@@ -379,23 +379,23 @@ def books(engine):
     yield "tokens in flight", lambda: requests.in_flight.__setitem__(0, 3)
     yield "a later grant", lambda: requests.granted_step.__setitem__(0, engine.seq + 1)
     yield "is executed", lambda: tracker.adoptions.__setitem__(1, [])
-    yield "is executed", lambda: tracker.tentative.__setitem__(1, [])
+    yield "is executed", lambda: tracker.tentative.__setitem__(1, TentativeKeys())
     yield "fences", lambda: tracker.waiting.append((engine.seq + 1, []))
     yield "fences", lambda: tracker.waiting.append((1, []))
-    yield "notes of group 0 are wrong", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})
-    yield "notes of group 0 are wrong", lambda: state_manager._stopped_at.__setitem__(0, {0: 400})
-    yield "notes of group 0 are wrong", lambda: state_manager.last_state.__setitem__(0, 40)
+    yield "group 0 recorded contradicts", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})
+    yield "group 0 recorded contradicts", lambda: state_manager._stopped_at.__setitem__(0, {0: 400})
+    yield "group 0 recorded contradicts", lambda: state_manager.last_state.__setitem__(0, 40)
     yield "wrong bounds", lambda: requests.fast_path_until.__setitem__(0, 400)
     yield "needs a block", lambda: widen(requests)
 
 
 def widen(requests):
     requests.fast_path_until[0] = requests.alloc_bound[0] = 400
-    requests.register_bound[0] = 500
+    requests.window_bound[0] = requests.register_bound[0] = 500
 
 
 @pytest.mark.parametrize("number", range(11))
-def test_a_fault_in_the_books_is_found(number):
+def test_check_finds_a_fault_in_the_requests(number):
     engine = Engine(state(), full(), num_blocks=30)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
@@ -405,14 +405,14 @@ def test_a_fault_in_the_books_is_found(number):
         inspect.check(engine.replica)
 
 
-def test_a_held_block_is_never_handed_out():
+def test_take_of_a_block_with_references_is_an_assertion():
     engine = Engine(full())
     engine.pool.references[1] = 1
     with pytest.raises(AssertionError, match="in the free list and has references"):
         engine.pool.take(1)
 
 
-def test_no_block_waits_for_a_step_that_was_not_sent():
+def test_release_later_for_a_step_that_was_not_sent_is_an_assertion():
     engine = Engine(full())
     with pytest.raises(AssertionError, match="was not sent"):
         engine.replica.tracker.release_later([1], 9)

@@ -1,4 +1,4 @@
-"""A prompt that parts from a cached one inside its last block (vLLM #57610), and the policy that keeps its hit.
+"""A prompt that differs from a cached one in its last block (vLLM #57610), and the policy that keeps its hit.
 
 Retention 0 keeps the window before the replay boundary and nothing else, so a prompt that differs just below it finds
 no window at all. `keep_divergence_boundary` keeps the window one block lower as well.
@@ -26,7 +26,7 @@ def letters(count):
         ({"retention_interval": DENSE_RETENTION}, True),
     ],
 )
-def test_1000_tokens_and_a_divergence_at_991(full_block, hit, changes, is_kept):
+def test_keep_divergence_boundary_keeps_the_hit_below_a_divergence(full_block, hit, changes, is_kept):
     """A window of 256 in blocks of 16, full attention in blocks of 16 or, as reported, of 32.
 
     The replay boundary is 992 both ways, and 991 is in the block before it, so 976 or 960 tokens are shared in whole
@@ -39,14 +39,14 @@ def test_1000_tokens_and_a_divergence_at_991(full_block, hit, changes, is_kept):
     assert engine.would_hit(parted).num_tokens == (hit if is_kept else 0)
 
 
-def test_a_repeat_of_the_prompt_hits_as_before():
+def test_keep_divergence_boundary_does_not_change_the_hit_of_a_repeat():
     for keep in (False, True):
         engine = Engine(full(16), window(256, 16), num_blocks=400, retention_interval=0, keep_divergence_boundary=keep)
         engine.serve(0, letters(1000))
         assert engine.would_hit(letters(1000)).num_tokens == 992
 
 
-def test_it_costs_one_more_block():
+def test_keep_divergence_boundary_keeps_one_more_block():
     kept = {}
     for keep in (False, True):
         engine = Engine(window(8), full(), retention_interval=0, keep_divergence_boundary=keep)

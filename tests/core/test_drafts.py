@@ -22,7 +22,7 @@ def kept(engine, slot, group=0):
 # -- dropping ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_matched_block_is_dropped():
+def test_a_dropping_group_drops_the_last_block_of_its_hit():
     engine = Engine(full(drops_last_block=True))
     engine.serve(0, TEXT)
     assert engine.would_hit(TEXT + "e").num_tokens == 12
@@ -30,13 +30,13 @@ def test_the_last_matched_block_is_dropped():
     assert engine.would_hit("aaaab").num_tokens == 0
 
 
-def test_one_block_is_dropped_once_however_many_groups_drop():
+def test_several_dropping_groups_drop_one_block_together():
     engine = Engine(full(drops_last_block=True), window(8, drops_last_block=True))
     engine.serve(0, TEXT + "eeee")
     assert engine.would_hit(TEXT + "eeeef").num_tokens == 16
 
 
-def test_groups_without_draft_layers_drop_nothing_of_their_own():
+def test_groups_without_draft_layers_drop_no_block():
     """The window holds the draft layers. Full attention has 16 tokens; the window looks one block past the candidate
     and drops it, so that both agree on 12 or, if that further block is there, on more.
     """
@@ -58,13 +58,13 @@ def test_a_drop_repeats_only_when_another_group_has_shortened_the_candidate():
     assert engine.would_hit(TEXT + "eeee").num_tokens == 8
 
 
-def test_a_group_of_the_same_format_drops_with_it():
+def test_a_group_of_the_same_format_as_a_dropping_group_drops_a_block():
     """Groups of one format are looked up jointly; that only one of them holds draft layers changes nothing."""
     engine = Engine(window(8, is_draft=True, drops_last_block=True), full(), window(8))
     assert [manager.drops_last_block for manager in engine.replica.coordinator.managers] == [True, False, True]
 
 
-def test_states_are_not_dropped():
+def test_a_state_group_drops_no_block():
     """Draft models have no recurrent layers: dropping would only lose the state."""
     assert find_in(state(), "xxxx", drops_last_block=True) == "000x"
     engine = Engine(state(), full(drops_last_block=True))
@@ -77,7 +77,7 @@ def test_states_are_not_dropped():
 # -- what is kept for it -----------------------------------------------------------------------------------------------
 
 
-def test_a_window_keeps_one_block_more_and_one_block_further():
+def test_a_dropping_window_keeps_one_more_block():
     """A hit at 16 looks at the block 16..19 too and drops it: 3 blocks instead of 2, up to and with that one."""
     spec = replica_spec(window(8, drops_last_block=True), full(), retention_interval=0)
     manager = Coordinator(spec, Requests()).managers[0]
@@ -87,7 +87,7 @@ def test_a_window_keeps_one_block_more_and_one_block_further():
 
 
 @pytest.mark.parametrize(("length", "expected"), [(20, ".xxxx"), (21, "..xxx."), (22, "..xxx.")])
-def test_the_replay_boundaries_are_those_that_a_repeat_can_reach(length, expected):
+def test_replay_boundaries_are_those_that_a_repeated_prompt_can_hit(length, expected):
     """A repeat of 20 tokens matches 19, so 16, and drops to 12; a longer prompt matches 20 and drops to 16. With 21
     both are 16. Each takes a window of two blocks and the block behind it.
     """
@@ -97,7 +97,7 @@ def test_the_replay_boundaries_are_those_that_a_repeat_can_reach(length, expecte
 
 
 @pytest.mark.parametrize("length", range(9, 33))
-def test_a_repeat_and_a_longer_prompt_lose_one_block_whatever_the_length(length):
+def test_repeated_and_longer_prompts_lose_one_block_to_a_dropping_group(length):
     """A repeat may look at its own last block, past the tokens that it can hit, and drops that one."""
     engine = Engine(window(8, drops_last_block=True), full(drops_last_block=True), retention_interval=0)
     engine.serve(0, "a" * length)
@@ -116,13 +116,13 @@ def test_a_dropping_group_registers_one_block_past_the_common_boundary():
 
 
 @pytest.mark.parametrize(("drops", "boundary"), [(False, 20), (True, 16)])
-def test_with_a_dropping_group_the_state_is_kept_one_block_lower(drops, boundary):
+def test_a_state_is_kept_one_block_lower_with_a_dropping_group(drops, boundary):
     """Full attention has 20 of 22 tokens and drops the last block for the drafter: the state worth a key is at 16."""
     engine = Engine(state(), full(drops_last_block=drops), retention_interval=0, num_blocks=60)
     engine.admit(0, "a" * 22, cap=4)
     for _ in range(5):
         engine.run(0, cap=4)
-    states = [block for block in engine.keyed() if engine.pool.key[block].group == 0]
+    states = engine.keyed(group=0)
     assert [engine.pool.key_tokens[block] for block in states] == [boundary]
     engine.end(0)
     assert engine.would_hit("a" * 22).num_tokens == boundary
@@ -132,7 +132,7 @@ def test_with_a_dropping_group_the_state_is_kept_one_block_lower(drops, boundary
 
 
 @pytest.mark.parametrize(("lookahead", "cached"), [(0, [1, 2]), (1, [1, 2]), (2, [1]), (3, [1])])
-def test_tokens_that_the_drafter_will_compute_again_are_not_final(lookahead, cached):
+def test_prefill_lookahead_delays_the_keys_of_the_last_tokens(lookahead, cached):
     """A drafter of L modules prefills the last L - 1 tokens again with the next chunk, so their block waits."""
     engine = Engine(full(drops_last_block=True), prefill_lookahead=lookahead)
     engine.admit(0, "aaaabbbbcccc", cap=8)

@@ -1,4 +1,4 @@
-"""A row asks for no more drafts than states are kept for, and steps ahead over unverified drafts are no such rows."""
+"""A decode row with more drafts than the replica keeps states for is refused; steps sent ahead are accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decoding(blocks: int = STATES, **changes) -> Engine:
     return engine
 
 
-def test_one_draft_more_than_states_is_refused_by_name():
+def test_more_drafts_than_speculative_states_are_refused_by_name():
     engine = decoding()
     before = engine.digest
     with pytest.raises(InvalidArgument, match="would compute 5 tokens; 4 is the most where 3 states") as caught:
@@ -31,28 +31,28 @@ def test_one_draft_more_than_states_is_refused_by_name():
     assert engine.run(0, extra=3).granted == [4]
 
 
-def test_a_model_without_states_takes_any_number():
+def test_a_model_without_states_allows_any_number_of_drafts():
     engine = Engine(full())
     engine.admit(0, "aaaabbbbc", cap=8)
     assert engine.run(0, extra=9).granted == [10]
 
 
-def test_the_reference_takes_what_it_cannot_take_back():
+def test_the_reference_rule_allows_more_drafts_than_states():
     assert decoding(commit=REFERENCE).run(0, extra=4).granted == [5]
 
 
-def test_the_group_with_the_fewest_states_counts():
+def test_drafts_are_limited_by_the_group_with_the_fewest_states():
     engine = Engine(state(speculative_blocks=3), state(8, speculative_blocks=1), full(8))
     engine.admit(0, "aaaabbbbc", cap=8)
     with pytest.raises(InvalidArgument, match="where 1 states"):
         engine.run(0, extra=2)
 
 
-def test_a_cap_may_keep_a_row_within():
+def test_a_cap_may_limit_a_row_to_its_speculative_states():
     assert decoding().run(0, extra=9, cap=4).granted == [4]
 
 
-def test_what_joins_in_the_same_step_counts():
+def test_tokens_appended_in_the_same_step_count_as_drafts():
     engine = decoding()
     assert engine.run(0).granted == [1]
     with pytest.raises(InvalidArgument, match="would compute 5 tokens"):
@@ -64,13 +64,13 @@ def test_what_joins_in_the_same_step_counts():
     assert engine.step(Part(facts=facts, run=Run([0], extra=[3])))[0].granted == [4]
 
 
-def test_a_prompt_is_no_decode():
+def test_a_prefill_row_is_not_limited_by_speculative_states():
     engine = Engine(state(speculative_blocks=1), full())
     engine.admit(0, "aaaabbbbccccd", cap=4)
     assert engine.run(0, extra=5).granted == [14]
 
 
-def test_a_step_ahead_asks_for_placeholders_and_drafts():
+def test_a_step_ahead_counts_placeholders_and_drafts():
     """Each step ahead assumes that the one before it samples one token and keeps its drafts."""
     engine = decoding()
     engine.executed = 1
@@ -82,7 +82,7 @@ def test_a_step_ahead_asks_for_placeholders_and_drafts():
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_no_step_of_an_engine_that_runs_ahead_is_refused(seed):
+def test_steps_of_an_engine_that_runs_ahead_are_accepted(seed):
     """Budgets and full pools cut its rows short, and it sends up to three more steps before it reads of that."""
     rng = Random(seed)
     engine = decoding(num_blocks=rng.choice([12, 60]), max_model_len=256)

@@ -1,4 +1,4 @@
-"""A new life of the engine on the same page memory: requests are gone, proven pages stay cached.
+"""A new engine life on the same page memory: all requests end, and pages with a proven stamp stay cached.
 
 A key survives exactly where the page's stamp in the memory is the service's, and the step that wrote it was executed.
 """
@@ -26,11 +26,11 @@ def begin(engine, stamps=(), epoch=1):
 
 
 def stamps(engine):
-    """What an intact page memory says."""
+    """The stamps of an intact page memory."""
     return list(engine.pool.stamp)
 
 
-def test_without_a_stamp_table_nothing_is_proven():
+def test_begin_epoch_without_a_stamp_table_drops_all_keys():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     assert begin(engine) == 0
@@ -38,7 +38,7 @@ def test_without_a_stamp_table_nothing_is_proven():
     assert engine.admit(0, PROMPT).hit == 0
 
 
-def test_intact_memory_keeps_every_executed_key():
+def test_begin_epoch_with_intact_memory_keeps_executed_keys():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     assert begin(engine, stamps(engine)) == 3
@@ -59,7 +59,7 @@ def test_a_key_of_a_step_that_was_not_executed_is_not_kept():
 
 
 @pytest.mark.parametrize("wrong", [1, 2, 3])
-def test_one_page_that_was_overwritten_loses_its_key_alone(wrong):
+def test_begin_epoch_drops_only_the_key_of_an_overwritten_page(wrong):
     engine = Engine(full())
     engine.serve(0, PROMPT)
     memory = stamps(engine)
@@ -69,7 +69,7 @@ def test_one_page_that_was_overwritten_loses_its_key_alone(wrong):
     assert engine.admit(0, PROMPT).hit == 4 * (wrong - 1), "a hit ends before the hole"
 
 
-def test_a_page_that_was_never_stamped_proves_nothing():
+def test_begin_epoch_drops_keys_of_pages_with_stamp_0():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     memory = stamps(engine)
@@ -77,13 +77,13 @@ def test_a_page_that_was_never_stamped_proves_nothing():
     assert begin(engine, memory) == 2
 
 
-def test_a_table_that_is_too_short_proves_only_what_it_holds():
+def test_begin_epoch_drops_keys_beyond_the_end_of_a_short_stamp_table():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     assert begin(engine, stamps(engine)[:3]) == 2
 
 
-def test_a_stamp_of_the_last_life_does_not_prove_this_one():
+def test_begin_epoch_drops_keys_with_a_stamp_of_an_earlier_life():
     """Block 1 was dropped when the second life began, so the memory's old stamp for it is out of date from then on."""
     engine = Engine(full())
     engine.serve(0, PROMPT)
@@ -93,7 +93,7 @@ def test_a_stamp_of_the_last_life_does_not_prove_this_one():
     assert begin(engine, old, epoch=2) == 0
 
 
-def test_every_request_ends_wherever_it_is():
+def test_begin_epoch_ends_requests_in_every_state():
     """Running, waiting, held, fenced, with copies under way and within an unfinished step: all blocks return."""
     engine = Engine(full(2), full(4, lookup_class=1), num_blocks=40, partial_hits=True)
     engine.executed = 0
@@ -113,7 +113,7 @@ def test_every_request_ends_wherever_it_is():
     assert engine.replica.requests.slots() == []
 
 
-def test_steps_are_numbered_from_one_again():
+def test_step_numbers_of_an_epoch_begin_with_1():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     begin(engine, stamps(engine))
@@ -121,7 +121,7 @@ def test_steps_are_numbered_from_one_again():
     assert engine.admit(0, PROMPT).status is GRANTED
 
 
-def test_blocks_without_a_key_are_given_away_first_and_the_others_in_their_old_order():
+def test_begin_epoch_moves_blocks_without_a_key_to_the_front_of_the_free_list():
     engine = Engine(full(), num_blocks=9)
     engine.serve(0, "aaaabbbb")
     engine.serve(1, "ccccdddd")
@@ -132,18 +132,18 @@ def test_blocks_without_a_key_are_given_away_first_and_the_others_in_their_old_o
     assert engine.free_order == [5, 6, 7, 8, 1, 2, 4, 3]
 
 
-def test_every_group_proves_its_own_pages():
+def test_begin_epoch_verifies_pages_per_group():
     engine = Engine(window(4), full(), num_blocks=40)
     engine.serve(0, PROMPT)
     memory = stamps(engine)
-    windowed = [block for block in engine.keyed() if engine.pool.key[block].group == 0]
+    windowed = engine.keyed(group=0)
     for block in windowed:
         memory[block] = 0
     begin(engine, memory)
     assert engine.admit(0, PROMPT).hit == 0, "full attention alone does not make a hit"
 
 
-def test_states_survive_like_other_pages():
+def test_begin_epoch_keeps_states_with_proven_stamps():
     engine = Engine(state(), full(), num_blocks=40)
     engine.admit(0, PROMPT, cap=12)
     engine.idle()
@@ -151,7 +151,7 @@ def test_states_survive_like_other_pages():
     assert engine.admit(0, PROMPT).hit == 12
 
 
-def test_an_epoch_never_comes_again():
+def test_begin_epoch_refuses_an_epoch_that_is_not_higher():
     engine = Engine(full())
     begin(engine, epoch=3)
     for epoch in (3, 2):
@@ -159,7 +159,7 @@ def test_an_epoch_never_comes_again():
             engine.replica.begin_epoch(epoch)
 
 
-def test_ages_do_not_run_across_lives():
+def test_eviction_ages_are_not_counted_across_engine_lives():
     """Step numbers begin again, so an age across two lives would be no number of steps."""
     engine = Engine(full(), num_blocks=3)
     for _ in range(100):
@@ -171,7 +171,7 @@ def test_ages_do_not_run_across_lives():
 
 
 @given(st.sets(st.integers(1, 12)), st.integers(0, 8))
-def test_exactly_the_proven_and_executed_keys_survive(intact, executed):
+def test_begin_epoch_keeps_exactly_the_proven_and_executed_keys(intact, executed):
     """Four requests of two blocks each, in steps 1, 3, 5, 7 (and their ends in between)."""
     engine = Engine(full(), num_blocks=13)
     engine.executed = 0

@@ -1,4 +1,4 @@
-"""Cache events: what was stored and removed, in the order in which it happened. Indexes and routers live from them."""
+"""Cache events report stored and removed keys in the order of the changes. Indexers and routers read them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import pytest
 
 from kvplane.base.groups import AlignSpec, CommitRule
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane_service.core.keys import Key
 from tests.core.builders import REFERENCE, SAFE, Engine, digests, full, state, stored, window
 
 STORED, REMOVED, CLEARED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
 PROMPT = "aaaabbbbccccd"
 
 
-def test_one_event_for_the_blocks_that_became_full_together():
+def test_blocks_that_fill_in_one_step_have_one_stored_event():
     engine = Engine(full())
     made = tuple(digests(engine.spec, PROMPT))
     (event,) = engine.admit(3, PROMPT, news={"domain": "blue"}).result.events
@@ -32,7 +31,7 @@ def test_one_event_for_the_blocks_that_became_full_together():
     )
 
 
-def test_the_parent_is_the_hash_before_the_range():
+def test_stored_event_parent_is_the_hash_before_the_range():
     engine = Engine(full())
     first, second, third = digests(engine.spec, PROMPT)
     engine.admit(0, PROMPT, cap=5)
@@ -42,7 +41,7 @@ def test_the_parent_is_the_hash_before_the_range():
     assert (event.parent, event.hashes) == (second, (third,))
 
 
-def test_the_parent_comes_from_the_content_also_where_the_block_before_is_null():
+def test_stored_event_has_a_parent_behind_a_null_block():
     """The window's block 1 has left the table; the hash chain still has what came before."""
     engine = Engine(window(4), full())
     made = digests(engine.spec, "a" * 16)
@@ -54,14 +53,14 @@ def test_the_parent_comes_from_the_content_also_where_the_block_before_is_null()
     assert [(event.group, event.parent) for event in events] == [(0, made[2]), (1, made[2])]
 
 
-def test_only_full_blocks_are_stored_and_adopted_ones_are_not_stored_again():
+def test_stored_events_omit_partial_and_adopted_blocks():
     engine = Engine(full())
     assert stored(engine.admit(0, PROMPT).result.events) == [(1, 2, 3)]
     assert engine.admit(1, PROMPT).result.events == []
     assert stored(engine.run(1, text="e").result.events) == []
 
 
-def test_blocks_without_a_key_are_skipped_in_the_hashes_but_not_in_the_range():
+def test_stored_event_range_includes_blocks_without_a_key():
     """Retention 0 keeps two blocks of five; the event still says which tokens were passed."""
     engine = Engine(window(8), full(), retention_interval=0)
     made = digests(engine.spec, "a" * 20)
@@ -72,7 +71,7 @@ def test_blocks_without_a_key_are_skipped_in_the_hashes_but_not_in_the_range():
 
 
 @pytest.mark.parametrize(("rule", "groups"), [(SAFE, [1]), (REFERENCE, [0, 1])])
-def test_only_the_reference_has_an_event_for_a_range_without_a_key(rule, groups):
+def test_stored_event_of_a_range_without_keys_only_under_the_reference_rule(rule, groups):
     engine = Engine(window(4), full(), retention_interval=0, commit=rule)
     engine.admit(0, "a" * 21, cap=8)
     events = engine.run(0, cap=4).result.events
@@ -80,13 +79,13 @@ def test_only_the_reference_has_an_event_for_a_range_without_a_key(rule, groups)
     assert [event.group for event in events if event.hashes] == [1]
 
 
-def test_groups_have_events_of_their_own_in_group_order():
+def test_stored_events_are_per_group_in_group_order():
     engine = Engine(full(4), full(8, lookup_class=1))
     events = engine.admit(0, "a" * 9).result.events
     assert [(event.group, event.block_size, event.start, event.end) for event in events] == [(0, 4, 0, 8), (1, 8, 0, 8)]
 
 
-def test_an_eviction_event_names_block_group_and_reason_and_precedes_the_new_content():
+def test_removed_event_of_an_eviction_precedes_the_stored_event():
     engine = Engine(full(), num_blocks=4)
     first, second, third = digests(engine.spec, "aaaabbbbcccc")
     engine.serve(0, "aaaabbbbcccc", news={"domain": "blue"})
@@ -100,7 +99,7 @@ def test_an_eviction_event_names_block_group_and_reason_and_precedes_the_new_con
     assert [event.kind for event in events[3:]] == [STORED]
 
 
-def test_one_of_two_equal_blocks_is_removed_by_itself():
+def test_removed_event_names_one_of_two_equal_blocks():
     engine = Engine(full())
     engine.admit(0, "aaaab", news={"skip_reading": 1})
     engine.admit(1, "aaaab", news={"skip_reading": 1})
@@ -110,7 +109,7 @@ def test_one_of_two_equal_blocks_is_removed_by_itself():
 
 
 @pytest.mark.parametrize("commit", CommitRule)
-def test_a_state_that_moves_to_a_copy_leaves_one_block_and_is_stored_in_another(commit):
+def test_a_moved_state_has_a_removed_and_a_stored_event(commit):
     """The request continues in the page that has the key of its prompt's last boundary. The reference has no event."""
     aligned = AlignSpec(8, 4096, stop_at_tail=True)
     partial = {"partial_hits": True, "hash_block_size": 4, "scheduler_block_size": 8, "align": aligned}
@@ -119,9 +118,9 @@ def test_a_state_that_moves_to_a_copy_leaves_one_block_and_is_stored_in_another(
     while engine.computed(0) < 12:
         engine.run(0)
     made = digests(engine.spec, "aaaaaaaabbbbcde")
-    (source,) = engine.pool.blocks_of(Key("", 1, made[2]))
+    (source,) = engine.pool.blocks_of(("", 1, made[2]))
     events = engine.run(0).result.events
-    (target,) = engine.pool.blocks_of(Key("", 1, made[2]))
+    (target,) = engine.pool.blocks_of(("", 1, made[2]))
     moved = [
         CacheEvent(REMOVED, 1, (made[2],), (source,), reason=RemoveReason.MOVED),
         CacheEvent(STORED, 1, (made[2],), (target,), parent=made[1], block_size=4, start=8, end=12, block_starts=(8,)),
@@ -130,13 +129,13 @@ def test_a_state_that_moves_to_a_copy_leaves_one_block_and_is_stored_in_another(
     assert [event for event in events if made[2] in event.hashes] == (moved if commit is CommitRule.SAFE else [])
 
 
-def test_a_reset_is_one_event():
+def test_a_reset_emits_one_cleared_event():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     assert engine.cache(reset=True).events == [CacheEvent(CLEARED)]
 
 
-def test_a_new_epoch_reports_the_keys_that_it_could_not_prove():
+def test_a_new_epoch_emits_removed_events_of_unproven_keys():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     memory = list(engine.pool.stamp)

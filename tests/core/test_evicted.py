@@ -1,4 +1,4 @@
-"""An eviction takes keys from blocks that requests may have: who counts such a block as computed names it again."""
+"""An eviction drops keys of blocks that requests may hold; a request with such a computed block registers it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_evicted_block_of_a_running_request_is_registered_again():
     assert engine.would_hit("aaaabbbbcd").num_tokens == 8
 
 
-def test_an_evicted_block_that_is_computed_again_is_named_behind_that():
+def test_an_evicted_block_is_registered_once_its_tokens_are_computed_again():
     """Its page was bad: the engine lowers `computed` in the same part."""
     engine = Engine(full())
     engine.admit(0, "aaaabbbbc")
@@ -30,7 +30,7 @@ def test_an_evicted_block_that_is_computed_again_is_named_behind_that():
     assert engine.keyed() == [first, second]
 
 
-def test_the_reference_registers_nothing_again():
+def test_the_reference_rule_registers_no_evicted_block_again():
     engine = Engine(full(), commit=REFERENCE)
     engine.admit(0, "aaaabbbbc")
     engine.cache(evicted=engine.table(0)[:1])

@@ -1,4 +1,4 @@
-"""Tokens that come from outside (another node, a slower tier): they get blocks here, behind the local hit.
+"""External tokens (from another node or a slower tier) get blocks behind the local hit.
 
 |<- local hit ->|<- external ->|<- computed here ->|
 """
@@ -24,7 +24,7 @@ def test_external_tokens_get_blocks_and_only_the_rest_is_computed():
     assert engine.computed(0) == 13
 
 
-def test_they_stand_behind_the_local_hit():
+def test_external_tokens_follow_the_local_hit():
     engine = Engine(full())
     local = engine.serve(0, "aaaab").table[0]
     admitted = engine.admit(1, PROMPT, external=4)
@@ -32,7 +32,7 @@ def test_they_stand_behind_the_local_hit():
     assert admitted.table[0][0] == local[0]
 
 
-def test_what_was_loaded_is_cached_for_others():
+def test_loaded_tokens_are_cached_for_other_requests():
     engine = Engine(full())
     engine.serve(0, PROMPT, external=8)
     assert engine.would_hit(PROMPT).num_tokens == 12
@@ -46,7 +46,7 @@ def test_an_admission_whose_hit_has_changed_is_refused_with_the_new_hit():
     assert engine.admit(0, external=4, expected_hit=0).status is GRANTED
 
 
-def test_more_external_tokens_than_the_request_has_left_is_stale_too():
+def test_more_external_tokens_than_remain_behind_the_hit_is_a_stale_hit():
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
     assert engine.admit(1, PROMPT, external=8).status is STALE_HIT
@@ -55,7 +55,7 @@ def test_more_external_tokens_than_the_request_has_left_is_stale_too():
 # -- delayed caching ---------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_tokens_on_their_way_wait_for_a_commit():
+def test_keys_of_external_tokens_are_registered_by_a_commit():
     engine = Engine(full())
     engine.admit(0, PROMPT, external=8, flags=DELAY)
     assert engine.keyed() == []
@@ -65,7 +65,7 @@ def test_keys_of_tokens_on_their_way_wait_for_a_commit():
     assert engine.keyed() == engine.table(0)[:3]
 
 
-def test_a_request_may_wait_for_its_tokens_without_computing_any():
+def test_a_request_with_external_tokens_is_admitted_with_cap_0():
     """All but the last token comes from outside, and this step computes nothing: the blocks are there already."""
     engine = Engine(full())
     admitted = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
@@ -74,13 +74,13 @@ def test_a_request_may_wait_for_its_tokens_without_computing_any():
     assert engine.run(0).granted == [1]
 
 
-def test_without_external_tokens_nothing_to_compute_is_no_room():
+def test_cap_0_without_external_tokens_is_no_room():
     engine = Engine(full())
     assert engine.admit(0, PROMPT, cap=0).status is NO_ROOM
     assert engine.admit(0, cap=0, flags=DELAY).status is NO_ROOM
 
 
-def test_a_load_that_failed_is_computed_after_all():
+def test_tokens_of_a_failed_load_are_computed():
     """The engine sets the count back to what is good; the blocks stay, their keys were never registered."""
     engine = Engine(full())
     engine.admit(0, PROMPT, external=8, cap=1, flags=DELAY)
@@ -90,7 +90,7 @@ def test_a_load_that_failed_is_computed_after_all():
     assert engine.keyed() == engine.table(0)[:3]
 
 
-def test_keys_of_a_failed_load_that_were_registered_are_dropped():
+def test_registered_keys_of_a_failed_load_can_be_evicted():
     engine = Engine(full())
     engine.admit(0, PROMPT, external=8)
     bad = engine.table(0)[1]
@@ -98,7 +98,7 @@ def test_keys_of_a_failed_load_that_were_registered_are_dropped():
     assert engine.would_hit(PROMPT).num_tokens == 4
 
 
-def test_blocks_that_a_load_fills_are_zeroed_only_where_it_fails():
+def test_blocks_of_a_load_are_zeroed_only_where_it_fails():
     """A zero order during a transfer could wipe what it wrote. What a failed load left unwritten is zeroed when that is
     known, so that no bytes of the page's last owner are read.
     """
@@ -124,7 +124,7 @@ def test_blocks_that_a_load_fills_are_zeroed_only_where_it_fails():
         ([Part(facts=Facts([0], commit=[4])), Part(facts=Facts([0], computed=[4]))], 1),
     ],
 )
-def test_a_failed_load_is_zeroed_whenever_its_tokens_are_given_up(parts, zeroed):
+def test_blocks_of_a_failed_load_are_zeroed_in_the_step_that_lowers_computed(parts, zeroed):
     for together in (False, True):
         engine = Engine(full(zero_new_blocks=True))
         table = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY).table[0]
@@ -133,14 +133,14 @@ def test_a_failed_load_is_zeroed_whenever_its_tokens_are_given_up(parts, zeroed)
         assert engine.run(0).result.orders.zero_block == engine.table(0)[3:], "once only"
 
 
-def test_loaded_tokens_are_not_zeroed_when_drafts_are_rejected():
+def test_rejected_drafts_zero_no_loaded_tokens():
     engine = Engine(full(zero_new_blocks=True))
     engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
     engine.run(0, extra=6)
     assert engine.fact(0, computed=13).orders.zero_block == []
 
 
-def test_what_is_preempted_or_ends_leaves_no_zeroes_to_its_slot():
+def test_an_ended_request_with_a_load_leaves_no_zero_orders_for_its_slot():
     for how in (End.PREEMPTED, End.FREE):
         engine = Engine(full(zero_new_blocks=True))
         engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
@@ -161,7 +161,7 @@ def test_external_tokens_outside_the_window_need_no_blocks():
     assert engine.num_free == 100 - 3 - 6
 
 
-def test_a_hit_outside_the_window_behind_the_load_is_not_adopted():
+def test_a_hit_outside_the_window_of_the_external_tokens_is_not_adopted():
     """8 tokens are hit and 12 more come from outside: the window reaches back to 17, so no local block is needed."""
     engine = Engine(window(4), full())
     local = engine.serve(0, "a" * 9).table[0]
@@ -170,7 +170,7 @@ def test_a_hit_outside_the_window_behind_the_load_is_not_adopted():
     assert not set(local) & set(admitted.table[0])
 
 
-def test_a_state_from_outside_gets_one_block():
+def test_an_external_state_gets_one_block():
     engine = Engine(state(), full())
     admitted = engine.admit(0, "a" * 21, external=16, cap=4)
     assert [block != 0 for block in admitted.table[0]] == [False] * 3 + [True, True]
@@ -195,7 +195,7 @@ def test_blocks_for_external_tokens_never_come_from_another_groups_hit():
 # -- headroom ----------------------------------------------------------------------------------------------------------
 
 
-def test_reserved_blocks_stay_for_others():
+def test_an_admission_leaves_reserved_blocks_free():
     """Such as sequences whose external tokens are still loading and will need blocks to continue."""
     engine = Engine(full(), num_blocks=9)
     assert engine.admit(0, PROMPT, reserved=5).status is REFUSED
@@ -217,7 +217,7 @@ def preempted_while_loading():
     return engine
 
 
-def test_pages_under_a_load_stay_with_it_when_the_request_is_preempted():
+def test_preemption_keeps_the_blocks_under_a_load():
     engine = preempted_while_loading()
     assert engine.num_free == 5
     assert engine.admit(0, cap=100).status is GRANTED, "other requests continue"
@@ -241,7 +241,7 @@ def test_loading_blocks_return_when_the_load_is_reported_as_over(finish):
     assert engine.keyed() == [], "what was loaded for a life that is over has no name"
 
 
-def test_they_can_be_handed_over_to_a_transfer_that_reads_them():
+def test_blocks_of_a_preempted_load_can_be_held():
     engine = preempted_while_loading()
     engine.end(1, how=End.HELD)
     assert engine.num_free == 5
@@ -249,7 +249,7 @@ def test_they_can_be_handed_over_to_a_transfer_that_reads_them():
     assert engine.num_free == 8
 
 
-def test_a_load_that_ends_while_its_request_has_its_blocks_changes_nothing():
+def test_released_of_a_running_request_frees_no_block():
     engine = Engine(full())
     loading = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
     engine.cache(released=[0])

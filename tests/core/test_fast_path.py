@@ -1,4 +1,4 @@
-"""The fast path: rows for which no manager has anything to do are only counted.
+"""The fast path: a row that changes no table calls no manager; only its tokens are counted.
 
 It is only a shortcut: a replica that leaves the fast path before every step decides the same.
 """
@@ -29,7 +29,7 @@ def asked(engine):
     return seen
 
 
-def test_decoding_asks_only_where_a_block_starts_or_fills():
+def test_decode_rows_leave_the_fast_path_where_a_block_starts_or_fills():
     engine = Engine(full(), full(lookup_class=1))
     engine.admit(0, "aaaabb")
     seen = asked(engine)
@@ -42,7 +42,7 @@ def test_decoding_asks_only_where_a_block_starts_or_fills():
     assert asked_at == [7, 8, 9, 12, 13, 16, 17], "the first call after an admission always asks"
 
 
-def test_or_where_a_block_leaves_the_window():
+def test_decode_rows_leave_the_fast_path_where_a_block_leaves_the_window():
     engine = Engine(window(6), enable_caching=False)
     engine.admit(0, "a" * 6)
     seen = asked(engine)
@@ -56,7 +56,7 @@ def test_or_where_a_block_leaves_the_window():
 
 
 @pytest.mark.parametrize("move", ["fact", "commit", "refusal", "preemption"])
-def test_what_changes_the_table_wakes_the_request(move):
+def test_table_changes_end_the_fast_path(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
@@ -103,7 +103,7 @@ def grown(engine):
     return seen
 
 
-def test_with_steps_in_flight_a_window_is_looked_at_only_when_a_block_leaves_it():
+def test_steps_in_flight_delay_the_end_of_the_fast_path_of_a_window():
     engine = Engine(window(6), enable_caching=False)
     engine.admit(0, "a" * 6)
     looked_at, seen = [], grown(engine)
@@ -116,7 +116,7 @@ def test_with_steps_in_flight_a_window_is_looked_at_only_when_a_block_leaves_it(
     assert looked_at == [7, 9, 13, 17], "blocks start with 9, 13, 17; one leaves with 9 processed, 12 computed before"
 
 
-def test_a_new_hash_asks_no_manager_for_blocks():
+def test_a_new_hash_allocates_no_block():
     """Rows in phase: all fill their blocks in one step."""
     engine = Engine(full(), window(6))
     engine.admit(0, "aaaabb")
@@ -149,7 +149,7 @@ def decode_step(replica, letter):
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_forgetting_it_changes_nothing(mix, data):
+def test_invalidating_the_fast_path_changes_no_decision(mix, data):
     (groups, changes), rng = MIXES[mix], data.draw(st.randoms(use_true_random=False))
     spec = replica_spec(*groups, num_blocks=data.draw(st.integers(8, 60)), **changes)
     quiet, awake = Sender(spec, by_rows=False), Sender(spec, by_rows=False)

@@ -1,4 +1,4 @@
-"""The page campaign sees when others are shown something else than what is published."""
+"""The page campaign fails when a follower of the events sees other keys than the published ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEDS = range(1, 31)
 
 @pytest.mark.parametrize("twin", ["a removal of a held key is swallowed", "withdrawn keys stay shown"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_twin_is_caught_by_the_view_of_a_follower(twin, mix):
+def test_a_follower_catches_a_twin(twin, mix):
     with weakened(twin), pytest.raises(WrongView, match="shown, and not published"):
         run_all(mix)
 

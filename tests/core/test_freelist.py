@@ -1,4 +1,4 @@
-"""The free list: victims leave on the left; the caller that frees a block chooses the end that it joins."""
+"""The free list: blocks are allocated from the front; the caller that frees a block chooses front or back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane_service.core.freelist import FreeList
+from kvplane_service.core.invariants import check_free_list
 
 
 def order(free):
-    assert free.check() == set(free)
+    is_free = bytearray(free.sentinel)
+    for _ in check_free_list(free, is_free):
+        pass
+    assert {block for block, flag in enumerate(is_free) if flag} == set(free)
     return list(free)
 
 
-def test_it_starts_with_every_block_but_the_null_block_in_id_order():
+def test_free_list_starts_with_every_block_but_the_null_block_in_id_order():
     free = FreeList(5)
     assert order(free) == [1, 2, 3, 4]
     assert free.count == 4
@@ -27,12 +31,12 @@ def test_pop_takes_from_the_front(count):
     assert order(free) == [1, 2, 3, 4][count:]
 
 
-def test_more_than_there_are_is_a_bug_of_the_caller():
+def test_pop_of_more_blocks_than_are_free_is_an_assertion():
     with pytest.raises(AssertionError, match="5 blocks requested, 4 free"):
         FreeList(5).pop(5)
 
 
-def test_a_drained_list_can_be_refilled():
+def test_an_empty_free_list_can_be_refilled():
     free = FreeList(4)
     free.pop(3)
     assert order(free) == []
@@ -42,7 +46,7 @@ def test_a_drained_list_can_be_refilled():
 
 
 @pytest.mark.parametrize(("block", "rest"), [(1, [2, 3, 4]), (3, [1, 2, 4]), (4, [1, 2, 3])])
-def test_a_block_leaves_from_anywhere(block, rest):
+def test_remove_takes_a_block_from_any_position(block, rest):
     free = FreeList(5)
     free.remove(block)
     assert order(free) == rest
@@ -50,7 +54,7 @@ def test_a_block_leaves_from_anywhere(block, rest):
     assert order(free) == [*rest, block]
 
 
-def test_both_ends_keep_the_order_of_the_call():
+def test_append_and_prepend_keep_the_order_of_their_blocks():
     free = FreeList(8)
     free.pop(7)
     free.append([4, 2])
@@ -59,14 +63,14 @@ def test_both_ends_keep_the_order_of_the_call():
     assert order(free) == [7, 1, 4, 2, 3]
 
 
-def test_joining_nothing_changes_nothing():
+def test_append_and_prepend_of_no_blocks_change_nothing():
     free = FreeList(4)
     free.append([])
     free.prepend([])
     assert order(free) == [1, 2, 3]
 
 
-def test_rebuild_makes_it_exactly_the_given_order():
+def test_rebuild_sets_exactly_the_given_order():
     free = FreeList(5)
     free.rebuild([4, 2])
     assert order(free) == [4, 2]
@@ -77,7 +81,7 @@ MOVE = st.tuples(st.sampled_from(["pop", "remove", "append", "prepend"]), st.int
 
 
 @given(st.lists(MOVE, max_size=60))
-def test_any_sequence_of_moves_behaves_as_a_list(moves):
+def test_free_list_operations_equal_those_of_a_list(moves):
     free, model, out = FreeList(10), list(range(1, 10)), list[int]()
     for move, where, count in moves:
         if move == "pop":

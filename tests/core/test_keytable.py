@@ -1,4 +1,4 @@
-"""The table of keys that came back: it says what a dict of them would."""
+"""The table of recovered keys returns the same as a dict of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NUM_BLOCKS = 1000
 def table_of(keys: list[Key]) -> tuple[KeyTable, dict[int, Key]]:
     """Each key on a block of its own, from block 7 on."""
     blocks = np.arange(7, 7 + len(keys))
-    pair = np.array([PAIRS.index((key.domain, key.group)) for key in keys], np.uint32)
-    digest = np.frombuffer(b"".join(key.digest for key in keys), np.uint8).reshape(-1, 16)
+    pair = np.array([PAIRS.index((domain, group)) for domain, group, _ in keys], np.uint32)
+    digest = np.frombuffer(b"".join(digest for _, _, digest in keys), np.uint8).reshape(-1, 16)
     return KeyTable(NUM_BLOCKS, PAIRS, pair, blocks, digest), dict(zip(blocks.tolist(), keys, strict=True))
 
 
@@ -26,11 +26,11 @@ def table_of(keys: list[Key]) -> tuple[KeyTable, dict[int, Key]]:
 digests = st.tuples(st.integers(0, 3), st.sampled_from([0, 5, 7, 8, 15])).map(
     lambda drawn: bytes(drawn[0] if at == drawn[1] else 0 for at in range(16))
 )
-keys = st.builds(lambda pair, digest: Key(pair[0], pair[1], digest), st.sampled_from(PAIRS), digests)
+keys = st.builds(lambda pair, digest: (*pair, digest), st.sampled_from(PAIRS), digests)
 
 
 @given(st.lists(keys, unique=True, max_size=40), st.lists(keys, max_size=20), st.randoms(use_true_random=False))
-def test_it_finds_what_is_there_and_nothing_else(inside, asked, chance):
+def test_key_table_finds_exactly_its_keys(inside, asked, chance):
     table, key_of = table_of(inside)
     for block in chance.sample(sorted(key_of), len(key_of) // 3):
         assert table.take(block) == key_of.pop(block)
@@ -38,15 +38,16 @@ def test_it_finds_what_is_there_and_nothing_else(inside, asked, chance):
     assert dict(table) == key_of
     assert table.num_keys == len(key_of)
     for group in (0, 1, 3):
-        assert table.count_keys(group) == sum(key.group == group for key in block_of)
+        assert table.count_keys(group) == sum(of_key == group for _, of_key, _ in block_of)
     for key in (*asked, *inside):
         assert table.find(*key) == block_of.get(key, NULL_BLOCK)
-        assert table.find("other", key.group, key.digest) == NULL_BLOCK
-        assert table.find(key.domain, key.group, key.digest + b"x") == NULL_BLOCK
+        domain, group, digest = key
+        assert table.find("other", group, digest) == NULL_BLOCK
+        assert table.find(domain, group, digest + b"x") == NULL_BLOCK
 
 
 @given(st.lists(keys, max_size=30))
-def test_keys_of_several_blocks_are_named(inside):
+def test_key_table_returns_keys_of_several_blocks(inside):
     table, key_of = table_of(inside)
     several = {
         key: [block for block, other in key_of.items() if other == key] for key in inside if inside.count(key) > 1
@@ -55,8 +56,8 @@ def test_keys_of_several_blocks_are_named(inside):
     assert table.shared_keys() == [sorted(blocks) for blocks in table.shared_keys()]
 
 
-def test_a_key_is_taken_once():
-    table, _ = table_of([Key("", 0, bytes(16))])
+def test_take_of_a_taken_block_is_an_assertion():
+    table, _ = table_of([("", 0, bytes(16))])
     table.take(7)
     with pytest.raises(AssertionError, match="block 7 has no row"):
         table.take(7)

@@ -1,4 +1,4 @@
-"""A transfer into a request's blocks starts behind every launch that may still read or write them.
+"""A load into a request's blocks starts after every launch that may still read or write them.
 
 An admission with delayed caching is answered with that step, `admit_load_after`; until it is executed nothing of the
 load is registered, and the blocks do not return.
@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamp_table import StampTable, table_bytes
-from kvplane.base.step import Admit, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Step
+from kvplane.base.step import Admit, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Run, Step
 from kvplane.rank import Rank, RankGroup
 from kvplane_service.core.replica import Replica
 from tests.core.builders import (
@@ -51,7 +51,19 @@ def in_flight(*groups, ends: End = End.FREE, **changes):
     return engine
 
 
-def test_a_load_into_untouched_blocks_may_start_at_once():
+def test_load_after_does_not_name_its_own_step():
+    """A block that a row of this step releases is read by earlier launches only: a launch could not wait for itself."""
+    engine = Engine(window(4), num_blocks=7)
+    engine.admit(0, "aaaabbbbccccdddd")
+    grown = Part(facts=Facts([0], appended=[1], tokens=tokens("e")), run=Run([0], in_flight=[16]))
+    late = Admit([1], external=[8], cap=[4], flags=[int(DELAY)])
+    news = News([1], [12], tokens("zzzzyyyyxxxx"))
+    parts = engine.step(grown, Part(facts=Facts([0], release_skipped=[16]), news=news, admit=late))
+    assert parts[1].admit_status == [int(GRANTED)]
+    assert parts[1].admit_load_after == []
+
+
+def test_load_after_is_0_for_blocks_without_an_earlier_owner():
     engine = Engine(full())
     engine.executed = 0
     engine.admit(0, "aaaabbbbc")
@@ -59,18 +71,18 @@ def test_a_load_into_untouched_blocks_may_start_at_once():
 
 
 @pytest.mark.parametrize("ends", [End.FREE, End.PREEMPTED])
-def test_a_load_waits_for_the_launches_of_the_last_owner(ends):
+def test_load_after_is_the_last_step_of_the_previous_owner(ends):
     engine = in_flight(ends=ends)
     assert load(engine) == 1
 
 
-def test_a_load_waits_for_no_step_that_is_executed():
+def test_load_after_ignores_executed_steps():
     engine = in_flight()
     engine.executed = 1
     assert load(engine) == 0
 
 
-def test_the_last_of_several_steps_counts():
+def test_load_after_is_the_highest_step_of_several_owners():
     engine = Engine(full(), num_blocks=4)
     engine.executed = 0
     engine.admit(0, "aaaabbb")
@@ -80,7 +92,7 @@ def test_the_last_of_several_steps_counts():
     assert load(engine) == 3
 
 
-def test_an_owner_that_this_very_step_preempts_ran_before_it():
+def test_load_after_counts_an_owner_preempted_in_the_same_step():
     """Only the core preempts here, so the engine has no fence to give."""
     engine = Engine(full(), num_blocks=7)
     engine.executed = 0
@@ -96,7 +108,7 @@ def test_an_owner_that_this_very_step_preempts_ran_before_it():
     assert result.admit_load_after == [2]
 
 
-def test_readers_count_as_writers_do():
+def test_load_after_counts_steps_that_read_a_block():
     """The window moved on and gave back a block that the launch in flight reads: step 2 attends to tokens 2 to 4."""
     engine = Engine(window(3), num_blocks=5)
     engine.executed = 0
@@ -109,7 +121,7 @@ def test_readers_count_as_writers_do():
     assert load(engine) == 3
 
 
-def test_a_block_that_another_request_shares_counts_for_all_its_owners():
+def test_load_after_counts_all_owners_of_a_shared_block():
     engine = Engine(full(), num_blocks=4)
     engine.admit(0, "aaaab")
     engine.executed = 1
@@ -127,7 +139,7 @@ def test_a_block_that_another_request_shares_counts_for_all_its_owners():
     assert load(engine, text="zzzzyyyyxxxxw", external=12) == 2
 
 
-def test_blocks_of_the_hit_are_written_by_no_load():
+def test_load_after_ignores_blocks_of_the_hit():
     engine = Engine(full(), num_blocks=9)
     engine.admit(0, "aaaab")
     engine.executed = 1
@@ -135,7 +147,7 @@ def test_blocks_of_the_hit_are_written_by_no_load():
     assert load(engine, text="aaaaccccd", external=4) == 0
 
 
-def test_a_fence_that_comes_too_early_hides_no_launch():
+def test_load_after_counts_launches_behind_an_early_fence():
     engine = Engine(full(), num_blocks=4)
     engine.executed = 0
     engine.admit(0, "aaaabbbb")
@@ -155,7 +167,7 @@ def test_a_fence_that_comes_too_early_hides_no_launch():
         (Part(run=run_rows(9)), "parts[0].run.slot[0]"),
     ],
 )
-def test_what_would_end_a_load_that_cannot_have_started_is_refused(part, field):
+def test_ending_a_load_before_load_after_is_executed_is_refused(part, field):
     engine = in_flight()
     load(engine)
     before = engine.digest
@@ -170,7 +182,7 @@ def test_what_would_end_a_load_that_cannot_have_started_is_refused(part, field):
     engine.step(part)
 
 
-def test_the_step_that_commits_may_report_it_as_executed():
+def test_a_commit_may_come_with_the_executed_through_that_its_load_waits_for():
     engine = in_flight()
     load(engine)
     engine.executed = 1
@@ -178,7 +190,7 @@ def test_the_step_that_commits_may_report_it_as_executed():
     assert engine.would_hit(LOADED).num_tokens == 8
 
 
-def test_no_commit_in_the_message_that_asks_for_the_load():
+def test_a_commit_in_the_step_that_admits_its_load_is_refused():
     engine = in_flight()
     admit = admit_row(9, external=8, cap=0, flags=DELAY)
     parts = [Part(news=engine.news(9, LOADED), admit=admit), Part(facts=Facts([9], commit=[8]))]
@@ -186,7 +198,7 @@ def test_no_commit_in_the_message_that_asks_for_the_load():
         engine.step(*parts)
 
 
-def test_a_run_row_of_the_step_that_asks_for_the_load_gets_nothing():
+def test_a_run_row_in_the_step_that_admits_its_load_is_granted_nothing():
     engine = in_flight()
     admit = admit_row(9, external=8, cap=0, flags=DELAY)
     first, second = engine.step(Part(news=engine.news(9, LOADED), admit=admit), Part(run=run_rows(9)))
@@ -205,14 +217,14 @@ def victim_of_its_own_part(*order):
     return engine
 
 
-def test_a_row_that_has_tokens_ends_its_load_also_when_its_request_is_preempted_later_in_the_part():
+def test_a_granted_row_ends_its_load_when_its_request_is_preempted_in_the_same_part():
     engine = victim_of_its_own_part(9, 0)
     assert engine.replica.requests.loading == set()
     assert engine.num_free == 1, "its blocks are back, and one is slot 0's"
 
 
 @pytest.mark.parametrize("order", [(9, 0), (0, 9)])
-def test_an_end_reports_the_load_as_over_whichever_row_came_first(order):
+def test_an_end_ends_the_load_of_a_request_preempted_before_or_after_its_row(order):
     """The answer does not show whether a request had tokens before it was preempted."""
     engine = victim_of_its_own_part(*order)
     engine.end(9, how=End.PREEMPTED)
@@ -220,7 +232,7 @@ def test_an_end_reports_the_load_as_over_whichever_row_came_first(order):
 
 
 @pytest.mark.parametrize("how", [End.FREE, End.PREEMPTED])
-def test_an_end_is_always_allowed_and_its_blocks_wait_for_the_launches(how):
+def test_an_end_before_load_after_holds_the_blocks_until_the_launches_are_executed(how):
     engine = in_flight()
     load(engine)
     engine.end(9, how=how)
@@ -241,7 +253,7 @@ def test_a_release_before_the_start_fails_the_load():
     assert engine.admit(9, cap=8).status is GRANTED, "nothing is loading any more, and the blocks are back"
 
 
-def test_a_held_request_returns_after_its_release_and_the_launches():
+def test_blocks_of_a_held_load_are_free_after_release_and_load_after():
     engine = in_flight()
     load(engine)
     engine.end(9, how=End.HELD)
@@ -252,7 +264,7 @@ def test_a_held_request_returns_after_its_release_and_the_launches():
     assert engine.num_free == 2
 
 
-def test_what_is_preempted_under_its_load_waits_for_both():
+def test_blocks_of_a_preempted_load_are_free_after_release_and_load_after():
     engine = in_flight()
     load(engine)
     failed = engine.seq
@@ -264,7 +276,7 @@ def test_what_is_preempted_under_its_load_waits_for_both():
     assert engine.num_free == 2
 
 
-def test_a_new_engine_life_counts_no_step_of_the_life_before():
+def test_load_after_of_a_new_engine_life_ignores_steps_of_the_previous_life():
     """Its ranks wait for the launches of that life (StampTable.check_load)."""
     engine = in_flight()
     engine.replica.begin_epoch(1)
@@ -278,14 +290,14 @@ def test_a_peek_has_no_loads():
     assert engine.step(Part(peek=Peek([3])))[0].admit_load_after == []
 
 
-def test_a_release_that_is_no_load_is_refused():
+def test_released_of_a_request_without_a_load_is_refused():
     engine = Engine(full())
     engine.admit(0, "aaaab")
     with pytest.raises(InvalidArgument, match="has no load"):
         engine.step(Part(cache=Cache(released=[0])))
 
 
-def test_a_launch_of_the_life_before_writes_no_page_that_a_load_has_filled():
+def test_a_load_of_a_new_life_waits_for_launches_of_the_previous_life():
     """The engine's service was restarted: its old launch is on the device while the new life admits a load."""
     spec = replica_spec(full(), num_blocks=3)
     replica, memory = Replica(spec), Memory(spec)
@@ -338,7 +350,7 @@ def partial_hit_with_a_load(device):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_load_behind_a_hit_inside_a_block_waits_for_the_copy_of_that_block(waits):
+def test_a_load_behind_a_partial_hit_waits_for_the_copy_of_its_block(waits):
     """The copy is on its way behind other work of the device; it would undo what the load wrote."""
     groups = full(8), full(4, lookup_class=5)
     memory = Memory(replica_spec(*groups, num_blocks=12, hash_block_size=4, partial_hits=True))

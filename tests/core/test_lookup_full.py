@@ -1,4 +1,4 @@
-"""How long a prefix is cached: full attention, where every block of the prefix must be there."""
+"""The hit of a prompt with full attention: every block of the prefix must be cached."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tests.core.builders import Engine, digests, full, run_rows, tokens
 LONG = "aaaabbbbccccd"
 
 
-def test_nothing_is_cached_at_first():
+def test_a_new_replica_has_no_hits():
     assert Engine(full()).would_hit(LONG).num_tokens == 0
 
 
-def test_only_full_blocks_hit():
+def test_hits_contain_only_full_blocks():
     engine = Engine(full())
     engine.serve(0, "aaaabbbbcc")
     assert engine.would_hit("aaaabbbbccccd").num_tokens == 8
 
 
-def test_a_repeat_recomputes_its_last_token_and_so_its_last_block():
+def test_a_repeated_prompt_recomputes_its_last_token_and_block():
     """Every token may be cached, but the last one is computed for its logits; a hit of 8 would leave none."""
     engine = Engine(full())
     engine.serve(0, "aaaabbbb")
@@ -35,7 +35,7 @@ def test_a_hit_ends_at_the_first_block_that_differs():
     assert engine.would_hit("Xaaabbbbccccd").num_tokens == 0
 
 
-def test_a_block_counts_only_behind_its_own_prefix():
+def test_a_block_behind_another_prefix_is_a_miss():
     """Keys are chained: equal tokens at another place, or after other tokens, are other content."""
     engine = Engine(full())
     engine.serve(0, "aaaabbbb")
@@ -43,7 +43,7 @@ def test_a_block_counts_only_behind_its_own_prefix():
     assert engine.would_hit("ccccbbbbx").num_tokens == 0
 
 
-def test_a_hole_ends_the_hit():
+def test_a_missing_block_ends_the_hit():
     engine = Engine(full())
     table = engine.serve(0, LONG).table[0]
     engine.cache(evicted=[table[1]])
@@ -72,7 +72,7 @@ def test_a_prefill_in_chunks_caches_chunk_by_chunk():
     assert engine.keyed() == [1, 2, 3]
 
 
-def test_the_answer_lists_adopted_and_new_blocks():
+def test_admission_lists_adopted_and_new_blocks():
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
     again = engine.admit(1, "aaaabbbbdd")
@@ -91,7 +91,7 @@ def test_hits_are_shared_between_running_requests_by_references():
     assert engine.num_free == 100 - 3 - 3
 
 
-def test_a_request_that_skips_reading_still_writes():
+def test_a_request_with_skip_reading_still_registers_keys():
     """As with prompt log probabilities, which need every prompt token to be computed."""
     engine = Engine(full())
     engine.serve(0, LONG)
@@ -110,7 +110,7 @@ def test_without_prefix_caching_nothing_is_looked_up_or_kept():
     assert engine.outside(LONG) == 0
 
 
-def test_a_lookup_reserves_and_touches_nothing():
+def test_a_lookup_changes_no_reference_and_no_eviction_order():
     engine = Engine(full(), num_blocks=6)
     engine.serve(0, "aaaabbbbc")
     engine.add(1, "aaaabbbbc")
@@ -123,7 +123,7 @@ def test_a_lookup_reserves_and_touches_nothing():
     assert engine.admit(1).hit < 8, "a hit without an admission may be evicted"
 
 
-def test_peeking_without_blocks_gives_lengths_only():
+def test_a_peek_without_blocks_returns_lengths_only():
     engine = Engine(full())
     engine.serve(0, LONG)
     engine.add(1, LONG)
@@ -140,7 +140,7 @@ PICTURED = ExtraKeys(multimodal=(Multimodal("picture", 5, 2),))
 
 
 @pytest.mark.parametrize(("extra", "hit"), [(SALTED, 0), (ADAPTED, 0), (PICTURED, 4)])
-def test_what_else_makes_the_bytes_keeps_requests_apart(extra, hit):
+def test_extra_keys_separate_requests_with_equal_tokens(extra, hit):
     """A salt and an adapter change every block, a picture only from the block that it first touches."""
     engine = Engine(full())
     engine.serve(0, LONG)
@@ -149,7 +149,7 @@ def test_what_else_makes_the_bytes_keeps_requests_apart(extra, hit):
     assert engine.would_hit(LONG, extra_keys=extra).num_tokens == 12
 
 
-def test_domains_share_nothing():
+def test_requests_of_different_domains_share_no_blocks():
     engine = Engine(full())
     engine.serve(0, LONG, news={"domain": "blue"})
     assert engine.would_hit(LONG).num_tokens == 0
@@ -158,7 +158,7 @@ def test_domains_share_nothing():
     assert engine.outside(LONG, domain="blue") == 12
 
 
-def test_hashes_of_the_engine_serve_as_well_as_its_tokens():
+def test_hashes_of_the_engine_hit_blocks_hashed_by_the_service():
     """An engine that hashes by the same scheme may send hashes; requests of both kinds share pages."""
     engine = Engine(full())
     engine.serve(0, LONG)
@@ -178,7 +178,7 @@ def test_an_engine_that_hashes_sends_each_hash_when_its_block_is_full():
     assert engine.would_hit("aaaabbbbc").num_tokens == 8
 
 
-def test_the_answer_has_the_hashes_that_the_service_made():
+def test_the_answer_returns_the_hashes_made_by_the_service():
     engine = Engine(full())
     made = digests(engine.spec, "aaaabbbb")
     result = engine.add(0, "aaaabbb")
@@ -204,7 +204,7 @@ def test_hits_are_counted_in_tokens_at_admission():
     assert (counters.admitted, counters.ended, counters.granted_tokens) == (3, 3 + 1, 13 + 1 + 13)
 
 
-def test_blocks_are_counted_per_group():
+def test_group_counters_count_blocks_per_group():
     engine = Engine(full(), num_blocks=5)
     engine.serve(0, "aaaabbbb")
     engine.admit(1, "aaaabbbbc")
@@ -215,7 +215,7 @@ def test_blocks_are_counted_per_group():
     assert engine.replica.group_counters()[0].evicted_blocks == 1
 
 
-def test_blocks_that_all_running_requests_share_can_be_asked_for():
+def test_common_prefix_counts_blocks_shared_by_all_running_requests():
     """For cascade attention, which computes a common prefix once."""
     engine = Engine(full())
     assert engine.replica.common_prefix_blocks() == [0]

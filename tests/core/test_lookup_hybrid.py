@@ -1,4 +1,4 @@
-"""How long a prefix is cached when several groups with different rules must agree.
+"""The hit of a prompt with several groups of different kinds.
 
 Each group accepts a candidate length or shortens it; the hit is what all of them accept.
 """
@@ -15,12 +15,7 @@ from tests.core.builders import Engine, chunked, full, ring, state, window
 A16 = "aaaabbbbccccdddd"
 
 
-def keyed_of(engine, group):
-    """Blocks with a key of the group, ascending."""
-    return [block for block in engine.keyed() if engine.pool.key[block].group == group]
-
-
-def test_the_hit_is_the_length_that_every_group_has():
+def test_a_hybrid_hit_is_the_length_that_every_group_has_cached():
     """Full attention has 12 tokens; the window of 8 needs two blocks in a row, and one of them is gone."""
     engine = Engine(full(), window(8))
     tables = engine.serve(0, A16).table
@@ -31,14 +26,14 @@ def test_the_hit_is_the_length_that_every_group_has():
     assert engine.would_hit(A16).num_tokens == 4, "a run that begins at block 0 counts though it is short"
 
 
-def test_the_window_gets_nulls_in_front_and_full_attention_all_its_blocks():
+def test_a_hybrid_hit_has_null_blocks_before_the_window():
     engine = Engine(full(), window(8))
     tables = engine.serve(0, A16).table
     hit = engine.would_hit(A16)
     assert hit.blocks == (tables[0][:3], [0, *tables[1][1:3]])
 
 
-def test_full_attention_is_truncated_to_the_common_hit():
+def test_full_attention_hit_is_truncated_to_the_common_hit():
     engine = Engine(full(), window(8))
     tables = engine.serve(0, A16).table
     engine.cache(evicted=[tables[1][2], tables[1][1]])
@@ -47,7 +42,7 @@ def test_full_attention_is_truncated_to_the_common_hit():
     assert hit.blocks == (tables[0][:1], tables[1][:1])
 
 
-def test_longer_hit_of_one_group_is_the_single_group_hit():
+def test_longest_hit_of_one_group_is_the_single_group_hit():
     """Full attention knows 12 tokens of this prefix: where another request parted, or a group lost its blocks. Groups
     that keep few blocks keep the ones at the single-group hit once they pass it.
     """
@@ -68,7 +63,7 @@ MIXES = [
 
 
 @pytest.mark.parametrize("names", MIXES, ids=" ".join)
-def test_groups_in_any_order_agree_on_one_length(names):
+def test_a_hybrid_hit_does_not_depend_on_the_order_of_groups(names):
     engine = Engine(*(GROUPS[name] for name in names))
     engine.admit(0, A16 + "e", cap=8)
     engine.run(0, cap=4)
@@ -80,7 +75,7 @@ def test_groups_in_any_order_agree_on_one_length(names):
     assert engine.would_hit(A16 + "e").num_tokens == 8
 
 
-def test_without_full_attention_the_others_agree_by_themselves():
+def test_window_groups_without_full_attention_have_a_common_hit():
     engine = Engine(window(8), window(12, lookup_class=4))
     far = engine.serve(0, A16 + "e").table[1]
     assert engine.would_hit(A16 + "e").num_tokens == 16
@@ -90,7 +85,7 @@ def test_without_full_attention_the_others_agree_by_themselves():
     assert engine.would_hit(A16 + "e").num_tokens == 4
 
 
-def test_groups_of_one_format_are_looked_up_jointly():
+def test_groups_of_one_format_are_looked_up_together():
     """Both windows have one class: a block counts only if both have it, and it takes one search, not two."""
     engine = Engine(window(8), full(), window(8))
     tables = engine.serve(0, A16 + "e").table
@@ -101,14 +96,14 @@ def test_groups_of_one_format_are_looked_up_jointly():
     assert engine.would_hit(A16 + "e").blocks[0] == [0, *tables[0][1:3]]
 
 
-def test_hits_are_multiples_of_the_largest_block():
+def test_hybrid_hits_are_multiples_of_the_largest_block_size():
     """Blocks of 4 and 8: the block of 4 behind the last block of 8 cannot be used."""
     engine = Engine(full(4), full(8, lookup_class=1))
     engine.serve(0, A16[:12])
     assert engine.would_hit(A16).num_tokens == 8
 
 
-def test_and_of_the_least_common_multiple_when_none_divides_the_other():
+def test_hybrid_hits_are_multiples_of_the_least_common_multiple_of_block_sizes():
     engine = Engine(full(4), full(6, lookup_class=1), hash_block_size=2, scheduler_block_size=12)
     engine.serve(0, "a" * 30)
     assert engine.would_hit("a" * 40).num_tokens == 24
@@ -118,24 +113,24 @@ def test_blocks_beyond_the_last_common_boundary_are_not_cached():
     """It could never be part of a hit."""
     engine = Engine(full(4), full(8, lookup_class=1))
     engine.serve(0, A16[:12])
-    assert len(keyed_of(engine, 0)) == 2
-    assert len(keyed_of(engine, 1)) == 1
+    assert len(engine.keyed(0)) == 2
+    assert len(engine.keyed(1)) == 1
 
 
-def test_each_group_has_keys_of_its_own():
+def test_equal_blocks_of_two_groups_have_separate_keys():
     engine = Engine(full(), full(lookup_class=1))
     tables = engine.serve(0, A16).table
     assert not set(tables[0]) & set(tables[1])
-    assert (keyed_of(engine, 0), keyed_of(engine, 1)) == (tables[0], tables[1])
+    assert (engine.keyed(0), engine.keyed(1)) == (tables[0], tables[1])
 
 
-def test_a_group_that_is_never_cached_has_no_say():
+def test_an_uncached_group_does_not_limit_the_hit():
     engine = Engine(full(), ring())
     engine.serve(0, A16)
     assert engine.would_hit(A16).num_tokens == 12
 
 
-def test_a_hit_of_the_request_itself_is_never_evicted_for_another_of_its_groups():
+def test_an_allocation_never_evicts_the_hit_of_its_own_request():
     """The pool is so short that the new blocks come from what is cached; the hit is taken off the list first."""
     engine = Engine(full(), full(lookup_class=1), num_blocks=9)
     tables = engine.serve(0, "aaaabbbb").table

@@ -16,7 +16,7 @@ def held(engine, slot, group=0):
     ("computed", "table"),
     [(7, "xx"), (8, "..x"), (12, "..xx"), (15, "..xx"), (16, "....x")],
 )
-def test_a_chunk_is_given_back_when_the_next_token_opens_another(computed, table):
+def test_chunked_attention_frees_a_chunk_when_the_next_token_starts_another(computed, table):
     """Chunks of 8: with 8 computed tokens the next one is token 8, which sees nothing before it."""
     engine = Engine(chunked(8))
     engine.admit(0, "a" * computed)
@@ -31,7 +31,7 @@ def test_a_chunk_that_ends_inside_a_block_keeps_that_block():
     assert held(engine, 0) == ".x", "tokens 6 and 7 of block 1 belong to the second chunk"
 
 
-def test_what_is_in_flight_stays():
+def test_chunked_attention_keeps_blocks_of_tokens_in_flight():
     engine = Engine(chunked(8))
     engine.admit(0, "a" * 8)
     engine.run(0, text="b", in_flight=8)
@@ -51,7 +51,7 @@ def test_what_is_in_flight_stays():
         (".x..", 7, ""),
     ],
 )
-def test_blocks_of_earlier_chunks_need_no_lookup(cached, max_tokens, found):
+def test_chunked_lookup_skips_blocks_of_earlier_chunks(cached, max_tokens, found):
     assert find_in(chunked(8), cached, max_tokens) == found
 
 

@@ -1,4 +1,4 @@
-"""Full attention, and MLA alike: a block for every token, until the request ends."""
+"""Full attention and MLA: a request has a block for every token until it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.builders import GRANTED, REFUSED, Engine, find_in, full
 
 
 @pytest.mark.parametrize("kind", [GroupKind.FULL_ATTENTION, GroupKind.MLA])
-def test_a_block_per_started_block_of_tokens(kind):
+def test_full_attention_allocates_one_block_per_started_block_of_tokens(kind):
     engine = Engine(GroupSpec(kind, 4))
     assert len(engine.admit(0, "a").table[0]) == 1
     assert len(engine.admit(1, "bbbb").table[0]) == 1
@@ -23,7 +23,7 @@ def test_blocks_are_allocated_as_tokens_are_computed():
     assert engine.run(0).new == {0: [[3, 4]]}
 
 
-def test_nothing_is_given_back_while_it_runs():
+def test_full_attention_frees_no_block_while_the_request_runs():
     engine = Engine(full())
     engine.admit(0, "aaaa")
     for letter in "bbbbccccdddd":
@@ -42,7 +42,7 @@ def test_lookahead_gets_slots_but_no_keys():
     assert engine.run(0, text="c", lookahead=4).new == {0: [[4]]}
 
 
-def test_lookahead_ends_at_the_longest_request():
+def test_lookahead_is_limited_by_max_model_len():
     engine = Engine(full(), max_model_len=8)
     assert engine.admit(0, "aaaabbb", lookahead=9).table == [[1, 2]]
 
@@ -60,7 +60,7 @@ def test_drafts_take_slots_and_rejected_ones_are_computed_again():
     assert engine.table(0) == [1, 2, 3]
 
 
-def test_too_few_blocks_are_a_refusal_that_changes_nothing():
+def test_an_allocation_without_enough_blocks_is_refused_and_changes_nothing():
     engine = Engine(full(), num_blocks=5)
     engine.serve(0, "aaaabbbb")
     engine.admit(1, "zz")
@@ -82,7 +82,7 @@ def test_free_hit_blocks_count_as_blocks_to_allocate():
     assert engine.admit(3, "aaaabbbbccccdddd").status is REFUSED, "2 to adopt + 2 new > 3 free"
 
 
-def test_hits_that_others_hold_cost_nothing():
+def test_hit_blocks_in_use_need_no_free_blocks():
     engine = Engine(full(), num_blocks=5)
     engine.admit(0, "aaaabbbb")
     assert engine.admit(1, "aaaabbbbccccdddd").status is GRANTED
@@ -98,7 +98,7 @@ def test_new_blocks_are_listed_for_zeroing_where_the_group_asks_for_it():
     assert len(again.zero_block) == 1, "adopted pages are not zeroed"
 
 
-def test_a_lookup_goes_left_to_right_until_a_miss():
+def test_full_attention_lookup_ends_at_the_first_miss():
     assert find_in(full(), "xx.x") == "xx"
     assert find_in(full(), ".xxx") == ""
     assert find_in(full(), "xxxx", max_tokens=11) == "xx"

@@ -44,7 +44,7 @@ def hybrid(**changes):
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_leaves_nulls_and_one_state():
+def test_a_state_table_has_null_blocks_and_one_state_per_chunk():
     engine = hybrid()
     assert engine.admit(0, "a" * 13, cap=12).new[0] == [0, 0, engine.table(0)[2]]
     assert shape(engine) == "..x"
@@ -62,7 +62,7 @@ def test_decoding_writes_its_state_in_place_until_the_block_is_full():
     assert shape(engine) == ".xx"
 
 
-def test_states_retire_one_step_late():
+def test_states_are_freed_one_step_after_the_next_state():
     """The step that is sent now continues from the state before, so that one goes when the next step is sent."""
     engine = hybrid()
     engine.admit(0, "a" * 20, cap=8)
@@ -75,7 +75,7 @@ def test_states_retire_one_step_late():
     assert shape(engine) == "...xx"
 
 
-def test_a_retired_state_can_still_be_hit():
+def test_a_freed_state_can_be_hit():
     engine = hybrid()
     engine.admit(0, "a" * 20, cap=8)
     engine.run(0, cap=4)
@@ -114,7 +114,7 @@ def shape_of(table):
 @pytest.mark.parametrize(
     ("text", "drafts", "states"), [("aaaa", 0, 1), ("a" * 23, 0, 1), ("aaaa", 2, 3), ("a" * 23, 2, 3)]
 )
-def test_what_is_counted_is_what_is_taken(text, drafts, states):
+def test_counted_state_blocks_equal_allocated_ones(text, drafts, states):
     """The pool of exactly that many blocks is enough, one less is not."""
     blocks = states + -(-len(text) // 4)
     group = state(speculative_blocks=drafts)
@@ -124,7 +124,7 @@ def test_what_is_counted_is_what_is_taken(text, drafts, states):
     assert Engine(group, full(), num_blocks=blocks).admit(0, text).status is not GRANTED
 
 
-def test_a_hit_costs_its_state_when_that_is_free():
+def test_a_state_hit_takes_its_block_off_the_free_list():
     """4 full blocks and a state are adopted from the free list, and one of each is new: 7 in all."""
     for num_free, status in [(7, GRANTED), (6, REFUSED)]:
         engine = hybrid(num_blocks=20)
@@ -150,7 +150,7 @@ def test_a_state_of_this_step_is_not_ready_in_this_step(rule):
     assert engine.admit(1).hit == 8
 
 
-def test_the_reference_asks_no_more_than_another_step():
+def test_the_reference_rule_lets_the_next_step_hit_a_state():
     """Its engine runs steps in order, so in the next step the state is written before it is read. A step that does not
     run at all is what commit=safe waits for.
     """
@@ -164,7 +164,7 @@ def test_the_reference_asks_no_more_than_another_step():
 # -- draft tokens ------------------------------------------------------------------------------------------------------
 
 
-def test_draft_states_stand_behind_the_running_one():
+def test_draft_states_follow_the_running_state():
     engine = Engine(state(speculative_blocks=2), full(), num_blocks=60)
     engine.admit(0, "aaaabb")
     assert shape(engine) == ".xxx"
@@ -210,15 +210,15 @@ def test_a_changing_number_of_drafts_keeps_the_table():
 
 
 @pytest.mark.parametrize(("cached", "found"), [("....", ""), ("x...", "x"), ("x.x.", "00x"), ("...x", "000x")])
-def test_the_deepest_state_is_the_hit(cached, found):
+def test_a_state_hit_ends_at_the_last_cached_state(cached, found):
     assert find_in(state(), cached) == found
 
 
-def test_a_state_is_never_dropped_for_drafts():
+def test_a_state_hit_is_not_shortened_for_drafts():
     assert find_in(state(), "xxxx", drops_last_block=True) == "000x"
 
 
-def test_a_state_at_no_common_boundary_is_of_no_use():
+def test_a_state_off_the_common_boundaries_is_not_hit():
     assert find_in(state(), "x.x.", scheduler_block_size=8) == ""
     assert find_in(state(), ".xx.", scheduler_block_size=8) == "0x"
 
@@ -248,28 +248,28 @@ def chunks_of(engine, prompt, slot=0, **columns):
     return granted
 
 
-def test_chunks_end_at_block_boundaries_and_the_rest_follows():
+def test_aligned_chunks_end_at_block_boundaries():
     """Up to 10 tokens a step: 8 are whole blocks. The last boundary of the prompt gets a state of its own."""
     engine = hybrid(align=AlignSpec(4, 10))
     assert chunks_of(engine, "a" * 30, cap=10) == [8, 8, 8, 4, 2]
 
 
-def test_a_prompt_that_ends_on_a_boundary_stops_one_block_before_it():
+def test_an_aligned_prompt_that_ends_on_a_boundary_stops_one_block_before_it():
     """A repeat of it resumes at most at its last token but one."""
     assert chunks_of(hybrid(align=AlignSpec(4, 100)), "a" * 16) == [12, 4]
 
 
-def test_a_short_prompt_is_not_cut():
+def test_an_aligned_prompt_of_less_than_a_block_is_one_chunk():
     assert chunks_of(hybrid(align=AlignSpec(4, 100)), "aaa") == [3]
 
 
-def test_rows_that_opt_out_are_not_clipped():
+def test_unaligned_rows_are_not_clipped():
     engine = hybrid(align=AlignSpec(4, 10))
     assert engine.admit(0, "a" * 30, cap=10, flags=RowFlag.UNALIGNED).granted == 10
     assert engine.run(0, cap=9, flags=RowFlag.UNALIGNED).granted == [9]
 
 
-def test_bit_1_which_asked_for_it_before_means_nothing():
+def test_row_flag_bit_1_has_no_effect():
     assert chunks_of(hybrid(align=AlignSpec(4, 10)), "a" * 30, cap=10, flags=1) == [8, 8, 8, 4, 2]
 
 
@@ -303,7 +303,7 @@ def test_a_block_larger_than_any_chunk_advances_in_parts():
 
 
 def test_a_chunk_that_cannot_reach_a_boundary_waits_for_more_of_the_budget():
-    """What others took of a budget that holds a block is there again in some step."""
+    """A budget of at least one block, from which other rows took tokens, is whole again in a later step."""
     engine = Engine(state(16), full(16), num_blocks=60, align=AlignSpec(16, 16))
     engine.admit(1, "b" * 8)
     left = Part(run=run_rows(1, extra=0), facts=Facts([1], appended=[1], tokens=[7]), budget=Budget(tokens=16))
@@ -313,7 +313,7 @@ def test_a_chunk_that_cannot_reach_a_boundary_waits_for_more_of_the_budget():
     assert engine.replica.counters.unaligned_chunks == 0
 
 
-def test_decoding_is_not_clipped():
+def test_decode_rows_are_not_clipped():
     engine = Engine(state(speculative_blocks=3), full(), num_blocks=60, align=AlignSpec(4, 10))
     chunks_of(engine, "aaaaa")
     assert engine.run(0, text="b", extra=3).granted == [4]

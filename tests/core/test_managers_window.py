@@ -1,4 +1,4 @@
-"""Sliding window attention: what falls out of the window is given back, and a hit needs only the window before it.
+"""Sliding window attention: blocks outside the window are freed, and a hit needs only the window before its end.
 
 Window 4: token t attends to t - 3 .. t, so when 7 tokens are computed the next one needs 4..6 and block 0 may go.
 
@@ -27,7 +27,7 @@ def run_to(engine, slot, num_tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_leaves_when_no_token_of_it_is_in_the_window(kind):
+def test_window_attention_frees_a_block_without_a_token_in_the_window(kind):
     engine = Engine(GroupSpec(kind, 4, window=4))
     engine.admit(0, "aaaabb")
     run_to(engine, 0, 7)
@@ -40,7 +40,7 @@ def test_a_block_leaves_when_no_token_of_it_is_in_the_window(kind):
     assert engine.table(0) == [0, 0, 3, 4]
 
 
-def test_a_prefill_gives_back_what_it_no_longer_needs():
+def test_window_attention_frees_blocks_during_a_prefill():
     engine = Engine(window(4), num_blocks=6)
     engine.admit(0, "aaaabbbbccccddddeeee", cap=8)
     assert engine.run(0, cap=8).granted == [8]
@@ -57,7 +57,7 @@ def test_a_window_of_one_token_needs_only_the_block_being_written():
     assert [block != 0 for block in engine.table(0)] == [False, False, True]
 
 
-def test_giving_back_is_done_once():
+def test_window_attention_frees_each_block_once():
     """The table keeps nulls in their place, and running on releases nothing twice (references would go below 0)."""
     engine = Engine(window(4), full())
     engine.admit(0, "aaaa")
@@ -79,7 +79,7 @@ def test_a_request_that_ends_frees_its_window_and_not_the_nulls_before_it():
     assert 0 not in engine.free_order
 
 
-def test_blocks_that_leave_together_go_tail_first():
+def test_blocks_that_leave_the_window_together_are_freed_tail_first():
     engine = Engine(window(4), num_blocks=20, enable_caching=False)
     engine.admit(0, "a" * 16)
     engine.run(0, text="b")
@@ -87,7 +87,7 @@ def test_blocks_that_leave_together_go_tail_first():
     assert engine.free_order[:2] == [2, 1]
 
 
-def test_what_is_in_flight_stays_in_the_window():
+def test_window_attention_keeps_blocks_of_tokens_in_flight():
     """Steps that were sent but not executed still read it: the window is counted from what is processed."""
     engine = Engine(window(4))
     engine.admit(0, "aaaabbb")
@@ -99,7 +99,7 @@ def test_what_is_in_flight_stays_in_the_window():
     assert engine.table(0)[0] == 0
 
 
-def test_the_engine_may_state_the_tokens_in_flight():
+def test_window_attention_uses_the_tokens_in_flight_stated_by_the_engine():
     engine = Engine(window(4))
     engine.admit(0, "aaaabbb")
     engine.run(0, text="b", in_flight=7)
@@ -139,7 +139,7 @@ def test_a_prompt_longer_than_the_pool_is_admitted_when_its_window_fits():
     assert Engine(window(4), num_blocks=6).admit(0, "a" * 100, **fits).status is NEVER_FITS
 
 
-def test_a_cap_above_what_is_free_now_is_a_refusal_for_now():
+def test_a_window_cap_above_the_free_blocks_is_refused_and_not_never_fits():
     engine = Engine(window(4, admission_cap_blocks=4), num_blocks=6)
     engine.admit(0, "zzzzyyyy")
     assert engine.admit(1, "a" * 100, cap=8, flags=RowFlag.FULL_FIT).status is REFUSED
@@ -165,7 +165,7 @@ def test_a_cap_above_what_is_free_now_is_a_refusal_for_now():
         ("x.xx", "00xx"),
     ],
 )
-def test_a_hit_is_the_last_run_that_fills_the_window(cached, found):
+def test_a_window_hit_is_the_last_run_of_blocks_that_fills_the_window(cached, found):
     assert find_in(window(8), cached) == found
 
 
@@ -173,7 +173,7 @@ def test_a_hit_is_the_last_run_that_fills_the_window(cached, found):
     ("tokens", "needed"),
     [(1, 0), (2, 1), (4, 1), (5, 1), (6, 2), (9, 2), (10, 3)],
 )
-def test_the_blocks_that_a_window_reaches_back(tokens, needed):
+def test_number_of_blocks_that_a_window_reaches_back(tokens, needed):
     """A window of w tokens reaches w - 1 back, so ceil((w - 1) / 4) blocks before an aligned position."""
     expected = "00000" + "x" * 5
     found = find_in(window(tokens), "xxxxx")
@@ -184,11 +184,11 @@ def test_the_blocks_that_a_window_reaches_back(tokens, needed):
     ("cached", "found"),
     [("xxxx", "0xx"), ("xxx.", "xx"), ("xx..", "x"), ("x...", ""), (".xx.", ""), (".xxx", "0xx"), ("x.xx", "")],
 )
-def test_dropping_the_last_block_needs_one_more_and_gives_one_less(cached, found):
+def test_a_dropping_window_needs_one_block_more_and_hits_one_less(cached, found):
     assert find_in(window(8), cached, drops_last_block=True) == found
 
 
-def test_a_hit_ends_at_a_boundary_that_all_groups_share():
+def test_a_window_hit_ends_at_a_boundary_common_to_all_groups():
     """Hits are multiples of 8 tokens here, blocks have 4."""
     assert find_in(window(8), "xxx.", scheduler_block_size=8) == "xx"
     assert find_in(window(8), ".xx.", scheduler_block_size=8) == "", "a run of two that ends at 12 is of no use"
@@ -196,12 +196,12 @@ def test_a_hit_ends_at_a_boundary_that_all_groups_share():
     assert find_in(window(4), ".xx.", scheduler_block_size=8) == "0x"
 
 
-def test_the_cap_of_the_hit_comes_first():
+def test_a_window_hit_is_searched_below_the_cap():
     assert find_in(window(8), "xxxx", max_tokens=15) == "0xx"
     assert find_in(window(8), "xxxx", max_tokens=3) == ""
 
 
-def test_a_hit_shortened_by_another_group_keeps_its_nulls():
+def test_a_window_hit_shortened_by_another_group_keeps_its_null_blocks():
     """The window has 16 tokens as two nulls and two blocks; cut to the 12 of full attention, as one and two."""
     engine = Engine(window(8), full())
     tables = engine.serve(0, "a" * 17).table
@@ -213,7 +213,7 @@ def test_a_hit_shortened_by_another_group_keeps_its_nulls():
     assert again.table[0][:3] == [0, *tables[0][1:3]]
 
 
-def test_an_adopted_window_starts_with_nulls():
+def test_an_adopted_window_starts_with_null_blocks():
     engine = Engine(window(8))
     first = engine.serve(0, "aaaabbbbccccd").table[0]
     again = engine.admit(1, "aaaabbbbccccd")

@@ -1,4 +1,4 @@
-"""What a new engine life does to the pool, compared with a specification that visits every block.
+"""The beginning of an engine life changes the pool as a specification does that visits every block.
 
 Random lives: requests run, wait, are held, have ended behind a fence; steps are in flight; keys were dropped from free
 blocks; one content is in several blocks, and a block has several keys; some keys came back from a store.
@@ -115,14 +115,14 @@ class Life:
 
 
 def shown_by(pool, chance):
-    """What the memory says, which may have lost anything; or nothing."""
+    """The stamps of a memory that may have lost any page, or no stamps."""
     sound = chance.choice((0.0, 0.5, 1.0))
     table = [stamp if chance.random() < sound else chance.choice((0, stamp + 1)) for stamp in pool.stamp]
     return chance.choice((table, table, table[:9], ()))
 
 
 def lost(events):
-    """What they say, key by key."""
+    """Kind, group, domain, digest, block and reason of each key of the events, sorted."""
     return sorted(
         (event.kind, event.group, event.domain, digest, block, event.reason)
         for event in events
@@ -152,7 +152,7 @@ def lived(kind, commit, steps, restarts, seed):
 
 @given(lives)
 @settings(max_examples=60)
-def test_a_new_life_is_what_going_through_the_pool_block_by_block_makes_of_it(drawn):
+def test_begin_epoch_equals_a_model_that_visits_every_block(drawn):
     (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
     kept = begin_block_by_block(mirror.engine.replica, 2, table)
     assert life.engine.replica.begin_epoch(2, table) == kept
@@ -168,7 +168,7 @@ def test_a_new_life_is_what_going_through_the_pool_block_by_block_makes_of_it(dr
 
 @given(lives, st.integers(0, 30))
 @settings(max_examples=60)
-def test_an_interrupted_end_of_an_epoch_continues_and_reports_every_loss_once(drawn, turns):
+def test_an_interrupted_begin_epoch_continues_and_reports_each_lost_key_once(drawn, turns):
     (life, table), (whole, _) = lived(*drawn), lived(*drawn)
     whole.engine.replica.begin_epoch(2, table)
     ending = life.engine.replica.end_epoch(table)
@@ -185,7 +185,7 @@ def test_an_interrupted_end_of_an_epoch_continues_and_reports_every_loss_once(dr
     assert orders[0] == orders[1], "keys are lost in the order of their last use"
 
 
-def test_a_life_without_stamps_that_is_given_up_leaves_no_key_to_the_next():
+def test_an_abandoned_begin_epoch_without_stamps_leaves_no_keys():
     """It has begun: its drops are not reported one by one, so the other keys must go too."""
     engine = Engine(full(), num_blocks=30)
     for slot, text in enumerate(("a" * 12, "b" * 12, "c" * 12)):
@@ -201,7 +201,7 @@ def test_a_life_without_stamps_that_is_given_up_leaves_no_key_to_the_next():
     assert engine.replica.begin_epoch(2, list(engine.pool.stamp)) == 3, "the life behind that is as any other"
 
 
-def test_an_untouched_pool_is_not_looked_at():
+def test_begin_epoch_visits_no_block_of_an_untouched_pool():
     """No pass over the blocks, however many: the first life of an engine begins at once."""
     replica = Replica(replica_spec(full(), num_blocks=100))
     pool = replica.coordinator.pool
@@ -213,7 +213,7 @@ def test_an_untouched_pool_is_not_looked_at():
     assert replica.enter_epoch(1, ()) == 0
 
 
-def test_stamps_that_run_out_on_the_way_go_on_in_the_next_generation():
+def test_begin_epoch_continues_used_up_stamps_in_the_next_generation():
     engine = Engine(full(), num_blocks=30)
     engine.serve(0, "a" * 40)
     engine.pool._counter = MAX_COUNTER - 1
@@ -225,7 +225,7 @@ def test_stamps_that_run_out_on_the_way_go_on_in_the_next_generation():
     inspect.check(engine.replica)
 
 
-def test_a_removal_of_many_keys_is_one_run_of_each_group(monkeypatch):
+def test_begin_epoch_reports_many_removed_keys_as_one_run_per_group(monkeypatch):
     monkeypatch.setattr(dropping, "SLICE_BLOCKS", 4096)
     engine = Engine(full(), window(8), num_blocks=30)
     engine.serve(0, "a" * 12)

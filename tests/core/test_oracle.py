@@ -62,7 +62,7 @@ class Recording(Engine):
 
 
 class Operations(RuleBasedStateMachine):
-    """What both machines do; `engine` is set by their first rule."""
+    """The operations of both machines; `engine` is set by their first rule."""
 
     engine: Recording
 

@@ -1,4 +1,4 @@
-"""No hit is ever wrong: whatever an honest engine does, pages hold what keys say, and launches read what they need.
+"""No hit is wrong: under any correct engine, pages contain the tokens of their keys, and launches read the right pages.
 
 The pages are simulated (`page_memory`), the engine does everything at random (`page_engine`). A failing example is a
 seed: `run("mix", seed)` repeats it.
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec, GroupSpec
-from tests.core.builders import chunked, full, replica_spec, ring, state, window
+from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
 from tests.core.permissions import Cells
 
@@ -47,6 +47,7 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         [state(speculative_blocks=2, zero_new_blocks=True), full(), window(6, zero_new_blocks=True)],
         {"align": AlignSpec(4, 4096)},
     ),
+    "prompt and window": ([prompt_and_window(5), full(lookup_class=5)], {}),
     "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
 }
 
@@ -75,7 +76,7 @@ def test_a_page_holds_what_its_key_says(mix, seed):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_random_engine_gets_hits(mix):
+def test_random_engines_reach_hits(mix):
     """Without hits the test above proves nothing."""
     engines = [run(mix, seed) for seed in range(12)]
     assert sum(engine.hits for engine in engines) > 5

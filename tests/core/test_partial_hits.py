@@ -55,7 +55,7 @@ def copies(result):
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_leaves_its_last_hash_boundary():
+def test_a_prompt_registers_a_key_at_its_last_hash_boundary():
     engine = two_sizes()
     engine.serve(0, "aaaabbc")
     assert engine.would_hit("aaaabbx").num_tokens == 6
@@ -63,20 +63,20 @@ def test_a_prompt_leaves_its_last_hash_boundary():
     assert engine.would_hit("aaaabXX").num_tokens == 4
 
 
-def test_without_partial_hits_the_block_bounds_the_hit():
+def test_without_partial_hits_a_hit_ends_at_a_block():
     engine = Engine(full(2), full(4, lookup_class=1))
     engine.serve(0, "aaaabbc")
     assert engine.would_hit("aaaabbx").num_tokens == 4
 
 
-def test_the_last_token_is_recomputed_here_too():
+def test_a_partial_hit_leaves_the_last_token_to_compute():
     engine = two_sizes()
     engine.serve(0, "aaaabb")
     assert engine.would_hit("aaaabb").num_tokens == 4, "its own boundary is 4: 6 would leave nothing to compute"
     assert engine.would_hit("aaaabbx").num_tokens == 4
 
 
-def test_inner_boundaries_are_tried_longest_first():
+def test_a_partial_hit_is_the_longest_hash_boundary():
     """One more block of 8 behind the full ones: boundaries 14, 12, 10 are tried in this order."""
     engine = Engine(full(2), full(8, lookup_class=1), partial_hits=True)
     engine.serve(0, "aaaabbbbccd")
@@ -92,7 +92,7 @@ def test_a_state_is_found_at_hash_boundaries():
 # -- copy on write -----------------------------------------------------------------------------------------------------
 
 
-def test_the_shared_block_is_copied_and_stays_for_others():
+def test_a_partially_hit_block_is_copied_and_stays_cached():
     engine = two_sizes()
     source = engine.serve(0, "aaaabbc").table[1][1]
     again = engine.admit(1, "aaaabbdd")
@@ -103,7 +103,7 @@ def test_the_shared_block_is_copied_and_stays_for_others():
     assert engine.would_hit("aaaabbx").blocks[1][1] == source
 
 
-def test_two_requests_copy_the_same_block_each():
+def test_two_requests_each_copy_a_partially_hit_block():
     engine = two_sizes()
     source = engine.serve(0, "aaaabbc").table[1][1]
     pairs = [copies(engine.admit(slot, "aaaabb" + "de"[slot - 1] * 2).result) for slot in (1, 2)]
@@ -118,7 +118,7 @@ def test_a_hit_that_ends_with_a_block_needs_no_copy():
     assert (again.hit, copies(again.result)) == (8, [])
 
 
-def test_the_copy_starts_without_a_key():
+def test_a_copied_block_has_no_key():
     engine = two_sizes()
     engine.serve(0, "aaaabbc")
     copy = engine.admit(1, "aaaabbddeeee", cap=1).table[1][1]
@@ -127,7 +127,7 @@ def test_the_copy_starts_without_a_key():
     assert engine.pool.key_tokens[copy] == 8, "it is keyed when it is full, by its own request"
 
 
-def test_the_copy_target_is_zeroed_before_it_is_filled():
+def test_a_copy_target_is_zeroed_before_the_copy():
     """Orders run zeroes before copies. The reference lists the target whether or not the group zeroes its blocks."""
     engine = two_sizes()
     engine.serve(0, "aaaabbc")
@@ -137,7 +137,7 @@ def test_the_copy_target_is_zeroed_before_it_is_filled():
 
 
 @pytest.mark.parametrize(("num_blocks", "status"), [(20, GRANTED), (19, REFUSED)])
-def test_the_copy_takes_one_block_more(num_blocks, status):
+def test_a_partial_hit_needs_one_more_block(num_blocks, status):
     """3 blocks of 2 and 2 of 4 are adopted from the free list; new are the copy and one block of 2: 7 in all."""
     engine = two_sizes(num_blocks=num_blocks)
     engine.serve(0, "aaaabbc")
@@ -149,7 +149,7 @@ def test_the_copy_takes_one_block_more(num_blocks, status):
 # -- a state is overwritten in place -----------------------------------------------------------------------------------
 
 
-def test_a_running_state_at_the_prompts_boundary_is_cached_and_moves_before_it_is_overwritten():
+def test_a_running_state_at_the_prompt_s_boundary_is_moved_before_it_is_overwritten():
     """The worker's table of a running request only grows, so the request keeps its block, and the content with its key
     moves to the copy.
     """
@@ -166,7 +166,7 @@ def test_a_running_state_at_the_prompts_boundary_is_cached_and_moves_before_it_i
     assert engine.pool.key_tokens[target] == 12
 
 
-def test_a_repeat_resumes_from_the_moved_state():
+def test_a_repeated_prompt_hits_the_moved_state():
     engine = with_state()
     prefill(engine, 0, "a" * 13)
     engine.end(0)
@@ -175,7 +175,7 @@ def test_a_repeat_resumes_from_the_moved_state():
     assert {group for group, _, _ in copies(again.result)} == {0, 1}
 
 
-def test_new_requests_copy_a_state_and_leave_the_cached_one():
+def test_a_partially_hit_state_is_copied_and_stays_cached():
     engine = with_state()
     prefill(engine, 0, "a" * 13)
     engine.end(0)
@@ -190,7 +190,7 @@ def test_new_requests_copy_a_state_and_leave_the_cached_one():
 # -- from partial to full ----------------------------------------------------------------------------------------------
 
 
-def test_a_block_that_fills_exchanges_its_key_for_a_longer_one():
+def test_a_block_that_fills_replaces_its_key_with_a_longer_one():
     """Removed, then Stored; the prompt's boundary is then registered again as a further key of the full block."""
     engine = two_sizes()
     engine.admit(0, "aaaabbc")
@@ -204,26 +204,26 @@ def test_a_block_that_fills_exchanges_its_key_for_a_longer_one():
     ]
     assert events[0].reason is RemoveReason.PROMOTED
     assert engine.pool.key_tokens[block] == 8
-    assert [key.digest for key in engine.pool.more_keys[block]] == [made[2]]
+    assert list(engine.pool.more_keys[block]) == [("", 1, made[2])]
     assert engine.would_hit("aaaabbx").num_tokens == 6, "the shorter prefix still hits"
 
 
 # -- who can take part -------------------------------------------------------------------------------------------------
 
 
-def test_a_window_with_blocks_larger_than_a_hash_rules_them_out():
+def test_a_window_with_blocks_larger_than_a_hash_disables_partial_hits():
     with pytest.raises(InvalidArgument) as caught:
         Replica(replica_spec(window(8, 4), full(4), full(2), partial_hits=True))
     assert caught.value.field == "partial_hits"
 
 
-def test_a_window_whose_blocks_are_hash_units_takes_part():
+def test_a_window_with_blocks_of_one_hash_allows_partial_hits():
     engine = Engine(window(4, 2), full(4), partial_hits=True)
     engine.serve(0, "aaaabbc")
     assert engine.would_hit("aaaabbx").num_tokens == 6
 
 
-def test_a_group_that_is_never_cached_does_not_matter():
+def test_an_uncached_group_allows_partial_hits():
     engine = with_state()
     with_ring = Engine(
         state(8),
@@ -242,7 +242,7 @@ def test_a_group_that_is_never_cached_does_not_matter():
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
-def test_drafts_drop_one_hash_unit():
+def test_drafts_drop_one_hash_of_a_partial_hit():
     """12 tokens found, 10 left: they are in all three blocks. Without partial hits a whole block goes."""
     assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2, partial_hits=True) == "xxx"
     assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2) == "xx"

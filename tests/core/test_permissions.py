@@ -1,4 +1,4 @@
-"""The random engine draws what the contract permits, and finds the faults that this is for.
+"""The random engine uses every permission of the contract, and finds planted faults.
 
 Whole campaigns are `python -m tests.core.page_campaign`.
 """
@@ -14,24 +14,24 @@ from tests.twins import weakened
 
 # A mix and a seed that find each planted fault.
 FOUND = {
-    "state of rejected drafts": ("states, drafts and windows", 153),
-    "load before launches": ("three sizes, hits inside blocks", 2),
-    "load behind writers only": ("three sizes, hits inside blocks", 16),
-    "load into a block of the hit": ("states and full", 10),
-    "load before stamps": ("states, hits inside blocks", 13),
-    "zero after load": ("states and full", 1),
+    "state of rejected drafts": ("states and drafts", 88),
+    "load before launches": ("three sizes, hits inside blocks", 5),
+    "load behind writers only": ("window and full", 20),
+    "load into a block of the hit": ("states, hits inside blocks", 1),
+    "load before stamps": ("three sizes, hits inside blocks", 16),
+    "zero after load": ("states, drafts and windows", 2),
     "new life during a load": ("three sizes, hits inside blocks", 3),
-    "failed orders forgotten": ("states, drafts and windows", 7),
+    "failed orders forgotten": ("states and full", 73),
 }
 
 
-def test_every_field_of_the_contract_is_a_cell():
+def test_every_field_of_the_contract_has_a_permission():
     table = cells()
     assert {(name,) for name in fields()} <= set(table)
     assert len(table) == len(fields()) + len(ACTS) ** 2
 
 
-def test_a_few_seeds_reach_most_cells():
+def test_random_steps_reach_most_permissions():
     counts, broken = run_seeds(range(1, 9))
     assert broken == []
     reachable = [cell for cell, reason in cells().items() if not reason]
@@ -40,7 +40,7 @@ def test_a_few_seeds_reach_most_cells():
 
 
 @pytest.mark.parametrize("twin", PLANTED)
-def test_a_planted_fault_is_found(twin):
+def test_a_permission_twin_is_caught(twin):
     mix, seed = FOUND[twin]
     run(mix, seed)
     with weakened(twin), pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Tokens that the scheduler aligns to, that a hash covers, and that a hit is a multiple of."""
+"""The planner's sizes in tokens: the scheduler block, the hash block and the alignment of hits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def sizes(cache_plan):
     return cache_plan.scheduler_block_size, cache_plan.hash_block_size, cache_plan.hit_alignment
 
 
-def test_one_group_has_one_block_size():
+def test_one_group_has_equal_scheduler_and_hash_block_sizes():
     assert sizes(plan(named(f=(2, full())))) == (16, 16, 16)
 
 
-def test_several_groups_schedule_by_the_least_common_multiple_and_hash_by_the_greatest_divisor():
+def test_scheduler_block_is_the_least_common_multiple_and_hash_block_the_greatest_divisor():
     assert sizes(plan(FINE_AND_COARSE)) == (96, 16, 96)
 
 
@@ -31,7 +31,7 @@ def test_without_caching_and_connector_nothing_is_hashed_finer_than_the_schedule
     assert sizes(plan(FINE_AND_COARSE, prefix_caching=False, external_cache=True)) == (96, 16, 96)
 
 
-def test_states_that_are_not_cached_turn_finer_hashing_off():
+def test_uncached_states_disable_finer_hashes():
     layers = named(f=(1, full()), m=(1, state(block_size=1024, mode=MambaMode.NONE)))
     assert sizes(plan(layers)) == (1024, 1024, 1024)
 
@@ -42,11 +42,11 @@ def test_cached_states_with_finer_hashes_let_hits_end_inside_a_block():
     assert sizes(cache_plan) == (64, 16, 16)
 
 
-def test_a_state_block_as_fine_as_the_hash_has_no_inside():
+def test_state_blocks_of_one_hash_allow_no_partial_hits():
     assert not plan(named(f=(1, full()), m=(1, state(block_size=16)))).partial_hits
 
 
-def test_a_window_of_coarser_blocks_ends_hits_at_whole_blocks():
+def test_a_window_with_blocks_larger_than_a_hash_allows_no_partial_hits():
     layers = (*STATE_AND_FULL, *named(w=(1, window(block_size=32, head_size=2))))
     assert not plan(layers).partial_hits
     fine = (*STATE_AND_FULL, *named(w=(1, window(block_size=16))))
@@ -58,18 +58,18 @@ def test_a_ring_is_never_cached_so_its_block_size_does_not_count():
     assert sizes(plan(named(f=(1, full(block_size=16)), r=(1, ring)))) == (16, 16, 16)
 
 
-def test_context_parallelism_stretches_the_blocks_of_split_layers_only():
+def test_context_parallelism_multiplies_the_blocks_of_split_layers_only():
     assert sizes(plan(named(f=(2, full())), dcp_size=4)) == (64, 64, 64)
     assert sizes(plan(named(f=(2, full(dcp_sharded=False))), dcp_size=4)) == (16, 16, 16)
 
 
-def test_with_context_parallelism_hits_end_inside_states_even_when_hashes_are_as_coarse():
+def test_context_parallelism_allows_partial_hits_with_coarse_hashes():
     layers = named(f=(1, full(block_size=16)), m=(1, state(block_size=16)))
     cache_plan = plan(layers, dcp_size=2)
     assert (sizes(cache_plan), cache_plan.partial_hits) == ((32, 16, 16), True)
 
 
-def test_the_hash_block_can_be_chosen():
+def test_hash_block_size_can_be_set():
     assert sizes(plan(FINE_AND_COARSE, prefix_match_unit=8)) == (96, 8, 96)
     assert sizes(plan(named(f=(1, full())), prefix_match_unit=16)) == (16, 16, 16)
 
@@ -81,12 +81,12 @@ def test_the_hash_block_can_be_chosen():
         (named(f=(1, full())), 8),  # one group: the block size or nothing
     ],
 )
-def test_a_hash_block_that_does_not_suit_is_refused(layers, unit):
+def test_an_invalid_hash_block_size_is_refused(layers, unit):
     with pytest.raises(InvalidArgument, match="prefix_match_unit"):
         plan(layers, prefix_match_unit=unit)
 
 
-def test_hits_must_not_end_inside_a_compressed_entry():
+def test_a_prefix_match_unit_inside_a_compressed_entry_is_refused():
     compressed = latent(block_size=64, tokens_per_state=32, head_size=64)
     layers = (*STATE_AND_FULL, *named(c=(1, compressed)))
     with pytest.raises(InvalidArgument, match="hits must be multiples of 32 tokens"):
@@ -98,22 +98,22 @@ def test_hits_must_not_end_inside_a_compressed_entry():
 
 
 @pytest.mark.parametrize("interval", [0, DENSE_RETENTION, 96, 960])
-def test_retention_in_whole_scheduler_blocks_is_taken(interval):
+def test_retention_interval_of_whole_scheduler_blocks_is_accepted(interval):
     assert plan(FINE_AND_COARSE, retention_interval=interval).options.retention_interval == interval
 
 
-def test_retention_in_broken_blocks_is_refused():
+def test_retention_interval_of_partial_scheduler_blocks_is_refused():
     with pytest.raises(InvalidArgument, match="retention_interval: 100 tokens are not whole blocks"):
         plan(FINE_AND_COARSE, retention_interval=100)
 
 
-def test_retention_without_window_or_state_is_refused_and_zero_is_ignored():
+def test_retention_interval_without_window_or_state_is_refused_unless_0():
     plan(named(f=(1, full())), retention_interval=0)
     with pytest.raises(InvalidArgument, match="no effect on this model"):
         plan(named(f=(1, full())), retention_interval=64)
 
 
-def test_the_block_that_drafts_drop_must_hold_all_drafts_of_a_step():
+def test_more_drafts_than_a_dropped_block_holds_are_refused():
     layers = named(f=(1, full()))
     plan(layers, drops_last_block=True, prefill_lookahead=16)
     plan(layers, prefill_lookahead=17)

@@ -1,4 +1,4 @@
-"""Which layers share a block table, rule by rule."""
+"""The planner's rules for which layers share a block table."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_full_layers_that_compute_with_different_windows_share_a_group():
     assert not group.one_format
 
 
-def test_layers_that_keep_everything_share_a_group_whatever_they_compute():
+def test_layers_that_keep_every_token_share_a_group():
     layers = named(wide=(2, full()), narrow=(2, full(computes_window=32)))
     (group,) = plan(layers).groups
     assert group.one_format
     assert group.spec == full(computes_window=32)
 
 
-def test_no_layers_need_the_null_block_only():
+def test_a_plan_without_layers_has_only_the_null_block():
     cache_plan = plan_cache([Worker(())], PlanOptions())
     assert (cache_plan.groups, cache_plan.num_blocks, cache_plan.capacity_tokens) == ((), 1, 0)
     assert cache_plan.max_concurrency == float("inf")
@@ -79,7 +79,7 @@ def test_no_layers_need_the_null_block_only():
 # Pages of one size
 
 
-def test_the_rarest_kind_gives_the_width_and_every_nth_layer_goes_to_a_group():
+def test_group_width_is_the_count_of_the_rarest_layer_type():
     cache_plan = plan(named(f=(2, full()), w=(5, window())))
     assert names(cache_plan) == ["f.0 f.1", "w.0 w.3", "w.1 w.4", "w.2"]
 
@@ -99,11 +99,11 @@ def test_group_ids_follow_the_first_layer_of_each_kind():
         (1, 3, [1, 1, 1, 1]),
     ],
 )
-def test_kinds_that_are_nearly_as_many_are_not_cut(num_full, num_window, expected):
+def test_layer_types_of_similar_count_are_not_split(num_full, num_window, expected):
     assert widths(plan(named(f=(num_full, full()), w=(num_window, window())))) == expected
 
 
-def test_empty_places_are_warned_of_with_their_figures():
+def test_padding_layers_are_a_warning_with_their_figures():
     (warning,) = plan(named(f=(4, full()), w=(5, window()))).warnings
     assert (warning.code, warning.figures) == (WarningCode.PADDING_LAYERS, (1, 4))
     assert warning.message == "1 of 5 layer places stay empty: up to 25.0% of the memory"
@@ -118,7 +118,7 @@ def test_the_narrower_group_leaves_padding_in_each_block():
 # Pages of different sizes, layer outermost
 
 
-def test_a_smaller_page_takes_more_tokens_when_the_ratio_is_whole():
+def test_a_smaller_page_has_more_tokens_when_the_ratio_is_whole():
     cache_plan = plan(named(f=(1, full(head_size=8)), w=(1, window())))
     assert [group.block_size for group in cache_plan.groups] == [16, 32]
     assert {group.bytes_per_block for group in cache_plan.groups} == {2 * PAGE}
@@ -136,7 +136,7 @@ def test_a_state_is_padded_even_when_the_ratio_is_whole():
     assert cache_plan.groups[1].block_size == 16
 
 
-def test_latent_rows_and_a_draft_window_of_another_size_are_planned_by_keeping_every_token():
+def test_a_draft_window_with_latent_rows_of_another_size_keeps_every_token():
     layers = named(t=(3, latent()), d=(1, window(head_size=6)))
     cache_plan = plan(layers)
     assert names(cache_plan) == ["t.0 t.1 t.2 d.0"]
@@ -159,7 +159,7 @@ def test_block_outermost_keeps_block_sizes_and_packs_pages_side_by_side():
     assert cache_plan.bytes_per_block == 2 * PAGE
 
 
-def test_a_pattern_of_pages_stays_whole_and_others_are_cut_to_its_repeats():
+def test_a_pattern_of_pages_is_not_split_and_other_layers_follow_its_repeats():
     layers = named(
         t=(4, full()), i=(4, full(head_size=8)), w=(9, window(head_size=2))
     )  # two page sizes, four repeats; nine windows
@@ -168,24 +168,24 @@ def test_a_pattern_of_pages_stays_whole_and_others_are_cut_to_its_repeats():
     assert names(cache_plan)[1] == "w.0 w.2 w.4 w.6 w.8"
 
 
-def test_states_are_cut_until_none_is_wider_than_the_rest_needs():
+def test_state_groups_are_split_to_the_width_of_the_other_groups():
     layers = named(f=(2, full(head_size=8)), m=(9, state()))
     cache_plan = plan(layers, layout=BLOCK_OUTERMOST)
     assert widths(cache_plan) == [2, 3, 3, 3], "four states fit; nine are dealt evenly into three groups"
     assert cache_plan.bytes_per_block == 4 * PAGE
 
 
-def test_a_bucket_that_is_no_pattern_stays_whole():
+def test_layers_without_a_pattern_are_not_split():
     layers = named(f=(1, full()), a=(3, window()), b=(1, window(head_size=8)))
     assert names(plan(layers, layout=BLOCK_OUTERMOST)) == ["f.0", "a.0 a.1 a.2 b.0"]
 
 
-def test_equal_pages_are_grouped_alike_in_both_layouts():
+def test_equal_pages_have_equal_groups_in_both_layouts():
     layers = named(f=(2, full()), w=(5, window()))
     assert names(plan(layers, layout=BLOCK_OUTERMOST)) == names(plan(layers))
 
 
-def test_a_ring_is_cut_like_a_state():
+def test_ring_groups_are_split_like_state_groups():
     ring = RingSpec(**{**SMALL, "block_size": 8})
     cache_plan = plan(named(f=(1, full()), r=(4, ring)), layout=BLOCK_OUTERMOST)
     assert widths(cache_plan) == [1, 2, 2]
@@ -194,7 +194,7 @@ def test_a_ring_is_cut_like_a_state():
 # Hidden states
 
 
-def test_a_hidden_layer_has_a_group_of_its_own_that_fits_the_common_page():
+def test_a_hidden_state_layer_has_a_separate_group_with_the_common_page():
     layers = named(f=(2, full()), w=(2, window()), h=(2, hidden(head_size=20)))
     cache_plan = plan(layers)
     assert names(cache_plan) == ["f.0 f.1", "w.0 w.1", "h.0", "h.1"]
@@ -202,20 +202,20 @@ def test_a_hidden_layer_has_a_group_of_its_own_that_fits_the_common_page():
     assert (spec.block_size, spec.page_bytes) == (4, PAGE), "six tokens of 40 bytes fit; four divide 16"
 
 
-def test_blocks_grow_until_one_hidden_state_fits():
+def test_block_size_grows_until_one_hidden_state_fits():
     layers = named(f=(1, full()), m=(1, state()), h=(1, hidden(head_size=300)))
     cache_plan = plan(layers)
     assert [group.spec.page_bytes for group in cache_plan.groups] == [3 * PAGE] * 3
     assert [group.block_size for group in cache_plan.groups] == [48, 48, 1]
 
 
-def test_hidden_layers_are_not_padded_where_blocks_are_packed():
+def test_hidden_state_layers_are_not_padded_in_block_outermost_layout():
     layers = named(f=(1, full()), w=(1, window(head_size=8)), h=(1, hidden(head_size=6)))
     cache_plan = plan(layers, layout=BLOCK_OUTERMOST)
     assert cache_plan.groups[2].specs == (hidden(head_size=6),)
 
 
-def test_hidden_layers_alone_need_one_block_size():
+def test_hidden_state_layers_alone_with_two_block_sizes_are_refused():
     with pytest.raises(InvalidArgument, match="hidden-state layers alone"):
         plan(named(a=(1, hidden()), b=(1, hidden(block_size=32))))
 
@@ -267,26 +267,26 @@ def test_a_reference_window_never_shares_a_table_with_full_attention():
     assert [group.kind for group in cache_plan.groups] == [GroupKind.R_SWA, GroupKind.FULL_ATTENTION]
 
 
-def test_states_of_different_modes_do_not_mix():
+def test_states_of_different_cache_modes_have_separate_groups():
     with_mode = named(a=(1, state()), b=(1, state(mode=MambaMode.NONE)))
     assert len(plan(with_mode).groups) == 2
 
 
-def test_a_layer_that_shares_a_cache_costs_nothing():
+def test_a_layer_that_shares_a_cache_needs_no_memory():
     owner, reader = Layer("own", full()), KVSharingLayer("read", "own")
     cache_plan = plan((owner, reader))
     assert names(cache_plan) == ["own"]
     assert cache_plan.shared_layers == (reader,)
 
 
-def test_a_draft_layer_joins_its_like_and_marks_the_group_only_when_drafts_drop_a_block():
+def test_a_draft_layer_marks_its_group_only_when_drafts_drop_a_block():
     layers = (*named(f=(3, full()), w=(3, window())), Layer("draft", full(), is_draft=True))
     assert names(plan(layers)) == ["f.0 f.1 f.2 draft", "w.0 w.1 w.2"]
     assert [group.is_draft for group in plan(layers).groups] == [False, False]
     assert [group.is_draft for group in plan(layers, drops_last_block=True).groups] == [True, False]
 
 
-def test_a_state_model_whose_draft_layers_are_not_marked_is_warned_of():
+def test_a_state_model_with_unmarked_draft_layers_is_a_warning():
     layers = named(f=(1, full()), m=(1, state()))
     assert codes(plan(layers, drops_last_block=True)) == [WarningCode.NO_DRAFT_LAYERS]
     marked = (replace(layers[0], is_draft=True), layers[1])
@@ -304,7 +304,7 @@ def test_a_state_model_whose_draft_layers_are_not_marked_is_warned_of():
         ((Layer("a", full()), KVSharingLayer("a", "a")), "a name occurs twice"),
     ],
 )
-def test_names_that_contradict_are_refused(layers, message):
+def test_contradictory_layer_names_are_refused(layers, message):
     with pytest.raises(InvalidArgument, match=message):
         plan(layers)
 
@@ -315,6 +315,6 @@ def test_one_name_for_different_layers_of_two_workers_is_refused():
         plan_cache(workers, PlanOptions(num_blocks=1000))
 
 
-def test_a_plan_needs_a_worker():
+def test_a_plan_without_workers_is_refused():
     with pytest.raises(InvalidArgument, match="workers: there are no workers"):
         plan_cache([], PlanOptions())

@@ -1,4 +1,4 @@
-"""Bytes, blocks and places: what a plan makes of memory."""
+"""The planner's use of memory: bytes per block, number of blocks, and positions of pages."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_gemma_3_has_six_window_groups_a_full_one_and_blocks_of_1_31_megabytes()
 # How many blocks, and whether a request fits
 
 
-def test_blocks_are_what_the_memory_holds():
+def test_num_blocks_is_the_number_that_fits_the_memory():
     cache_plan = plan_cache([Worker(repeated(2, full()), 100 * 2 * PAGE + 511)], PlanOptions(max_model_len=64))
     assert (cache_plan.num_blocks, cache_plan.workers[0].size_bytes) == (100, 100 * 2 * PAGE)
 
 
-def test_one_block_is_kept_for_the_null_block():
+def test_num_blocks_includes_the_null_block():
     """1024 tokens are 64 blocks: with exactly 64 in the pool a request of that length could never finish."""
     fits = plan(repeated(1, full()), num_blocks=65, max_model_len=1024)
     assert fits.blocks_per_request == 64
@@ -65,35 +65,35 @@ def test_one_block_is_kept_for_the_null_block():
         plan(repeated(1, full()), num_blocks=64, max_model_len=1024)
 
 
-def test_the_refusal_names_the_longest_request_that_would_fit():
+def test_too_little_memory_is_refused_with_the_longest_request_that_fits():
     with pytest.raises(InvalidArgument) as refused:
         plan(repeated(1, full()), num_blocks=64, max_model_len=1024)
     assert refused.value.remedy == "shorten max_model_len to 1008 or give more"
     assert plan(repeated(1, full()), num_blocks=64, max_model_len=1008).blocks_per_request == 63
 
 
-def test_the_longest_request_can_be_fitted_to_the_memory():
+def test_fit_lowers_max_model_len_to_the_memory():
     cache_plan = plan(repeated(1, full()), num_blocks=64, max_model_len=1024, fit_max_model_len=True)
     assert cache_plan.options.max_model_len == 1008
     assert cache_plan.max_concurrency == 64 / 63
 
 
-def test_fitting_leaves_a_length_that_fits_alone():
+def test_fit_keeps_a_max_model_len_that_fits():
     cache_plan = plan(repeated(1, full()), max_model_len=1024, fit_max_model_len=True)
     assert cache_plan.options.max_model_len == 1024
 
 
-def test_memory_for_no_token_at_all_is_refused_even_when_fitting():
+def test_fit_refuses_memory_for_less_than_one_token():
     with pytest.raises(InvalidArgument, match=r"memory_bytes: .* \(give more\)"):
         plan_cache([Worker(repeated(1, full()), PAGE)], PlanOptions(fit_max_model_len=True))
 
 
-def test_a_given_number_of_blocks_goes_before_the_memory():
+def test_a_given_num_blocks_takes_precedence_over_the_memory():
     cache_plan = plan_cache([Worker(repeated(1, full()), 10 * PAGE)], PlanOptions(num_blocks=3000))
     assert (cache_plan.num_blocks, cache_plan.workers[0].size_bytes) == (3000, 3000 * PAGE)
 
 
-def test_groups_draw_from_one_pool_so_a_request_needs_the_sum_of_their_blocks():
+def test_a_request_needs_the_sum_of_the_blocks_of_all_groups():
     """Full: 1024 / 16 = 64. Window: 63 + 32 in flight = 95 tokens, 6 blocks, and one more at the edge: 7."""
     layers = named(f=(1, full()), w=(2, window(64)))
     cache_plan = plan(layers, num_blocks=780, max_batched_tokens=16, max_concurrent_batches=2)
@@ -119,7 +119,7 @@ def test_groups_draw_from_one_pool_so_a_request_needs_the_sum_of_their_blocks():
         (CrossAttentionSpec(**SMALL), 94),  # 1500 encoder tokens
     ],
 )
-def test_blocks_that_one_request_holds(spec, blocks):
+def test_number_of_blocks_of_one_request(spec, blocks):
     cache_plan = plan((Layer("a", spec),), max_batched_tokens=48, max_encoder_tokens=1500)
     assert cache_plan.blocks_per_request == blocks
 
@@ -132,7 +132,7 @@ def test_context_parallel_ranks_share_the_tokens_of_a_request():
 # Pipeline stages
 
 
-def test_groups_are_global_and_each_stage_holds_its_share():
+def test_pipeline_stages_have_global_groups_and_their_own_layers():
     layers = repeated(4, window(), full())  # 0 2 4 6 windows, 1 3 5 7 full
     stages = [Worker(layers[:4]), Worker(layers[4:])]
     cache_plan = plan_cache(stages, PlanOptions(num_blocks=3000))
@@ -146,7 +146,7 @@ def test_groups_are_global_and_each_stage_holds_its_share():
 
 
 @BOTH_LAYOUTS
-def test_every_stage_gets_the_blocks_of_the_poorest(layout):
+def test_every_stage_has_the_num_blocks_of_the_smallest(layout):
     layers = repeated(3, full())
     stages = [Worker(layers[:1], 900 * PAGE), Worker(layers[1:], 1000 * PAGE)]
     cache_plan = plan_cache(stages, PlanOptions(layout=layout, max_model_len=1024))
@@ -156,7 +156,7 @@ def test_every_stage_gets_the_blocks_of_the_poorest(layout):
     assert strides == [500 * PAGE] * 2 if layout is Layout.LAYER_OUTERMOST else [PAGE] * 2
 
 
-def test_a_stage_without_a_kind_of_layer_has_no_place_for_its_group():
+def test_a_stage_without_layers_of_a_group_has_no_memory_for_it():
     layers = named(f=(2, full()), w=(2, window()))
     cache_plan = plan_cache([Worker(layers[:2]), Worker(layers[2:])], PlanOptions(num_blocks=3000))
     assert [[t.group for t in worker.tensors] for worker in cache_plan.workers] == [[0], [1]]
@@ -199,7 +199,7 @@ def test_block_outermost_places_all_layers_of_a_block_together():
     )
 
 
-def test_blocks_are_aligned_where_a_layer_asks_for_it():
+def test_block_alignment_follows_the_layers():
     layers = named(a=(2, full(block_stride_alignment=96)), b=(1, full(head_size=8)))
     by_layer = plan(layers)
     assert by_layer.bytes_per_block == 2 * 288 + 512
@@ -222,7 +222,7 @@ MIXES = {
 
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("mix", MIXES)
-def test_within_a_group_no_two_pages_overlap_and_all_are_in_the_allocation(mix, layout):
+def test_pages_of_a_group_do_not_overlap_and_are_within_the_allocation(mix, layout):
     cache_plan = plan(MIXES[mix], num_blocks=20, max_model_len=16, max_batched_tokens=1, layout=layout)
     (worker,) = cache_plan.workers
     assert worker.size_bytes == 20 * cache_plan.bytes_per_block
@@ -265,7 +265,7 @@ def test_new_blocks_are_zeroed_for_states_and_mixed_types(layers, zeroing):
     assert plan(layers).needs_zeroing is zeroing
 
 
-def test_ranks_hold_replicas_when_a_layer_has_fewer_shards_than_ranks():
+def test_layers_with_fewer_shards_than_ranks_are_replicated():
     assert plan(named(a=(2, latent(max_tp_shards=1))), tp_size=8).tp_replicas == 8
     assert plan(named(a=(1, latent(max_tp_shards=1)), b=(1, full(max_tp_shards=2))), tp_size=8).tp_replicas == 4
     assert plan(named(a=(2, full())), tp_size=8).tp_replicas == 1, "unknown is not replicated"

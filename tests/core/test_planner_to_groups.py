@@ -1,4 +1,4 @@
-"""Groups that the allocator gets from a plan, also against those that the reference recorded in its traces."""
+"""The groups of a plan, compared also with those that the reference recorded in its traces."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def only(spec, **options):
     return group
 
 
-def test_full_attention_needs_no_more_than_its_blocks():
+def test_full_attention_group_has_no_admission_cap():
     group = only(full())
     assert (group.kind, group.block_size, group.admission_cap_blocks) == (GroupKind.FULL_ATTENTION, 16, 0)
     assert (group.layer_names, group.page_bytes) == (("a",), PAGE)
     assert only(latent()).kind is GroupKind.MLA
 
 
-def test_a_window_is_capped_by_what_it_can_hold():
+def test_a_window_group_has_the_admission_cap_of_its_window():
     group = only(window(64), max_batched_tokens=48, prefill_lookahead=3)
     assert (group.window, group.extra_retained_tokens) == (64, 2)
     assert group.admission_cap_blocks == 9, "63 + 2 + 48 = 113 tokens: 8 blocks and one at the edge"
 
 
-def test_a_chunk_is_capped_by_what_it_can_hold():
+def test_a_chunked_group_has_the_admission_cap_of_its_chunk():
     group = only(chunked(64), max_batched_tokens=48)
     assert (group.chunk, group.admission_cap_blocks) == (64, 7)
 
@@ -59,24 +59,24 @@ def test_sinks_reference_windows_and_rings_are_distinguished():
     assert only(RingSpec(**SMALL)).kind is GroupKind.RING
 
 
-def test_context_parallel_ranks_see_blocks_of_all_their_tokens():
+def test_context_parallel_groups_have_blocks_of_all_ranks_tokens():
     assert only(full(), dcp_size=4).block_size == 64
     groups = groups_of(named(f=(1, full()), m=(1, state())), dcp_size=4)
     assert [group.block_size for group in groups] == [64, 16], "a state is not split"
 
 
-def test_attention_blocks_are_zeroed_where_there_are_states_and_states_and_rings_never():
+def test_zero_new_blocks_is_set_for_attention_groups_of_state_models():
     groups = groups_of(named(f=(1, full()), m=(1, state()), r=(1, RingSpec(**SMALL))))
     assert [group.zero_new_blocks for group in groups] == [True, False, False]
     assert not only(full()).zero_new_blocks
 
 
-def test_groups_of_one_format_are_looked_up_jointly():
+def test_groups_of_one_format_have_one_lookup_class():
     groups = groups_of(named(f=(1, full()), w=(2, window(64)), v=(1, window(128))))
     assert [group.lookup_class for group in groups] == [0, 1, 1, 2]
 
 
-def test_drafts_make_their_groups_and_those_of_equal_format_drop_a_block():
+def test_drops_last_block_is_set_for_draft_groups_and_equal_formats():
     layers = (*named(f=(1, full()), w=(2, window())), Layer("d", window(), is_draft=True))
     groups = groups_of(layers, drops_last_block=True)
     assert [group.layer_names for group in groups] == [("f.0",), ("w.0",), ("w.1",), ("d",)]
@@ -84,18 +84,18 @@ def test_drafts_make_their_groups_and_those_of_equal_format_drop_a_block():
     assert [group.drops_last_block for group in groups] == [False, True, True, True]
 
 
-def test_when_no_layer_is_known_to_be_a_draft_every_group_drops():
+def test_drops_last_block_is_set_for_every_group_without_a_marked_draft_layer():
     groups = groups_of(named(f=(1, full()), w=(1, window())), drops_last_block=True)
     assert [(group.is_draft, group.drops_last_block) for group in groups] == [(False, True)] * 2
 
 
-def test_nothing_drops_when_drafts_do_not_ask_for_it():
+def test_drops_last_block_is_not_set_for_drafts_that_drop_nothing():
     groups = groups_of((Layer("d", full(), is_draft=True),))
     assert not groups[0].drops_last_block
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
-def test_recorded_groups(path):
+def test_groups_of_recorded_models_equal_the_reference(path):
     """The header of every recorded trace says what the reference's managers were given."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         header = json.loads(file.readline())

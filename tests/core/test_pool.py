@@ -1,4 +1,4 @@
-"""The block pool: references, keys and the order in which blocks are given away again."""
+"""The block pool: references, keys and the order in which free blocks are allocated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from kvplane.base.step import EventKind, RemoveReason
 from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from tests.core.builders import Engine, fake_digest, full
 
@@ -16,7 +15,7 @@ def pool_of(num_blocks=6, num_groups=1):
 
 
 def key(number, group=0, domain=""):
-    return Key(domain, group, fake_digest(number))
+    return domain, group, fake_digest(number)
 
 
 def cached(pool, *numbers):
@@ -39,14 +38,14 @@ def reasons(pool):
 # -- blocks and references ---------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_handed_out_in_id_order_and_never_the_null_block():
+def test_blocks_are_allocated_in_id_order_and_never_the_null_block():
     pool = pool_of(6)
     assert pool.num_free == 5
     assert pool.take(5) == [1, 2, 3, 4, 5]
     assert pool.num_free == 0
 
 
-def test_a_reference_per_holder_and_free_at_none():
+def test_a_block_has_one_reference_per_holder_and_is_free_without():
     pool = pool_of()
     (block,) = pool.take(1)
     pool.touch([block])
@@ -65,7 +64,7 @@ def test_the_null_block_counts_no_references():
     assert pool.count_evictable([0]) == 0
 
 
-def test_releasing_what_is_not_held_is_a_bug():
+def test_release_of_a_free_block_is_an_assertion():
     pool = pool_of()
     with pytest.raises(AssertionError, match="block 3 released without a reference"):
         pool.release([3])
@@ -96,7 +95,7 @@ def test_a_block_is_private_with_one_reference_and_no_key():
 # -- the order of eviction ---------------------------------------------------------------------------------------------
 
 
-def test_blocks_without_a_key_go_to_the_front_keyed_ones_to_the_back():
+def test_freed_blocks_without_a_key_go_to_the_front_and_keyed_ones_to_the_back():
     pool = pool_of(8)
     a, b, c, d = pool.take(4)
     pool.register(b, key(1), 4)
@@ -105,7 +104,7 @@ def test_blocks_without_a_key_go_to_the_front_keyed_ones_to_the_back():
     assert list(pool.free) == [c, a, 5, 6, 7, d, b]
 
 
-def test_a_request_is_freed_tail_first_so_that_the_roots_of_prefixes_live_longest():
+def test_blocks_of_a_request_are_freed_tail_first():
     engine = Engine(full(), num_blocks=6)
     table = engine.serve(0, "aaaabbbbcc").table[0]
     assert table == [1, 2, 3]
@@ -126,7 +125,7 @@ def test_uncached_blocks_are_reused_before_any_cached_one():
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_leads_to_its_block_until_the_block_is_handed_out():
+def test_a_key_finds_its_block_until_the_block_is_allocated():
     pool = pool_of(3)
     first, second = cached(pool, 1, 2)
     assert (find(pool, 1), find(pool, 2), find(pool, 3)) == ([first], [second], None)
@@ -147,7 +146,7 @@ def test_a_reused_block_carries_no_old_key():
     assert find(pool, 2) == [block]
 
 
-def test_groups_and_domains_have_keys_of_their_own():
+def test_keys_are_separate_per_group_and_domain():
     pool = pool_of(num_groups=2)
     a, b = pool.take(2)
     pool.register(a, key(1, group=0), 4)
@@ -189,7 +188,7 @@ def test_a_horizon_hides_keys_of_later_steps():
     assert pool.find("", (0,), digest, horizon=4) is None
 
 
-def test_a_block_can_have_further_keys_and_loses_them_together():
+def test_a_block_can_have_several_keys_and_loses_them_together():
     """Prefixes that end inside the block; see partial hits."""
     pool = pool_of()
     (block,) = pool.take(1)
@@ -215,7 +214,7 @@ def test_moving_keys_emits_no_event_and_leaves_the_source_unkeyed():
     assert pool.events == []
 
 
-def test_content_moves_also_when_its_keys_were_dropped():
+def test_content_without_keys_can_be_moved():
     pool = pool_of()
     source, target = pool.take(2)
     pool.register(source, key(1), 4)
@@ -274,7 +273,7 @@ def test_reset_drops_full_and_partial_keys():
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
-def test_usage_leaves_the_null_block_out():
+def test_usage_excludes_the_null_block():
     engine = Engine(full(), num_blocks=9)
     engine.admit(0, "aaaabb")
     assert take_snapshot(engine.replica).usage == 2 / 8
@@ -287,7 +286,7 @@ def test_reserved_blocks_are_held_for_the_life_of_the_pool():
     assert pool.reset(), "they do not count as in use"
 
 
-def test_ages_are_counted_in_steps_by_powers_of_two():
+def test_eviction_ages_are_counted_in_steps_by_powers_of_two():
     pool = pool_of(2)
     pool.step = 1
     cached(pool, 1)

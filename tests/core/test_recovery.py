@@ -1,4 +1,4 @@
-"""A replica that comes back from what was stored of it and from what the page memory shows.
+"""A replica recovers from its stored entries and the stamps of the page memory.
 
 The oracle is the life that did not end: a new epoch of the old object keeps exactly the keys that a new object must
 get back.
@@ -73,7 +73,7 @@ def split(entries):
 
 
 @pytest.mark.parametrize("groups", KINDS.values(), ids=KINDS)
-def test_everything_published_hits_again(groups):
+def test_recovered_keys_hit_all_published_prefixes(groups):
     prompts = ("aaaabbbbcccc", "aaaabbbbeeee", "x" * 16)
     engine = engine_after(*groups, prompts=prompts)
     before = [engine.outside(text + "?") for text in prompts]
@@ -86,7 +86,7 @@ def test_everything_published_hits_again(groups):
     assert engine.admit(0, PROMPT).hit == 12
 
 
-def test_nothing_comes_back_without_the_stamps_of_the_memory():
+def test_recover_without_stamps_keeps_no_entry():
     engine = engine_after(full())
     stored = engine.replica.entries()
     assert recover(engine, [stored]) == RecoveryOutcome(0, 3, 0, 0)
@@ -94,7 +94,7 @@ def test_nothing_comes_back_without_the_stamps_of_the_memory():
     assert engine.keyed() == []
 
 
-def test_every_rank_must_show_the_stamp():
+def test_recover_requires_the_stamp_on_every_rank():
     engine = engine_after(full())
     stored, first = engine.replica.entries(), memory(engine)
     second = [*first]
@@ -115,7 +115,7 @@ def test_a_key_of_a_step_that_was_not_executed_is_not_stored():
     assert sorted(engine.replica.entries().block) == [1, 2, 3]
 
 
-def test_an_entry_of_another_page_content_is_unproven():
+def test_recover_counts_an_entry_with_another_stamp_as_unproven():
     engine = engine_after(full(), num_blocks=5)
     stored = engine.replica.entries()
     engine.serve(1, "zzzzy")
@@ -125,14 +125,14 @@ def test_an_entry_of_another_page_content_is_unproven():
     assert engine.outside("zzzzy") == 0
 
 
-def test_rows_that_are_stored_twice_count_once():
+def test_recover_counts_repeated_entries_once():
     engine = engine_after(full(), window(8))
     stored = engine.replica.entries()
     outcome = recover(engine, [stored, stored], memory(engine))
     assert outcome.kept == outcome.repeated == len(stored)
 
 
-def test_blocks_of_one_content_are_all_found_again():
+def test_recover_keeps_all_blocks_of_one_key():
     engine = Engine(full())
     engine.admit(0, PROMPT, news={"skip_reading": 1})
     engine.admit(1, PROMPT, news={"skip_reading": 1})
@@ -146,7 +146,7 @@ def test_blocks_of_one_content_are_all_found_again():
     assert engine.outside(PROMPT) == 12, "the other copy still hits"
 
 
-def test_further_keys_of_a_block_come_back_with_the_first():
+def test_recover_keeps_all_keys_of_a_block():
     engine = Engine(full(4), full(2, lookup_class=1), partial_hits=True)
     engine.serve(0, "aaaabbc")
     engine.idle()
@@ -158,7 +158,7 @@ def test_further_keys_of_a_block_come_back_with_the_first():
         assert engine.outside("aaaabbc") == hit
 
 
-def test_what_no_pool_can_have_is_counted_and_left_out():
+def test_recover_counts_and_skips_impossible_entries():
     engine = engine_after(full())
     stored, table = engine.replica.entries(), memory(engine)
     far = replace(stored, block=[101 if block == 2 else block for block in stored.block])
@@ -170,7 +170,7 @@ def test_what_no_pool_can_have_is_counted_and_left_out():
         assert (outcome.kept, outcome.impossible) == (kept, len(broken) - kept)
 
 
-def test_one_stamp_on_two_pages_proves_neither():
+def test_recover_skips_entries_with_one_stamp_on_two_pages():
     engine = engine_after(full())
     stored, table = engine.replica.entries(), memory(engine)
     table[2] = table[1]
@@ -180,7 +180,7 @@ def test_one_stamp_on_two_pages_proves_neither():
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["a service that knew the keys", "a service that knew nothing"])
-def test_what_was_stored_before_a_reset_does_not_come_back(forgets):
+def test_recover_skips_entries_from_before_a_reset(forgets):
     """Whichever service did it, and in later lives: older stamps that the memory still shows prove nothing."""
     engine = engine_after(full())
     stored, table = engine.replica.entries(), memory(engine)
@@ -197,7 +197,7 @@ def test_what_was_stored_before_a_reset_does_not_come_back(forgets):
     assert recover(engine, [stored], table, epoch=9).kept == 0
 
 
-def test_older_entries_are_evicted_first_and_long_prefixes_before_short_ones():
+def test_recovered_entries_are_evicted_by_age_and_from_the_tail():
     engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
     stored, table = engine.replica.entries(), memory(engine)
     stored.age = [5 if block <= 3 else 4 for block in stored.block]
@@ -208,7 +208,7 @@ def test_older_entries_are_evicted_first_and_long_prefixes_before_short_ones():
     assert engine.free_order[-5:] == [5, 3, 2, 1, 4], "block 4 was used later, block 99 has no key"
 
 
-def test_a_block_that_the_pool_holds_for_ever_gets_no_key():
+def test_recover_skips_entries_of_reserved_blocks():
     engine = Engine(sinks(4))
     engine.serve(0, PROMPT)
     engine.idle()
@@ -219,7 +219,7 @@ def test_a_block_that_the_pool_holds_for_ever_gets_no_key():
     assert (outcome.kept, outcome.unproven) == (2, 1)
 
 
-def test_keys_become_objects_when_their_blocks_are_touched():
+def test_lazy_keys_become_objects_when_their_blocks_are_touched():
     engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
     recover(engine, [engine.replica.entries()], memory(engine))
     assert engine.pool.count_lazy_keys() == 5
@@ -234,7 +234,7 @@ def test_keys_become_objects_when_their_blocks_are_touched():
     assert (engine.pool.lazy_keys, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
 
 
-def test_content_that_is_computed_again_is_kept_next_to_recovered_content():
+def test_content_equal_to_recovered_content_is_kept_in_two_blocks():
     engine = engine_after(full())
     recover(engine, [engine.replica.entries()], memory(engine))
     (first,) = engine.pool.find("", (0,), digests(engine.spec, PROMPT)[:1][0])
@@ -249,7 +249,7 @@ def test_content_that_is_computed_again_is_kept_next_to_recovered_content():
     assert engine.outside(PROMPT) == 12
 
 
-def test_recovered_keys_are_evicted_and_reported_as_others():
+def test_recovered_keys_are_evicted_with_removed_events():
     engine = engine_after(full(), num_blocks=5)
     recover(engine, [engine.replica.entries()], memory(engine))
     removed = [event.hashes[0] for event in engine.admit(0, "qqqqrrrrsssst").result.events if event.hashes]
@@ -266,7 +266,7 @@ def reported(engine):
     blocks: list[tuple[Key, int]] = []
     starts: dict[int, int] = {}
     for event in map(wire.decode_event, map(wire.encode_event, engine.replica.replay_events())):
-        keys = [Key(event.domain, event.group, digest) for digest in event.hashes]
+        keys = [(event.domain, event.group, digest) for digest in event.hashes]
         blocks += zip(keys, event.blocks, strict=True)
         starts.update(zip(event.blocks, event.block_starts, strict=bool(event.block_starts)))
     return blocks, starts
@@ -297,8 +297,8 @@ def test_every_recovered_key_has_a_stored_event(kind, prompts, chance):
     assert set(starts) == set(first)
     sizes = [group.block_size for group in groups]
     for block, start in starts.items():
-        assert start < first[block].num_tokens <= start + sizes[first[block].key.group]
-        assert start % sizes[first[block].key.group] == 0
+        assert start < first[block].num_tokens <= start + sizes[first[block].group]
+        assert start % sizes[first[block].group] == 0
 
 
 @given(
@@ -306,8 +306,8 @@ def test_every_recovered_key_has_a_stored_event(kind, prompts, chance):
     st.lists(texts, min_size=1, max_size=8),
     st.randoms(use_true_random=False),
 )
-def test_a_new_object_keeps_what_the_old_one_would_have_kept(kind, prompts, chance):
-    """Whatever is lost of the memory; whatever order the store gives its rows back in, and how often."""
+def test_recover_keeps_the_keys_that_begin_epoch_keeps(kind, prompts, chance):
+    """With any pages lost, and stored rows in any order and repeated."""
     engine = Engine(*KINDS[kind], num_blocks=25)
     for slot, prompt in enumerate(prompts):
         if engine.admit(slot, prompt).status is GRANTED and chance.random() < 0.8:

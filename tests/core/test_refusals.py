@@ -1,4 +1,4 @@
-"""A refusal that is remembered is the one that would be given: decisions are the same with and without memory."""
+"""A remembered refusal equals the one that a new look-up gives: decisions do not depend on the memory of refusals."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Queue:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_queue_gets_the_same_answers(name, answered_twice):
+def test_remembered_refusals_equal_new_ones_for_a_queue(name, answered_twice):
     groups, changes = GROUPS[name]
     before = REUSED.total()
     for seed in range(25):
@@ -141,7 +141,7 @@ def test_a_queue_gets_the_same_answers(name, answered_twice):
 
 
 @pytest.mark.parametrize("forgets", ["forget_keys", "forget_blocks"])
-def test_a_memory_that_does_not_forget_is_seen(forgets, answered_twice, monkeypatch):
+def test_refusals_that_are_never_forgotten_are_caught(forgets, answered_twice, monkeypatch):
     monkeypatch.setattr(Refusals, forgets, lambda *_: None)
 
     def work():
@@ -155,14 +155,14 @@ def test_a_memory_that_does_not_forget_is_seen(forgets, answered_twice, monkeypa
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_engines_at_random_get_the_same_answers(mix, answered_twice):
+def test_remembered_refusals_equal_new_ones_for_random_engines(mix, answered_twice):
     for seed in range(25):
         run(mix, seed)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(GROUPS)))
-def test_two_replicas_decide_alike_with_memory_and_without(seed, name):
+def test_replicas_with_and_without_remembered_refusals_decide_alike(seed, name):
     groups, changes = GROUPS[name]
     one, other = Queue(seed, groups, **changes), Queue(seed, groups, **changes)
     other.engine.pool.refusals.note = lambda *_: None
@@ -172,16 +172,16 @@ def test_two_replicas_decide_alike_with_memory_and_without(seed, name):
         assert one.engine.digest == other.engine.digest
 
 
-class TestWhenItIsForgotten:
+class TestRefusalIsForgotten:
     """A pool of 8 blocks, of which a running request has 6; "aaaa..." waits for 5."""
 
     @pytest.fixture
     def looks(self, monkeypatch):
         looks, find = [], Coordinator.find_hit
 
-        def counted(self, slot):
+        def counted(self, slot, limit):
             looks.append(slot)
-            return find(self, slot)
+            return find(self, slot, limit)
 
         monkeypatch.setattr(Coordinator, "find_hit", counted)
         return looks
@@ -197,12 +197,12 @@ class TestWhenItIsForgotten:
         part = Part(admit=admit_row(*slots or (1,), on_refusal=SKIP, **columns), budget=budget or Budget())
         return [int(status) for status in engine.step(part)[0].admit_status]
 
-    def test_nothing_has_changed(self, engine, looks):
+    def test_an_unchanged_replica_repeats_the_refusal_without_a_lookup(self, engine, looks):
         for _ in range(4):
             assert self.offer(engine) == [REFUSED]
         assert looks == [1]
 
-    def test_other_requests_go_on(self, engine, looks):
+    def test_steps_of_other_requests_keep_the_refusal(self, engine, looks):
         self.offer(engine)
         engine.run(0, text="x")
         engine.admit(2, "zz")
@@ -213,33 +213,33 @@ class TestWhenItIsForgotten:
     @pytest.mark.parametrize(
         "columns", [{"cap": 4}, {"lookahead": 1}, {"reserved": 1}, {"flags": int(RowFlag.FULL_FIT)}, {"watermark": 2}]
     )
-    def test_it_asks_for_something_else(self, engine, looks, columns):
+    def test_changed_columns_need_a_new_lookup(self, engine, looks, columns):
         self.offer(engine)
         looks.clear()
         self.offer(engine, **columns)
         assert looks == [1]
 
-    def test_columns_that_are_alike_are_not_taken_for_each_other(self, engine):
+    def test_reserved_and_cap_are_distinct_in_a_refusal(self, engine):
         assert self.offer(engine, reserved=7) == [REFUSED]
         assert self.offer(engine, cap=7) == [GRANTED]
 
-    def test_there_is_room_again(self, engine):
+    def test_freed_blocks_end_the_refusal(self, engine):
         self.offer(engine)
         engine.end(0)
         assert self.offer(engine) == [GRANTED]
 
-    def test_its_prefix_is_cached_meanwhile(self, engine):
+    def test_a_newly_cached_prefix_ends_the_refusal(self, engine):
         self.offer(engine)
         engine.admit(2, "a" * 8)
         assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [8]
 
-    def test_its_hit_is_evicted(self, engine):
+    def test_an_evicted_hit_ends_the_refusal(self, engine):
         engine.serve(2, "a" * 8)
         assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [8]
         engine.cache(evicted=list(engine.keyed()))
         assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [0]
 
-    def test_its_hit_is_held_by_another(self, engine):
+    def test_a_hit_adopted_by_another_request_ends_the_refusal(self, engine):
         """Adopting a block that someone holds takes nothing from the free ones."""
         engine.end(0)
         engine.admit(0, "x" * 15)
@@ -250,24 +250,24 @@ class TestWhenItIsForgotten:
         engine.end(0)
         assert self.offer(engine) == [GRANTED]
 
-    def test_it_has_grown(self, engine, looks):
+    def test_appended_tokens_end_the_refusal(self, engine, looks):
         self.offer(engine)
         grow(engine, 1, "aaaa")
         looks.clear()
         self.offer(engine)
         assert looks == [1]
 
-    def test_the_slot_has_another_request(self, engine):
+    def test_another_request_in_the_slot_ends_the_refusal(self, engine):
         self.offer(engine)
         engine.end(1)
         engine.add(1, "a" * 4)
         assert self.offer(engine) == [GRANTED]
 
-    def test_the_budget_is_small(self, engine):
+    def test_a_smaller_budget_ends_the_refusal(self, engine):
         self.offer(engine)
         assert self.offer(engine, budget=Budget(tokens=4)) == [GRANTED]
 
-    def test_a_row_that_the_budget_limits_is_not_remembered(self, engine, looks):
+    def test_a_refusal_limited_by_the_budget_is_not_remembered(self, engine, looks):
         engine.admit(2, "yyyyy")
         for _ in range(2):
             assert self.offer(engine, budget=Budget(tokens=10)) == [REFUSED]
@@ -276,7 +276,7 @@ class TestWhenItIsForgotten:
         self.offer(engine, flags=whole)
         assert self.offer(engine, flags=whole, budget=Budget(tokens=10)) == [NO_ROOM]
 
-    def test_the_watermark_is_ignored_when_no_request_runs(self):
+    def test_an_idle_replica_ends_a_refusal_by_the_watermark(self):
         """The watermark counts only while other requests run."""
         engine = Engine(full(), num_blocks=9, watermark_blocks=4)
         engine.add(1, "a" * 20)
@@ -285,13 +285,13 @@ class TestWhenItIsForgotten:
         engine.end(0, how=End.HELD)
         assert self.offer(engine) == [GRANTED]
 
-    def test_books_are_bounded(self, engine, monkeypatch):
+    def test_remembered_refusals_are_bounded_per_pool(self, engine, monkeypatch):
         monkeypatch.setattr(refusals, "MOST_WATCHED_OF_ALL", 2)
         for _ in range(2):
             assert self.offer(engine) == [REFUSED]
         assert not engine.pool.refusals.by_digest
 
-    def test_long_look_ups_are_done_again(self, engine, looks, monkeypatch):
+    def test_a_refusal_with_a_long_lookup_is_not_remembered(self, engine, looks, monkeypatch):
         monkeypatch.setattr(refusals, "MOST_WATCHED", 2)
         for _ in range(2):
             assert self.offer(engine) == [REFUSED]

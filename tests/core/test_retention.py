@@ -1,4 +1,4 @@
-"""Which blocks of a window or state group are worth a key: those at which some later request can resume.
+"""Retention: window and state groups keep keys only of blocks at which a later request can resume.
 
     dense (-1)  every window that ends at a common boundary
     0           only the window before the prompt's end (its replay boundary), and at single-group hits
@@ -47,7 +47,7 @@ def reachable(group, start, end, boundaries=(), **changes):
         (8, 8, "xxxxx"),  # windows of 8 every 8 tokens leave no gap
     ],
 )
-def test_a_prompt_of_20_tokens_keeps(interval, tokens, expected):
+def test_retention_interval_decides_the_kept_windows_of_a_prompt(interval, tokens, expected):
     engine = Engine(window(tokens), full(), retention_interval=interval)
     engine.admit(0, "a" * 20)
     assert kept(engine, 0) == expected
@@ -55,7 +55,7 @@ def test_a_prompt_of_20_tokens_keeps(interval, tokens, expected):
 
 
 @pytest.mark.parametrize("interval", [DENSE_RETENTION, 0, 4, 8])
-def test_a_repeat_of_the_prompt_hits_whatever_is_kept(interval):
+def test_a_repeated_prompt_hits_with_every_retention_interval(interval):
     engine = Engine(window(8), full(), retention_interval=interval)
     engine.serve(0, "a" * 20)
     assert engine.would_hit("a" * 20).num_tokens == 16
@@ -70,14 +70,14 @@ def test_shorter_prefixes_hit_only_where_a_window_was_kept():
     assert hits == {DENSE_RETENTION: [4, 8, 12, 16, 20], 8: [0, 8, 8, 16, 16], 0: [0, 0, 0, 16, 16]}
 
 
-def test_dense_keeps_only_windows_that_end_at_a_common_boundary():
+def test_dense_retention_keeps_windows_that_end_at_a_common_boundary():
     """Hits are multiples of 8 here: of each 8 tokens, the last block fills a window of 4."""
     engine = Engine(window(4, 4), full(8), retention_interval=DENSE_RETENTION)
     engine.admit(0, "a" * 24)
     assert kept(engine, 0) == ".x.x.x"
 
 
-def test_decoding_adds_windows_only_at_intervals():
+def test_decode_steps_keep_windows_only_at_retention_intervals():
     """The next turn of a chat continues from generated tokens; interval 0 keeps that window by the single-group hit."""
     masks = {}
     for interval in (0, 16):
@@ -86,7 +86,7 @@ def test_decoding_adds_windows_only_at_intervals():
         keyed = set()
         for _ in range(28):
             engine.run(0, text="b")
-            keyed |= {engine.pool.key_tokens[block] for block in engine.keyed() if engine.pool.key[block].group == 0}
+            keyed |= {engine.pool.key_tokens[block] for block in engine.keyed(group=0)}
         masks[interval] = sorted(keyed)
     assert masks == {0: [4], 16: [4, 16, 32]}
 
@@ -117,7 +117,7 @@ def test_single_group_hit_of_one_chat_turn_is_the_hit_of_the_next():
     assert engine.would_hit(turns[1]).single_group_hit == 12, "its generated tokens are known to full attention alone"
 
 
-def test_what_is_kept_outlives_the_window():
+def test_kept_blocks_stay_cached_after_they_leave_the_window():
     """The prompt is prefilled in chunks through a pool that holds a fifth of it: blocks that leave the window without a
     key are used again at once, and the kept ones stay.
     """
@@ -131,18 +131,18 @@ def test_what_is_kept_outlives_the_window():
     assert engine.would_hit("a" * 20 + "b").num_tokens == 16
 
 
-def test_an_alignment_below_the_block_keeps_everything():
+def test_an_alignment_smaller_than_a_block_keeps_every_block():
     """A block cannot say "part of me": rather too many keys than a lost hit."""
     assert reachable(window(8, 8), 0, 5, [19], hash_block_size=4, scheduler_block_size=4) == "xxxxx"
 
 
-def test_masks_are_counted_in_the_blocks_of_the_pool():
+def test_retention_masks_have_one_entry_per_block():
     """With context parallelism over 2 ranks a block of 4 tokens is one of 8 in the pool, and the mask is in those."""
     assert reachable(window(8, 4), 0, 8, [31], retention_interval=0) == ".....xx."
     assert reachable(window(8, 8), 0, 4, [31], retention_interval=0) == "..x."
 
 
-def test_a_mask_for_later_blocks_begins_where_they_do():
+def test_a_retention_mask_begins_at_its_first_block():
     assert reachable(window(8), 3, 6, [19], retention_interval=0) == "x.."
     assert reachable(window(4), 3, 9, [], retention_interval=12) == "..x..x"
 
@@ -154,7 +154,7 @@ def test_a_mask_for_later_blocks_begins_where_they_do():
     ("interval", "expected"),
     [(DENSE_RETENTION, "xxxxx"), (0, "...x."), (8, ".x.x."), (12, "..xx."), (4, "xxxxx")],
 )
-def test_one_state_at_each_boundary(interval, expected):
+def test_one_state_is_kept_at_each_retention_boundary(interval, expected):
     assert reachable(state(), 0, 5, [19], retention_interval=interval) == expected
 
 

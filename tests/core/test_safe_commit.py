@@ -1,4 +1,4 @@
-"""A key is true for others only when the step that wrote the page has been executed (commit=safe).
+"""Other replicas see a key only after the step that wrote its page is executed (commit=safe).
 
     step sent -> answered -> executed          `executed_through` = all steps up to it are executed
                  |-- tentative --|
@@ -74,7 +74,7 @@ def test_requests_of_the_same_replica_build_on_tentative_keys():
     assert second.table[0][:2] == first.table[0][:2]
 
 
-def test_they_may_do_so_within_one_step():
+def test_requests_of_one_step_build_on_its_tentative_keys():
     engine = in_flight_engine()
     engine.add(0, PROMPT)
     engine.add(1, PROMPT)
@@ -92,7 +92,7 @@ def test_a_state_is_adopted_only_when_executed():
     assert engine.computed(1) == 9
 
 
-def test_a_deferred_row_stops_the_section_or_is_passed_over():
+def test_a_deferred_row_ends_the_section_or_is_skipped():
     engine = in_flight_engine(state(), full(), num_blocks=40)
     engine.admit(0, PROMPT, cap=8)
     engine.add(1, PROMPT)
@@ -103,7 +103,7 @@ def test_a_deferred_row_stops_the_section_or_is_passed_over():
     assert passed.admit_status == [DEFERRED, GRANTED]
 
 
-def test_the_answer_has_the_last_step_whose_keys_may_be_shown():
+def test_published_through_is_the_last_executed_step():
     engine = in_flight_engine()
     engine.idle()
     engine.idle()
@@ -148,14 +148,14 @@ def test_preemption_in_a_later_step_keeps_the_keys_of_the_steps_that_run():
     assert engine.admit(0).hit == 8
 
 
-def test_a_request_freed_in_the_step_that_granted_it_leaves_no_keys_either():
+def test_a_request_freed_in_the_step_that_granted_it_leaves_no_keys():
     engine = in_flight_engine()
     engine.add(0, PROMPT)
     engine.step(Part(admit=admit_row(0)), Part(facts=Facts([0], end=[End.FREE])))
     assert engine.keyed() == []
 
 
-def test_adopters_are_preempted_with_the_key():
+def test_withdrawing_a_key_preempts_the_requests_that_adopted_it():
     engine = in_flight_engine()
     engine.add(0, PROMPT)
     engine.add(1, PROMPT + "ddd")
@@ -167,7 +167,7 @@ def test_adopters_are_preempted_with_the_key():
     assert engine.keyed() == granted.tables.by_row()[3][0], "what the bystander wrote stays"
 
 
-def test_an_adopter_preempted_by_the_run_section_gives_its_budget_back():
+def test_an_adopter_preempted_in_the_run_section_returns_its_budget():
     """Slot 1 built on what slot 0 got in this step; the run section grants slot 1, then takes slot 0 and with it 1."""
     engine = in_flight_engine(num_blocks=9)
     engine.admit(0, "aaa")
@@ -196,7 +196,7 @@ def test_a_failed_step_preempts_the_requests_that_it_granted_and_withdraws_its_k
     assert engine.admit(0).hit == 0, "its tokens stay, it can be admitted again"
 
 
-def test_keys_of_the_steps_before_the_failed_one_stay():
+def test_a_failed_step_leaves_keys_of_earlier_steps():
     engine = in_flight_engine()
     engine.admit(0, PROMPT, cap=4)
     engine.run(0)
@@ -207,7 +207,7 @@ def test_keys_of_the_steps_before_the_failed_one_stay():
     assert engine.admit(0).hit == 4
 
 
-def test_steps_behind_the_failed_one_lose_what_they_built_on_it():
+def test_a_failed_step_withdraws_keys_of_later_steps_built_on_it():
     engine = in_flight_engine()
     engine.admit(0, PROMPT)
     engine.admit(1, PROMPT + "dddeeee")
@@ -217,7 +217,7 @@ def test_steps_behind_the_failed_one_lose_what_they_built_on_it():
 
 
 @pytest.mark.parametrize("how", [End.FREE, End.PREEMPTED, End.HELD])
-def test_a_request_that_left_before_its_step_failed_leaves_no_keys(how):
+def test_a_failed_step_withdraws_keys_of_a_request_that_ended(how):
     engine = in_flight_engine()
     engine.admit(0, PROMPT)
     engine.end(0, how=how)
@@ -225,7 +225,7 @@ def test_a_request_that_left_before_its_step_failed_leaves_no_keys(how):
     assert engine.keyed() == []
 
 
-def test_nor_does_an_adopter_that_left():
+def test_a_failed_step_withdraws_keys_of_an_adopter_that_ended():
     engine = in_flight_engine()
     engine.admit(0, PROMPT)
     engine.admit(1, PROMPT + "dddeeee")
@@ -236,7 +236,7 @@ def test_nor_does_an_adopter_that_left():
     assert engine.outside(PROMPT + "dddeeee") == 0
 
 
-def test_an_adopter_is_found_when_the_block_has_left_its_window():
+def test_a_failed_step_preempts_an_adopter_whose_block_left_its_window():
     """Window 4: once slot 1 has 16 tokens it no longer holds the block that it adopted, but its pages come from it."""
     engine = in_flight_engine(window(4))
     engine.admit(0, "aaaab")
@@ -248,7 +248,7 @@ def test_an_adopter_is_found_when_the_block_has_left_its_window():
     assert engine.cache(failed_steps=[1]).preempted == [0, 1]
 
 
-def test_an_adopter_is_found_when_it_copied_the_block():
+def test_a_failed_step_preempts_an_adopter_that_copied_the_block():
     """A hit inside a block is copied at once: slot 1 does not hold the block that its copy came from."""
     engine = in_flight_engine(full(2), full(4, lookup_class=1), partial_hits=True)
     engine.admit(0, "aaaabbc")
@@ -271,7 +271,7 @@ def test_a_failure_is_reported_before_its_step_counts_as_executed():
     assert engine.outside(PROMPT) == 8
 
 
-def test_what_a_fact_commits_waits_for_the_step_that_admitted_the_request():
+def test_a_committed_key_is_tentative_until_the_admitting_step_is_executed():
     """External tokens arrived, but the admitting step may have ordered a copy below them that has not run."""
     engine = in_flight_engine()
     engine.admit(0, PROMPT, external=8, flags=RowFlag.DELAY_CACHING)
@@ -283,7 +283,7 @@ def test_what_a_fact_commits_waits_for_the_step_that_admitted_the_request():
     assert engine.outside(PROMPT) == 8
 
 
-def test_and_is_withdrawn_when_that_step_fails():
+def test_a_committed_key_is_withdrawn_when_the_admitting_step_fails():
     engine = in_flight_engine()
     engine.admit(0, PROMPT, external=8, flags=RowFlag.DELAY_CACHING)
     engine.fact(0, commit=8)
@@ -291,7 +291,7 @@ def test_and_is_withdrawn_when_that_step_fails():
     assert engine.keyed() == []
 
 
-def test_but_a_commit_on_top_of_a_tentative_hit_waits_for_that_step():
+def test_a_committed_key_behind_a_tentative_hit_waits_for_the_step_of_the_hit():
     engine = in_flight_engine()
     engine.admit(0, PROMPT)
     engine.admit(1, "aaaabbbbccccd", external=4, flags=RowFlag.DELAY_CACHING)
@@ -301,7 +301,7 @@ def test_but_a_commit_on_top_of_a_tentative_hit_waits_for_that_step():
     assert engine.keyed() == []
 
 
-def test_a_commit_never_goes_beyond_what_was_granted():
+def test_a_commit_is_limited_to_granted_tokens():
     engine = Engine(full())
     engine.admit(0, "aaaabbbbcccc", cap=4, lookahead=8)
     assert len(engine.table(0)) == 3
@@ -309,7 +309,7 @@ def test_a_commit_never_goes_beyond_what_was_granted():
     assert engine.keyed() == engine.table(0)[:1]
 
 
-def test_a_fact_cannot_claim_tokens_that_were_not_granted():
+def test_a_fact_cannot_raise_computed_above_granted_tokens():
     engine = Engine(full())
     engine.add(0, "aaaabbbbcccc")
     engine.fact(0, computed=8)
@@ -332,7 +332,7 @@ def test_a_fence_holds_freed_blocks_until_its_step_is_executed():
     assert engine.admit(1).status is GRANTED
 
 
-def test_fenced_blocks_return_last_group_first_tail_first_and_in_the_order_of_their_ends():
+def test_fenced_blocks_are_freed_in_the_order_of_their_ends_and_tail_first():
     engine = in_flight_engine(full(), full(), num_blocks=13, enable_caching=False)
     engine.admit(0, "aaaabbbb")
     engine.admit(1, "ccccdddd")
@@ -345,7 +345,7 @@ def test_fenced_blocks_return_last_group_first_tail_first_and_in_the_order_of_th
     assert engine.free_order[:8] == [4, 3, 2, 1, 8, 7, 6, 5], "each return goes to the front as one"
 
 
-def test_a_later_fence_in_front_holds_back_what_is_behind():
+def test_a_fence_also_holds_blocks_of_later_ends_with_earlier_fences():
     engine = in_flight_engine(enable_caching=False)
     engine.admit(0, "aaaa")
     engine.admit(1, "bbbb")
@@ -359,7 +359,7 @@ def test_a_later_fence_in_front_holds_back_what_is_behind():
     assert engine.num_free == 100
 
 
-def test_a_fence_that_has_passed_frees_at_once():
+def test_a_fence_on_an_executed_step_frees_blocks_at_once():
     engine = Engine(full())
     engine.admit(0, PROMPT)
     engine.end(0, fence=1)
@@ -388,7 +388,7 @@ def test_a_held_request_keeps_its_blocks_until_it_is_released():
     assert engine.admit(0, PROMPT).hit == 8, "the slot is free for the next request"
 
 
-def test_a_held_request_takes_no_part():
+def test_a_held_request_is_granted_nothing():
     engine = Engine(full())
     engine.admit(0, PROMPT)
     engine.end(0, how=End.HELD)
@@ -397,7 +397,7 @@ def test_a_held_request_takes_no_part():
 
 
 @pytest.mark.parametrize("rule", [SAFE, REFERENCE])
-def test_both_ends_of_a_copy_stay_until_it_has_run(rule):
+def test_both_blocks_of_a_copy_stay_until_its_step_is_executed(rule):
     """The reference gives them back when it hands the copy out; a step in flight may still be about to read them."""
     engine = in_flight_engine(full(2), full(4, lookup_class=1), partial_hits=True, commit=rule)
     engine.admit(0, "aaaabbc")
@@ -415,7 +415,7 @@ def test_both_ends_of_a_copy_stay_until_it_has_run(rule):
     assert {source, target} <= set(engine.free_order)
 
 
-def test_tokens_in_flight_are_counted_from_what_is_executed():
+def test_tokens_in_flight_are_those_behind_executed_through():
     engine = in_flight_engine()
     engine.admit(0, PROMPT, cap=4)
     engine.run(0, cap=4)
@@ -429,7 +429,7 @@ def test_tokens_in_flight_are_counted_from_what_is_executed():
     assert in_flight[0] == 0
 
 
-def test_everything_that_waits_is_part_of_the_digest():
+def test_the_digest_contains_the_fences_of_blocks():
     """Two replicas that differ only in what they wait for will decide differently later."""
     ends = []
     for fence in (0, 2):

@@ -1,4 +1,4 @@
-"""Stamps say which version of its content a page holds; equal stamps mean equal content.
+"""A stamp is the version of a page's content; equal stamps mean equal content.
 
 Each rank keeps a table of the stamps of its pages and writes the answer's orders into it before anything else. A stamp
 is renewed when a block is handed out and whenever a key leaves it, so that nothing made for the old content is proven.
@@ -35,14 +35,14 @@ def ordered(result):
     return result.orders.stamp_block
 
 
-def test_a_block_that_is_handed_out_is_restamped():
+def test_an_allocated_block_gets_a_new_stamp():
     engine = Engine(full())
     done = engine.admit(0, "aaaabbbbc")
     assert ordered(done.result) == done.table[0] == [1, 2, 3]
     assert done.result.orders.stamp == [engine.pool.stamp[block] for block in (1, 2, 3)]
 
 
-def test_adopting_running_on_and_freeing_are_no_new_content():
+def test_adopting_running_and_freeing_change_no_stamp():
     engine = Engine(full())
     engine.admit(0, "aaaabbbbc")
     adopted = engine.admit(1, "aaaabbbbc")
@@ -51,7 +51,7 @@ def test_adopting_running_on_and_freeing_are_no_new_content():
     assert ordered(engine.end(0)) == []
 
 
-def test_registering_a_key_is_no_new_content():
+def test_registering_a_key_changes_no_stamp():
     """Attention pages are append-only: what a key over their first tokens says stays true while later slots fill."""
     engine = Engine(full())
     engine.admit(0, "aaa")
@@ -60,7 +60,7 @@ def test_registering_a_key_is_no_new_content():
     assert ordered(filled.result) == []
 
 
-def test_eviction_is_part_of_handing_out():
+def test_an_evicted_block_gets_a_new_stamp_when_it_is_allocated():
     engine = Engine(full(), num_blocks=3)
     engine.serve(0, "aaaabbbb")
     before = engine.pool.stamp[:]
@@ -68,7 +68,7 @@ def test_eviction_is_part_of_handing_out():
     assert engine.pool.stamp[taken[0]] != before[taken[0]]
 
 
-def test_a_dropped_key_renews_the_stamp_also_of_a_block_in_use():
+def test_a_dropped_key_renews_the_stamp_of_a_block_in_use():
     engine = Engine(full())
     engine.admit(0, "aaaabbbbc")
     assert ordered(engine.cache(evicted=[1])) == [1]
@@ -111,7 +111,7 @@ def test_a_state_that_moves_renews_both_stamps_before_the_page_is_overwritten():
     assert target in engine.keyed()
 
 
-def test_reset_restamps_what_had_a_key_and_then_the_null_block():
+def test_reset_renews_the_stamps_of_keyed_blocks_and_the_null_block():
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
     result = engine.cache(reset=True)
@@ -119,7 +119,7 @@ def test_reset_restamps_what_had_a_key_and_then_the_null_block():
     assert max(result.orders.stamp) == engine.pool.stamp[0]
 
 
-def test_a_reset_shows_where_nothing_had_a_key():
+def test_a_reset_without_keys_renews_the_stamp_of_the_null_block():
     engine = Engine(full())
     assert [*ordered(engine.cache(reset=True))] == [0]
 
@@ -132,7 +132,7 @@ def test_stamps_carry_the_epoch():
     assert [Stamp.unpack(stamp) for stamp in result.orders.stamp] == [Stamp(0, 7, 1)]
 
 
-def test_a_counter_that_is_used_up_begins_the_next_generation():
+def test_a_used_up_stamp_counter_begins_the_next_generation():
     engine = Engine(full())
     engine.pool._counter = MAX_COUNTER - 1
     engine.admit(0, "aaaabbbb")
@@ -144,8 +144,8 @@ MOVES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 
 
 @settings(max_examples=60)
 @given(MOVES)
-def test_no_stamp_is_ever_used_twice_and_orders_alone_keep_a_rank_right(moves):
-    """Whatever happens: a rank that obeys the orders has the service's stamps, and no stamp stands for two contents."""
+def test_stamps_are_unique_and_orders_keep_a_rank_s_stamps_equal(moves):
+    """A rank that carries out the orders has the service's stamps, and no stamp is used for two contents."""
     engine = Engine(full(2), full(4, lookup_class=1), num_blocks=14, partial_hits=True)
     rank, requests = Rank(engine), engine.replica.requests
     for move, slot, length in moves:

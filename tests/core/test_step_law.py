@@ -1,4 +1,4 @@
-"""The law of the step: a step sent whole gives what the same step gives sent one row per part.
+"""The law of the step: a step sent whole has the results of the same step sent with one row per part.
 
 A part runs facts, cache, news, run, admit and peek, each in row order; the effects of a row are complete before the
 next row. An engine that sends rows keeps the budgets itself: what a victim had been granted in this step comes back.
@@ -51,7 +51,7 @@ SLOTS = range(5)
 
 @dataclass
 class Outcome:
-    """What a step came to, however it was sent."""
+    """The results of a step, in either form."""
 
     granted: dict[int, int] = field(default_factory=dict)
     new: dict[int, dict[int, list[int]]] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class Writer:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("seeds", [range(at, at + 25) for at in (0, 25)], ids=lambda seeds: f"from {seeds.start}")
-def test_a_step_sent_whole_equals_the_same_step_sent_one_row_per_part(mix, seeds):
+def test_a_whole_step_equals_the_same_step_with_one_row_per_part(mix, seeds):
     for seed in seeds:
         compare(mix, seed)
 
@@ -293,12 +293,12 @@ def compare(mix, seed):
         assert whole.replica.counters == rows.replica.counters, place
 
 
-def test_the_comparison_sees_a_load_that_outlives_the_row_that_ends_it():
+def test_a_load_that_its_row_does_not_end_is_caught():
     with weakened("a load outlives its row"), pytest.raises(AssertionError, match="step"):
         compare_all(range(50))
 
 
-def test_what_a_victim_was_granted_is_forgotten_however_the_step_is_sent():
+def test_tokens_granted_to_a_victim_are_withdrawn_in_both_forms_of_a_step():
     """Slot 0 is given a token and a block, and loses them to slot 1 within the step."""
     whole, rows = [Sender(replica_spec(full(), num_blocks=5), by_rows) for by_rows in (False, True)]
     for sender in (whole, rows):
@@ -314,7 +314,7 @@ def test_what_a_victim_was_granted_is_forgotten_however_the_step_is_sent():
     assert inspect.digest(whole.replica) == inspect.digest(rows.replica)
 
 
-def test_copies_are_ordered_row_by_row_however_the_step_is_sent():
+def test_copies_have_the_order_of_rows_in_both_forms_of_a_step():
     """Two rows with two groups each: the second row's copies follow all of the first row's."""
     groups, changes = MIXES["hits inside blocks"]
     for by_rows in (False, True):
@@ -329,14 +329,14 @@ def test_copies_are_ordered_row_by_row_however_the_step_is_sent():
 # -- the order of the sections, one sentence each ----------------------------------------------------------------------
 
 
-def test_what_ends_makes_room_for_what_is_admitted_in_the_same_step():
+def test_an_end_frees_blocks_for_an_admission_in_the_same_step():
     sender = Sender(replica_spec(full(), num_blocks=4), by_rows=False)
     sender.send(Part(news=News([0, 1], [9, 9], tokens("a" * 9 + "b" * 9)), admit=Admit([0])), 0)
     ended = Facts([0], [UNCHANGED], [0], commit=[UNCHANGED], end=[int(End.FREE)])
     assert sender.send(Part(facts=ended, admit=Admit([1])), 1).admitted[1][0] == AdmitStatus.GRANTED
 
 
-def test_a_slot_may_end_and_begin_again_in_one_step():
+def test_a_slot_may_be_freed_and_reused_in_one_step():
     sender = Sender(replica_spec(full()), by_rows=False)
     sender.send(Part(news=News([0], [9], tokens("a" * 9)), admit=Admit([0])), 0)
     ended = Facts([0], end=[int(End.FREE)])
@@ -344,7 +344,7 @@ def test_a_slot_may_end_and_begin_again_in_one_step():
     assert sender.send(again, 1).admitted[0] == (AdmitStatus.GRANTED, 4, 2, 0, 0)
 
 
-def test_running_requests_come_before_waiting_ones():
+def test_the_run_section_is_applied_before_the_admit_section():
     sender = Sender(replica_spec(full(), num_blocks=4), by_rows=False)
     sender.send(Part(news=News([0, 1], [8, 4], tokens("a" * 8 + "b" * 4)), admit=Admit([0])), 0)
     one_more = Facts([0], appended=[1], tokens=tokens("a"))
@@ -353,13 +353,13 @@ def test_running_requests_come_before_waiting_ones():
     assert outcome.admitted[1][0] == AdmitStatus.REFUSED
 
 
-def test_a_peek_sees_what_the_step_has_cached():
+def test_a_peek_finds_keys_registered_in_the_same_step():
     sender = Sender(replica_spec(full()), by_rows=False)
     news = News([0, 1], [9, 9], tokens("a" * 18))
     assert sender.send(Part(news=news, admit=Admit([0]), peek=Peek([1])), 0).peeked == [(8, 0)]
 
 
-def test_states_that_a_fact_commits_were_written_before_this_step():
+def test_a_state_committed_by_a_fact_can_be_hit_in_the_same_step():
     """Under the reference's rule a state of this step must wait for the next; one that a fact commits need not, whether
     or not the step's first part has passed.
     """

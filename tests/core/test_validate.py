@@ -1,4 +1,4 @@
-"""Steps and specs that cannot be: each refusal names its field, and nothing has changed after it."""
+"""Invalid steps and specs: each refusal names its field and changes nothing."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ ROWS = {  # field -> parts that are refused for it
         Part(run=Run([TOKENS], lookahead=[MAX_LOOKAHEAD + 1])),
     ],
     "run.in_flight": [Part(run=Run([TOKENS], in_flight=[1, 1])), Part(run=Run([TOKENS], in_flight=[-2]))],
-    "run.flags": [Part(run=Run([TOKENS], flags=flags)) for flags in ([2, 2], [4], [8], [32], [64], [-1])],
+    "run.flags": [Part(run=Run([TOKENS], flags=flags)) for flags in ([2, 2], [8], [32], [64], [-1])],
     "run.slot": [Part(run=Run([TOKENS, HASHES, TOKENS]))],
     "run.slot[1]": [Part(run=Run([TOKENS, FREE_SLOT])), Part(run=Run([TOKENS, -1]))],
     "run.victims[0]": [Part(run=Run([TOKENS], victims=[FREE_SLOT]))],
@@ -227,41 +227,41 @@ CASES = [(field, part) for field, parts in ROWS.items() for part in parts]
 
 
 @pytest.mark.parametrize(("field", "part"), CASES, ids=[f"{field}-{n}" for n, (field, _) in enumerate(CASES)])
-def test_a_part_that_cannot_be_is_refused_by_field(engine, field, part):
+def test_an_invalid_part_is_refused_by_field(engine, field, part):
     assert refusal(engine, part).field == f"parts[0].{field}"
 
 
-def test_bits_of_flags_that_are_reserved(engine):
+def test_reserved_row_flag_bits_are_ignored_or_refused(engine):
     """Bit 1 was asked for alignment once and means nothing; 32 is refused by its name."""
     named = refusal(engine, Part(admit=Admit([WAITING], flags=[1 | 32])))
     assert named.message == "bit 32 is LOAD, which is reserved"
     engine.step(Part(run=Run([TOKENS], flags=[1]), admit=Admit([WAITING], flags=[1])))
 
 
-def test_the_part_at_fault_is_named_and_the_good_ones_before_it_are_not_applied(engine):
+def test_an_invalid_part_is_named_and_no_earlier_part_is_applied(engine):
     good = Part(facts=Facts([TOKENS], end=[End.FREE]))
     assert refusal(engine, good, Part(run=Run([TOKENS]))).field == "parts[1].run.slot[0]"
 
 
 @pytest.mark.parametrize("executed", [-1, 5, 10**9])
-def test_steps_that_were_not_sent_cannot_be_executed(engine, executed):
+def test_executed_through_beyond_the_sent_steps_is_refused(engine, executed):
     assert refusal(engine, Part(), executed_through=executed).field == "executed_through"
 
 
-def test_a_step_has_a_part(engine):
+def test_a_step_without_parts_is_refused(engine):
     assert refusal(engine).field == "parts"
 
 
-def test_a_failure_must_come_before_the_count_passes_it(engine):
+def test_a_failed_step_at_or_below_executed_through_is_refused(engine):
     assert refusal(engine, Part(cache=Cache(failed_steps=[4])), executed_through=4).field.endswith("failed_steps[0]")
 
 
-def test_messages_name_the_fault(engine):
+def test_refusal_messages_name_the_value(engine):
     error = refusal(engine, Part(facts=Facts([TOKENS], appended=[5], tokens=tokens("bbbbb"))))
     assert str(error) == "parts[0].facts.appended[0]: the request would have 13 tokens, its limit is 12"
 
 
-def test_rows_see_what_earlier_rows_of_the_step_change(engine):
+def test_validation_counts_changes_of_earlier_rows(engine):
     ended = Facts([TOKENS, HASHES], end=[End.FREE, End.PREEMPTED])
     engine.step(
         Part(facts=ended, cache=Cache(released=[HELD]), news=engine.news(TOKENS, "zzzz"), run=run_rows(TOKENS, HASHES)),
@@ -271,7 +271,7 @@ def test_rows_see_what_earlier_rows_of_the_step_change(engine):
     assert engine.replica.requests.num_tokens[TOKENS] == 6
 
 
-def test_what_depends_on_outcomes_is_no_error(engine):
+def test_rows_for_requests_in_another_state_are_not_invalid(engine):
     """Running, waiting, held: an engine cannot know all of it when it writes the step, so such rows get nothing."""
     (result,) = engine.step(
         Part(
@@ -283,7 +283,7 @@ def test_what_depends_on_outcomes_is_no_error(engine):
     assert (result.granted, result.admit_status, result.preempted) == ([0, 0], [AdmitStatus.NOT_WAITING] * 2, [])
 
 
-def test_content_asked_about_from_outside_is_checked_alike(engine):
+def test_content_of_a_lookup_is_validated_like_a_new_request(engine):
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.digests_of(News([0], [2], [1]))
     assert caught.value.field == "parts[0].news.tokens"
@@ -344,13 +344,13 @@ BAD_SPECS = [(field, groups, changes) for field, cases in SPECS.items() for grou
 @pytest.mark.parametrize(
     ("field", "groups", "changes"), BAD_SPECS, ids=[f"{case[0]}-{n}" for n, case in enumerate(BAD_SPECS)]
 )
-def test_a_replica_that_cannot_be_is_refused_by_field(field, groups, changes):
+def test_an_invalid_replica_spec_is_refused_by_field(field, groups, changes):
     with pytest.raises(InvalidArgument) as caught:
         Replica(replica_spec(*groups, **changes))
     assert caught.value.field == field
 
 
-def test_a_replica_has_a_group():
+def test_a_replica_without_groups_is_refused():
     with pytest.raises(InvalidArgument) as caught:
         Replica(ReplicaSpec((), 10, MOST, BLOCK, BLOCK, MOST))
     assert caught.value.field == "groups"
@@ -370,11 +370,11 @@ def test_a_replica_has_a_group():
         ([full()], {"hash_algorithm": HashAlgorithm.XXHASH, "hash_seed": "secret"}),
     ],
 )
-def test_their_neighbours_are_accepted(groups, changes):
+def test_valid_neighbours_of_invalid_replica_specs_are_accepted(groups, changes):
     check_spec(replica_spec(*groups, **changes))
 
 
-def test_a_hash_without_its_package_is_refused(monkeypatch):
+def test_a_hash_algorithm_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
     with pytest.raises(FailedPrecondition):
         check_spec(replica_spec(full(), hash_algorithm=HashAlgorithm.XXHASH, hash_seed="secret"))

@@ -39,8 +39,9 @@ FIRST_SEED = {
     "a drain loses what waits": 1,
     "lease expiry frees pages": 1,
     "resume forgets held pages": 9,
-    "load concurrent with launches of the previous life": 5,
+    "load concurrent with launches of the previous life": 165,
     "owner epoch ignored": 31,
+    "idle check over a change": 1,
 }
 
 

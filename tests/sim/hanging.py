@@ -159,16 +159,32 @@ class HangingChaos(Chaos):
         addresses = set(ADDRESSES) if self._rng.random() < 0.5 else {self._service().address}
         yield from self._hang_store(addresses, self._rng.uniform(0.5, 16.0))
 
-    def service_begins_beside_a_hung_store(self) -> Iterator[float]:
+    def service_begins_while_its_store_hangs(self) -> Iterator[float]:
         service = self._service()
         self._crash(service.process)
         yield from self._hang_store({service.address}, self._rng.uniform(2.0, 8.0))
 
-    def service_drains_beside_a_hung_store(self) -> Iterator[float]:
+    def service_drains_while_its_store_hangs(self) -> Iterator[float]:
         service = self._service()
         for seconds in self._hang_store({service.address}, self._rng.uniform(1.0, 6.0)):
             service.drain()
             yield seconds
+
+    def service_drains_when_it_continues(self) -> Iterator[float]:
+        """A service stands still until another one has its replicas; it continues with a SIGTERM, and with changes that
+        it has not stored.
+        """
+        service = self._service()
+        service.process.pause()
+        cuts = [frozenset((service.address, place)) for place in ("a", "b", "host")]
+        self._world.network.weather.cut_off.update(cuts)
+        for stream in [one for one in self._world.network.streams if one.server is service.server]:
+            stream.cut(client_s=self._rng.random() * 0.3)
+        yield self._rng.uniform(1.5, 4.0)
+        self._world.network.weather.cut_off.difference_update(cuts)
+        service.process.resume()
+        service.drain()
+        yield 1.0
 
     def _hang_store(self, addresses: set[str], seconds: float) -> Iterator[float]:
         self._world.store.hanging.update(addresses)
@@ -207,8 +223,9 @@ HANGING: dict[str, Callable[[HangingChaos], Iterator[float]]] = {
     act.__name__.replace("_", " "): act
     for act in (
         HangingChaos.store_hangs,
-        HangingChaos.service_begins_beside_a_hung_store,
-        HangingChaos.service_drains_beside_a_hung_store,
+        HangingChaos.service_begins_while_its_store_hangs,
+        HangingChaos.service_drains_while_its_store_hangs,
+        HangingChaos.service_drains_when_it_continues,
         HangingChaos.service_reads_no_messages,
         HangingChaos.answers_of_a_service_are_stuck,
         HangingChaos.worker_stands_still,

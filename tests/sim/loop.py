@@ -145,7 +145,7 @@ class Process:
         self._graves.append(work)
 
     def waits_for(self) -> asyncio.Future[None] | None:
-        """What a task must wait for before it continues; may kill the process."""
+        """The future that a task must wait for before it continues; may kill the process."""
         if self.crash_in >= 0:
             self.crash_in -= 1
             if self.crash_in < 0:

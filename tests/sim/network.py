@@ -148,6 +148,7 @@ class Context:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._read_s = 0.0
+        self._stuck_s = (0.0, 0.0)  # begin and end of the last write that was stuck
 
     async def read(self) -> Any:
         try:
@@ -161,9 +162,17 @@ class Context:
     async def write(self, raw: bytes) -> None:
         network = self._stream.network
         if SessionResponse.FromString(raw).WhichOneof("kind") in ("result", "error"):
-            network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._read_s)
+            network.longest_answer_s = max(network.longest_answer_s, self._waited_s())
+        began_s = network.loop.time()
         await self._stream.may("writes")
+        if network.loop.time() > began_s:
+            self._stuck_s = began_s, network.loop.time()
         self._stream.inward.send(raw)
+
+    def _waited_s(self) -> float:
+        """Time since the read, without that of an earlier write of the stream that was stuck: answers follow it."""
+        stuck_s, free_s = self._stuck_s
+        return max(0.0, stuck_s - self._read_s) + self._stream.network.loop.time() - max(free_s, self._read_s)
 
     async def abort_with_status(self, status: Any) -> None:
         self._stream.inward.send(Ended(status))

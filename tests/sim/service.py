@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,10 +16,12 @@ from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.config import Config
 from kvplane_service.core import inspect
+from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.replicas.events import Batch, Subscription
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.rpc.methods import CallHooks, service_handler
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 ADDRESSES = ("one", "two")
 LEASE_MS = 1500
+IDLE_CHECK_MS = 40
 _ANNOUNCING = 1 << 62  # a new life publishes its keys in pieces
 OWNER_LEASE_MS = 900
 GRACE_MS = 1500
@@ -69,7 +72,7 @@ class Service:
         probe = partial(world.network.probe, place=address)
         self.ownership = Ownership(self.registry, config, self.keeper, runtime, probe)
         self.server = Server(world.network, address, self.process)
-        self._is_draining = self.has_served = False
+        self._is_draining = self._is_ending = self.has_served = False
         self._tasks: list[asyncio.Task[None]] = []
         self._seen: dict[str, Seen] = {}
 
@@ -84,10 +87,11 @@ class Service:
             return
         await self.ownership.beat()
         self._serve()
-        self._tasks = [self.process.spawn(work) for work in (self._sweep(), self.ownership.keep())]
+        background = (self._sweep(), self.ownership.keep(), self._check_idle(), self.keeper.supervise_loads())
+        self._tasks = [self.process.spawn(work) for work in background]
         await self._register_all()
         await self.keeper.load()
-        if not self._is_draining:
+        if not self._is_ending:
             self._tasks.append(self.process.spawn(self.keeper.write()))
 
     def _serve(self) -> None:
@@ -122,6 +126,7 @@ class Service:
         await leaving
         await self.ownership.leave(())
         await self.server.stop(_LAST_CALLS_S)
+        self._is_ending = True
         for task in self._tasks:
             task.cancel()
         await self.keeper.stop()
@@ -188,6 +193,17 @@ class Service:
                 entry.host.expire()
                 if before != _held(entry.host):
                     self.world.record(history.Lapsed(entry.host.name, before, _held(entry.host)))
+
+    async def _check_idle(self) -> None:
+        """As App does; a finding is a failure of the run."""
+
+        def report(name: str, error: BrokenInvariant) -> None:
+            self.world.record(history.Broken(f"{name}, idle: {error.invariant}: {error}"))
+
+        def checks() -> Iterator[IdleCheck]:
+            return (entry.host.idle_check for entry in self.registry)
+
+        await check_in_background(checks, IDLE_CHECK_MS, self.world.loop.clock_ns, asyncio.sleep, report)
 
     # -- what is seen of it ------------------------------------------------------------------------------------------
 

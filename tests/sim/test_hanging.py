@@ -31,7 +31,14 @@ def test_bystanders_make_every_call():
     assert asked["step"] > 10
 
 
-def test_wait_for_a_hung_store_is_found():
-    number, rule = seeds_until_caught("no deadline of the store", SEEDS, hangs=True)
+@pytest.mark.parametrize(
+    ("twin", "by"),
+    [
+        ("no deadline of the store", "nothing hung takes its neighbours along"),
+        ("release fails on the log of another process", "sound"),
+    ],
+)
+def test_twin_that_hangs_is_caught(twin, by):
+    number, rule = seeds_until_caught(twin, (*SEEDS, 8), hangs=True)
     assert number
-    assert rule == "nothing hung takes its neighbours along"
+    assert rule == by

@@ -14,7 +14,7 @@ TAKES_TIME = "allocation never waits for the store"  # this rule reports any ans
 
 
 @pytest.mark.timeout(300)
-def test_no_rule_is_broken(monkeypatch):
+def test_long_steps_on_a_thread_break_no_rule(monkeypatch):
     aside = Applying._apply_aside
     num_steps = 0
 

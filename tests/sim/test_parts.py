@@ -9,10 +9,12 @@ from random import Random
 import pytest
 
 from kvplane.base.errors import Unavailable
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1.step_pb2 import StepResult
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import LogName, StoredChunk
 from tests.sim.loop import Killed, Process, VirtualLoop
-from tests.sim.network import Ended, Network, Pipe
+from tests.sim.network import Context, Ended, Network, Pipe, Server, Stream
 from tests.sim.store import WildStore
 
 LOG = LogName("a", b"n" * 16, 7)
@@ -159,6 +161,29 @@ def test_call_to_an_address_without_a_server_is_unavailable():
             await Network(loop, Random(1)).call("nowhere", "here", "/kvplane.v1.Allocation/Session", None)
 
     run(call)
+
+
+@pytest.mark.parametrize("works_s", [0.0, 0.25])
+def test_answer_that_follows_a_stuck_write_counts_with_the_work_on_it(works_s):
+    """A client that reads nothing delays the answers of its own stream only."""
+
+    async def answer(loop):
+        network = Network(loop, Random(1))
+        service, client = Process("service", 1), Process("client", 2)
+        stream = Stream(network, client, "here", Server(network, "there", service))
+        context = Context(stream)
+        stream.outward.send(b"step")
+        await context.read()
+        await asyncio.sleep(works_s)
+        stream.held.add("writes")
+        notice = asyncio.create_task(context.write(pb.SessionResponse(draining=pb.Draining()).SerializeToString()))
+        await asyncio.sleep(1.0)
+        stream.held.clear()
+        await notice
+        await context.write(pb.SessionResponse(result=StepResult()).SerializeToString())
+        return network.longest_answer_s
+
+    assert run(answer)[0] == pytest.approx(works_s)
 
 
 def filled() -> WildStore:

@@ -12,7 +12,7 @@ SEEDS = 60
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("base", range(1, SEEDS + 1, 20))
-def test_no_rule_is_broken(base):
+def test_seeds_break_no_rule(base):
     totals = campaign(range(base, base + 20))
     assert not totals.failed, "\n".join(
         f"make sim SEEDS=1 SEED_BASE={one.seed}: {one.findings[0]}" for one in totals.failed

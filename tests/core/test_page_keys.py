@@ -1,4 +1,4 @@
-"""A key names a page only where the page holds just that: sequences that once led to a wrong hit.
+"""A key is registered only for a page with exactly the content of the key: sequences that once led to a wrong hit.
 
 Copies run before the launch, states are overwritten in place, and what a step writes is there when the step has run.
 """
@@ -30,7 +30,7 @@ def apply(made: Replica, seq: int, executed: int | None = None, **sections) -> P
 
 def states(made: Replica, group: int) -> list[tuple[int, int]]:
     """(block, tokens) of each key of the group."""
-    return [(one.block, one.num_tokens) for one in inspect.take_snapshot(made).keys if one.key.group == group]
+    return [(one.block, one.num_tokens) for one in inspect.take_snapshot(made).keys if one.group == group]
 
 
 def with_states(block_size: int, **options) -> Replica:
@@ -61,7 +61,7 @@ def test_a_page_is_not_copied_in_the_step_that_writes_it():
     assert len(later.orders.copy_src) == 1
 
 
-def test_a_chunk_that_runs_past_a_boundary_names_no_state_there():
+def test_a_chunk_past_a_boundary_registers_no_state_at_that_boundary():
     made = with_states(8)
     apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0], cap=[5]))
     apply(made, 2, run=Run(slot=[0], cap=[7]))
@@ -71,7 +71,7 @@ def test_a_chunk_that_runs_past_a_boundary_names_no_state_there():
     assert [tokens for _, tokens in states(aligned, 1)] == [8]
 
 
-def test_a_request_runs_once_a_step():
+def test_a_second_row_of_a_request_in_one_step_is_granted_nothing():
     """Two grants would register two states, and one launch leaves only the last."""
     made = with_states(8)
     row = Run(slot=[0], cap=[8])
@@ -82,7 +82,7 @@ def test_a_request_runs_once_a_step():
     assert apply(made, 2, run=row).granted == [8]
 
 
-def test_a_commit_below_the_computed_tokens_names_no_state_that_moved_on():
+def test_a_commit_below_the_computed_tokens_registers_no_overwritten_state():
     state = GroupSpec(STATE, 8, mamba_mode=MambaMode.ALIGN, lookup_class=1)
     made = replica(
         GroupSpec(FULL, 8),
@@ -100,14 +100,14 @@ def test_a_commit_below_the_computed_tokens_names_no_state_that_moved_on():
     assert states(made, 1) == [(copy, 6)], "the request's own block holds the state of 7 tokens by now"
 
 
-def test_a_state_cannot_go_back():
+def test_lowering_computed_below_a_state_preempts_the_request():
     made = with_states(8)
     apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0], cap=[8]))
     result = apply(made, 2, facts=Facts(slot=[0], computed=[3]), run=Run(slot=[0], cap=[2]))
     assert (result.preempted, result.granted) == ([0], [0])
 
 
-def test_a_window_that_was_given_back_does_not_come_back():
+def test_lowering_computed_below_a_freed_window_preempts_the_request():
     made = replica(GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=6), hash_block_size=4, scheduler_block_size=4)
     apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0]))
     apply(made, 2, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0]))
@@ -115,13 +115,13 @@ def test_a_window_that_was_given_back_does_not_come_back():
     assert apply(made, 4, facts=Facts(slot=[0], computed=[9])).preempted == [0]
 
 
-def test_external_states_are_counted_before_they_are_taken():
+def test_an_admission_counts_the_blocks_of_external_states():
     made = with_states(4, num_blocks=4)
     result = apply(made, 1, news=news(0, TOKENS[:6]), admit=Admit(slot=[0], external=[1]))
     assert result.admit_status == [AdmitStatus.NEVER_FITS] or result.admit_status == [AdmitStatus.REFUSED]
 
 
-def test_a_fence_holds_the_blocks_of_a_preempted_request_too():
+def test_a_fence_holds_the_blocks_of_a_preempted_request():
     made = replica(GroupSpec(FULL, 4), hash_block_size=4, scheduler_block_size=4)
     apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0]))
     free = made.free_blocks
@@ -131,7 +131,7 @@ def test_a_fence_holds_the_blocks_of_a_preempted_request_too():
     assert made.free_blocks == free + 3
 
 
-def test_a_window_that_was_given_back_cannot_be_written_again():
+def test_lowering_computed_to_0_with_a_freed_window_preempts_the_request():
     """From the start nothing is attended to, but the blocks that would be written are gone."""
     made = replica(GroupSpec(GroupKind.CHUNKED_LOCAL, 4, chunk=4), hash_block_size=4, scheduler_block_size=4)
     apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0]))
@@ -140,7 +140,7 @@ def test_a_window_that_was_given_back_cannot_be_written_again():
     assert apply(made, 3, facts=Facts(slot=[0], computed=[0]), run=Run(slot=[0])).preempted == [0]
 
 
-def test_the_gap_behind_a_kept_prompt_does_not_stop_rejected_drafts():
+def test_rejected_drafts_behind_a_freed_gap_do_not_preempt_the_request():
     kept = replica(GroupSpec(GroupKind.R_SWA, 4, window=4), hash_block_size=4, scheduler_block_size=4)
     apply(kept, 1, news=news(0, TOKENS[:4]), admit=Admit(slot=[0]))
     grown = Facts(slot=[0], appended=[16], tokens=TOKENS[4:20])
@@ -157,7 +157,7 @@ def with_draft_states() -> Replica:
     return replica(GroupSpec(FULL, 4), states, **sizes)
 
 
-def test_a_rejected_draft_leaves_no_state_at_the_boundary():
+def test_a_rejected_draft_registers_no_state_at_the_boundary():
     """The launch left the state of 9 tokens; that of 8 is next to it, not in the block of tokens 4 to 8."""
     made = with_draft_states()
     apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0]))
@@ -167,7 +167,7 @@ def test_a_rejected_draft_leaves_no_state_at_the_boundary():
     assert states(made, 1) == []
 
 
-def test_a_state_does_not_go_back_to_a_block_that_never_was():
+def test_lowering_computed_to_a_state_that_was_not_written_preempts_the_request():
     """One launch from 4 to 13 tokens, the last two drafts: blocks between hold no state, so 11 has none to write."""
     made = with_draft_states()
     apply(made, 1, news=news(0, TOKENS[:11]), admit=Admit(slot=[0], cap=[4]))
@@ -176,7 +176,7 @@ def test_a_state_does_not_go_back_to_a_block_that_never_was():
     assert apply(made, 3, facts=Facts(slot=[0], computed=[11]), run=Run(slot=[0])).preempted == [0]
 
 
-def test_a_held_request_keeps_its_pages_though_it_could_not_go_back():
+def test_end_held_is_accepted_with_a_freed_window():
     window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=4, lookup_class=1)
     made = replica(GroupSpec(FULL, 4), window, hash_block_size=4, scheduler_block_size=4)
     apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0]))
@@ -202,9 +202,9 @@ def with_drafts(executed: int) -> tuple[Replica, list[tuple[int, int]]]:
     return made, states(made, 1)
 
 
-def test_a_state_behind_a_rejected_draft_is_not_named():
+def test_a_state_behind_a_rejected_draft_is_not_registered():
     assert with_drafts(executed=2)[1] == []
 
 
-def test_nor_when_the_step_behind_it_has_run_by_then():
+def test_a_state_behind_a_rejected_draft_is_not_registered_after_the_next_step():
     assert with_drafts(executed=3)[1] == []

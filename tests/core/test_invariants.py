@@ -1,0 +1,254 @@
+"""Each invariant is violated here, and the check names it. The work of one slice of the check is bounded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvplane.base.step import End, RowFlag
+from kvplane_service.core import invariants
+from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
+from kvplane_service.core.replica import Replica
+from tests.core.builders import Engine, fake_digest, full, prompt_and_window, state, window
+
+NAME = re.compile(r'BrokenInvariant\(\s*"(\w+)"')
+
+
+def check(replica):
+    for _ in check_in_slices(replica):
+        pass
+
+
+def plain():
+    """Slot 0 runs with blocks 1, 2, 3; slot 1 is held with 4; blocks 5 and 6 are cached and free."""
+    engine = Engine(full(), num_blocks=12)
+    engine.admit(0, "aaaabbbbc")
+    engine.admit(1, "zzz")
+    engine.end(1, how=End.HELD)
+    engine.serve(2, "ccccdddd")
+    return engine
+
+
+def running():
+    """Slot 0 decodes on the fast path."""
+    engine = Engine(full(), num_blocks=12)
+    engine.admit(0, "aaaab")
+    engine.run(0, text="b")
+    assert engine.replica.requests.fast_path_until[0] > engine.replica.requests.computed[0]
+    return engine
+
+
+def windowed():
+    """Slot 0 decodes; the first block has left its window."""
+    engine = Engine(window(4), num_blocks=12)
+    engine.admit(0, "aaaabbbbccccd")
+    engine.run(0, text="d")
+    engine.run(0, text="d")
+    assert engine.table(0)[:2] == [0, 0]
+    return engine
+
+
+def gap():
+    """Slot 0 decodes; blocks between its prompt and its window were released."""
+    engine = Engine(prompt_and_window(4), num_blocks=30)
+    engine.admit(0, "aaaab")
+    for _ in range(14):
+        engine.run(0, text="b")
+    assert 0 in engine.table(0)
+    return engine
+
+
+def states():
+    """Slot 0 has released states, and the running one."""
+    engine = Engine(state(), full(), num_blocks=30)
+    engine.admit(0, "aaaabbbb")
+    for _ in range(6):
+        engine.run(0, text="c")
+    assert engine.table(0)[0] == 0
+    return engine
+
+
+def in_flight():
+    """No step is executed: slot 1 has adopted the tentative keys of slot 0, and 0 has tokens in flight."""
+    engine = Engine(full(), num_blocks=12)
+    engine.executed = 0
+    engine.admit(0, "aaaabbbbc")
+    engine.admit(1, "aaaabbbbd")
+    assert engine.replica.tracker.adoptions
+    return engine
+
+
+def loading():
+    """The load of slot 0 may start once step 1 is executed."""
+    engine = Engine(full(), num_blocks=12)
+    engine.admit(0, "aaaabbbbc", external=4, cap=0, flags=RowFlag.DELAY_CACHING)
+    assert engine.replica.requests.loading == {0}
+    return engine
+
+
+def recovered():
+    """Blocks 1 and 2 have packed keys."""
+    engine = Engine(full(), num_blocks=12)
+    engine.serve(0, "aaaabbbbc")
+    engine.idle()
+    replica = Replica(engine.spec)
+    replica.recover(1, [list(engine.pool.stamp)], [engine.replica.entries()])
+    engine.replica = replica
+    return engine
+
+
+def requests(engine):
+    return engine.replica.requests
+
+
+def tracker(engine):
+    return engine.replica.tracker
+
+
+def manager(engine):
+    return engine.replica.coordinator.managers[0]
+
+
+def take(engine, column, value):
+    getattr(requests(engine), column)[0] = value
+
+
+def lose_packed_key(engine):
+    engine.pool.lazy_keys.take(1)
+
+
+def lose_block(engine):
+    """Consistently: the block is free again."""
+    engine.pool.release([manager(engine).table[0][-1]])
+    manager(engine).table[0][-1] = 0
+
+
+def stop_with_blocks(engine):
+    requests(engine).running[0] = False
+    requests(engine).num_running = 0
+
+
+def widen_blocks(engine):
+    """Only the slow path reads this bound: the fast path was ended before."""
+    requests(engine).invalidate_register_bound(0)
+    requests(engine).alloc_bound[0] = 400
+
+
+def widen_keys(engine):
+    requests(engine).register_bound[0] -= 4
+
+
+def widen_window(engine):
+    requests(engine).window_bound[0] += 4
+    bounds = requests(engine).alloc_bound[0], requests(engine).window_bound[0], requests(engine).register_bound[0] - 1
+    requests(engine).fast_path_until[0] = min(bounds)
+
+
+def second_key_of_a_state(engine):
+    block = engine.keyed(group=0)[0]
+    engine.pool.register(block, ("", 0, fake_digest(1)), 2)
+
+
+def lose_adopted_key(engine):
+    (step, (first, *rest)) = next(iter(tracker(engine).adoptions.items()))
+    tracker(engine).adoptions[step] = [(9, first[1]), *rest]
+
+
+def lose_grants(engine):
+    """As a step that is forgotten, with its tokens."""
+    step = requests(engine).granted_step[0]
+    tracker(engine).grants[step - 1] = tracker(engine).grants.pop(step)
+
+
+# Invariant, what holds before, the fault, and the words of the finding.
+FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] = [
+    ("free_list", plain, lambda engine: engine.pool.free.append([6]), "block 6 (twice|does not point back)"),
+    ("tables", plain, lambda engine: manager(engine).table[0].append(12), "slot 0: a block outside the pool, 12"),
+    ("tables", plain, lambda engine: tracker(engine).held[1].append(-1), "a record: a block outside the pool, -1"),
+    ("tables", windowed, lose_block, "group 0 lacks a block that the token after 15 needs"),
+    ("tables", plain, stop_with_blocks, "slot 0 holds blocks of group 0, not running"),
+    ("references", plain, lambda engine: engine.pool.references.__setitem__(3, 2), "block 3: 2 references, 1 holders"),
+    ("busy_blocks", plain, lambda engine: engine.pool.hold_busy([8]) or engine.pool.register(
+        8, ("", 0, fake_digest(1)), 4), "block 8 is under a load of an earlier engine life and has a key"),
+    ("keys", plain, lambda engine: engine.pool.key_tokens.__setitem__(1, 0), "block 1: tokens without a key"),
+    ("packed_keys", recovered, lose_packed_key, "block 1 has LAZY_KEY and no row in the key table"),
+    ("key_index", plain, lambda engine: engine.pool.key.__setitem__(2, None), "is not on block 2"),
+    ("state_keys", states, second_key_of_a_state, "holds one state and has 2 keys"),
+    ("stamps", plain, lambda engine: engine.pool.stamp.__setitem__(1, engine.pool.stamp[2]), "blocks 1 and 2"),
+    ("tentative_keys", in_flight, lambda engine: tracker(engine).tentative.clear(), "its key waits for step 1"),
+    ("evictable_count", plain, lambda engine: setattr(engine.pool, "num_evictable", 1), "2 free blocks carry a key"),
+    ("running_count", plain, lambda engine: setattr(requests(engine), "num_running", 2), "1 run, the count says 2"),
+    ("partial_hits", plain, lambda engine: manager(engine).partial_hit.__setitem__(0, (9, 3)), "is not at index 9"),
+    ("state_positions", states, lambda engine: manager(engine).num_retired.__setitem__(0, 9), "group 0 recorded"),
+    ("state_positions", states, lambda engine: manager(engine).last_state.__setitem__(0, 40), "group 0 recorded"),
+    ("transfers", plain, lambda engine: requests(engine).loading.add(7), "loads into slots \\[7\\] that are not live"),
+    ("transfers", loading, lambda engine: requests(engine).not_zeroed.clear(), "are not in not_zeroed"),
+    ("transfers", loading, lambda engine: take(engine, "load_after", 9), "its load waits for step 9"),
+    ("transfers", plain, lambda engine: requests(engine).not_zeroed.add(1), "wait for a load and do not run"),
+    ("grants", in_flight, lambda engine: take(engine, "in_flight", 3), "3 tokens in flight, grants say 9"),
+    ("grants", in_flight, lambda engine: take(engine, "granted_step", 9), "a later grant, of step 9 after 2"),
+    ("grants", in_flight, lambda engine: take(engine, "granted_step", 2), "no record of its grant in step 2"),
+    ("grants", in_flight, lambda engine: tracker(engine).grants[1].slot.append(0), "columns of different lengths"),
+    ("records", in_flight, lambda engine: tracker(engine).adoptions.setdefault(9, []), "adoptions of step 9, the last"),
+    ("records", plain, lambda engine: tracker(engine).filling.setdefault(1, []), "filling of step 1, 4 is executed"),
+    ("adoptions", in_flight, lose_adopted_key, "slot 1 adopted block 9 of step 1, which has no record of its key"),
+    ("fences", plain, lambda engine: tracker(engine).waiting.append((9, [])), "fences \\[9\\], 4 executed"),
+    ("fast_path", running, lambda engine: take(engine, "fast_path_until", 400), "wrong bounds, fast path until 400"),
+    ("fast_path", running, widen_blocks, "slot 0 needs a block after 8 slots, not 400"),
+    ("fast_path", running, widen_keys, "slot 0 registers a key at \\d+ tokens, not \\d+"),
+    ("fast_path", windowed, widen_window, "slot 0: a block leaves its window before"),
+    ("fast_path", gap, widen_window, "slot 0: a block leaves its window before"),
+    ("fast_path", states, widen_window, "slot 0: a block leaves its window before"),
+    ("fast_path", plain, lambda engine: requests(engine).window_bound.__setitem__(1, 8),
+     "wrong bounds, it does not run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prepare", "plant", "words"), FAULTS)
+def test_a_violation_is_named(name, prepare, plant, words):
+    engine = prepare()
+    check(engine.replica)
+    plant(engine)
+    with pytest.raises(BrokenInvariant, match=words) as raised:
+        check(engine.replica)
+    assert raised.value.invariant == name
+
+
+def test_each_invariant_has_a_planted_violation():
+    source = Path(invariants.__file__).read_text()
+    assert set(NAME.findall(source)) == {name for name, *_ in FAULTS}
+
+
+def lines_per_slice(num_blocks):
+    """Lines that each slice of a check executes, on a pool half of which is held by 40 requests."""
+    engine = Engine(full(), window(64), num_blocks=num_blocks, max_model_len=1 << 16, max_in_flight_tokens=1 << 20)
+    for slot in range(40):
+        engine.add(slot, chr(97 + slot) * (num_blocks // 40))
+        engine.admit(slot)
+    counts: list[int] = []
+
+    def count(frame, event, argument):
+        counts[-1] += event == "line"
+        return count
+
+    slices, before = check_in_slices(engine.replica), sys.gettrace()
+    while not counts or counts[-1] >= 0:
+        counts.append(0)
+        sys.settrace(count)
+        try:
+            is_over = next(slices, 0) == 0
+        finally:
+            sys.settrace(before)
+        if is_over:
+            return counts
+    raise AssertionError
+
+
+def test_a_slice_of_the_check_is_bounded_for_any_pool():
+    small, large = lines_per_slice(2_000), lines_per_slice(12_000)
+    assert len(large) > len(small)
+    assert max(large) < 1.2 * max(small) < 20_000

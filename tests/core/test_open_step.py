@@ -1,0 +1,269 @@
+"""A step applied row by row gives the results of the recorded step applied whole to a second replica."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Watermark
+from kvplane_service.core import inspect
+from kvplane_service.core.facts import Update
+from kvplane_service.core.open_step import AdmitTerms, OpenStep
+from kvplane_service.core.replica import Replica
+from tests.core.builders import GRANTED, REFERENCE, REFUSED, SAFE, STALE_HIT, digests, full, replica_spec, window
+from tests.core.test_step_law import MIXES
+
+PREFIXES = ["a" * 24, "b" * 40, "a" * 12 + "c" * 20]
+
+
+class Engine:
+    """Schedules random rows on a replica, and applies each recorded step to a second one."""
+
+    def __init__(self, spec, seed):
+        self.spec, self.random = spec, Random(seed)
+        self.replica, self.follower = Replica(spec), Replica(spec)
+        self.text: dict[int, str] = {}  # by slot: the tokens of each live request
+        self.executed = 0
+        self.parts = self.preempted = self.loads = self.load_after = 0
+
+    def run_step(self):
+        step = self.step = OpenStep(self.replica, self.executed)
+        self.ran: set[int] = set()
+        for _ in range(self.random.randint(1, 9)):
+            self.random.choice(
+                [self.add, self.admit, self.admit, self.run, self.run, self.run, self.change, self.end]
+            )()
+        sent, result = step.close()
+        assert self.follower.apply(sent) == result
+        assert inspect.digest(self.follower) == inspect.digest(self.replica)
+        inspect.check(self.replica)
+        self.parts += len(sent.parts)
+        self.load_after += sum(map(bool, (step for part in result.parts for step in part.admit_load_after)))
+        last = self.replica.seq
+        self.executed = self.random.choice([self.executed, self.executed, max(self.executed, last - 1), last])
+
+    def hashes(self, text):
+        return digests(self.spec, text)
+
+    def add(self):
+        slot = next(slot for slot in range(99) if slot not in self.text)
+        if slot > 5:
+            return
+        text = self.random.choice(PREFIXES)[: self.random.randint(1, 40)] + "x" * self.random.randint(0, 9)
+        self.text[slot] = text
+        self.step.add(slot, len(text), self.hashes(text), request_id=f"r{slot}")
+
+    def pick(self, running):
+        slots = [slot for slot in self.text if self.replica.requests.running[slot] is running]
+        return self.random.choice(slots) if slots else None
+
+    def admit(self):
+        slot = self.pick(False)
+        if slot is None or slot in self.ran:
+            return
+        limit = self.random.choice([UNLIMITED, UNLIMITED, 0, 8, 16])
+        hit = self.step.look_up(slot, limit)
+        assert hit.num_tokens <= limit
+        left = len(self.text[slot]) - hit.num_tokens
+        external = self.random.randint(1, left) if self.random.random() < 0.3 else 0
+        late = bool(external) and self.random.random() < 0.6
+        left -= external
+        num_new = 0 if late else self.random.choice([left, self.random.randint(min(1, left), left), 0])
+        flags = self.random.choice([0, 0, int(RowFlag.FULL_FIT)]) | int(RowFlag.DELAY_CACHING) * late
+        reserved, watermark = self.random.choice([0, 0, 3]), self.random.choice(list(Watermark))
+        terms = AdmitTerms(limit, external, reserved=reserved, watermark=watermark, flags=flags)
+        status = self.step.admit(slot, hit.num_tokens, num_new, terms)
+        if status is GRANTED:
+            self.ran.add(slot)
+            self.loads += late
+        if not num_new and not hit.num_tokens and not external:
+            assert status is AdmitStatus.NO_ROOM
+
+    def run(self):
+        slot = self.pick(True)
+        requests = self.replica.requests
+        if slot is None or slot in self.ran:
+            return
+        if slot in requests.loading and requests.load_after[slot] > self.executed:
+            with pytest.raises(InvalidArgument, match="cannot have started"):
+                self.step.extend(slot, 1)
+            return
+        known = len(self.text[slot]) - requests.computed[slot]
+        if known <= 0:
+            grown = self.text[slot] + self.random.choice("xyz")
+            old = len(self.hashes(self.text[slot]))
+            self.text[slot] = grown
+            self.step.update(Update(slot, appended=1, digests=self.hashes(grown)[old:]))
+            known = len(grown) - requests.computed[slot]
+        num_new = self.random.randint(1, known)
+        more = {"reserved": self.random.choice([0, 0, 2]), "flags": self.random.choice([0, 0, RowFlag.FULL_FIT])}
+        while self.step.extend(slot, num_new, self.random.choice([0, 0, 1]), **more) is None:
+            victim = self.pick(True)
+            self.preempted += 1
+            self.ran -= {victim, *self.step.update(Update(victim, end=End.PREEMPTED))}
+            if not requests.running[slot]:
+                return
+        self.ran.add(slot)
+
+    def change(self):
+        slot, pool = self.pick(True), self.replica.coordinator.pool
+        choice = self.random.randint(0, 3)
+        if choice == 0:
+            self.step.change_cache(Cache(evicted=[self.random.randrange(1, pool.num_blocks)]))
+        elif choice == 1:
+            self.step.change_cache(Cache(reset=True))
+            assert self.step.reset_done is (pool.num_free == pool.num_blocks - 1)
+        elif slot is not None and choice == 2:
+            self.step.update(Update(slot, release_skipped=self.random.randint(0, 40)))
+        elif slot is not None and slot not in self.ran and slot not in self.replica.requests.loading:
+            self.step.update(Update(slot, commit=self.random.randint(0, 40)))
+
+    def end(self):
+        slot = self.random.choice(list(self.text) or [None])
+        if slot is None or self.random.random() < 0.5:
+            return
+        self.step.update(Update(slot, end=End.FREE))
+        del self.text[slot]
+
+
+def play(mix, commit, seed, steps=25):
+    groups, changes = MIXES[mix]
+    engine = Engine(replica_spec(*groups, num_blocks=20, commit=commit, **changes), seed)
+    for _ in range(steps):
+        engine.run_step()
+    return engine
+
+
+@pytest.mark.parametrize("commit", [SAFE, REFERENCE])
+@pytest.mark.parametrize("mix", MIXES)
+def test_an_open_step_equals_the_recorded_step_applied_whole(mix, commit):
+    engines = [play(mix, commit, seed) for seed in range(12)]
+    assert sum(engine.parts for engine in engines) > 12 * 25  # rows of earlier sections start further parts
+    assert sum(engine.preempted for engine in engines)
+    assert sum(engine.loads for engine in engines)
+    assert commit is REFERENCE or sum(engine.load_after for engine in engines)
+
+
+def test_an_open_step_that_does_not_record_a_refused_row_is_caught(monkeypatch):
+    """The refused row released blocks that left the window, which the follower then still holds."""
+
+    def unrecorded(self, slot, num_new, lookahead=0, in_flight=-1, flags=0, reserved=0):
+        new = extend(self, slot, num_new, lookahead, in_flight, flags, reserved)
+        if new is None:
+            self._runs.pop()
+            self._result.granted.pop()
+        return new
+
+    extend = OpenStep.extend
+    monkeypatch.setattr(OpenStep, "extend", unrecorded)
+    with pytest.raises(AssertionError):
+        any(play("window and full", SAFE, seed) is None for seed in range(30))
+
+
+@pytest.fixture
+def step():
+    replica = Replica(replica_spec(full(), num_blocks=9))
+    step = OpenStep(replica, 0)
+    step.add(0, 12, digests(replica.spec, "a" * 12))
+    assert step.admit(0, 0, 12) is GRANTED
+    step.close()
+    return OpenStep(replica, 1)
+
+
+def test_a_row_may_adopt_less_than_the_longest_hit(step):
+    text = "a" * 16
+    step.add(1, 16, digests(replica_spec(full()), text))
+    assert (step.look_up(1).num_tokens, step.look_up(1, 11).num_tokens) == (12, 8)
+    assert step.admit(1, 8, 4) is STALE_HIT  # the longest hit has 12
+    assert step.admit(1, 8, 4, AdmitTerms(hit_limit=8)) is GRANTED
+    first, second = step.close()[1].parts  # a slot has one row in a section
+    assert (first.admit_hit, second.admit_hit, second.admit_granted) == ([12], [8], [4])
+
+
+def test_a_row_may_adopt_a_hit_and_be_granted_no_tokens(step):
+    step.add(1, 16, digests(replica_spec(full()), "a" * 16))
+    assert step.admit(1, 12, 0) is GRANTED
+    step.add(2, 4, [])
+    assert step.admit(2, 0, 0) is AdmitStatus.NO_ROOM  # there is nothing to adopt
+
+
+def test_a_running_row_leaves_reserved_blocks_free(step):
+    free = 8 - 3
+    step.update(Update(0, appended=1))
+    assert step.extend(0, 1, reserved=free) is None
+    assert step.extend(0, 1, reserved=free - 1) == [[4]]
+
+
+def test_a_running_row_can_require_that_its_whole_sequence_fits(step):
+    step.update(Update(0, appended=4 * 6))
+    assert step.extend(0, 1, flags=RowFlag.FULL_FIT) is None
+    assert step.extend(0, 1) == [[4]]
+
+
+def test_skipped_blocks_are_released_only_up_to_executed_tokens():
+    replica = Replica(replica_spec(window(4), num_blocks=9))
+    step = OpenStep(replica, 0)
+    step.add(0, 16, [])
+    assert step.admit(0, 0, 16) is GRANTED
+    step.close()
+    step = OpenStep(replica, 0)
+    step.update(Update(0, release_skipped=16))
+    assert replica.free_blocks == 4  # the launch in flight reads every block
+    step.close()
+    OpenStep(replica, 2).update(Update(0, release_skipped=16))
+    assert replica.free_blocks == 7
+
+
+def test_a_refused_admission_changes_nothing(step):
+    step.add(1, 4 * 6, [])
+    assert step.admit(1, 0, 24) is REFUSED
+    assert step.admit(1, 0, 20) is GRANTED
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (lambda step: step.extend(5, 1), "slot"),
+        (lambda step: step.extend(0, 0), "num_new"),
+        (lambda step: step.extend(0, 4096), "num_new"),
+        (lambda step: step.extend(0, 1, reserved=99), "run.reserved"),
+        (lambda step: step.admit(5, 0, 1), "admit.slot[0]"),
+        (lambda step: step.admit(0, 0, 9999), "num_new"),
+        (lambda step: step.look_up(-1), "slot"),
+        (lambda step: step.update(Update(7, appended=1)), "facts.slot[0]"),
+        (lambda step: step.add(0, 4, []), "news.slot[0]"),
+    ],
+)
+def test_rows_without_their_request_are_refused_by_field(step, row, field):
+    with pytest.raises(InvalidArgument) as refused:
+        row(step)
+    assert refused.value.field == field
+    assert step.close()[0].parts[0].facts.slot == []
+
+
+def test_a_slot_runs_once_in_a_step(step):
+    """Two grants in one step would be two launches of the whole step, which has one row of a request."""
+    step.update(Update(0, appended=2))
+    assert step.extend(0, 1) is not None
+    with pytest.raises(InvalidArgument, match="tokens of this step already"):
+        step.extend(0, 1)
+
+
+def test_the_first_row_of_a_part_states_when_its_load_may_start():
+    replica = Replica(replica_spec(full(), num_blocks=4))
+    step = OpenStep(replica, 0)
+    step.add(0, 12, [])
+    assert step.admit(0, 0, 12) is GRANTED
+    step.close()
+    step = OpenStep(replica, 0)
+    step.update(Update(0, end=End.FREE))
+    step.add(1, 9, [])
+    terms = AdmitTerms(external=8, flags=int(RowFlag.DELAY_CACHING))
+    assert step.admit(1, 0, 0, terms) is GRANTED
+    with pytest.raises(InvalidArgument, match="cannot have started"):
+        step.update(Update(1, commit=8))
+    with pytest.raises(InvalidArgument, match="a load of this step"):
+        step.change_cache(Cache(released=[1]))
+    assert step.close()[1].parts[-1].admit_load_after == [1]
