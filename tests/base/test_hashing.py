@@ -72,7 +72,7 @@ def test_equal_blocks_at_different_places_have_different_hashes(algorithm: HashA
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-def test_only_full_blocks_have_a_hash(algorithm: HashAlgorithm) -> None:
+def test_hashes_exist_only_for_full_blocks(algorithm: HashAlgorithm) -> None:
     assert [len(hashes_of(PROMPT[:n], algorithm=algorithm)) for n in (0, 7, 8, 15, 16)] == [0, 0, 1, 1, 2]
 
 
@@ -108,7 +108,7 @@ def test_extra_keys_change_the_hash(
     assert first_difference(left, right) == 0
 
 
-def test_keys_have_a_fixed_order_and_tags() -> None:
+def test_extra_keys_have_a_fixed_order_and_tags() -> None:
     items = (Multimodal("cat", 1, 1), Multimodal("dog", 3, 9))
     embeds = digest_embeds(b"abcdef", token_bytes=1, block_size=4)
     keys = RequestKeys(ExtraKeys(("sql", "/l/sql"), "team-a", items, embeds), block_size=4)
@@ -126,7 +126,7 @@ def test_keys_have_a_fixed_order_and_tags() -> None:
     assert RequestKeys(NO_EXTRA_KEYS, block_size=4).of_block(0, 4) is None
 
 
-def test_an_item_that_spans_blocks_is_in_each_of_them() -> None:
+def test_an_item_is_an_extra_key_of_each_block_that_it_spans() -> None:
     keys = RequestKeys(image(offset=6, length=12), block_size=8)
     found = [keys.of_block(start, start + 8) for start in range(0, 40, 8)]
     assert found == [(("mm", "cat", 6),), (("mm", "cat", -2),), (("mm", "cat", -10),), None, None]
@@ -153,7 +153,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("field", BAD_KEYS)
-def test_an_invalid_key_is_refused_by_field(field: str) -> None:
+def test_an_invalid_extra_key_is_refused_by_field(field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         RequestHasher(HashScheme.named(8), BAD_KEYS[field])
     assert refused.value.field == f"extra_keys.{field}"
@@ -168,7 +168,7 @@ def test_an_invalid_key_is_refused_by_field(field: str) -> None:
     block_size=st.integers(1, 9),
     ahead=st.integers(0, 3),
 )
-def test_appending_in_pieces_gives_the_hashes_of_one_append(
+def test_tokens_appended_in_pieces_have_the_hashes_of_one_append(
     tokens: list[int], cuts: list[int], block_size: int, ahead: int
 ) -> None:
     keys = ExtraKeys(multimodal=(Multimodal("cat", 3, 20), Multimodal("dog", 30, 1)), salt="s")
@@ -185,7 +185,7 @@ def test_appending_in_pieces_gives_the_hashes_of_one_append(
     assert at_once.num_tokens == len(tokens)
 
 
-def test_the_tail_has_the_position_of_the_hashes() -> None:
+def test_tail_of_hashes_has_their_position() -> None:
     hasher = RequestHasher(HashScheme.named(8))
     hashes = hasher.append(pack_tokens(PROMPT[:21]))
     assert hasher.tail == HashTail(2, hashes[32:], pack_tokens(PROMPT[16:21]))
@@ -194,7 +194,7 @@ def test_the_tail_has_the_position_of_the_hashes() -> None:
     )
 
 
-def test_the_scheme_of_a_replica_follows_its_spec() -> None:
+def test_hash_scheme_follows_the_replica_spec() -> None:
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16),)
     spec = ReplicaSpec(
         groups=groups,
@@ -233,7 +233,7 @@ def test_a_lookahead_hash_has_the_form_of_the_reference() -> None:
     assert RequestHasher(scheme, keys).append(pack_tokens(PROMPT[:6])) == expected
 
 
-def test_a_coarser_view_takes_the_last_hash_of_each_coarse_block() -> None:
+def test_hash_view_has_the_last_hash_of_each_larger_block() -> None:
     scheme = HashScheme.named(8)
     a, b, c, d, e = hashes_of(PROMPT)
     fine = b"".join([a, b, c, d, e])
@@ -244,7 +244,7 @@ def test_a_coarser_view_takes_the_last_hash_of_each_coarse_block() -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, 4, 12, -8])
-def test_a_view_of_a_non_multiple_block_size_is_refused(block_size: int) -> None:
+def test_hash_view_of_a_non_multiple_block_size_is_refused(block_size: int) -> None:
     with pytest.raises(InvalidArgument) as refused:
         HashScheme.named(8).coarser(bytes(64), block_size)
     assert refused.value.field == "block_size"
@@ -278,7 +278,7 @@ def test_weak_hashes_require_a_secret_seed(algorithm: HashAlgorithm) -> None:
     )
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_algorithm_without_its_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(FailedPrecondition, match="pip install xxhash"):
         block_digest(HashAlgorithm.XXHASH_CBOR)
@@ -288,7 +288,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(token_lists)
-def test_a_column_is_four_little_endian_bytes_a_token(tokens: list[int]) -> None:
+def test_token_column_has_four_little_endian_bytes_per_token(tokens: list[int]) -> None:
     packed = pack_tokens(tokens)
     assert packed == b"".join(token.to_bytes(4, "little") for token in tokens)
     assert unpack_tokens(packed) == tokens
@@ -301,7 +301,7 @@ def test_a_token_id_beyond_32_bits_is_refused(token: Any) -> None:
     assert refused.value.field == "prompt_tokens[1]"
 
 
-def test_a_truncated_column_is_refused_and_changes_nothing() -> None:
+def test_a_truncated_token_column_is_refused_and_changes_nothing() -> None:
     hasher = RequestHasher(HashScheme.named(8))
     hasher.append(pack_tokens(PROMPT[:3]))
     before = hasher.tail

@@ -55,7 +55,7 @@ def test_values_may_be_narrower_than_keys():
         (DType.INT8, 1),
     ],
 )
-def test_sizes_of_element_types(dtype, num_bytes):
+def test_element_types_have_their_sizes(dtype, num_bytes):
     assert dtype.num_bytes == num_bytes
     assert FullAttentionSpec(**{**HEADS, "dtype": dtype}).page_bytes == 4096 * num_bytes
 
@@ -73,7 +73,7 @@ def test_page_bytes_of_compressed_and_packed_entries():
     assert (packed.content_bytes, packed.page_bytes) == (16 * 584, 17 * 576)
 
 
-def test_a_state_has_the_bytes_of_its_tensors_whatever_the_block():
+def test_state_bytes_do_not_depend_on_the_block_size():
     assert STATE.page_bytes == 3 * 100 * 2 + 4 * 8 * 8 * 4
     assert MambaSpec(block_size=512, shapes=STATE.shapes, dtypes=STATE.dtypes).page_bytes == STATE.page_bytes
 
@@ -85,7 +85,7 @@ def test_padding_makes_a_page_larger_only():
 # Growing to a larger page
 
 
-def test_attention_grows_by_tokens_when_it_can_and_by_padding_when_not():
+def test_attention_pages_grow_by_tokens_or_by_padding():
     doubled = FULL.grown_to(2 * FULL.page_bytes)
     assert doubled == FullAttentionSpec(**{**HEADS, "block_size": 32})
     padded = FULL.grown_to(FULL.page_bytes + 1)
@@ -121,12 +121,12 @@ def test_a_state_grows_by_padding_only():
 # Sharing
 
 
-def test_equal_formats_merge_to_themselves():
+def test_equal_layer_formats_merge_to_an_equal_one():
     for spec in (FULL, WINDOW, STATE):
         assert spec.merged_with(spec) == spec
 
 
-def test_full_attention_merges_over_what_it_computes():
+def test_full_attention_formats_with_different_windows_merge():
     narrow = FullAttentionSpec(**HEADS, computes_window=128)
     assert FULL.merged_with(narrow) == narrow
     assert narrow.merged_with(FULL) == narrow
@@ -142,11 +142,11 @@ def test_full_attention_merges_over_what_it_computes():
         WINDOW,
     ],
 )
-def test_full_attention_does_not_merge_over_anything_else(other):
+def test_full_attention_formats_with_other_differences_do_not_merge(other):
     assert FullAttentionSpec(**HEADS, computes_window=128).merged_with(other) is None
 
 
-def test_packed_forms_never_merge():
+def test_packed_layer_formats_do_not_merge():
     assert MLASpec(**HEADS, state_format="a").merged_with(MLASpec(**HEADS, state_format="b")) is None
 
 
@@ -169,7 +169,7 @@ def test_layers_of_one_uniform_type_need_the_same_token_slots():
     assert len(keys) == 1 + len(others)
 
 
-def test_local_layers_can_be_kept_like_full_attention():
+def test_local_layers_can_keep_every_token():
     wide = {**HEADS, "block_size": 32}
     assert WINDOW.as_full_attention(32) == FullAttentionSpec(**wide, computes_window=128)
     chunk = ChunkedLocalSpec(**HEADS, chunk=64)
@@ -179,7 +179,7 @@ def test_local_layers_can_be_kept_like_full_attention():
     assert STATE.as_full_attention(32) is STATE
 
 
-def test_a_padded_window_keeps_its_padding_when_it_keeps_every_token():
+def test_a_padded_window_that_keeps_every_token_stays_padded():
     padded = SlidingWindowSpec(**HEADS, window=128, padded_page_bytes=9000)
     assert padded.as_full_attention(16).page_bytes == 9000
     assert padded.as_full_attention(32).page_bytes == 2 * WINDOW.page_bytes
@@ -188,7 +188,7 @@ def test_a_padded_window_keeps_its_padding_when_it_keeps_every_token():
 # Needs
 
 
-def test_admission_caps_are_the_bound_of_local_layers_and_absent_elsewhere():
+def test_only_local_layers_have_an_admission_cap():
     limits = RequestLimits(max_model_len=1000, max_in_flight_tokens=100)
     assert WINDOW.admission_cap_blocks(limits) == WINDOW.blocks_per_request(limits) == 16
     chunk = ChunkedLocalSpec(**HEADS, chunk=128)
@@ -233,7 +233,7 @@ def test_a_reference_window_is_bounded_like_full_attention():
         (lambda: replace(STATE, speculative_blocks=-1), "speculative_blocks"),
     ],
 )
-def test_a_format_that_cannot_exist_is_refused_by_field(make, field):
+def test_an_invalid_layer_format_is_refused_by_field(make, field):
     with pytest.raises(InvalidArgument) as refused:
         make()
     assert refused.value.field == field
@@ -243,13 +243,13 @@ def test_a_format_that_cannot_exist_is_refused_by_field(make, field):
 # Values
 
 
-def test_formats_are_values():
+def test_layer_formats_are_hashable_values():
     assert FullAttentionSpec(**HEADS) == FULL
     assert hash(FullAttentionSpec(**HEADS)) == hash(FULL)
     assert MLASpec(**HEADS, head_size_v=64) != FULL, "a kind is part of the value"
     assert pickle.loads(pickle.dumps(STATE)) == STATE
 
 
-def test_kinds_are_those_of_groups_and_events():
+def test_layer_kinds_are_those_of_groups_and_events():
     assert HiddenStateSpec(**HEADS).kind is GroupKind.MLA
     assert (STATE.kind, STATE.mamba_mode, FULL.mamba_mode) == (GroupKind.MAMBA, MambaMode.NONE, None)

@@ -83,7 +83,7 @@ def small(**changes) -> RankPlan:
         ({"shared_layers": (KVSharingLayer("a", "b"),)}, "shared_layers"),
     ],
 )
-def test_an_impossible_plan_is_refused_by_field(changes, field):
+def test_an_invalid_rank_plan_is_refused_by_field(changes, field):
     small().validate()
     with pytest.raises(InvalidArgument, match=f"^{field}"):
         small(**changes).validate()

@@ -20,7 +20,6 @@ from pathlib import Path
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from tests.bench.machine import machine, machine_line
@@ -46,7 +45,7 @@ def cycle_ours(pool: BlockPool, keys: list[bytes]) -> None:
     """Per block: allocate (evicting), register, release, find, touch, release."""
     blocks = pool.take(len(keys))
     for block, digest in zip(blocks, keys, strict=True):
-        pool.register(block, Key("", 0, digest), 16)
+        pool.register(block, ("", 0, digest), 16)
     pool.release(blocks)
     found = [(pool.find("", (0,), digest) or [0])[0] for digest in keys]
     pool.touch(found)

@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import kvplane
-from kvplane import ModelSource, Part
+from kvplane import Allocate, Commit, Content, ExtraKeys, ModelSource, Part
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, Budget, End, Facts, News, OnRefusal, Run
 from tests.bench.machine import machine, machine_line
 
 RESULTS = Path(__file__).parent / "results"
 TICK_S, CHUNK, LONG, WARM, PROMPTS = 0.002, 8192, 32_768, 4, 24
-MILLION, WAITING = 1_000_000, 10_000
+MILLION, WAITING, ROUNDS = 1_000_000, 10_000, 5
 MODELS = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-27b", "jamba-v0.1")
 SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
 
@@ -203,8 +203,15 @@ def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
 
 
 # Longest interval without a tick and longest wait of the other engine, when the event loop executed all of this itself
-# (2026-11-22, the same machine at a load of 12 to 16).
+# (2026-11-22, the same machine at a load of 12 to 16; unary calls at a load of 5).
 BEFORE = {
+    "unary: 1 M tokens, allocated": (222, 260),
+    "unary: 1 M tokens, looked up": (44, 101),
+    "unary: its request, looked up": (49, 86),
+    "unary: its end": (17, 24),
+    "unary: 1 M tokens, all of which hit": (86, 191),
+    "unary: a reset of its keys": (95, 174),
+    "unary: first call after a session left 62,500 keys": (27, 38),
     "1 M tokens, admitted in one step": (313, 1927),
     "its end": (20, 79),
     "1 M tokens, all of which hit": (214, 1407),
@@ -311,6 +318,35 @@ def long_prompt(client: kvplane.Client, meter: Meter) -> None:
             session.apply(Part(news=hashes, admit=Admit([1])))
 
 
+def long_unary_calls(client: kvplane.Client, meter: Meter) -> None:
+    """A prompt of a million tokens in unary calls: allocated, looked up, hit, freed; each is repeated ROUNDS times."""
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+    size = 1 << 21
+    spec = ReplicaSpec((group,), 200_000, size, hash_block_size=16, scheduler_block_size=16, max_in_flight_tokens=size)
+    client.register_replica("unary", spec)
+    for salt in range(ROUNDS):
+        content = Content([random.randrange(1 << 17) for _ in range(MILLION)], extra_keys=ExtraKeys(salt=str(salt)))
+        request = Allocate("a", content)
+        with meter.case("unary: 1 M tokens, allocated"):
+            client.allocate_slots("unary", request)
+        with meter.case("unary: 1 M tokens, looked up"):
+            client.find_cache_hit("unary", content)
+        with meter.case("unary: its request, looked up"):
+            client.find_cache_hit("unary", "a")
+        with meter.case("unary: its end"):
+            client.free("unary", "a")
+        with meter.case("unary: 1 M tokens, all of which hit"):
+            client.allocate_slots("unary", request)
+        client.free("unary", "a")
+        with meter.case("unary: a reset of its keys"):
+            client.reset_prefix_cache("unary")
+        with client.session("unary") as session:
+            hashes = News([0], [MILLION], num_hashes=[MILLION // 16], hashes=os.urandom(2 * MILLION))
+            session.apply(Part(news=hashes, admit=Admit([0])))
+        with meter.case("unary: first call after a session left 62,500 keys"):
+            client.commit_blocks("unary", Commit())
+
+
 def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: int) -> None:
     """10,000 requests of 256 tokens wait for a full pool."""
     client.register_replica(model, ModelSource(model=model, num_blocks=num_blocks, max_model_len=8192))
@@ -334,15 +370,31 @@ def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: i
         session.close()
 
 
-def measure_long() -> list[Long]:
-    """All cases, on one service."""
+def medians(rows: list[Long]) -> list[Long]:
+    """One row for each case, with the medians of its measurements."""
+    cases = dict.fromkeys(row.case for row in rows)
+    return [_median([row for row in rows if row.case == case]) for case in cases]
+
+
+def _median(rows: list[Long]) -> Long:
+    columns = zip(*[(row.cpu, row.longest, row.other_longest) for row in rows], strict=True)
+    cpu, longest, other_longest = map(statistics.median, columns)
+    return Long(rows[0].case, sum(row.times for row in rows), cpu, longest, other_longest)
+
+
+def measure_long(unary_only: bool = False) -> list[Long]:
+    """All cases, on one service; with `unary_only` those of unary calls."""
     with service() as (address, process, path), kvplane.connect(address, timeout_s=60) as client:
         meter = Meter(address, process, path)
+        long_unary_calls(client, meter)
+        if unary_only:
+            meter.end()
+            return medians(meter.rows)
         long_prompt(client, meter)
         many_waiting(client, meter, "llama-3.1-8b", 3000)
         many_waiting(client, meter, "gemma-3-27b", 9000)
         meter.end()
-        return meter.rows
+        return medians(meter.rows)
 
 
 def report_long(rows: list[Long]) -> str:
@@ -383,8 +435,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time that the event loop of a service is held.")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--in-flight", type=int, default=3)
+    parser.add_argument("--unary", action="store_true", help="only long unary calls; writes nothing")
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
+    if given.unary:
+        sys.stdout.write(report_long(measure_long(unary_only=True)))
+        return
     rows = [measure(model, given.in_flight) for model in given.models]
     long = measure_long()
     command = f"python -m tests.bench.held --in-flight {given.in_flight}"

@@ -40,7 +40,6 @@ import kvplane
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part
 from kvplane.sansio.retry import RetryPolicy
-from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
 from kvplane_service.process import gc_policy
 from tests.bench.machine import machine_line
@@ -70,7 +69,7 @@ def full_replica(num_blocks: int) -> Replica:
     pool = replica.coordinator.pool
     blocks = pool.take(num_blocks - 1)
     for block in blocks:
-        pool.register(block, Key("", 0, random.randbytes(HASHES)), 16)
+        pool.register(block, ("", 0, random.randbytes(HASHES)), 16)
     pool.release(blocks)
     pool.registered.clear()
     pool.stamped.clear()

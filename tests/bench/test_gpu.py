@@ -19,7 +19,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_it_checks_measures_and_writes_the_table(tiny):
+def test_gpu_benchmark_checks_measures_and_writes_its_table(tiny):
     assert script.main() == 0
     data = json.loads((tiny / "gpu.json").read_text())
     names = [figure["name"] for figure in data["figures"]]
@@ -33,14 +33,14 @@ def test_it_checks_measures_and_writes_the_table(tiny):
     assert all(f"| {name} |" in text for name in names)
 
 
-def test_wrong_results_are_not_measured(tiny, monkeypatch, capsys):
+def test_gpu_benchmark_refuses_wrong_results(tiny, monkeypatch, capsys):
     monkeypatch.setattr(correct, "failures", lambda device, sizes: ["gather: 3 bytes are wrong"])
     assert script.main() == 1
     assert "gather: 3 bytes are wrong" in capsys.readouterr().err
     assert not list(tiny.iterdir())
 
 
-def test_a_figure_says_whether_it_reaches_its_goal():
+def test_gpu_figure_verdict_compares_with_its_goal():
     assert Figure("copy", 4e12, "device copy", 0.96, 0.95).verdict == "reached"
     assert Figure("copy", 4e12, "device copy", 0.94, 0.95).verdict == "missed"
     assert Figure("more", 1.0, "without", 1.02, 1.03, at_most=True).verdict == "reached"

@@ -9,7 +9,7 @@ from kvplane_service.replicas.host import ReplicaHost
 from tests.bench.overhead import Side, always_on, bootstrap, log_only, measure, table, unwatched
 
 
-def test_both_sides_decide_the_same_and_are_watched_as_they_say():
+def test_overhead_sides_decide_alike_and_are_observed_as_configured():
     seen: list[Entry] = []
 
     def watched(host: ReplicaHost) -> None:
@@ -22,7 +22,7 @@ def test_both_sides_decide_the_same_and_are_watched_as_they_say():
     assert "| a follower | " in table([result])
 
 
-def test_off_keeps_nothing_and_on_keeps_everything():
+def test_overhead_sides_log_nothing_or_every_decision():
     sides = [Side(2, watch) for watch in (unwatched, log_only, always_on)]
     for side in sides:
         side.begin()
@@ -32,7 +32,7 @@ def test_off_keeps_nothing_and_on_keeps_everything():
     assert [sum(side.host.tally.step_times.counts) for side in sides] == [0, 0, 4]
 
 
-def test_the_interval_covers_the_mean_and_narrows_with_more_pairs():
+def test_bootstrap_interval_covers_the_mean_and_narrows_with_more_pairs():
     source = random.Random(7)
     values = [source.gauss(2.0, 1.0) for _ in range(400)]
     few, many = bootstrap(values[:20], random.Random(1)), bootstrap(values, random.Random(1))

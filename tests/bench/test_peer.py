@@ -28,7 +28,7 @@ from tests.bench.peer.start import Start, measure
 SMALL = Plan(("Llama-3.1-70B", "Jamba-v0.1"), (3,), (400,), 1, 2, 2, 0.0, 1, reference=False)
 
 
-def test_every_case_is_measured_on_all_our_sides_which_did_the_same_work():
+def test_peer_benchmark_measures_every_case_on_all_sides():
     found = measure(SMALL)
     cases = [(one["case"], one["side"]) for one in found["rounds"]]
     measured = {(case["model"], case["kind"], case["hashing"], side) for case, side in cases}
@@ -47,13 +47,13 @@ def test_every_case_is_measured_on_all_our_sides_which_did_the_same_work():
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_requests_of_a_decode_case_fill_blocks_in_different_steps(model):
+def test_peer_decode_requests_fill_blocks_in_different_steps(model):
     shape = model.shape
     phases = {length % shape.unit for length in shape.decode_prompts(shape.unit)}
     assert len(phases) == shape.unit
 
 
-def test_sides_that_did_different_work_are_refused():
+def test_peer_benchmark_refuses_sides_with_different_work():
     with pytest.raises(AssertionError, match="different work"):
         Start(SMALL, [])._agree("case", [1, 2])
 
@@ -62,7 +62,7 @@ def rounds(case: Case, side: str, *medians: float) -> list[dict[str, object]]:
     return [asdict(Round(case, side, median, median)) for median in medians]
 
 
-def test_a_ratio_is_that_of_the_medians_over_all_process_starts():
+def test_peer_ratio_is_that_of_the_medians_over_all_process_starts():
     decode, ahead = Case("m", DECODE, 8), Case("m", AHEAD, 8)
     first = rounds(decode, REFERENCE, 100, 200, 300) + rounds(decode, UNIX, 50, 50, 70) + rounds(ahead, UNIX, 20)
     second = rounds(decode, REFERENCE, 200, 200, 200) + rounds(decode, UNIX, 40, 50, 90) + rounds(ahead, UNIX, 40)
@@ -74,7 +74,7 @@ def test_a_ratio_is_that_of_the_medians_over_all_process_starts():
     assert cells[ahead, UNIX].ratio == 0.15  # relative to the reference's decode step
 
 
-def test_without_a_reference_there_are_no_ratios():
+def test_peer_benchmark_without_a_reference_has_no_ratios():
     (cell,) = cells_of([{"rounds": rounds(Case("m", DECODE, 8), UNIX, 1, 2, 3)}])
     assert cell.ratio is None
     assert cell.start_ratios == ()

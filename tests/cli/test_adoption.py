@@ -145,7 +145,7 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_an_asyncio_session_and_a_subscriber_follow(fleet):
+def test_an_asyncio_session_and_a_subscriber_follow_an_adopted_replica(fleet):
     first = fleet.start(0)
     fleet.start(1)
     with kvplane.connect(fleet.addresses[0]) as client:
@@ -195,7 +195,7 @@ def subscribed(addresses: str, batches: SimpleQueue[EventBatch]) -> Iterator[Non
     assert not thread.is_alive()
 
 
-def test_a_resumed_former_owner_gives_up_the_replica(fleet):
+def test_a_resumed_former_owner_gives_up_its_replica(fleet):
     """It claims the replica until it reads the record; no engine uses it, and it gives up."""
     first, second = fleet.start(0), fleet.start(1)
     with an_engine(fleet) as engine, Client(open_channel(fleet.addresses[1])) as client:

@@ -46,7 +46,7 @@ def test_version_is_that_of_the_package(kvplane, word):
 
 
 @pytest.mark.parametrize("words", [(), ("status",), ("store",), ("store", "inspect"), ("worker",)])
-def test_short_help_is_the_help(kvplane, words):
+def test_short_help_option_equals_the_long_one(kvplane, words):
     code, output, _ = kvplane(*words, "-h")
     assert code == 0
     assert output == kvplane(*words, "--help")[1]
@@ -76,7 +76,7 @@ def test_config_prints_every_value_with_its_source(tmp_path, kvplane, monkeypatc
     assert "op_window: 9  # KVPLANE_OP_WINDOW" in output
 
 
-def test_the_file_may_be_named_by_the_environment(tmp_path, kvplane, monkeypatch):
+def test_config_file_can_be_set_by_the_environment(tmp_path, kvplane, monkeypatch):
     file = tmp_path / "k.yaml"
     file.write_text("max_replicas: 7\n")
     monkeypatch.setenv("KVPLANE_CONFIG", str(file))
@@ -86,14 +86,14 @@ def test_the_file_may_be_named_by_the_environment(tmp_path, kvplane, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("config", "--set", "leese_ms=5"), "the nearest is lease_ms"),
+        (("config", "--set", "leese_ms=5"), "the most similar key is lease_ms"),
         (("config", "--set", "lease_ms"), "KEY=VALUE"),
         (("config", "--set", "lease_ms=soon"), "lease_ms: 'soon' from flag"),
         (("config", "--config", "nowhere.yaml"), "nowhere.yaml"),
         (("serve", "--listen", "here"), "host:port"),
     ],
 )
-def test_wrong_use_is_one_line(kvplane, arguments, message):
+def test_wrong_use_is_one_error_line(kvplane, arguments, message):
     code, output, errors = kvplane(*arguments)
     assert (code, output) == (2, "")
     assert message in errors
@@ -104,5 +104,5 @@ def test_wrong_use_is_one_line(kvplane, arguments, message):
     ("kind", "code"),
     [(InvalidArgument, 2), (NotFound, 2), (Unavailable, 3), (AlreadyExists, 1), (LimitExceeded, 1), (InternalError, 1)],
 )
-def test_exit_codes(kind: type[KvplaneError], code):
+def test_commands_have_the_documented_exit_codes(kind: type[KvplaneError], code):
     assert exit_code(kind("")) == code

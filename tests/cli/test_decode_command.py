@@ -8,7 +8,7 @@ from kvplane_service.telemetry.ops import pack
 from tests.service.hosts import HostWorld
 
 
-def test_operations_are_printed_row_by_row(kvplane):
+def test_decode_prints_operations_row_by_row(kvplane):
     world = HostWorld()
     engine = world.open()
     new = News(slot=[3, 4], num_tokens=[20, 20], tokens=[9] * 40, request_id=["first", "second"])
@@ -42,7 +42,7 @@ def test_operations_are_printed_row_by_row(kvplane):
     ]
 
 
-def test_a_resumed_image_is_printed(kvplane):
+def test_decode_prints_a_resumed_image(kvplane):
     resume = Resume([1], [9], num_blocks=[3], blocks=[5, 6, 7], held_slot=[4], held_count=[1], held_blocks=[9])
     result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
     code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [Part(resume=resume)]), result, ([],), 0, 0)))
@@ -50,7 +50,7 @@ def test_a_resumed_image_is_printed(kvplane):
     assert out.splitlines()[1:] == ["resumed slot 1: 9 tokens computed", "held slot 4", "15 blocks free"]
 
 
-def test_ended_loads_are_printed(kvplane):
+def test_decode_prints_ended_loads(kvplane):
     result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
     part = Part(cache=Cache(loads_over=[5, 9]))
     code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [part]), result, ([],), 0, 0)))
@@ -58,7 +58,7 @@ def test_ended_loads_are_printed(kvplane):
     assert "loads of earlier engine lives are over: blocks [5, 9]" in out.splitlines()
 
 
-def test_invalid_text_is_wrong_use(kvplane):
+def test_decode_of_invalid_text_is_wrong_use(kvplane):
     code, out, errors = kvplane("decode", "nonsense")
     assert (code, out) == (2, "")
-    assert "not the operations of a step" in errors
+    assert "the text is not a packed step" in errors

@@ -15,7 +15,7 @@ COUNTS = re.compile(
 )
 
 
-def test_every_model_shows_all_effects_and_the_last_line_sums_them_up(tmp_path):
+def test_demo_shows_all_effects_of_every_model_and_a_summary(tmp_path):
     """Exit code 0: the service's counters equal the engines' counts."""
     picture = tmp_path / "demo.svg"
     done = run_kvplane("demo", "--svg", picture)
@@ -31,7 +31,7 @@ def test_every_model_shows_all_effects_and_the_last_line_sums_them_up(tmp_path):
     assert all(model in drawn for model in MODELS)
 
 
-def test_ctrl_c_leaves_no_child():
+def test_ctrl_c_of_the_demo_leaves_no_child():
     with running("demo") as process:
         assert process.stdout is not None
         assert "starting the service" in process.stdout.readline()
@@ -42,7 +42,7 @@ def test_ctrl_c_leaves_no_child():
         assert service.wait_for_end()
 
 
-def test_ctrl_c_restores_the_terminal():
+def test_ctrl_c_of_the_demo_restores_the_terminal():
     """On a terminal the live view hides the cursor; it must be shown again."""
     pid, terminal = pty.fork()
     if pid == 0:

@@ -30,8 +30,8 @@ from tests.service.rig import WAIT_S, Service, column, running
 from tests.store.test_writer import Away
 
 CHECKS = [
-    "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "loads", "chunks",
-    "prompts", "drafts",
+    "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "state",
+    "loads", "chunks", "prompts", "drafts",
 ]  # fmt: skip
 
 
@@ -42,8 +42,7 @@ def nothing(service: Service) -> Iterator[None]:
 
 @contextmanager
 def draining(service: Service) -> Iterator[None]:
-    server = service.app._server
-    asyncio.run_coroutine_threadsafe(server.announce_drain(), service.loop).result(20)
+    service.in_loop(service.app._server.announce_drain)
     yield
 
 
@@ -112,6 +111,21 @@ def store_away(service: Service) -> Iterator[None]:
 
 
 @contextmanager
+def broken_state(service: Service) -> Iterator[None]:
+    """An idle replica has a reference without a holder."""
+    service.register()
+    host = service.in_loop(lambda: service.app.registry.get("r").host)
+
+    async def check() -> None:
+        host.replica.coordinator.pool.references[7] += 1
+        await host.idle_check.run(asyncio.sleep)
+        service.app._server.announce_state(False)
+
+    asyncio.run_coroutine_threadsafe(check(), service.loop).result(WAIT_S)
+    yield
+
+
+@contextmanager
 def load_of_a_dead_engine(service: Service) -> Iterator[None]:
     """The previous engine life listed loads that may still write to these blocks."""
     service.register()
@@ -163,6 +177,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "workers": silent_worker,
     "epochs": foreign_epoch,
     "store": store_away,
+    "state": broken_state,
     "loads": load_of_a_dead_engine,
     "chunks": small_budget,
     "prompts": decodes_in_front,
@@ -175,7 +190,7 @@ def examine(kvplane, service: Service) -> tuple[int, list[dict[str, Any]]]:
     return code, json.loads(out)
 
 
-def test_a_healthy_service_has_no_fault(kvplane):
+def test_doctor_finds_no_fault_in_a_healthy_service(kvplane):
     with running() as service:
         service.register()
         code, findings = examine(kvplane, service)
@@ -184,7 +199,7 @@ def test_a_healthy_service_has_no_fault(kvplane):
     assert all(finding["is_well"] for finding in findings)
 
 
-def test_a_server_without_health_service_is_a_finding():
+def test_doctor_finds_a_server_without_health_service():
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -194,12 +209,12 @@ def test_a_server_without_health_service_is_a_finding():
     assert (found.is_well, found.seen) == (False, "unimplemented")
 
 
-def test_every_check_has_a_fault():
+def test_doctor_checks_have_a_staged_fault_each():
     assert list(FAULTS) == CHECKS
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_staged_fault_is_the_only_finding(kvplane, tmp_path, check):
+def test_doctor_finds_exactly_the_staged_fault(kvplane, tmp_path, check):
     store = f"sqlite:{tmp_path / 'index'}" if check == "store" else "none"
     config = Config(listen="127.0.0.1:0", reflection="false" if check == "reflection" else "auto", store=store)
     with running(config) as service, FAULTS[check](service):

@@ -36,9 +36,9 @@ def test_health_of_a_draining_service(service):
     gone.result(60)
 
 
-def test_an_unknown_name_is_wrong_use(service):
+def test_health_of_an_unknown_name_is_wrong_use(service):
     assert run_kvplane("health", service.address, "--name", "redness").returncode == WRONG_USE
 
 
-def test_no_answer_is_unavailable():
+def test_health_of_an_unreachable_service_is_unavailable():
     assert run_kvplane("health", "127.0.0.1:1").returncode == UNAVAILABLE

@@ -37,7 +37,7 @@ def test_calls_without_the_store_are_answered_while_it_hangs(tmp_path, store):
 
 
 @pytest.mark.parametrize("twin", ["shared executor", "releases before notices"])
-def test_twins_are_caught(tmp_path, twin):
+def test_hung_store_twins_are_caught(tmp_path, twin):
     with pytest.raises(TooLate):
         check_hanging_store(tmp_path, "redis stopped", twin)
 
@@ -65,4 +65,4 @@ def test_a_service_starts_while_its_store_hangs_and_reads_it_later(tmp_path):
             assert (states["r3"], states["r4"], states["new"], states["r9"]) == (recovering, live, idle, recovering)
             assert session.apply(Part()).seq == 3, "a session opened meanwhile continues"
             wait_until(lambda: all(one.is_well for one in examine(service.address)), "the service is well")
-        assert "serving without stored entries until it recovers" in service.log.read_text()
+        assert "serving without stored keys until it answers" in service.log.read_text()

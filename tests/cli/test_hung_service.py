@@ -82,7 +82,7 @@ def receive_eventually(session):
 def test_a_call_times_out_and_a_retry_gets_the_answer(place, open_session):
     with open_session() as session:
         with place.stopped():
-            with pytest.raises(DeadlineExceeded, match="no answer within"):
+            with pytest.raises(DeadlineExceeded, match="did not answer within"):
                 session.apply(ASK)
             assert session.in_flight == 1
             is_late(session.receive)

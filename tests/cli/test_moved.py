@@ -32,7 +32,7 @@ def addresses(tmp_path_factory):
             yield owner, other
 
 
-def test_a_client_follows_to_the_owner(addresses):
+def test_a_client_follows_a_redirection_to_the_owner(addresses):
     with kvplane.connect(addresses[1]) as client:
         assert client.describe_replica("r").replica == "r"
         answer = client.allocate_slots("r", Allocate("one", Content(token_ids=[1] * 20)))
@@ -42,7 +42,7 @@ def test_a_client_follows_to_the_owner(addresses):
             assert session.apply(kvplane.Part()).seq == 1
 
 
-def test_an_asyncio_client_follows_to_the_owner(addresses):
+def test_an_asyncio_client_follows_a_redirection_to_the_owner(addresses):
     async def ask():
         async with aio.connect(addresses[1]) as client:
             described = await client.describe_replica("r")
@@ -54,7 +54,7 @@ def test_an_asyncio_client_follows_to_the_owner(addresses):
     assert asyncio.run(ask()) == ("r", 1)
 
 
-def test_a_client_that_does_not_follow_gets_the_address_of_the_owner(addresses):
+def test_a_client_without_redirections_gets_the_address_of_the_owner(addresses):
     with Client(open_channel(addresses[1])) as client:
         with pytest.raises(Moved) as moved:
             client.describe_replica("r")
@@ -88,7 +88,7 @@ def test_the_number_of_redirections_is_limited():
         owners.after(moved, 1)
 
 
-def test_who_is_away_is_followed_by_the_next_of_the_list():
+def test_a_client_connects_to_the_next_address_when_one_is_unreachable():
     owners = Owners.at("one, two,three", CHANNELS.__getitem__)
     assert owners.present == "ONE"
     assert owners.instead_of("ONE") == "TWO"
@@ -100,7 +100,7 @@ def test_who_is_away_is_followed_by_the_next_of_the_list():
     assert not Owners.at("one", CHANNELS.__getitem__).has_other_than("ONE")
 
 
-def test_lists_of_addresses():
+def test_address_lists_are_parsed():
     assert split_addresses("a:1,b:2") == ["a:1", "b:2"]
     assert split_addresses("ipv4:1.2.3.4:5,6.7.8.9:5") == ["ipv4:1.2.3.4:5,6.7.8.9:5"]
     with pytest.raises(InvalidArgument, match="empty"):

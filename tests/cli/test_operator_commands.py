@@ -62,13 +62,13 @@ def ask(service, kvplane):
     return run
 
 
-def test_status(ask, service):
+def test_status_command_prints_the_service(ask, service):
     lines = ask("status").splitlines()
     assert lines[0].startswith(f"kvplane {version('kvplane')} at {service.address}, serving for ")
     assert lines[1:] == ["replicas: 2 (1 live, 1 idle, 0 lapsed, 0 recovering)", "metrics: none", "traces: off"]
 
 
-def test_replicas(ask):
+def test_replicas_command_lists_replicas(ask):
     assert [line.split() for line in ask("replicas").splitlines()] == [
         ["REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD"],
         ["idle", "idle", "1", "41", "40", "0%"],
@@ -76,7 +76,7 @@ def test_replicas(ask):
     ]
 
 
-def test_describe(ask):
+def test_describe_command_prints_a_replica(ask):
     text = ask("describe", "r")
     assert "r: live, epoch 2, step 3 (executed through 2)" in text
     assert "hits: 32 of 80 tokens looked up (40%)" in text
@@ -103,7 +103,7 @@ def test_json_fields_are_in_the_order_of_the_contract(ask):
     assert answer["refusals"]["never_fits"] == "0"
 
 
-def test_events(ask):
+def test_events_command_prints_events(ask):
     text = ask("events", "r")
     assert text.startswith("batch 1 of epoch 2\n  stored group 0 tokens 0..32 ")
     batches = [json.loads(line) for line in ask("events", "r", "-o", "json").splitlines()]
@@ -153,14 +153,14 @@ def test_events_after_an_unreached_batch_are_refused(service, kvplane):
     assert "99 is above the last batch" in errors
 
 
-def test_explain_a_request(ask):
+def test_explain_command_explains_a_request(ask):
     text = ask("explain", "r", "--request", "second")
     attempt = "in step 2 of engine life 2"
     assert text.splitlines()[0] == f"32 of 40 tokens hit {attempt}; longest possible hit: 32"
     assert "cause: the hit is as long as possible" in text
 
 
-def test_explain_a_prompt(ask, tmp_path):
+def test_explain_command_explains_a_prompt(ask, tmp_path):
     file = tmp_path / "prompt"
     file.write_text(f"[{', '.join(['11'] * 32)}]\n" + "12 " * 20)
     text = ask("explain", "r", "--tokens", str(file))
@@ -191,7 +191,7 @@ def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane
             session.apply(part_of(NewsRow(0, tokens=[7] * 40, request_id="first"), AdmitRow(0)))
     code, _, errors = kvplane("explain", "left", "--tokens", str(file), "--service", service.address)
     assert code == 1
-    assert "the engine of left is gone or silent (its pages cannot be hit until the engine reconnects; name a" in errors
+    assert "the engine of left is gone or silent (wait until its engine reconnects, or name a" in errors
     assert kvplane("explain", "left", "--request", "first", "--service", service.address)[0] == 0
 
 
@@ -199,7 +199,7 @@ def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane
     ("arguments", "code", "message"),
     [
         (["explain", "r"], 2, "exactly one of --request and --tokens"),
-        (["explain", "r", "--request", "unknown"], 2, "no attempt to admit 'unknown' is in the decision log"),
+        (["explain", "r", "--request", "unknown"], 2, "the decision log has no attempt to admit the request 'unknown'"),
         (["explain", "r", "--tokens", "/nowhere/file"], 2, "No such file"),
         (["describe", "unknown"], 2, "there is no replica 'unknown'"),
     ],

@@ -36,7 +36,7 @@ def test_plan_prints_json_and_yaml(kvplane):
 def test_plan_of_an_unknown_model_is_wrong_use(kvplane):
     code, _, errors = kvplane("plan", "gemma-4")
     assert code == 2
-    assert "did you mean" in errors
+    assert "the most similar name is gemma-3-27b" in errors
 
 
 def test_plan_plot_is_written(kvplane, tmp_path):
@@ -53,13 +53,14 @@ def test_plan_plot_is_written(kvplane, tmp_path):
 def test_plan_plot_to_an_invalid_path_is_refused(kvplane, tmp_path):
     code, _, errors = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "plan.txt"))
     assert code == 2
-    assert "plot: 'plan.txt' has no suffix of an image" in errors
+    assert "--plot: 'plan.txt' does not end in the suffix of an image format" in errors
     code, _, errors = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "none" / "plan.png"))
     assert code == 2
-    assert "create it first" in errors
+    assert "create the directory first" in errors
     code, _, errors = kvplane("plan", "gpt-oss-120b", "--plot", "/proc/plan.png")
     assert code == 2
-    assert errors == "kvplane: plot: /proc/plan.png: No such file or directory (name a writable path)\n"
+    reason = "/proc/plan.png cannot be written: No such file or directory"
+    assert errors == f"kvplane: --plot: {reason} (name a writable path)\n"
     (tmp_path / "folder.png").mkdir()
     code, _, errors = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "folder.png"))
     assert code == 2

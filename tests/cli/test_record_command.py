@@ -99,8 +99,8 @@ def test_record_refusals_name_the_cause(kvplane, tmp_path, fault):
             name = "unknown" if fault == "no replica" else "r"
             code, _, errors = kvplane("record", name, str(path), "--decisions", "1", "--service", service.address)
     expected = {
-        "beyond the log": (1, "are no longer kept (start recording right after registration"),
-        "file exists": (1, "exists (name another"),
+        "beyond the log": (1, "decisions (start recording right after registration"),
+        "file exists": (1, "already exists (name another"),
         "no replica": (2, "there is no replica 'unknown'"),
         "no folder": (2, "No such file or directory"),
     }

@@ -44,7 +44,7 @@ def long_trace(tmp_path) -> Path:
     return path
 
 
-def test_json_has_equal_counts_of_both_sides(trace):
+def test_replay_json_has_equal_counts_of_engine_and_service(trace):
     done = run_kvplane("replay", trace, "--json", "--events", "--pool-blocks", 800, "--max-model-len", 4000)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -57,7 +57,7 @@ def test_json_has_equal_counts_of_both_sides(trace):
     assert answer["generated_tokens"] == 40 * 20
 
 
-def test_two_runs_are_identical(trace):
+def test_replay_command_is_deterministic(trace):
     sizes = ("--pool-blocks", 4000, "--max-model-len", 4000, "--replicas", 2)
     first, second = (
         json.loads(run_kvplane("replay", trace, "--json", "--model", "gemma-3-27b", *sizes).stdout) for _ in range(2)
@@ -69,7 +69,7 @@ def test_two_runs_are_identical(trace):
     assert first["replicas"] == 2
 
 
-def test_table_names_refused_requests(trace):
+def test_replay_table_names_refused_requests(trace):
     done = run_kvplane("replay", trace, "--limit", 5, "--max-model-len", 3000)
     assert done.returncode == 0, done.stderr
     assert "refused: longer than max_model_len" in done.stdout
@@ -77,7 +77,7 @@ def test_table_names_refused_requests(trace):
     assert "preemptions" in done.stdout
 
 
-def test_a_malformed_line_is_named_and_earlier_requests_are_counted(trace):
+def test_replay_names_a_malformed_line_and_counts_earlier_requests(trace):
     with trace.open("a", encoding="utf-8") as out:
         out.write('{"timestamp": 9000, "input_length": "many", "output_length": 1, "hash_ids": []}\n')
         out.write(mooncake_line(900, 4))
@@ -89,7 +89,7 @@ def test_a_malformed_line_is_named_and_earlier_requests_are_counted(trace):
     assert "input_length" in done.stderr
 
 
-def test_a_truncated_file_is_named_and_earlier_requests_are_counted(tmp_path):
+def test_replay_names_a_truncated_file_and_counts_earlier_requests(tmp_path):
     path = tmp_path / "cut.jsonl.gz"
     whole = gzip.compress("".join(mooncake_line(number, 4) for number in range(300)).encode())
     path.write_bytes(whole[: len(whole) * 3 // 4])
@@ -111,14 +111,14 @@ def test_a_truncated_file_is_named_and_earlier_requests_are_counted(tmp_path):
         (["TRACE", "--replicas", "0"], "replicas"),
     ],
 )
-def test_an_error_is_one_line_and_an_exit_code(trace, arguments, message):
+def test_replay_error_is_one_line_and_an_exit_code(trace, arguments, message):
     done = run_kvplane("replay", *[str(trace) if word == "TRACE" else word for word in arguments])
     assert done.returncode in (1, 2, 3)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_leaves_no_child(long_trace):
+def test_ctrl_c_of_replay_leaves_no_child(long_trace):
     with running("replay", long_trace) as process:
         assert process.stderr is not None
         assert "completed" in process.stderr.readline()
@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_no_child(long_trace):
         assert "interrupted" in process.stderr.read()
 
 
-def test_a_killed_parent_leaves_no_child(long_trace):
+def test_a_killed_replay_leaves_no_child(long_trace):
     with running("replay", long_trace) as process:
         assert process.stderr is not None
         assert "completed" in process.stderr.readline()
@@ -148,7 +148,7 @@ def test_a_killed_parent_leaves_no_child(long_trace):
         ("weka_claude_code_share.jsonl.zst", ("--model", "jamba-v0.1", "--max-output", 40)),
     ],
 )
-def test_the_first_three_hundred_requests_of_real_traces(workloads, file, arguments):
+def test_replay_command_replays_300_requests_of_real_traces(workloads, file, arguments):
     done = run_kvplane("replay", workloads / file, "--limit", 300, "--json", "--events", *arguments)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

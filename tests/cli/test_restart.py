@@ -86,7 +86,7 @@ def test_an_engine_without_stamps_outlives_a_killed_service(tmp_path):
             session.close()
 
 
-def test_the_past_of_a_recovered_replica_is_not_recorded(kvplane, tmp_path):
+def test_decisions_before_a_recovery_are_not_recorded(kvplane, tmp_path):
     """The decision log does not cover the time before a recovery: no cause is claimed for it."""
     address = f"127.0.0.1:{servers.free_port()}"
     settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}", "--set", "store_flush_ms=5")
@@ -114,7 +114,7 @@ def test_the_past_of_a_recovered_replica_is_not_recorded(kvplane, tmp_path):
             with client.session("r"):
                 assert "cause: not recorded: " in ask(*question)
                 errors = ask("record", "r", str(tmp_path / "log"))
-            assert "its decisions before it was recovered from a store are unknown (start recording" in errors
+            assert "it was recovered from a store, which has no earlier decisions (start recording" in errors
 
 
 def letter(path):
@@ -136,7 +136,7 @@ def from_the_future(path):
 
 
 @pytest.mark.parametrize(
-    ("made", "words"), [(letter, "another program"), (newer, "run a newer kvplane"), (from_the_future, "clock")]
+    ("made", "words"), [(letter, "not written by kvplane"), (newer, "run a newer kvplane"), (from_the_future, "clock")]
 )
 def test_an_unusable_store_is_one_error_line_and_unchanged(made, words, tmp_path):
     path = tmp_path / "entries.db"

@@ -37,14 +37,14 @@ def stored(tmp_path):
     return path, log, engine
 
 
-def test_inspect_lists_replicas(kvplane, stored):
+def test_store_inspect_lists_replicas(kvplane, stored):
     path, _, _ = stored
     status, text, _ = kvplane("store", "inspect", "--store", f"sqlite:{path}")
     assert status == 0
     assert all(word in text for word in ("engine-0", "host:7070", "000000000000004d"))
 
 
-def test_verify_counts_usable_and_damaged_records(kvplane, stored):
+def test_store_verify_counts_usable_and_damaged_records(kvplane, stored):
     path, _, _ = stored
     status, text, _ = kvplane("store", "verify", "--store", f"sqlite:{path}")
     assert status == 0
@@ -59,7 +59,7 @@ def test_verify_counts_usable_and_damaged_records(kvplane, stored):
     assert "unusable: 2 truncated" in text
 
 
-def test_compact_keeps_the_latest_entry_of_each_block(kvplane, stored):
+def test_store_compact_keeps_the_latest_entry_of_each_block(kvplane, stored):
     path, log, engine = stored
     with closing(SqliteStore(path)) as store:
         before = load_log(store, log)
@@ -78,7 +78,7 @@ def test_compact_keeps_the_latest_entry_of_each_block(kvplane, stored):
 def test_store_command_without_a_store_names_the_option(kvplane):
     status, _, errors = kvplane("store", "inspect")
     assert status == 2
-    assert "give --store, such as sqlite:PATH" in errors
+    assert "give --store, such as --store sqlite:PATH" in errors
 
 
 def content(folder):
@@ -116,7 +116,7 @@ def test_reading_a_missing_file_does_not_create_it(kvplane, tmp_path, verb):
     status, text, errors = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'typo.db'}")
     assert status != 0
     assert text == ""
-    assert "there is no file" in errors
+    assert "does not exist" in errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,7 +83,7 @@ def drawn(renderable, width=120, height=40) -> str:
 # ---- both counts
 
 
-def test_equal_counts_do_not_disagree():
+def test_equal_counts_of_engine_and_service_are_no_difference():
     assert summary().disagreements() == []
 
 

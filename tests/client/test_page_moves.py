@@ -59,7 +59,7 @@ def scene() -> Scene:
 def test_a_load_waits_for_zeroes_and_copies_of_its_step(scene, what):
     scene.carry_out(1, **what)
     assert not scene.may_load(1)
-    with pytest.raises(FailedPrecondition, match="zeroes or copies of step 1") as caught:
+    with pytest.raises(FailedPrecondition, match="step 1 zeroes or copies") as caught:
         scene.rank.check_load(EPOCH, 1, 0, 0)
     assert caught.value.field == "seq"
     scene.device.run()

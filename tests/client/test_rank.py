@@ -150,7 +150,7 @@ def test_invalidate_clears_stamps_and_ends_the_engine_life(rank, tape):
     one, three = (Stamp(0, EPOCH, 10 + block).pack() for block in (1, 3))
     assert tape.table.read_all() == (0, one, 0, three, 0, 0, 0, 0)
     for seq, part in ((1, 0), (1, 1), (2, 0)):
-        with pytest.raises(FailedPrecondition, match="pages invalidated"):
+        with pytest.raises(FailedPrecondition, match="pages were invalidated"):
             rank.carry_out(EPOCH, seq, part, Orders())
     assert Rank(tape.table, tape).executed_through == 0
     rank.executed(1)

@@ -24,20 +24,20 @@ def test_a_column_of_defaults_is_omitted():
     assert (part.run.cap, part.run.flags, part.admit.external, part.admit.expected_hit) == ([], [], [], [])
 
 
-def test_a_column_is_complete_when_one_row_differs():
+def test_a_column_has_all_rows_when_one_row_differs():
     part = part_of(RunRow(1), RunRow(2, cap=9), AdmitRow(3, flags=RowFlag.UNALIGNED), AdmitRow(4))
     assert part.run.cap == [UNLIMITED, 9]
     assert part.admit.flags == [RowFlag.UNALIGNED, RowFlag.NONE]
 
 
-def test_tokens_are_counted():
+def test_rows_count_their_tokens():
     part = part_of(FactRow(1, tokens=[5]), FactRow(2, end=End.FREE), NewsRow(3, [6, 7]), NewsRow(4, [8]))
     assert (part.facts.appended, part.facts.tokens, part.facts.end) == ([1, 0], [5], [End.NONE, End.FREE])
     assert (part.news.num_tokens, part.news.tokens) == ([2, 1], [6, 7, 8])
     assert (part.facts.num_hashes, part.news.num_hashes) == ([], [])
 
 
-def test_hashes_have_counts():
+def test_rows_count_their_hashes():
     part = part_of(
         FactRow(1, num_tokens=16, hashes=[b"a" * 32]),
         FactRow(2, num_tokens=1),

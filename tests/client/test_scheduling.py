@@ -169,7 +169,7 @@ def oracle(tokens, most) -> list[int]:
 
 @pytest.mark.parametrize("mix", ["full", "states and drafts"])
 @pytest.mark.parametrize("commits", [False, True])
-def test_drafts_are_accepted_as_far_as_they_are_right(mix, commits):
+def test_correct_drafts_are_accepted(mix, commits):
     engine = Engine(MIXES[mix], Limits(num_drafts=2, drafter=oracle, commits=commits))
     request = engine.add([1, 2, 3], max_new_tokens=20)
     engine.run()
@@ -286,7 +286,7 @@ def test_a_service_that_grants_nothing_for_many_steps_raises():
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_random_engines_answer_as_without_a_cache(mix, seed):
+def test_random_engines_have_the_tokens_of_a_run_without_a_cache(mix, seed):
     rng = Random(seed)
     drafts = 2 if mix in ("full", "states and drafts") else 0
     drafter = rng.choice([oracle, lambda tokens, most: list(tokens[-most:]) if most else []])

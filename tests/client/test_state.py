@@ -95,14 +95,14 @@ def test_executed_through_is_an_answered_step_and_does_not_decrease(state, given
     for _ in range(2):
         state.answered(answer(register(state)))
     state.answered(answer(register(state, executed_through=2)))  # step 3
-    with pytest.raises(InvalidArgument, match=r"not in 2\.\.3"):
+    with pytest.raises(InvalidArgument, match="not within 2 to 3"):
         register(state, executed_through=given)
 
 
 def test_a_step_with_missing_parts_is_not_answered(state):
     state.answered(answer(register(state, last=False)))
     register(state)
-    with pytest.raises(InvalidArgument, match=r"not in 0\.\.0"):
+    with pytest.raises(InvalidArgument, match="not within 0 to 0"):
         register(state, executed_through=1)
 
 
@@ -134,7 +134,7 @@ def test_a_refused_part_leaves_earlier_parts_applied(state):
 
 def test_an_answer_to_another_step_is_a_bug_of_the_service(state):
     register(state)
-    with pytest.raises(InternalError, match="step 1 part 0 was answered by step 2 part 0"):
+    with pytest.raises(InternalError, match="answered step 2 part 0, expected step 1 part 0"):
         state.answered(StepResult(2, 0, [PartResult()]))
 
 
@@ -155,7 +155,7 @@ def test_require_idle_and_require_in_flight(state):
         state.require_in_flight()
     register(state)
     state.require_in_flight()
-    with pytest.raises(FailedPrecondition, match="1 steps have not been answered"):
+    with pytest.raises(FailedPrecondition, match="1 earlier steps have not been answered"):
         state.require_idle()
 
 

@@ -13,7 +13,7 @@ from tests.client.stepper import Stepper
 
 
 @pytest.mark.parametrize("spec", [spec_of(FULL), HYBRID, STATE], ids=["full", "window", "state"])
-def test_tables_follow_the_service(spec):
+def test_block_tables_equal_those_of_the_service(spec):
     replica, tables = Replica(spec), BlockTables(len(spec.groups))
     step = Stepper(replica)
 

@@ -105,7 +105,7 @@ def silent():
 def test_open_has_a_deadline(silent):
     with closing(open_channel(silent)) as channel:
         transport = GrpcTransport(channel, open_timeout_s=0.2)
-        with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"not answer within 0\.2 s"):
             transport.open(OpenRequest("x", 1))
         transport.close()
 

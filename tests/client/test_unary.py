@@ -258,7 +258,7 @@ def test_a_message_that_is_too_large_is_refused(world, name):
         with pytest.raises(LimitExceeded):
             small.find_cache_hit(name, Content(token_ids=range(70_000, 72_000)))
         with small.session(name) as session:
-            with pytest.raises(LimitExceeded, match="a message at most 1000"):
+            with pytest.raises(LimitExceeded, match="the maximum is 1000"):
                 session.apply(part_of(NewsRow(0, range(900)), AdmitRow(0)))
             assert session.apply(part_of(NewsRow(0, range(90)), AdmitRow(0))).seq == 1
 

@@ -95,6 +95,7 @@ def facts(draw):
         commit=draw(column(rows, i32)),
         end=draw(column(rows, st.integers(0, 3))),
         fence=draw(column(rows, u64)),
+        release_skipped=draw(column(rows, i32)),
     )
 
 
@@ -150,6 +151,7 @@ def runs(draw):
         in_flight=draw(column(rows, i32)),
         flags=draw(column(rows, st.integers(0, 3))),
         victims=draw(flat()),
+        reserved=draw(column(rows, u32)),
         on_refusal=draw(st.sampled_from(OnRefusal)),
     )
 
@@ -171,7 +173,15 @@ def admits(draw):
         max_running=draw(u32),
         on_refusal=draw(st.sampled_from([OnRefusal.STOP, OnRefusal.SKIP])),
         only_if_no_preemption=draw(st.booleans()),
+        hit_limit=draw(column(rows, u32)),
+        min_new=draw(column(rows, u32)),
     )
+
+
+@st.composite
+def peeks(draw):
+    slots = draw(flat())
+    return Peek(slots, with_blocks=draw(st.booleans()), limit=draw(column(len(slots), u32)))
 
 
 parts = st.builds(
@@ -184,7 +194,7 @@ parts = st.builds(
     resume=st.none() | resumes(),
     run=runs(),
     admit=admits(),
-    peek=st.builds(Peek, slot=flat(), with_blocks=st.booleans()),
+    peek=peeks(),
     budget=st.builds(Budget, tokens=u32, input=u32, overhead=u32),
     with_tables=st.booleans(),
 )
@@ -371,7 +381,7 @@ def test_an_open_request_without_step_version_has_the_current_one():
 
 @pytest.mark.parametrize(("said", "version"), [(0, 1), (3, 3)])
 def test_a_service_with_another_step_version_is_refused(said, version):
-    with pytest.raises(FailedPrecondition, match=f"takes steps of version {version}") as caught:
+    with pytest.raises(FailedPrecondition, match=f"accepts steps of version {version}") as caught:
         wire.decode_opened(allocation_pb2.SessionOpened(step_version=said))
     assert caught.value.field == "step_version"
 
@@ -479,7 +489,7 @@ def test_a_step_without_parts_is_refused():
 @pytest.mark.parametrize("value", [-1, 2**32, "7", 1.5, None])
 def test_a_token_id_above_u32_is_refused_and_not_truncated(value):
     step = Step(1, 1, [Part(news=News(slot=[0], num_tokens=[2], tokens=[5, value]))])
-    with pytest.raises(InvalidArgument, match=r"entry 1 is .* no u32") as caught:
+    with pytest.raises(InvalidArgument, match=r"entry 1 is .* no valid u32") as caught:
         wire.encode_step(step)
     assert caught.value.field == "parts[0].news.tokens"
 

@@ -18,7 +18,7 @@ class BadRecording(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a field may hold."""
+    """The values that a field of a recording may have."""
 
     says: str
     holds: Callable[[Any], bool]

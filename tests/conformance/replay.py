@@ -59,7 +59,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What one operation did, in the terms of the recording."""
+    """The outputs of one operation, in the terms of the recording."""
 
     result: PartResult
     outputs: Record = field(default_factory=dict)

@@ -67,7 +67,7 @@ class Request:
 
 @dataclass
 class Plan:
-    """What one schedule call decided, in the terms of the recording."""
+    """The decisions of one schedule call, in the terms of the recording."""
 
     scheduled: list[tuple[Request, int]] = field(default_factory=list)
     new: list[list[object]] = field(default_factory=list)

@@ -22,17 +22,17 @@ def defined_in(path):
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_all_rules_are_there_in_order():
+def test_behaviours_contains_all_rules_in_order():
     assert [number for number, _, _ in ROWS] == list(range(1, 96))
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(NAMED.findall(TEXT))))
-def test_a_named_test_exists(path, name):
+def test_behaviours_names_an_existing_test(path, name):
     assert name.startswith("test_")
     assert name in defined_in(path)
 
 
-def test_a_rule_has_a_test_or_a_reason():
+def test_behaviours_has_a_test_or_a_reason_per_rule():
     reasons = [number for number, _, tests in ROWS if tests.startswith("none: ")]
     for number, _, tests in ROWS:
         assert (not NAMED.findall(tests)) == (number in reasons), number

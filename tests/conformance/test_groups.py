@@ -20,11 +20,11 @@ def title(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
-def test_row(case):
+def test_grouping_row_equals_the_golden_table(case):
     assert compare(case) is None
 
 
-def test_the_command_counts_identical_rows(capsys):
+def test_groups_command_counts_identical_rows(capsys):
     assert main([str(GOLDEN)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(CASES) + 1 == 92
@@ -32,7 +32,7 @@ def test_the_command_counts_identical_rows(capsys):
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
-def test_a_change_of_any_single_expected_value_is_found(case):
+def test_a_change_of_any_expected_grouping_value_is_found(case):
     actual = planned_row(plan_case(case))
     expected = copy.deepcopy(case["expected"])
     for *way, last in places(expected):
@@ -48,7 +48,7 @@ def test_a_change_of_any_single_expected_value_is_found(case):
     assert first_difference(expected, actual) is None
 
 
-def test_a_missing_and_a_superfluous_value_are_found():
+def test_missing_and_additional_grouping_values_are_found():
     case = CASES[0]
     actual = planned_row(plan_case(case))
     fewer = {key: value for key, value in case["expected"].items() if key != "hash_block_size"}
@@ -67,7 +67,7 @@ def write(tmp_path, change):
     return path
 
 
-def test_a_row_that_differs_is_shown_with_its_context_and_fails(tmp_path, capsys):
+def test_groups_command_shows_a_different_row_and_fails(tmp_path, capsys):
     def change(data):
         data["cases"][1]["expected"]["groups"][0]["block_size"] = 32
 
@@ -78,7 +78,7 @@ def test_a_row_that_differs_is_shown_with_its_context_and_fails(tmp_path, capsys
     assert out.endswith("1 of 2 rows identical\n")
 
 
-def test_a_row_that_the_planner_refuses_is_a_difference(tmp_path, capsys):
+def test_groups_command_counts_a_refused_row_as_a_difference(tmp_path, capsys):
     def change(data):
         data["cases"][0]["memory_bytes"] = 1 << 20
 
@@ -111,18 +111,18 @@ def in_first_spec(**changes):
         (lambda data: data["cases"][0]["input"]["specs"][0].pop("head_size"), "specs[0]: "),
     ],
 )
-def test_a_file_of_another_form_is_refused_by_name(tmp_path, capsys, change, named):
+def test_groups_command_refuses_a_malformed_file_by_name(tmp_path, capsys, change, named):
     assert main([str(write(tmp_path, change))]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_truncated_file_is_refused_by_name(tmp_path, capsys):
+def test_groups_command_refuses_a_truncated_file_by_name(tmp_path, capsys):
     path = tmp_path / "cut.json"
     path.write_text(GOLDEN.read_text(encoding="utf-8")[:100_000], encoding="utf-8")
     assert main([str(path)]) == 2
     assert "cut.json: truncated or no JSON, at " in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_refused_by_name(tmp_path, capsys):
+def test_groups_command_refuses_a_missing_file_by_name(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere.json")]) == 2
     assert "nowhere.json" in capsys.readouterr().err

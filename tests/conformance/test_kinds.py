@@ -25,11 +25,11 @@ def paths(client):
 
 @pytest.mark.parametrize("way", ["in process", "session", "unary"])
 @pytest.mark.parametrize("path", KINDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
-def test_kind(path, way, paths):
+def test_short_recording_replays_equal(path, way, paths):
     assert replay_file(path, paths[way]).values > 350
 
 
-def test_they_have_what_the_traces_leave_out():
+def test_short_recordings_contain_what_the_traces_lack():
     headers, operations = [], []
     for path in KINDS:
         header, *rest = records_of(path)

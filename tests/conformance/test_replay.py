@@ -21,11 +21,11 @@ SOME += ["dsv4-5groups-b1500-s71"]
 
 
 @pytest.mark.parametrize("path", TRACES, ids=list(BY_NAME))
-def test_trace(path):
+def test_operation_trace_replays_equal(path):
     assert replay_file(path).values > 1400
 
 
-def test_the_command_says_a_line_per_file_and_counts(capsys):
+def test_replay_command_prints_a_line_per_file_and_counts(capsys):
     names = ["llama-full-b60-s1", "mamba64-align-b100-s65"]
     assert main([str(BY_NAME[name]) for name in names]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -59,7 +59,7 @@ def answers(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_change_of_any_single_output_is_found(name):
+def test_a_change_of_any_recorded_output_is_found(name):
     """Of each operation and field six records, in each of them every single value."""
     tried: dict[tuple[str, str], int] = {}
     for _, op, outputs in answers(name):
@@ -74,7 +74,7 @@ def test_a_change_of_any_single_output_is_found(name):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_an_output_that_was_left_out_or_made_up_is_found(name):
+def test_missing_and_additional_outputs_are_found(name):
     for _, op, outputs in answers(name):
         for field in OPERATIONS[op["op"]].sometimes:
             without = {key: value for key, value in op.items() if key != field}
@@ -93,7 +93,7 @@ def first_records():
     return {key: min(places) for key, places in found.items()}
 
 
-def test_the_first_difference_is_shown_with_its_place_and_context(tmp_path, capsys):
+def test_replay_command_shows_the_first_difference_with_its_context(tmp_path, capsys):
     """A file for each output of each operation, its first value changed."""
     places = first_records()
     assert len(places) == 35
@@ -197,7 +197,7 @@ def text_of(value):
 
 
 @pytest.mark.parametrize(("change", "named"), HEADERS + OPERATION_LINES, ids=text_of)
-def test_what_is_not_of_the_format_is_refused_by_name(tmp_path, capsys, change, named):
+def test_replay_command_refuses_invalid_records_by_name(tmp_path, capsys, change, named):
     records = records_of(BY_NAME["gpt-oss-b90-s21"])
     change(records)
     assert main([str(write_records(tmp_path / "bad.jsonl.gz", records))]) == 1
@@ -226,7 +226,7 @@ def flipped(data):
     ],
     ids=["cut", "flipped", "empty", "plain", "list", "half"],
 )
-def test_a_damaged_file_is_refused_by_name(tmp_path, capsys, damage, named):
+def test_replay_command_refuses_a_damaged_file_by_name(tmp_path, capsys, damage, named):
     path = tmp_path / "bad.jsonl.gz"
     path.write_bytes(damage(BY_NAME["gpt-oss-b90-s21"].read_bytes()))
     assert main([str(path)]) == 1
@@ -235,7 +235,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, capsys, damage, named):
     assert named in out
 
 
-def test_a_file_that_is_not_there_is_refused_by_name_and_the_others_are_replayed(tmp_path, capsys):
+def test_replay_command_refuses_a_missing_file_and_replays_the_others(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere.jsonl.gz"), str(BY_NAME["dsv4-5groups-b1500-s71"])]) == 1
     out = capsys.readouterr().out
     assert out.startswith("REFUSED nowhere.jsonl.gz: line 1: ")

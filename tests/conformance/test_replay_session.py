@@ -26,13 +26,13 @@ SMALL = TRACES / "mamba64-align-fine16-b300-s67.jsonl.gz"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trace(name, client):
+def test_operation_trace_replays_equal_in_a_session(name, client):
     done = replay_file(TRACES / f"{name}.jsonl.gz", make_replayer("session", client))
     assert done.values > 1400
     assert done.operations > 1.3 * done.messages
 
 
-def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
+def test_a_planted_change_is_found_in_a_session_and_its_replica_removed(client, tmp_path):
     records = records_of(SMALL)
     number = next(at for at, record in enumerate(records) if record.get("copies"))
     records[number] = next(changes(records[number], "copies"))
@@ -42,7 +42,7 @@ def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
     assert list(client.list_replicas()) == []
 
 
-def test_what_the_service_refuses_is_named(client, tmp_path):
+def test_an_operation_refused_by_the_service_is_named(client, tmp_path):
     records = records_of(SMALL)
     evict = next(record for record in records if record.get("op") == "evict")
     evict["ids"] = [9999]
@@ -51,7 +51,7 @@ def test_what_the_service_refuses_is_named(client, tmp_path):
     assert list(client.list_replicas()) == []
 
 
-def test_the_command_prints_the_mean_of_operations_per_message(capsys):
+def test_replay_command_prints_operations_per_message(capsys):
     assert main(["--rpc=session", str(SMALL)]) == 0
     line, total = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"same   mamba64-align-fine16\S+: \d+ values, 1\.71 operations per message", line)

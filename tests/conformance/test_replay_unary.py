@@ -27,13 +27,13 @@ SMALL = TRACES / "dsv4-5groups-b1500-s71.jsonl.gz"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trace(name, client):
+def test_operation_trace_replays_equal_by_unary_calls(name, client):
     done = replay_file(TRACES / f"{name}.jsonl.gz", make_replayer("unary", client))
     assert done.values > 1400
     assert done.operations == done.messages
 
 
-def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
+def test_a_planted_change_is_found_by_unary_calls_and_its_replica_removed(client, tmp_path):
     records = records_of(SMALL)
     number = next(at for at, record in enumerate(records) if record.get("zero"))
     records[number] = next(changes(records[number], "zero"))
@@ -43,7 +43,7 @@ def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
     assert list(client.list_replicas()) == []
 
 
-def test_the_command_says_a_line_per_file_also_when_one_differs(tmp_path):
+def test_replay_command_prints_a_line_per_file_after_a_difference(tmp_path):
     """The replayer runs as a separate program."""
     records = records_of(SMALL)
     records[2]["free"] -= 1

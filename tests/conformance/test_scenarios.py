@@ -14,10 +14,10 @@ from tests.conformance.replay import replay_file
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.jsonl.gz"))
 
 
-def test_there_are_scenarios():
+def test_scenario_files_exist():
     assert SCENARIOS
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
-def test_scenario(path):
+def test_scenario_replays_equal(path):
     assert replay_file(path).values > 0

@@ -17,7 +17,7 @@ PADDED = {name for name in BY_NAME if "ngram" in name or "spec2" in name or "dra
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_whole_steps(name):
+def test_step_trace_replays_equal_in_whole_steps(name):
     """One message per step; a few more only where an admission may be padded with drafts."""
     done = replay_file(BY_NAME[name], whole=True)
     assert done.values > 4500
@@ -31,13 +31,13 @@ def test_whole_steps(name):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_row_per_part(name):
+def test_step_trace_replays_equal_with_one_row_per_part(name):
     done = replay_file(BY_NAME[name], whole=False)
     assert done.values > 4900
     assert done.path.messages > 12 * done.steps
 
 
-def test_the_command_says_a_line_per_file_and_way_and_names_what_goes_in_parts(capsys):
+def test_steps_command_prints_a_line_per_file_and_path(capsys):
     assert len(STEPS) == 22
     assert main([str(BY_NAME["llama-draftmodel2-b110-s110"])]) == 0
     whole, rows, total = capsys.readouterr().out.splitlines()
@@ -88,7 +88,7 @@ def with_planted(records, sort, field):
 
 
 @pytest.mark.parametrize(("name", "sort", "field", "whole"), CASES)
-def test_a_change_of_any_single_output_is_found(tmp_path, name, sort, field, whole):
+def test_a_change_of_any_recorded_step_output_is_found(tmp_path, name, sort, field, whole):
     records = records_of(BY_NAME[name])
     number = with_planted(records, sort, field)
     path = write_records(tmp_path / "planted.jsonl.gz", records[: number + 1])
@@ -98,7 +98,7 @@ def test_a_change_of_any_single_output_is_found(tmp_path, name, sort, field, who
     assert (found.value.line, found.value.name) == (number, expected)
 
 
-def test_no_output_was_forgotten():
+def test_planted_changes_cover_every_step_output():
     seen: dict[str, set[str]] = defaultdict(set)
     for name in OUTPUTS:
         for record in records_of(BY_NAME[name])[1:]:
@@ -111,7 +111,7 @@ def test_no_output_was_forgotten():
 
 
 @pytest.mark.parametrize("field", ["free", "ev_in", "snap"])
-def test_a_change_behind_the_last_step_is_found(tmp_path, field):
+def test_a_change_after_the_last_step_is_found(tmp_path, field):
     records = records_of(BY_NAME["jamba-fine16-b120-s122"])
     out = records[-1]["out"]
     records[-1]["out"] = next(changes(out, field))
@@ -121,7 +121,7 @@ def test_a_change_behind_the_last_step_is_found(tmp_path, field):
     assert (found.value.line, found.value.name) == (len(records), field)
 
 
-def test_the_first_difference_is_shown_with_its_context_and_fails(tmp_path, capsys):
+def test_steps_command_shows_the_first_difference_and_fails(tmp_path, capsys):
     records = records_of(BY_NAME["llama-nocache-b100-s112"])[:4]
     records[2]["out"]["sched"][0][1] += 1
     assert main([str(write_records(tmp_path / "planted.jsonl.gz", records))]) == 1
@@ -175,7 +175,7 @@ def in_first_input(**fields):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_of_the_format_is_refused_by_name(tmp_path, capsys, change, named):
+def test_steps_command_refuses_invalid_records_by_name(tmp_path, capsys, change, named):
     records = records_of(BY_NAME["llama-nocache-b100-s112"])
     records = [records[0], records[1], {"end": True, "in": [], "out": {"free": records[1]["out"]["free"]}}]
     change(records)
@@ -185,7 +185,7 @@ def test_what_is_not_of_the_format_is_refused_by_name(tmp_path, capsys, change, 
     assert named in out
 
 
-def test_a_truncated_file_is_refused_by_name(tmp_path, capsys):
+def test_steps_command_refuses_a_truncated_file_by_name(tmp_path, capsys):
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(BY_NAME["llama-nocache-b100-s112"].read_bytes()[:20_000])
     assert main([str(path)]) == 1

@@ -18,13 +18,13 @@ ROWS = ["jamba-async-med-b130-s121"]
 
 
 @pytest.mark.parametrize(("name", "whole"), [(name, True) for name in WHOLE] + [(name, False) for name in ROWS])
-def test_steps(name, whole, client):
+def test_step_trace_replays_equal_in_a_session(name, whole, client):
     done = replay_file(STEPS / f"{name}.jsonl.gz", whole, lambda spec: SessionPath(client, spec))
     assert done.values > 4500
     assert list(client.list_replicas()) == []
 
 
-def test_the_command_says_a_line_per_way(capsys):
+def test_steps_command_prints_a_line_per_path(capsys):
     assert main(["--rpc=session", str(STEPS / "llama-nocache-b100-s112.jsonl.gz")]) == 0
     whole, rows, total = capsys.readouterr().out.splitlines()
     assert whole == "same   whole llama-nocache-b100-s112.jsonl.gz: 5161 values, 1.00 messages per step"

@@ -28,7 +28,7 @@ def test_product_passes_the_scenario(scenario):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.twin)
-def test_twin_is_caught(scenario):
+def test_scenario_catches_its_twin(scenario):
     faults, caught = play(scenario, scenario.twin)
     assert caught
     assert faults <= FAULTS

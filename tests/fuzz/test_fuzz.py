@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import Part, StepResult
+from kvplane.base.step import StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.inspect import digest
-from kvplane_service.replicas.host import ReplicaHost, UnaryStep
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.step_order import Turn
 from tests.fuzz import mutator, world
 
 SECONDS = 8
@@ -52,7 +53,7 @@ def test_earlier_findings_stay_fixed(grounds, path):
     world.run(grounds, path.read_bytes())
 
 
-def test_a_program_is_deterministic(grounds):
+def test_a_fuzz_program_is_deterministic(grounds):
     def state(program: bytes) -> list[str]:
         world.run(grounds, program)
         return [digest(entry.host.replica) for entry in grounds.registry]
@@ -87,8 +88,8 @@ def test_access_to_another_owners_replica_is_caught(grounds, monkeypatch):
 def test_a_refusal_that_changes_state_is_caught(grounds, monkeypatch):
     apply_unary = ReplicaHost.apply_unary
 
-    def apply_and_refuse(self: ReplicaHost, at: UnaryStep, parts: list[Part]) -> StepResult:
-        result = apply_unary(self, at, parts)
+    def apply_and_refuse(self: ReplicaHost, turn: Turn) -> StepResult:
+        result = apply_unary(self, turn)
         if self.replica.seq > 2:  # after the steps that prepare a world
             raise InvalidArgument("but it was done")
         return result

@@ -173,7 +173,7 @@ def release() -> Iterator[tuple[ByHelm4, Kubelet]]:
         yield ByHelm4(kubeconfig, Path()), Kubelet(here, node)
 
 
-def test_a_release_with_running_pods():
+def test_a_release_with_running_pods_is_installed_and_upgraded():
     values = {"drain": {"preStopSeconds": 0, "graceSeconds": 5}, "store": {"type": "sqlite"}}
     with release() as (helm, kubelet):
         helm.install(values)

@@ -103,7 +103,7 @@ def test_a_misspelled_key_ends_the_pod_and_names_the_nearest_one():
     with machine(objects) as node:
         pod = node.start("kvplane-0")
         assert pod.wait() == {"kvplane": 2}
-        assert "the nearest is lease_ms" in pod.said("kvplane")
+        assert "the most similar key is lease_ms" in pod.said("kvplane")
 
 
 def test_a_volume_outlives_its_pod():
@@ -235,7 +235,7 @@ def use_pages(service: Pod, workers: Pod, replica: str) -> None:
         assert hit_after_a_round(client, replica) == 32
 
 
-def test_a_probe_can_fail():
+def test_a_probe_of_a_process_that_does_not_listen_fails():
     """Checks the runner: a pod whose process does not listen is not ready, and one that ends is reported."""
     objects = rendered("default")
     (workload,) = (one for one in objects if one["kind"] == "StatefulSet")

@@ -164,7 +164,7 @@ def test_globals_of_a_parent_chart_are_accepted():
 def test_a_typo_in_the_rendered_file_is_refused_with_the_nearest_key(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("leese_ms: 5\n")
-    with pytest.raises(InvalidArgument, match="the nearest is lease_ms"):
+    with pytest.raises(InvalidArgument, match="the most similar key is lease_ms"):
         load({}, {}, file)
 
 

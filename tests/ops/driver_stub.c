@@ -1,5 +1,5 @@
 /* A driver of batched copies alone, on memory of the host: what cuda-bindings finds instead of libcuda.so.1. It checks
-   what a real one would be told: one set of attributes from copy 0 on, sources read in the stream's order, no default
+   what a real one receives: one set of attributes from copy 0 on, sources read in the stream's order, no default
    stream. Compiled with -DCUDA_VERSION=12080 and the like. */
 #include <stddef.h>
 #include <stdint.h>

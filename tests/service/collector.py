@@ -28,7 +28,7 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What has arrived, decoded and raw."""
+    """The received spans, decoded and raw."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""A service that asks who calls, and callers of it."""
+"""A service with authentication, and clients of it."""
 
 from __future__ import annotations
 

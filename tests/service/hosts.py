@@ -15,6 +15,7 @@ from kvplane.base.step import Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest
 from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.step_order import UnaryStep
 
 BLOCK = 16
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)
@@ -55,6 +56,10 @@ class HostWorld:
 
     def open(self, epoch: int = 0, **fields) -> Engine:
         return Engine(self.host, epoch, **fields)
+
+    def apply_unary(self, at: UnaryStep, parts: list[Part]) -> StepResult:
+        """The step of a unary call."""
+        return self.host.apply_unary(self.host.next_unary(at, parts))
 
     @contextmanager
     def refuses(self, kind: type[KvplaneError], match: str | None = None, field: str | None = None) -> Iterator[None]:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from kvplane.base.errors import KvplaneError
+from kvplane.base.step import Step, StepResult
 from kvplane.rpc.status import error_of_rpc
 from kvplane.v1 import admin_pb2, events_pb2_grpc
 from kvplane.v1 import allocation_pb2 as pb
@@ -22,6 +23,7 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
 from kvplane.v1.step_pb2 import StepError
 from kvplane_service.config import Config
+from kvplane_service.core.replica import Replica
 from kvplane_service.process.app import App
 
 T = TypeVar("T")
@@ -162,6 +164,36 @@ def running(config: Config | None = None, clock: Callable[[], int] | None = None
         loop.call_soon_threadsafe(loop.stop)
         thread.join(WAIT_S)
         loop.close()
+
+
+class HeldThread:
+    """Long steps and calls of services wait in their thread: `began` is set when one does, and `go_on` lets all go."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        """In the thread."""
+        self.began.set()
+        assert self.go_on.wait(WAIT_S)
+
+
+@contextmanager
+def held_thread() -> Iterator[HeldThread]:
+    """Hold long steps and calls until the test lets them go, or ends."""
+    held, apply = HeldThread(), Replica.apply
+
+    def wait_and_apply(replica: Replica, step: Step) -> StepResult:
+        if threading.current_thread().name == "kvplane long steps":
+            held.wait()
+        return apply(replica, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replica, "apply", wait_and_apply)
+        try:
+            yield held
+        finally:
+            held.go_on.set()
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from kvplane.base.step import Admit, End, OnRefusal, Part, Run, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.replicas import applying
 from kvplane_service.replicas.engine_lives import ignore_end
-from kvplane_service.replicas.host import ReplicaState, UnaryStep
+from kvplane_service.replicas.host import ReplicaState
+from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.runtime.executors import Busy, Executor
 from tests.service.hosts import NONCES, HostWorld
 
@@ -83,7 +84,7 @@ async def turns(count=5):
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)
-def test_it_comes_to_the_same_as_on_the_loop(seed):
+def test_steps_on_a_thread_equal_those_on_the_loop(seed):
     asyncio.run(compare(Random(seed)))
 
 
@@ -140,13 +141,12 @@ async def test_reads_wait_for_a_long_step_and_sync_calls_are_refused():
     for act in (
         one.host.check_readable,
         lambda: one.host.check_unary(UnaryStep()),
-        lambda: one.host.heartbeat(one.engine.nonce),
         lambda: one.host.check_open(OpenRequest("r", 0)),
         lambda: one.host.open(OpenRequest("r", 0)),
         lambda: one.host.close(one.engine.nonce),
         lambda: one.engine.step(),
     ):
-        with pytest.raises(Busy, match="long step"):
+        with pytest.raises(Busy, match="long work"):
             act()
     reader = asyncio.ensure_future(one.host.idle())
     await turns()
@@ -214,7 +214,7 @@ async def test_a_session_does_not_lapse_while_its_step_is_applied():
     assert one.host.lease_left_ns == 0
 
 
-async def test_a_failed_core_is_not_used_again(monkeypatch, caplog):
+async def test_a_core_that_failed_in_a_long_step_refuses_every_call(monkeypatch, caplog):
     one = Stepping()
 
     def fail(_):
@@ -229,7 +229,7 @@ async def test_a_failed_core_is_not_used_again(monkeypatch, caplog):
     with caplog.at_level(logging.ERROR), suppress(asyncio.CancelledError):
         await one.work
     await turns()
-    assert "unhandled exception while a long step was applied" in caplog.text
+    assert "unhandled exception in long work on a replica" in caplog.text
     with pytest.raises(InternalError, match="an earlier step broke"):
         one.host.check_readable()
 
@@ -248,8 +248,8 @@ async def test_a_replica_is_removed_while_its_step_is_applied():
         follower.take(), follower.take()
 
 
-class TestClose:
-    async def test_it_comes_to_the_same_as_on_the_loop(self):
+class TestCloseDuringALongStep:
+    async def test_a_close_on_a_thread_equals_one_on_the_loop(self):
         here, aside = HostWorld(), HostWorld()
         for world in (here, aside):
             engine = world.open()

@@ -1,4 +1,4 @@
-"""The built-in workload: the same from the same seed, with the shapes that a prefix cache meets."""
+"""The built-in workload of chats: it is determined by its seed, and has the shapes of real traffic."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def by_session(requests: list[TraceRequest]) -> dict[str, list[TraceRequest]]:
     return sessions
 
 
-def test_a_seed_decides_everything() -> None:
+def test_chat_workload_is_determined_by_its_seed() -> None:
     assert requests_of(1) == requests_of(1)
     assert requests_of(1) != requests_of(2)
 
 
 @given(st.integers(0, 2**32), st.integers(256, 200_000), st.integers(0, 12), st.floats(0, 1))
-def test_every_request_fits_and_comes_in_its_time(
+def test_chat_requests_fit_and_are_ordered_by_arrival(
     seed: int, max_model_len: int, sessions: int, agents: float
 ) -> None:
     requests = requests_of(seed, ChatShape(max_model_len, sessions, agent_share=agents))
@@ -44,7 +44,7 @@ def test_every_request_fits_and_comes_in_its_time(
         assert len(request.prompt) + request.output_tokens <= max_model_len
 
 
-def test_a_turn_begins_with_the_turn_before_and_its_answer() -> None:
+def test_chat_turn_begins_with_the_previous_turn_and_answer() -> None:
     pairs = [pair for turns in by_session(requests_of(3)).values() for pair in pairwise(turns)]
     assert len(pairs) > 50
     for before, after in pairs:
@@ -54,7 +54,7 @@ def test_a_turn_begins_with_the_turn_before_and_its_answer() -> None:
         assert after.arrival_s > before.arrival_s
 
 
-def test_sessions_share_system_prompts_and_nothing_else() -> None:
+def test_chat_sessions_share_only_system_prompts() -> None:
     firsts = [turns[0] for turns in by_session(requests_of(4)).values()]
     systems = {request.prompt.spans[0] for request in firsts}
     assert len(systems) < len(firsts) / 2
@@ -63,7 +63,7 @@ def test_sessions_share_system_prompts_and_nothing_else() -> None:
     assert not {span.stream for span in systems} & {span.stream for span in own if not span.generated}
 
 
-def test_agents_take_more_turns_in_less_time_than_people() -> None:
+def test_chat_agents_take_more_turns_in_less_time_than_users() -> None:
     def seconds_per_turn(share: float) -> float:
         sessions = by_session(requests_of(5, ChatShape(16_384, 60, agent_share=share))).values()
         gaps = [b.arrival_s - a.arrival_s for turns in sessions for a, b in pairwise(turns)]
@@ -82,7 +82,7 @@ def test_agents_take_more_turns_in_less_time_than_people() -> None:
         ("num_system_prompts", {"num_system_prompts": 0}),
     ],
 )
-def test_a_shape_out_of_range_is_refused_by_field(field: str, shape: dict[str, int]) -> None:
+def test_chat_workload_value_out_of_range_is_refused_by_field(field: str, shape: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         ChatShape(**{"max_model_len": 4096, **shape})
     assert refused.value.field == field

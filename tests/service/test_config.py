@@ -1,4 +1,4 @@
-"""Where a configuration comes from, and what it refuses."""
+"""The sources of a configuration, their precedence, and refused values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_printed_configuration_loads_as_a_file(tmp_path):
     assert set(yaml.safe_load(text)) == set(KEYS)
 
 
-def test_an_empty_file_sets_nothing(tmp_path):
+def test_an_empty_config_file_has_the_defaults(tmp_path):
     assert load({}, {}, write(tmp_path, "")).config == Config()
 
 
@@ -97,12 +97,12 @@ def test_an_invalid_value_is_refused_by_key(key, value):
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "\x00"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+def test_a_config_file_that_is_not_a_mapping_is_refused(tmp_path, text):
     with pytest.raises(InvalidArgument, match=r"kvplane\.yaml"):
         load({}, {}, write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_config_file_is_refused_by_name(tmp_path):
     with pytest.raises(NotFound, match="nowhere"):
         load({}, {}, tmp_path / "nowhere.yaml")
 
@@ -126,24 +126,24 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("flags", "field"), CONTRADICTIONS)
-def test_values_that_contradict_each_other_are_refused_with_a_remedy(flags, field):
+def test_contradictory_values_are_refused_with_a_remedy(flags, field):
     with pytest.raises(InvalidArgument) as caught:
         load(flags, {}, None)
     assert caught.value.field == field
     assert caught.value.remedy
 
 
-def test_a_client_s_certificate_cannot_be_optional():
-    with pytest.raises(InvalidArgument, match="use none or require"):
+def test_an_optional_client_certificate_is_refused():
+    with pytest.raises(InvalidArgument, match="none or require"):
         load({"tls_client_auth": "optional"}, {}, None)
 
 
 @pytest.mark.parametrize("given", [True, "TRUE", "true"])
-def test_reflection_is_a_word_that_yaml_reads_as_a_truth_value(given):
+def test_reflection_off_is_read_as_a_word_and_not_a_boolean(given):
     assert load({"reflection": given}, {}, None).config.reflection == "true"
     assert Config().reflection == "auto"
 
 
-def test_client_variables_are_not_typos():
+def test_variables_of_the_client_are_accepted():
     names = ("TLS_CA", "CA_FILE", "CERT_FILE", "KEY_FILE", "TOKEN_FILE", "TOKEN", "SERVICE", "ADDRESS", "CONFIG")
     assert load({}, {f"KVPLANE_{name}": "x" for name in names}, None).config == Config()

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a trace, its reader yields requests and at most names one fault."""
+"""The reader of a damaged trace yields valid requests and raises at most one error by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=4),
     st.integers(0, 10_000),
 )
-def test_changed_and_missing_bytes(
+def test_trace_with_changed_or_missing_bytes_is_read_or_refused(
     path: Path, record: dict[str, Any], pack: Any, changes: list[tuple[int, int]], end: int
 ) -> None:
     data = bytearray(pack(b"".join(json.dumps(record).encode() + b"\n" for _ in range(3))))
@@ -92,7 +92,7 @@ def with_extreme(record: Any, steps: list[int], value: Any) -> Any:
     st.lists(st.integers(0, 20), min_size=1, max_size=5),
     st.sampled_from(EXTREMES),
 )
-def test_extreme_values(path: Path, record: dict[str, Any], steps: list[int], value: Any) -> None:
+def test_extreme_values_are_read_or_refused(path: Path, record: dict[str, Any], steps: list[int], value: Any) -> None:
     damaged = with_extreme(record, steps, value)
     data = b"".join(json.dumps(line).encode() + b"\n" for line in (record, damaged))
     fault = outcome(path, data)

@@ -64,7 +64,7 @@ def filled_in(expression: str) -> str:
 
 
 @pytest.mark.parametrize("panel", EXPRESSIONS, ids=lambda panel: f"{panel[0]} {panel[1]}")
-def test_a_panel_shows_samples(server, small_pools, panel):
+def test_dashboard_panel_shows_samples(server, small_pools, panel):
     end = START_S + INTERVAL_S * len(next(iter(small_pools.values())))
     expression = filled_in(EXPRESSIONS[panel])
     result = server.get("query_range", query=expression, start=START_S, end=end, step=INTERVAL_S)
@@ -72,14 +72,14 @@ def test_a_panel_shows_samples(server, small_pools, panel):
     assert [value for value in values if value == value], expression
 
 
-def test_panels_ask_for_nothing_that_is_not_emitted(small_pools):
+def test_dashboard_panels_query_only_existing_metrics(small_pools):
     emitted = {name.partition("{")[0] for name in small_pools} | emitted_metrics()
     asked = {name for text in EXPRESSIONS.values() for name in re.findall(r"kvplane_\w+", text)}
     asked |= {name for rule in ALERTS for name in re.findall(r"kvplane_\w+", rule["expr"])}
     assert asked <= emitted
 
 
-def test_prometheus_scrapes_a_service_until_it_is_gone(tmp_path):
+def test_prometheus_scrapes_a_service_until_it_ends(tmp_path):
     with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0")) as service:
         service.register()
         service.open().step()
@@ -251,6 +251,18 @@ def store_away() -> Series:
     return pages.series()
 
 
+def broken_state() -> Series:
+    """A reference without a holder, found by the check of an idle replica."""
+    scenario = Scenario()
+    scenario.host.replica.coordinator.pool.references[5] += 1
+
+    def check(number: int) -> None:
+        if number == 20:
+            asyncio.run(scenario.host.idle_check.run(lambda _: asyncio.sleep(0)))
+
+    return scenario.repeat(check)
+
+
 SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneDown": down,
     "KvplaneReplicaLapsed": silent_engine,
@@ -262,12 +274,13 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneRequestsWentBack": rejected_drafts,
     "KvplaneSlowSteps": slow_steps,
     "KvplaneEngineRestarts": restarts,
+    "KvplaneStateBroken": broken_state,
     "KvplaneStoreBehind": store_away,
     "KvplaneLoopHeld": held_loop,
 }
 
 
-def test_the_lag_of_a_store_that_is_away_shows(tmp_path):
+def test_dashboard_shows_the_lag_of_an_unavailable_store(tmp_path):
     series = store_away()
     with prometheus(tmp_path, backfill(series, tmp_path)) as server:
         shown = {
@@ -327,11 +340,11 @@ def expected_alert(rule: Alert) -> Alert:
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_an_alert_fires(rule, tmp_path):
+def test_alert_fires_in_its_scenario(rule, tmp_path):
     fires(tmp_path, SCENARIOS[rule["alert"]](), {rule["alert"]: [expected_alert(rule)]})
 
 
-def test_no_alert_fires_when_all_is_well(tmp_path):
+def test_no_alert_fires_for_a_healthy_service(tmp_path):
     series: Series = {**demo(AMPLE).series(), 'up{job="kvplane"}': [1.0] * 60}
     fires(tmp_path, series, {rule["alert"]: [] for rule in ALERTS})
 
@@ -339,7 +352,7 @@ def test_no_alert_fires_when_all_is_well(tmp_path):
 # ---- documents
 
 
-def test_the_document_names_every_metric_and_no_other():
+def test_document_names_exactly_the_existing_metrics():
     assert documented_metrics() == emitted_metrics()
 
 

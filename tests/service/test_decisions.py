@@ -1,4 +1,4 @@
-"""The decision log: what it keeps, what it never keeps, and that it says enough to decide the same again."""
+"""The decision log: its entries, its bounds, no tokens, and a replay of it that is equal bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decisions_of(world: HostWorld) -> list[Decision]:
     return [entry for entry in world.host.decisions if isinstance(entry, Decision)]
 
 
-def test_no_token_is_kept():
+def test_decision_log_keeps_no_tokens():
     world = HostWorld()
     drive(world)
     kept = decisions_of(world)
@@ -55,7 +55,7 @@ def test_no_token_is_kept():
     assert all(not part.news.tokens and not part.facts.tokens for one in kept for part in one.step.parts)
 
 
-def test_the_log_decides_the_same_again_bit_for_bit():
+def test_decision_log_replays_bit_for_bit():
     world = HostWorld(spec=spec_of(num_blocks=15))
     results = drive(world)
     assert any(part.preempted for result in results for part in result.parts)
@@ -70,7 +70,7 @@ def test_the_log_decides_the_same_again_bit_for_bit():
         assert wire.encode_result(again.apply(step)).SerializeToString() == expected
 
 
-def test_events_are_kept_for_a_session_that_does_not_ask_for_them():
+def test_decision_log_keeps_events_that_the_session_does_not_request():
     world = HostWorld()
     engine = world.open()
     assert engine.step(new(0)).parts[0].events == []
@@ -79,7 +79,7 @@ def test_events_are_kept_for_a_session_that_does_not_ask_for_them():
     assert len(stored.hashes) == 2
 
 
-def test_new_requests_are_known_by_their_hashes():
+def test_decision_log_has_the_hashes_of_new_requests():
     world = HostWorld()
     world.open().step(new(0, 1), new(2, tokens=[5] * 7))
     (decision,) = decisions_of(world)
@@ -89,7 +89,7 @@ def test_new_requests_are_known_by_their_hashes():
     assert hashes_of_news(decision, 1, size) == [[]]
 
 
-def test_a_new_engine_life_is_an_entry():
+def test_decision_log_has_an_entry_per_engine_life():
     world = HostWorld()
     engine = world.open()
     engine.step(new(0))
@@ -102,7 +102,7 @@ def test_a_new_engine_life_is_an_entry():
     assert [event.kind for event in life.events] == [EventKind.CLEARED]  # without a stamp table no key is kept
 
 
-def test_time_is_the_service_s():
+def test_decision_log_uses_the_service_s_clock():
     world = HostWorld()
     engine = world.open()
     world.now_ns = 5
@@ -111,7 +111,7 @@ def test_time_is_the_service_s():
     assert (decision.at_ns, decision.took_ns) == (5, 0)
 
 
-def test_it_is_bounded_in_entries():
+def test_decision_log_is_bounded_in_entries():
     world = HostWorld(Config(decision_log_steps=3))
     engine = world.open()
     for _ in range(9):
@@ -122,7 +122,7 @@ def test_it_is_bounded_in_entries():
     assert [entry.step.seq for entry in decisions_of(world)] == [7, 8, 9]
 
 
-def test_it_is_bounded_in_size():
+def test_decision_log_is_bounded_in_bytes():
     world = HostWorld(Config(log_bytes=1 << 20), spec_of(num_blocks=2000, max_model_len=1 << 15))
     engine = world.open()
     for slot in range(200):
@@ -134,7 +134,7 @@ def test_it_is_bounded_in_size():
     assert log.num_lost + len(log) == 401
 
 
-def test_followers_see_what_happens_until_they_leave():
+def test_decision_log_followers_get_entries_until_they_leave():
     world = HostWorld()
     seen: list[object] = []
     engine = world.open()
@@ -146,7 +146,7 @@ def test_followers_see_what_happens_until_they_leave():
 
 
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 1])
-def test_hashes_stand_where_tokens_stood(size):
+def test_decision_log_replaces_tokens_with_hashes(size):
     world = HostWorld()
     world.open().step(new(0, tokens=[1] * size))
     (decision,) = decisions_of(world)

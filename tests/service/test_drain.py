@@ -1,4 +1,4 @@
-"""Going away: unhealthy first, sessions are asked to finish, what stays is cut after the grace."""
+"""A drain: health turns unhealthy first, sessions are asked to end, and remaining ones are ended after the grace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvplane.base.errors import Unavailable
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import events_pb2
 from kvplane_service.config import Config
-from tests.service.rig import WAIT_S, Stream, column, refusal, running, until
+from kvplane_service.replicas import applying
+from tests.service.rig import WAIT_S, Stream, column, held_thread, refusal, running, until
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -117,3 +118,30 @@ def test_a_drained_service_answers_no_more(service):
     with pytest.raises(grpc.RpcError) as raised:
         service.allocation.ListReplicas(pb.ListReplicasRequest())
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_drain_waits_for_a_long_call_and_answers_it(service, monkeypatch):
+    monkeypatch.setattr(applying, "MOST_INLINE", 3)
+    request = pb.AllocateSlotsRequest(header={"replica": "r"}, request_id="a", content={"token_ids": range(40)})
+    with held_thread() as held:
+        call = service.allocation.AllocateSlots.future(request)
+        assert held.began.wait(WAIT_S)
+        done = drain(service)
+        until(lambda: service.app.about.draining)  # read here: the service may refuse a new call already
+        assert not done.done()
+        held.go_on.set()
+        assert call.result(WAIT_S).granted_tokens == 40
+        done.result(WAIT_S)
+
+
+def test_drain_does_not_wait_for_a_long_call_beyond_its_grace(monkeypatch):
+    monkeypatch.setattr(applying, "MOST_INLINE", 3)
+    request = pb.AllocateSlotsRequest(header={"replica": "r"}, request_id="a", content={"token_ids": range(40)})
+    with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service, held_thread() as held:
+        service.register()
+        call = service.allocation.AllocateSlots.future(request)
+        assert held.began.wait(WAIT_S)
+        drain(service).result(WAIT_S)
+        assert call.exception(WAIT_S) is not None
+        held.go_on.set()
+        until(lambda: not service.in_loop(lambda: service.app.registry.get("r").host.steps.is_aside))

@@ -1,4 +1,4 @@
-"""Which steps are long is said before they are applied, and from above."""
+"""The estimate of a step's effort: computed before the step is applied, and never too low."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def busy():
         (Part(admit=Admit([9999])), False),
     ],
 )
-def test_long_steps_are_long(busy, part, is_long):
+def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long):
     assert (busy.effort(part) > MOST_INLINE) == is_long
 
 
-def test_parts_are_added_up(busy):
+def test_effort_of_a_step_is_the_sum_of_its_parts(busy):
     one = Part(admit=Admit(list(range(256, 276)), cap=[1024] * 20))
     assert busy.effort(one) <= MOST_INLINE < busy.effort(*[one] * 4)
 
 
-def test_what_passes_over_the_pool_is_long_when_that_is_large():
+def test_effort_of_pool_operations_follows_the_pool_size():
     spec = spec_of(60_000, max_model_len=LONG, max_in_flight_tokens=LONG)
     world = HostWorld(spec=spec)
     engine = world.open()
@@ -85,7 +85,7 @@ def test_what_passes_over_the_pool_is_long_when_that_is_large():
     assert effort(reset, world.host.replica) > MOST_INLINE >= effort(evict, world.host.replica)
 
 
-def test_a_chunk_counts_for_less_where_windows_keep_little():
+def test_effort_of_a_chunk_is_lower_with_windows():
     window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=64, lookup_class=1)
     plain = spec_of(2000, max_model_len=LONG)
     mixed = replace(plain, groups=(plain.groups[0], *[window] * 4))

@@ -1,4 +1,4 @@
-"""What others see of a prefix cache: executed content only, in order, resumable, never too slow for too long."""
+"""The events of a prefix cache: executed content only, in order, resumable, and slow subscribers are ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.keys import Key
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 from tests.core.follower import Follower, Shown
@@ -50,7 +49,7 @@ class TestPublicationHold:
         (event,) = hold.release(9)
         assert (event.hashes, event.blocks, event.block_starts) == ((b"1", b"3"), (1, 3), (0, 2))
 
-    def test_equal_keys_of_two_domains_are_two(self):
+    def test_equal_keys_of_two_domains_are_published_separately(self):
         hold = PublicationHold()
         hold.add(1, [stored(1), stored(1, domain="d")])
         assert hold.add(1, [removed(1, domain="d")]) == []
@@ -80,7 +79,7 @@ class TestPublicationHold:
         hold.add(2, [stored(3), copy_of(b"longer", 2)])
         run = CacheEvents()
         for block in (1, 3, 2):
-            run.removed(block, [Key("", 0, str(block).encode())], RemoveReason.EVICTED)
+            run.removed(block, [("", 0, str(block).encode())], RemoveReason.EVICTED)
         (removal,) = hold.add(3, run.runs)
         assert list(removal.blocks) == [1, 2]
         assert hold.release(2) == [copy_of(b"longer", 2)]
@@ -96,7 +95,7 @@ class TestPublicationHold:
         ]
         assert hold.release(9) == []
 
-    def test_clearing_forgets_what_is_held(self):
+    def test_a_cleared_event_drops_held_keys(self):
         hold = PublicationHold()
         hold.add(1, [stored(1)])
         assert hold.add(2, [CLEARED, stored(2)]) == [CLEARED]
@@ -135,7 +134,7 @@ class Cache:
         gone = [one for one in self.since if one.block == block]
         for one in gone:
             del self.since[one]
-        self.events.removed(block, [Key(one.domain, one.group, one.digest) for one in gone], reason)
+        self.events.removed(block, [(one.domain, one.group, one.digest) for one in gone], reason)
         return gone
 
     def move(self, seq: int, source: int, target: int) -> None:
@@ -259,7 +258,7 @@ class TestEventLog:
         assert numbers(log.subscribe(1, nothing).take()) == [2, 3]
         assert numbers(log.subscribe(0, nothing).take()) == [1, 2, 3]
 
-    def test_batches_of_many_hashes_leave_sooner_and_the_newest_stays(self):
+    def test_event_log_is_bounded_in_hashes_and_keeps_the_newest_batch(self):
         budget = LogBudget(1_500)
         log = EventLog(100, budget, max_subscribers=9)
         slow = log.subscribe(0, nothing)

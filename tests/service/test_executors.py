@@ -20,7 +20,7 @@ async def test_a_full_executor_is_busy_and_others_answer():
     hung, neighbour = Executor("the store", max_waiting=3), Executor("hashing")
     calls = [asyncio.create_task(hung(end.wait)) for _ in range(4)]
     await asyncio.sleep(0)
-    with pytest.raises(Busy, match="4 calls wait for the store"):
+    with pytest.raises(Busy, match="4 calls run or wait for the store"):
         await hung(int)
     assert await neighbour(lambda: 7) == 7
     end.set()

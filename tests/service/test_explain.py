@@ -30,6 +30,7 @@ from kvplane_service.config import Config
 from kvplane_service.explain.causes import Cause
 from kvplane_service.explain.service import Explanation, Prompt, explain_prompt, explain_request
 from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.hashing import hash_tokens
 from tests.core.builders import chunked, full, replica_spec, state, window
 from tests.service.hosts import HostWorld
@@ -95,7 +96,7 @@ class Desk:
         return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
 
     def why_request(self, name: str) -> Explanation:
-        found = asyncio.run(explain_request(self.world.host, name, Executor("explanations")))
+        found = asyncio.run(explain_request(self.world.host, name, Turns("explanations", 0), Executor("explanations")))
         SEEN.add(found.why.cause)
         return found
 
@@ -109,14 +110,14 @@ def summary(explanation: Explanation) -> tuple[object, ...]:
 NO_STEP = ("", 0)
 
 
-def test_nothing_cuts_a_whole_hit():
+def test_explain_whole_hit_has_no_cause():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     assert summary(desk.why("aaaabbbbc")) == (Cause.NOTHING, 8, (), (0, 0), *NO_STEP)
     assert summary(desk.why("aaaabbbb")) == (Cause.NOTHING, 4, (), (0, 0), *NO_STEP)
 
 
-def test_evicted_has_step_and_request():
+def test_explain_evicted_names_step_and_request():
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.admit("big", "1111222233334444555566667777")  # all but one block; the tail of "old" goes first
@@ -126,21 +127,21 @@ def test_evicted_has_step_and_request():
     assert desk.world.host.age_ns(explanation.why.at_ns) == 5_000_000_000
 
 
-def test_dropped_by_the_engine():
+def test_explain_dropped_by_the_engine():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(evicted=[2])))
     assert summary(desk.why("aaaabbbbc")) == (Cause.DROPPED, 4, (0,), (4, 8), "", 3)
 
 
-def test_withdrawn_with_its_step():
+def test_explain_withdrawn_with_its_step():
     desk = Desk()
     desk.admit("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(failed_steps=[1])), executed_through=0)
     assert summary(desk.why("aaaabbbbc")) == (Cause.WITHDRAWN, 0, (0,), (0, 4), "", 2)
 
 
-def test_tentative_until_its_step_was_executed():
+def test_explain_tentative_until_its_step_is_executed():
     desk = Desk()
     desk.admit("a", "aaaabbbbc")
     assert summary(desk.why("aaaabbbbc")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
@@ -148,14 +149,14 @@ def test_tentative_until_its_step_was_executed():
     assert desk.why("aaaabbbbc").why.cause is Cause.NOTHING
 
 
-def test_reset():
+def test_explain_reset():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(reset=True)))
     assert summary(desk.why("aaaabbbbc")) == (Cause.RESET, 0, (0,), (0, 4), "", 3)
 
 
-def test_what_was_evicted_before_a_reset_was_evicted():
+def test_explain_eviction_before_a_reset_is_evicted():
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
@@ -165,7 +166,7 @@ def test_what_was_evicted_before_a_reset_was_evicted():
     assert summary(desk.why("aaaabbbbccccd")) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
 
 
-def test_a_life_without_stamps_keeps_nothing():
+def test_explain_engine_life_without_stamps():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.engine = desk.world.open()
@@ -174,7 +175,7 @@ def test_a_life_without_stamps_keeps_nothing():
     assert explanation.why.epoch == desk.engine.opened.epoch
 
 
-def test_unverified_where_the_memory_shows_other_stamps():
+def test_explain_unverified_where_the_memory_has_other_stamps():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.engine = desk.world.open(stamp_table=(0,) * 9)
@@ -183,7 +184,7 @@ def test_unverified_where_the_memory_shows_other_stamps():
     assert explanation.why.epoch == desk.engine.opened.epoch
 
 
-def test_what_was_evicted_before_a_life_without_stamps_is_missing_because_of_that_life():
+def test_explain_eviction_before_a_life_without_stamps_names_that_life():
     """In step 1 of life 2 an eviction "in step 3" would read as if it were in the future; and that life dropped
     all keys.
     """
@@ -199,7 +200,7 @@ def test_what_was_evicted_before_a_life_without_stamps_is_missing_because_of_tha
     assert (explanation.epoch, explanation.seq) == (life, 1)
 
 
-def test_an_eviction_of_an_earlier_life_whose_keys_were_kept_names_its_life():
+def test_explain_eviction_in_an_earlier_life_names_that_life():
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
@@ -210,7 +211,7 @@ def test_an_eviction_of_an_earlier_life_whose_keys_were_kept_names_its_life():
     assert (explanation.why.cause, explanation.why.epoch, explanation.why.seq) == (Cause.EVICTED, life, 3)
 
 
-def test_an_inner_boundary_outlives_the_block_s_longer_key():
+def test_explain_partial_key_is_found_after_its_block_s_longer_key():
     spec = replica_spec(full(8), full(4, lookup_class=1), num_blocks=40, hash_block_size=4, partial_hits=True)
     desk = Desk(spec)
     desk.serve("a", "aaaabbbbcccc1")  # the prompt's last hash boundary is inside its second block
@@ -218,20 +219,20 @@ def test_an_inner_boundary_outlives_the_block_s_longer_key():
     assert summary(desk.why("aaaabbbbXcccX")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NO_STEP)
 
 
-def test_below_one_block():
+def test_explain_prompt_below_one_block():
     desk = Desk()
     desk.serve("a", "aaaa")
     assert summary(desk.why("aaaa")) == (Cause.BELOW_ONE_BLOCK, 0, (), (0, 0), *NO_STEP)
 
 
-def test_never_cached():
+def test_explain_never_cached():
     desk = Desk()
     assert summary(desk.why("aaaabbbbc")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NO_STEP)
     desk.serve("a", "aaaabbbbc")
     assert summary(desk.why("aaaabbbbccccd")) == (Cause.NEVER_CACHED, 8, (0,), (8, 12), *NO_STEP)
 
 
-def test_differs_by_position():
+def test_explain_different_tokens_names_the_position():
     desk = Desk(replace(FULL, num_blocks=40))
     desk.serve("a", "aaaabbbbccccdddde")
     desk.serve("b", "aaaaxxxxyyyyz")
@@ -239,13 +240,13 @@ def test_differs_by_position():
     assert summary(desk.why("Xaaabbbbc")) == (Cause.DIFFERS, 0, (0,), (0, 4), *NO_STEP)
 
 
-def test_another_domain_has_it():
+def test_explain_cached_in_another_domain():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", domain="tenant-1")
     assert summary(desk.why("aaaabbbbc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 0, (0,), (0, 4), "tenant-1", 0)
 
 
-def test_other_salt_is_reported_without_the_salt():
+def test_explain_other_salt_does_not_return_the_salt():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(salt="secret"))
     explanation = desk.why("aaaabbbbc", keys=ExtraKeys(salt="mine"))
@@ -253,7 +254,7 @@ def test_other_salt_is_reported_without_the_salt():
     assert "secret" not in repr(explanation)
 
 
-def test_uncomputed_content_is_not_attributed():
+def test_explain_uncomputed_content_is_never_cached():
     desk = Desk(replace(FULL, num_blocks=40))
     slot = desk._slots["long"] = 0
     part = desk.admission("long", "aaaabbbbccccdddde", domain="tenant-1")
@@ -269,7 +270,7 @@ def test_uncomputed_content_is_not_attributed():
     assert summary(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 4, (0,), (4, 8), "tenant-1", 0)
 
 
-def test_a_state_between_two_chunks_was_computed():
+def test_explain_state_between_two_chunks_was_computed():
     desk = Desk(replica_spec(state(), num_blocks=60, **SPARSE))
     slot = desk._slots["long"] = 0
     part = desk.admission("long", "aaaabbbbccccdddde")
@@ -282,13 +283,13 @@ def test_a_state_between_two_chunks_was_computed():
     assert summary(desk.why("aaaabbbbX")) == (Cause.NO_STATE_AT_BOUNDARY, 0, (0,), (4, 8), *NO_STEP)
 
 
-def test_another_adapter():
+def test_explain_cached_with_another_adapter():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(lora=("sql", "path")))
     assert summary(desk.why("aaaabbbbc")) == (Cause.OTHER_LORA, 0, (0,), (0, 4), "sql", 0)
 
 
-def test_another_picture():
+def test_explain_cached_with_another_image():
     desk = Desk(replace(FULL, num_blocks=40))
     picture = ExtraKeys(multimodal=(Multimodal("cat", 4, 4),))
     desk.serve("a", "aaaabbbbccccd", extra_keys=picture)
@@ -296,7 +297,7 @@ def test_another_picture():
     assert summary(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NO_STEP)
 
 
-def test_a_window_that_was_not_kept():
+def test_explain_window_outside_the_retention():
     desk = Desk(replica_spec(full(), window(8), num_blocks=60, **SPARSE))
     desk.serve("a", "aaaabbbbccccddddeeeeffffg")
     explanation = desk.why("aaaabbbbccccdX")  # its window ends at 12; the one kept ends at 24
@@ -305,7 +306,7 @@ def test_a_window_that_was_not_kept():
     assert explanation.account.wanted == 12
 
 
-def test_a_chunk_needs_its_own_blocks_alone():
+def test_explain_chunked_attention_needs_only_its_chunk():
     desk = Desk(replica_spec(full(), chunked(8), num_blocks=60))
     desk.serve("a", "aaaabbbbccccd")
     desk.step(Part(cache=Cache(evicted=[5])))  # of the chunk before
@@ -314,7 +315,7 @@ def test_a_chunk_needs_its_own_blocks_alone():
     assert summary(desk.why("aaaabbbbccccd")) == (Cause.DROPPED, 8, (1,), (8, 12), "", 4)
 
 
-def test_a_state_that_was_not_kept():
+def test_explain_state_outside_the_retention():
     desk = Desk(replica_spec(full(), state(), num_blocks=60, **SPARSE))
     desk.serve("a", "aaaabbbbccccddddeeee")
     explanation = desk.why("aaaabbbbccX")
@@ -322,20 +323,20 @@ def test_a_state_that_was_not_kept():
     assert explanation.account.alone == (8, 0)
 
 
-def test_a_draft_group_drops_the_last_block():
+def test_explain_block_dropped_for_drafts():
     desk = Desk(replica_spec(full(), full(is_draft=True, drops_last_block=True, lookup_class=1), num_blocks=60))
     desk.serve("a", "aaaabbbbccccd")
     explanation = desk.why("aaaabbbbccccd")
     assert summary(explanation) == (Cause.LAST_BLOCK_DROPPED, 8, (1,), (0, 0), *NO_STEP)
 
 
-def test_caching_is_off():
+def test_explain_caching_is_off():
     desk = Desk(replace(FULL, enable_caching=False))
     desk.serve("a", "aaaabbbbc")
     assert summary(desk.why("aaaabbbbc"))[0] is Cause.CACHING_OFF
 
 
-def test_beyond_the_log_it_is_not_recorded():
+def test_explain_beyond_the_log_is_not_recorded():
     desk = Desk(config=Config(decision_log_steps=2))
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
@@ -346,7 +347,7 @@ def test_beyond_the_log_it_is_not_recorded():
     assert not explanation.is_complete
 
 
-def test_a_replica_without_events_records_nothing():
+def test_explain_without_events_is_not_recorded():
     desk = Desk(replace(FULL, events=False))
     assert desk.why("aaaabbbbc").why.cause is Cause.NOT_RECORDED
 
@@ -354,7 +355,7 @@ def test_a_replica_without_events_records_nothing():
 # ---- requests, as the cache was when they were admitted
 
 
-def test_a_request_is_explained_as_the_cache_was():
+def test_explain_request_uses_the_cache_at_its_admission():
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
@@ -366,7 +367,7 @@ def test_a_request_is_explained_as_the_cache_was():
     assert (explanation.status, explanation.seq) == (AdmitStatus.GRANTED, 5)
 
 
-def test_the_first_request_was_never_cached_though_it_is_now():
+def test_explain_first_request_is_never_cached():
     desk = Desk()
     desk.serve("first", "aaaabbbbc")
     desk.serve("second", "aaaabbbbc")
@@ -374,7 +375,7 @@ def test_the_first_request_was_never_cached_though_it_is_now():
     assert summary(desk.why_request("second")) == (Cause.NOTHING, 8, (), (0, 0), *NO_STEP)
 
 
-def test_a_request_of_another_salt_is_not_said_to_have_other_tokens():
+def test_explain_request_of_another_salt_is_not_different_tokens():
     """The log knows hashes alone: equal tokens under two salts look as different as other tokens."""
     desk = Desk(replace(FULL, num_blocks=40))
     desk.serve("first", "aaaabbbbc")
@@ -384,7 +385,7 @@ def test_a_request_of_another_salt_is_not_said_to_have_other_tokens():
     assert summary(desk.why_request("again")) == (Cause.DIFFERS, 4, (0,), (4, 8), *NO_STEP)
 
 
-def test_two_requests_of_one_step():
+def test_explain_two_requests_of_one_step():
     desk = Desk(replace(FULL, num_blocks=40))
     text = [ord(letter) for letter in "aaaabbbbc"]
     news = News(slot=[0, 1], num_tokens=[9, 9], tokens=text * 2, request_id=["one", "two"])
@@ -393,14 +394,14 @@ def test_two_requests_of_one_step():
     assert summary(desk.why_request("two"))[:2] == (Cause.NOTHING, 8)
 
 
-def test_a_request_that_asked_for_no_look_up():
+def test_explain_request_with_skip_reading():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.serve("b", "aaaabbbbc", skip_reading=1)
     assert summary(desk.why_request("b"))[:2] == (Cause.NOT_READ, 0)
 
 
-def test_a_refused_request():
+def test_explain_refused_request():
     desk = Desk()
     desk.admit("big", "111122223333444455556666")
     desk.admit("b", "aaaabbbbccccd")
@@ -409,7 +410,7 @@ def test_a_refused_request():
     assert explanation.why.cause is Cause.DIFFERS
 
 
-def test_a_request_whose_past_is_beyond_the_log():
+def test_explain_request_older_than_the_log():
     desk = Desk(config=Config(decision_log_steps=2))
     desk.serve("old", "aaaabbbbcccc")
     desk.step(Part(cache=Cache(evicted=[2])))
@@ -418,14 +419,14 @@ def test_a_request_whose_past_is_beyond_the_log():
     assert summary(desk.why_request("late"))[:2] == (Cause.NOT_RECORDED, 4)
 
 
-def test_an_unrecorded_request_is_not_found():
+def test_explain_unrecorded_request_is_not_found():
     desk = Desk()
-    with pytest.raises(NotFound, match="no attempt to admit 'unknown'"):
+    with pytest.raises(NotFound, match="no attempt to admit the request 'unknown'"):
         desk.why_request("unknown")
 
 
 @pytest.mark.parametrize("commit", CommitRule)
-def test_the_account_of_a_prompt_is_the_look_up(commit):
+def test_explain_prompt_equals_the_lookup(commit):
     desk = Desk(replica_spec(full(), window(8), state(), num_blocks=30, commit=commit, **SPARSE))
     for number, text in enumerate(["aaaabbbbccccddddeeee", "aaaabbbbXXXXddddeeee", "aaaabbbbccccddddffffgggg"] * 4):
         desk.admit(f"{number}", text)
@@ -440,7 +441,7 @@ def test_the_account_of_a_prompt_is_the_look_up(commit):
         assert desk.why_request(f"{number}").why.cause is not Cause.NOT_RECORDED
 
 
-def test_every_cause_has_a_scenario():
+def test_explain_tests_produce_every_cause():
     assert set(Cause) == SEEN
 
 
@@ -465,6 +466,6 @@ def test_explain_over_the_wire():
         assert answer.log_is_complete
 
 
-def test_the_contract_names_every_cause():
+def test_explain_contract_names_every_cause():
     names = {name.removeprefix("MISS_CAUSE_").lower() for name in pb.MissCause.keys()} - {"unspecified"}  # noqa: SIM118
     assert names == {cause.value for cause in Cause}

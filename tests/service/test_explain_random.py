@@ -20,6 +20,7 @@ from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, Cache, End, ExtraKeys,
 from kvplane_service.explain.causes import Cause, Why
 from kvplane_service.explain.service import Explanation, explain_request
 from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.slices import Turns
 from tests.core.builders import chunked, full, replica_spec, state, window
 from tests.service.test_explain import SPARSE, Desk
 
@@ -53,7 +54,7 @@ class Known:
 
 @dataclass
 class Model:
-    """What became of each key, by looking at the cache from outside."""
+    """The history of each key, observed from outside of the cache."""
 
     desk: Desk
     requests: dict[str, Known] = field(default_factory=dict)
@@ -180,7 +181,8 @@ class Story:
         assert slot == self._count
 
     def _explain_request(self, before: Model, name: str, place: Place, text: str) -> None:
-        found = asyncio.run(explain_request(self.desk.world.host, name, Executor("explanations")))
+        turns, offload = Turns("explanations", 0), Executor("explanations")
+        found = asyncio.run(explain_request(self.desk.world.host, name, turns, offload))
         if found.why.cause is Cause.NOT_RECORDED:
             self.num_unknown += 1
         else:

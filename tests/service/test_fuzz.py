@@ -355,7 +355,7 @@ def ready_stream(service, spec: ReplicaSpec, behind_a_step: bool) -> tuple[Strea
 
 
 def last_answer(stream: Stream) -> tuple[str, grpc.StatusCode]:
-    """What the service said last, and how the stream ended."""
+    """The last answer of the service, and the status of the stream."""
     kind = ""
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Health and reflection, asked as probes and tools ask them."""
+"""Health and reflection, called as probes and tools call them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def service():
 
 
 @pytest.mark.parametrize("name", ["", "liveness", "readiness", *SERVICES])
-def test_each_name_is_serving(service, name):
+def test_health_of_each_service_is_serving(service, name):
     stub = health_pb2_grpc.HealthStub(service.channel)
     answer = stub.Check(health_pb2.HealthCheckRequest(service=name))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_an_unknown_name_is_not_found(service):
+def test_health_of_an_unknown_service_is_not_found(service):
     with pytest.raises(grpc.RpcError) as raised:
         health_pb2_grpc.HealthStub(service.channel).Check(health_pb2.HealthCheckRequest(service="x"))
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
@@ -44,14 +44,14 @@ def ask(service, version: str, **request):
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_services_are_listed(service, version):
+def test_reflection_lists_services(service, version):
     answer = ask(service, version, list_services="")
     listed = {one.name for one in answer.list_services_response.service}
     assert listed == {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_what_is_listed_can_be_described(service, version):
+def test_reflection_describes_every_listed_service(service, version):
     """Clients ask for each listed service in turn and give up at the first that has no descriptor."""
     for one in ask(service, version, list_services="").list_services_response.service:
         answer = ask(service, version, file_containing_symbol=one.name)
@@ -60,7 +60,7 @@ def test_what_is_listed_can_be_described(service, version):
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 @pytest.mark.parametrize("symbol", SERVICES)
-def test_a_symbol_leads_to_its_file(service, version, symbol):
+def test_reflection_finds_the_file_of_a_symbol(service, version, symbol):
     answer = ask(service, version, file_containing_symbol=symbol)
     files = map(
         descriptor_pb2.FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto

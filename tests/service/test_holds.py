@@ -1,4 +1,4 @@
-"""What holds the event loop is measured, and named."""
+"""Code that holds the event loop is measured, and its function is logged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_hold_is_counted_and_its_cause_logged(monkeypatch, caplog):
         handler_of_ours()(lambda: until_seen(made[0], "rpc.some"))
         await until(lambda: "rpc.some.handle, in rpc.some.decide" in caplog.text)
     watching.cancel()
-    assert "held for" in caplog.text
+    assert "blocked for" in caplog.text
     assert sum(measured.counts[2:]) >= 1
     await asyncio.wait([watching])
     assert made[0]._ended.is_set()

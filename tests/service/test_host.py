@@ -1,7 +1,8 @@
-"""Who may write to a replica, when, and what a refusal leaves behind: nothing."""
+"""The host of a replica: which session may write to it and when; a refusal changes nothing."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, RowFlag, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 from kvplane_service.config import Config
-from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep, new_replica
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState, new_replica
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.step_order import UnaryStep
 from tests.service.hosts import HostWorld, spec_of
 
 PROMPT = list(range(40))  # two full blocks and a half
@@ -109,7 +111,7 @@ class TestOpening:
         engine.step()
 
     @pytest.mark.parametrize("version", [1, 3])
-    def test_steps_of_another_version_are_refused_at_the_open(self, world, version):
+    def test_open_with_another_step_version_is_refused(self, world, version):
         with world.refuses(InvalidArgument, f"steps of version {version}", "step_version"):
             world.open(step_version=version)
 
@@ -198,8 +200,8 @@ class TestLoads:
 
     def test_reset_and_unary_calls_work_with_busy_blocks(self, world, engine):
         world.host.close(engine.nonce)
-        world.host.begin_unary(UnaryStep())
-        (result,) = world.host.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
+        asyncio.run(world.host.begin_unary())
+        (result,) = world.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
         assert result.reset_done
         assert world.host.replica.busy_blocks == (1, 2)
 
@@ -271,7 +273,7 @@ class TestSteps:
         with pytest.raises(LimitExceeded, match="6 rows"):
             engine.step(*[Part() for _ in range(6)])
 
-    def test_ten_thousand_rows_are_too_many(self, world, engine):
+    def test_a_step_of_10000_rows_is_refused(self, world, engine):
         with world.refuses(LimitExceeded, "10000 rows", "parts"):
             engine.step(part_of(*(NewsRow(slot, [1]) for slot in range(10_000))))
 
@@ -445,7 +447,7 @@ class TestClosing:
             world.host.check_readable()
         assert shown(world)[-1] == "withdrawn"
 
-    def test_a_closed_session_is_over(self, world):
+    def test_calls_of_a_closed_session_are_refused(self, world):
         engine = world.open()
         world.host.close(engine.nonce)
         for act in (engine.step, lambda: world.host.heartbeat(engine.nonce), lambda: world.host.close(engine.nonce)):
@@ -461,9 +463,9 @@ class TestClosing:
         world.host.close(engine.nonce)
         with world.refuses(StaleEpoch, "which has ended"):
             world.host.check_unary(UnaryStep(epoch=engine.opened.epoch))
-        world.host.begin_unary(UnaryStep())
+        asyncio.run(world.host.begin_unary())
         assert world.host.epoch == engine.opened.epoch + 1
-        hit = world.host.apply_unary(UnaryStep(), [part_of(NewsRow(0, PROMPT), PeekRow(0))])
+        hit = world.apply_unary(UnaryStep(), [part_of(NewsRow(0, PROMPT), PeekRow(0))])
         assert hit.parts[0].peek_hit == [0]
         assert shown(world)[-2:] == [(EventKind.CLEARED, ()), "restored"]
 
@@ -485,7 +487,7 @@ class TestClosing:
             world.host.check_readable,
             lambda: world.host.heartbeat(engine.nonce),
             lambda: world.host.close(engine.nonce),
-            lambda: world.host.apply_unary(UnaryStep(), [Part()]),
+            lambda: world.apply_unary(UnaryStep(), [Part()]),
         )
         for act in acts:
             with world.refuses(NotFound, "r was deregistered"):
@@ -494,12 +496,12 @@ class TestClosing:
 
 class TestUnaryWriters:
     def test_unary_calls_are_consecutive_steps(self, world):
-        results = [world.host.apply_unary(UnaryStep(), [Part()]) for _ in range(2)]
+        results = [world.apply_unary(UnaryStep(), [Part()]) for _ in range(2)]
         assert [(one.seq, one.part) for one in results] == [(1, 0), (2, 0)]
         assert world.host.replica.executed_through == 1
 
-    def test_unary_calls_with_more_share_a_step(self, world):
-        results = [world.host.apply_unary(UnaryStep(more=more), [Part()]) for more in (True, True, False, True)]
+    def test_unary_calls_with_more_are_one_step(self, world):
+        results = [world.apply_unary(UnaryStep(more=more), [Part()]) for more in (True, True, False, True)]
         assert [(one.seq, one.part) for one in results] == [(1, 0), (1, 1), (1, 2), (2, 0)]
 
     @pytest.mark.parametrize("lapsed", [False, True])
@@ -508,21 +510,21 @@ class TestUnaryWriters:
         if lapsed:
             world.host.lost(engine.nonce)
         with world.refuses(OtherWriter, "session"):
-            world.host.apply_unary(UnaryStep(), [Part()])
+            world.apply_unary(UnaryStep(), [Part()])
 
     @pytest.mark.parametrize("epoch", [2, 99])
     def test_unary_calls_of_another_epoch_are_refused(self, world, epoch):
         with world.refuses(StaleEpoch, field="epoch"):
-            world.host.apply_unary(UnaryStep(epoch), [Part()])
-        world.host.apply_unary(UnaryStep(1), [Part()])
+            world.apply_unary(UnaryStep(epoch), [Part()])
+        world.apply_unary(UnaryStep(1), [Part()])
 
     def test_unary_calls_have_the_limits_of_steps(self, world):
         with world.refuses(InvalidArgument, field="executed_through"):
-            world.host.apply_unary(UnaryStep(executed_through=1), [Part()])
+            world.apply_unary(UnaryStep(executed_through=1), [Part()])
         for _ in range(4):
-            world.host.apply_unary(UnaryStep(executed_through=0), [Part()])
+            world.apply_unary(UnaryStep(executed_through=0), [Part()])
         with world.refuses(LimitExceeded):
-            world.host.apply_unary(UnaryStep(executed_through=0), [Part()])
+            world.apply_unary(UnaryStep(executed_through=0), [Part()])
 
 
 class TestBrokenCore:
@@ -541,7 +543,7 @@ class TestBrokenCore:
             world.open,
             world.host.check_readable,
             lambda: world.host.heartbeat(engine.nonce),
-            lambda: world.host.apply_unary(UnaryStep(), [Part()]),
+            lambda: world.apply_unary(UnaryStep(), [Part()]),
         )
         for act in acts:
             with pytest.raises(InternalError, match="broke"):

@@ -1,4 +1,4 @@
-"""How a service starts, stands still, breaks and ends."""
+"""A service starts, stalls, fails in the background, and ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_stream_without_open_is_ended(monkeypatch):
         mute = Stream(service.channel)
         error = mute.end()
         assert isinstance(error, DeadlineExceeded)
-        assert "no message arrived" in error.message
+        assert "the first message did not arrive" in error.message
         service.register()
         assert service.open().step().result.seq == 1, "who opens in time stays"
 

@@ -1,4 +1,4 @@
-"""Metrics: what the port answers, and that every number is the allocator's."""
+"""Metrics: the answers of the port, and values that equal those of the allocator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def get(url: str, accept: str = "") -> tuple[str, str]:
         return answer.read().decode(), answer.headers["Content-Type"]
 
 
-def test_both_formats_can_be_read():
+def test_metrics_are_valid_in_both_formats():
     with serving() as (service, url):
         service.open().step()
         text, kind = get(f"{url}/metrics")
@@ -82,7 +82,7 @@ def test_an_exemplar_names_a_step_of_its_bucket():
         assert all(float(value) <= float(bound) for bound, _, value in found)
 
 
-def test_what_is_not_there_is_refused():
+def test_metrics_port_refuses_unknown_paths_and_methods():
     with serving() as (_, url):
         for path, method, status in (("/", "GET", 404), ("/metrics", "POST", 405)):
             with pytest.raises(urllib.error.HTTPError) as caught:
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_refused():
             caught.value.close()
 
 
-def test_a_head_without_end_is_cut_off():
+def test_metrics_port_refuses_a_request_with_a_head_above_the_limit():
     with serving() as (service, _):
         host, port = service.app.metrics_address.split(":")
         with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -99,7 +99,7 @@ def test_a_head_without_end_is_cut_off():
             assert connection.recv(100).startswith(b"HTTP/1.1 431")
 
 
-def test_a_taken_port_is_named():
+def test_metrics_port_in_use_is_refused_by_name():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = Config(listen="127.0.0.1:0", metrics_listen=address)
@@ -108,7 +108,7 @@ def test_a_taken_port_is_named():
     assert caught.value.field == "metrics_listen"
 
 
-def test_blocks_by_state_are_the_pool():
+def test_metric_blocks_by_state_equals_the_pool():
     world = Watched(num_blocks=21)
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
@@ -119,7 +119,7 @@ def test_blocks_by_state_are_the_pool():
     assert [world.value("kvplane_blocks", state=state) for state in ("held", "busy", "empty")] == [0, 2, 18]
 
 
-def test_keys_and_blocks_by_group_kind():
+def test_metrics_of_keys_and_blocks_by_group_kind():
     world = Watched(num_blocks=21)
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
@@ -127,7 +127,7 @@ def test_keys_and_blocks_by_group_kind():
     assert world.value("kvplane_allocated_blocks_total", group_kind="full_attention") == 3
 
 
-def test_hits_by_group_kind():
+def test_metrics_of_hits_by_group_kind():
     world = Watched()
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
@@ -141,7 +141,7 @@ def test_hits_by_group_kind():
     assert world.value("kvplane_admitted_requests_total") == 2
 
 
-def test_evictions_by_reason_and_age():
+def test_metrics_of_evictions_by_reason_and_age():
     world = Watched(num_blocks=6)
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
@@ -156,7 +156,7 @@ def test_evictions_by_reason_and_age():
     assert world.value("kvplane_removed_keys_total", reason="dropped") == 2
 
 
-def test_refusals_by_reason():
+def test_metrics_of_refusals_by_reason():
     world = Watched(num_blocks=6)
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
@@ -167,7 +167,7 @@ def test_refusals_by_reason():
     assert [world.value("kvplane_refusals_total", reason=reason) for reason in reasons] == [1, 1, 0, 1, 0]
 
 
-def test_preemptions_by_reason():
+def test_metrics_of_preemptions_by_reason():
     world = Watched(num_blocks=6)
     engine = Engine(world.host)
     engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])), Part(news=prompt(1, 30, 9), admit=Admit(slot=[1])))
@@ -182,7 +182,7 @@ def test_preemptions_by_reason():
     assert world.value("kvplane_preemptions_total", reason="went_back") == 0
 
 
-def test_leases_and_lapses():
+def test_metrics_of_leases_and_lapses():
     world = Watched()
     with pytest.raises(AssertionError):
         world.value("kvplane_lease_left_seconds")

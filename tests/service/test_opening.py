@@ -19,7 +19,8 @@ from kvplane.base.step import End, Part, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.replicas import engine_lives as lives
-from kvplane_service.replicas.host import ReplicaState, UnaryStep
+from kvplane_service.replicas.host import ReplicaState
+from kvplane_service.replicas.step_order import UnaryStep
 from tests.core.follower import Follower
 from tests.service.hosts import NONCES, HostWorld, spec_of
 
@@ -113,7 +114,7 @@ async def test_a_replica_that_is_opening_refuses_other_calls():
     with world.refuses(ReplicaLapsed, "is beginning a new life"):
         world.host.check_readable()
     with world.refuses(OtherWriter, "opening"):
-        world.host.apply_unary(UnaryStep(), [Part()])
+        world.apply_unary(UnaryStep(), [Part()])
     with world.refuses(StaleEpoch):
         world.host.check_open(request(epoch=before))
     assert world.host.events.subscribe(None, lambda: None).take()[-1].withdrawn
@@ -181,8 +182,8 @@ async def test_a_unary_call_begins_a_new_life_after_a_cancelled_opening():
     await turns(4)
     first.cancel()
     await turns(1)
-    world.host.begin_unary(UnaryStep())
-    world.host.apply_unary(UnaryStep(), [Part()])
+    await world.host.begin_unary()
+    world.apply_unary(UnaryStep(), [Part()])
     assert (world.host.state, world.host.replica.count_keys()) == (ReplicaState.IDLE, 0)
     world.host.check_readable()
 
@@ -283,9 +284,11 @@ class Schedule:
 
     async def unary(self):
         with suppress(KvplaneError):
+            await self.host.idle()
             self.host.check_unary(UnaryStep())
-            self.host.begin_unary(UnaryStep())
-            self.host.apply_unary(UnaryStep(), [Part()])
+            if self.host.has_left:
+                await self.host.begin_unary()
+            self.world.apply_unary(UnaryStep(), [Part()])
 
 
 @given(st.integers(0), st.integers(0, 40))

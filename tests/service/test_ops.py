@@ -12,7 +12,7 @@ def kept(window, *names):
     return [window.find(name, name.encode()) is not None for name in names]
 
 
-def test_the_oldest_leaves_when_there_are_too_many():
+def test_answer_window_drops_the_oldest_answer_at_its_limit():
     window = OpWindow(2, 1000)
     for name in "abc":
         window.keep(name, name.encode(), b"answer")
@@ -21,7 +21,7 @@ def test_the_oldest_leaves_when_there_are_too_many():
         window.find("c", b"other")
 
 
-def test_long_answers_leave_sooner_and_the_newest_stays():
+def test_answer_window_is_bounded_in_bytes_and_keeps_the_newest():
     window = OpWindow(100, 1000)
     for name, size in (("a", 400), ("b", 500), ("c", 200)):
         window.keep(name, name.encode(), bytes(size))
@@ -32,7 +32,7 @@ def test_long_answers_leave_sooner_and_the_newest_stays():
     assert kept(window, "d", "e") == [False, True]
 
 
-def test_a_cleared_window_has_room_again():
+def test_a_cleared_answer_window_is_empty():
     window = OpWindow(100, 1000)
     window.keep("a", b"a", bytes(900))
     window.clear()

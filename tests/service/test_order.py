@@ -1,4 +1,4 @@
-"""The order of steps: nothing twice, nothing left out, repeats answered from the store."""
+"""The order of steps: none is applied twice or skipped, and repeats get the stored answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def order():
     return StepOrder(kept_steps=2)
 
 
-def test_steps_count_from_one(order):
+def test_step_numbers_begin_with_1(order):
     for seq in (1, 2, 3):
         apply(order, step(seq))
     assert (order.seq, order.next_part) == (3, 0)
@@ -40,7 +40,7 @@ def test_a_step_ahead_of_its_turn_is_refused(order, future):
         order.find(future, b"")
 
 
-def test_parts_are_counted_within_their_step(order):
+def test_part_numbers_are_counted_within_their_step(order):
     apply(order, step(1, 0, parts=2, last=False))
     assert (order.seq, order.next_part, order.rows) == (0, 2, 2)
     with pytest.raises(SequenceError, match="ahead of its turn"):
@@ -49,7 +49,7 @@ def test_parts_are_counted_within_their_step(order):
     assert (order.seq, order.next_part, order.rows) == (1, 0, 0)
 
 
-def test_a_repeat_gets_the_first_answer(order):
+def test_a_repeated_step_gets_the_first_answer(order):
     first = apply(order, step(1, last=False))
     second = apply(order, step(1, 1))
     assert apply(order, step(1, last=False)) is first
@@ -57,13 +57,13 @@ def test_a_repeat_gets_the_first_answer(order):
     assert order.seq == 1
 
 
-def test_a_repeat_with_other_content_is_refused(order):
+def test_a_repeated_step_with_other_content_is_refused(order):
     apply(order, step(1))
     with pytest.raises(SequenceError, match="other content"):
         apply(order, step(1), b"other")
 
 
-def test_a_part_of_a_whole_step_is_not_a_repeat(order):
+def test_a_part_of_a_step_sent_whole_is_not_a_repeat(order):
     apply(order, step(1, 0, parts=2))
     with pytest.raises(SequenceError, match="no longer stored"):
         order.find(step(1, 1), b"c")

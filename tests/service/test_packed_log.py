@@ -1,9 +1,11 @@
-"""Logs under one budget: it holds, each log loses its oldest entries, and none loses below its share."""
+"""Decision logs share one budget in bytes: each log drops its oldest entries, and none is cut below its share."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Generator
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -14,18 +16,21 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, CacheEvent, End, EventKind, Facts, News, Part, RemoveReason, Step
 from kvplane_service.config import Config
 from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.decisions import packing
 from kvplane_service.decisions.log import Decision, DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.events import EventLog
 from kvplane_service.rpc.events import NewestMessages
+from kvplane_service.runtime.slices import Turns
 from tests.bench.overhead import Side, always_on
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 from tests.service.test_decisions import decode, new
 
 ENTRY = 64  # overhead of an entry in bytes
 LARGEST = 200
+PIECE = 64  # bytes that are packed between two yields
 
 
 class Numbers(PackedLog[int, bytes]):
@@ -33,12 +38,15 @@ class Numbers(PackedLog[int, bytes]):
 
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
         super().__init__(max_entries, budget)
-        self.packed = asyncio.Event()
+        self.began, self.packed = asyncio.Event(), asyncio.Event()
 
     def add(self, num_bytes: int) -> None:
         self._keep(num_bytes)
 
-    def _pack(self, entry: int) -> bytes:
+    def _pack(self, entry: int) -> Generator[None, None, bytes]:
+        for _ in range(entry // PIECE):
+            self.began.set()
+            yield
         self.packed.set()
         return bytes(entry)
 
@@ -53,12 +61,14 @@ class Numbers(PackedLog[int, bytes]):
         return [len(kept) if isinstance(kept, bytes) else kept for kept in self._kept]
 
 
-def pack(budget: LogBudget) -> None:
-    for _ in budget.pack():
+def pack(budget: LogBudget, pieces: int | None = None) -> None:
+    """Pack everything, or some pieces."""
+    for _ in islice(budget.pack(), pieces):
         pass
 
 
-ADDS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, LARGEST), st.booleans()), max_size=120)
+PIECES = st.none() | st.integers(0, 9)
+ADDS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, LARGEST), PIECES), max_size=120)
 
 
 @given(ADDS, st.integers(500, 4000), st.integers(1, 40))
@@ -66,11 +76,11 @@ def test_budget_is_kept_and_no_log_loses_below_its_share(adds, max_bytes, max_en
     budget = LogBudget(max_bytes)
     logs = [Numbers(max_entries, budget) for _ in range(4)]
     added: list[list[int]] = [[] for _ in logs]
-    for number, num_bytes, packs in adds:
+    for number, num_bytes, pieces in adds:
         logs[number].add(num_bytes)
         added[number].append(num_bytes)
-        if packs:
-            pack(budget)
+        pack(budget, pieces)
+        if pieces is None:
             assert budget.used <= max_bytes or not any(log.spare_bytes for log in logs)
         assert budget.used == sum(log.num_bytes for log in logs)
     pack(budget)
@@ -133,13 +143,87 @@ def test_a_log_that_leaves_returns_its_bytes():
 
 async def test_entries_are_packed_in_background():
     budget = LogBudget(1 << 20)
-    packing = asyncio.create_task(budget.pack_in_background())
+    task = asyncio.create_task(budget.pack_in_background())
     logs = [Numbers(1000, budget) for _ in range(3)]
     for round_ in range(3):
         for log in logs:
             log.add(100)
         await asyncio.gather(*(log.reached((round_ + 1) * (100 + ENTRY)) for log in logs))
-    packing.cancel()
+    task.cancel()
+
+
+def test_an_entry_dropped_while_it_is_packed_leaves_the_next_entry_whole():
+    budget = LogBudget(1 << 20)
+    log = Numbers(2, budget)
+    for num_bytes in (10 * PIECE, 3 * PIECE):
+        log.add(num_bytes)
+    pack(budget, 5)
+    log.add(1)
+    assert (log.num_lost, log.lost_bytes, budget.used) == (1, 0, 0)
+    pack(budget)
+    assert log.sizes == [3 * PIECE, 1]
+    assert budget.used == log.num_bytes == 3 * PIECE + 1 + 2 * ENTRY
+
+
+def test_a_log_that_leaves_while_its_entry_is_packed_stops_no_other_log():
+    budget = LogBudget(1 << 20)
+    log, other = Numbers(9, budget), Numbers(9, budget)
+    log.add(10 * PIECE)
+    other.add(PIECE)
+    pieces = budget.pack()
+    for _ in range(5):
+        next(pieces)
+    log.leave_budget()
+    list(pieces)
+    assert (log.num_bytes, budget.used) == (0, PIECE + ENTRY)
+    assert (log.sizes, other.sizes) == ([10 * PIECE], [PIECE])
+
+
+def test_too_many_entries_wait_while_one_is_packed_in_pieces():
+    budget = LogBudget(1 << 20)
+    log = Numbers(99, budget)
+    log.add(10 * PIECE)
+    pack(budget, 5)
+    for _ in range(9):
+        log.add(PIECE)
+    assert log.num_bytes == 10 * PIECE + 2 * ENTRY + PIECE
+    pack(budget)
+    assert log.sizes == [10 * PIECE] + [PIECE] * 9
+
+
+async def test_packing_continues_where_a_cancelled_task_stopped():
+    budget = LogBudget(1 << 20)
+    log = Numbers(9, budget)
+    log.add(1 << 22)  # 65,536 pieces
+    for _ in range(3):
+        log.began.clear()
+        task = asyncio.create_task(budget.pack_in_background())
+        await log.began.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert log.num_bytes == 0
+    pieces_left = sum(1 for _ in budget.pack())
+    assert pieces_left < (1 << 22) // PIECE
+    assert log.num_bytes == budget.used == (1 << 22) + ENTRY
+
+
+def test_an_entry_whose_packing_fails_is_packed_from_its_start(monkeypatch):
+    budget = LogBudget(1 << 20)
+    log = Numbers(9, budget)
+    log.add(3 * PIECE)
+
+    def fails(_: int) -> Generator[None, None, bytes]:
+        yield
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "_pack", fails)
+        with pytest.raises(ZeroDivisionError):
+            pack(budget)
+    pack(budget)
+    assert log.sizes == [3 * PIECE]
+    assert budget.used == 3 * PIECE + ENTRY
 
 
 def test_without_background_task_steps_pack_excess_entries():
@@ -180,10 +264,10 @@ async def test_the_logs_of_many_replicas_fit_into_the_budget_and_still_explain()
         return work()
 
     for entry in registry:
-        found = await explain_request(entry.host, "p40", at_once)
+        found = await explain_request(entry.host, "p40", Turns("explanations", 0), at_once)
         assert (found.seq, found.is_complete) == (40, False)
         with pytest.raises(NotFound):
-            await explain_request(entry.host, "p1", at_once)
+            await explain_request(entry.host, "p1", Turns("explanations", 0), at_once)
 
 
 def test_a_deregistered_replica_returns_its_log_bytes():
@@ -222,6 +306,26 @@ def test_a_reader_sees_a_snapshot_of_the_log():
     for _ in range(9):
         engine.step()
     assert [entry.step.seq for entry in reading if isinstance(entry, Decision)] == [1, 2, 3, 4]
+
+
+def test_a_decision_reads_the_same_while_it_is_packed(monkeypatch):
+    monkeypatch.setattr(packing, "_PIECE", 1)
+    world = HostWorld(spec=spec_of(num_blocks=99))
+    engine, log = world.open(), world.host.decisions
+    engine.step(new(0, 1))
+    while log.pack_oldest():
+        pass
+    engine.step(new(2, 3))
+    (before,) = [one for one in log if isinstance(one, Decision) and one.step.seq == 2]
+    pieces = 0
+    while log.pack_oldest():
+        pieces += 1
+        (during,) = [one for one in log if isinstance(one, Decision) and one.step.seq == 2]
+        assert during is before
+        assert log.slowest(9)
+    assert pieces > 3
+    (after,) = [one for one in log if isinstance(one, Decision) and one.step.seq == 2]
+    assert (after.step, after.events) == (before.step, before.events)
 
 
 def test_the_slowest_decisions_are_found_packed_or_not():

@@ -1,4 +1,4 @@
-"""The readers on the public traces themselves. Skipped, with a word, where the traces are absent."""
+"""The readers on the public traces themselves. Skipped with a reason where the traces are absent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOONCAKE = {
 
 
 @pytest.mark.parametrize("name", MOONCAKE)
-def test_mooncake_has_its_blocks_and_its_hits(workloads: Path, name: str) -> None:
+def test_mooncake_trace_has_its_published_blocks_and_hits(workloads: Path, name: str) -> None:
     """One request at a time, hitting at most its length - 1: the last token is always computed."""
     scheme, seen = HashScheme.named(BLOCK), set[bytes]()
     requests = blocks = full_blocks = hit_blocks = 0
@@ -47,7 +47,7 @@ def test_mooncake_has_its_blocks_and_its_hits(workloads: Path, name: str) -> Non
     assert Expected(requests, blocks, full_blocks, hit_blocks) == MOONCAKE[name]
 
 
-def test_the_first_weka_sessions_overlap_and_keep_to_themselves(workloads: Path) -> None:
+def test_first_weka_sessions_overlap_and_share_no_tokens(workloads: Path) -> None:
     with TraceFile(workloads / "weka_claude_code_share.jsonl.zst") as trace:
         assert trace.kind is TraceKind.WEKA
         requests = list(islice(trace, 300))

@@ -80,7 +80,7 @@ def recorded(request, tmp_path_factory) -> tuple[ReplicaHost, Path]:
     return host, record(host, tmp_path_factory.mktemp("log") / "file")
 
 
-def test_it_decides_the_same_again(recorded):
+def test_recording_replays_bit_for_bit(recorded):
     host, path = recorded
     outcome = replay_log(path)
     assert outcome.decisions > 100
@@ -92,7 +92,7 @@ def test_it_decides_the_same_again(recorded):
         assert outcome.counts[name] == getattr(counters, name)
 
 
-def test_a_larger_pool_hits_more_and_preempts_less(recorded):
+def test_recording_with_a_larger_pool_hits_more_and_preempts_less(recorded):
     host, path = recorded
     small, large = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 20)
     assert large.is_what_if
@@ -102,7 +102,7 @@ def test_a_larger_pool_hits_more_and_preempts_less(recorded):
     assert large.counts["ended"] == small.counts["ended"]
 
 
-def test_a_smaller_pool_hits_less(recorded):
+def test_recording_with_a_smaller_pool_hits_less(recorded):
     host, path = recorded
     small, smaller = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 3 // 4)
     assert smaller.not_applied == 0
@@ -131,7 +131,7 @@ def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     assert "resumed slot 0: 9 tokens computed" in list(operation_lines(resumed.step, resumed.result))
 
 
-def test_blocks_under_loads_of_earlier_lives_are_decided_again(tmp_path):
+def test_recording_replays_busy_blocks_of_earlier_engine_lives(tmp_path):
     """Those that the core knows of, those that were named, and that new memory has none."""
     world = HostWorld(Config(), replace(FULL, num_blocks=40))
     late = part_of(NewsRow(0, range(9)), AdmitRow(0, cap=0, external=8, flags=RowFlag.DELAY_CACHING))
@@ -150,7 +150,7 @@ def test_blocks_under_loads_of_earlier_lives_are_decided_again(tmp_path):
     assert (larger.not_applied, larger.counts["admitted"]) == (0, 3)
 
 
-def test_a_request_too_large_for_the_pool_is_reported_once(tmp_path):
+def test_recording_reports_a_request_too_large_for_the_pool_once(tmp_path):
     path = record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
     was, tiny = replay_log(path), replay_log(path, 2)
     assert was.counts["never_fits"] == 0
@@ -163,7 +163,7 @@ def share(outcome: Outcome) -> float:
     return outcome.counts["hit_tokens"] / outcome.counts["queried_tokens"]
 
 
-def test_a_difference_is_named(recorded, tmp_path):
+def test_recording_replay_names_a_difference(recorded, tmp_path):
     _, path = recorded
     frames = list(Frames(path))
     at = next(i for i, frame in enumerate(frames) if frame.HasField("decision") and frame.decision.step.seq == 7)
@@ -186,7 +186,7 @@ def path(tmp_path) -> Path:
     return record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
 
 
-def test_a_file_that_was_cut_off_ends_with_its_last_whole_frame(path):
+def test_truncated_recording_ends_with_its_last_whole_frame(path):
     whole = replay_log(path)
     path.write_bytes(path.read_bytes()[:-5])
     cut = replay_log(path)
@@ -194,7 +194,7 @@ def test_a_file_that_was_cut_off_ends_with_its_last_whole_frame(path):
     assert (whole.is_cut, cut.is_cut) == (False, True)
 
 
-def test_a_damaged_file_is_refused(path):
+def test_damaged_recording_is_refused(path):
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(bytes(raw))
@@ -207,30 +207,30 @@ def test_a_damaged_file_is_refused(path):
     ("raw", "match", "remedy"),
     [
         (b"kvplane decisions 9\n", "a recording of version 9", "this kvplane reads versions up to 2"),
-        (b'{"a": "trace"}', "is no recording", "kvplane record"),
-        (b"", "is no recording", "kvplane record"),
-        (MAGIC, "does not begin with a header", "record it again"),
+        (b'{"a": "trace"}', "is not a recording", "kvplane record"),
+        (b"", "is not a recording", "kvplane record"),
+        (MAGIC, "does not begin with the header", "record it again"),
     ],
 )
-def test_a_file_of_another_kind_is_refused(tmp_path, raw, match, remedy):
+def test_recording_file_of_another_kind_is_refused(tmp_path, raw, match, remedy):
     (tmp_path / "file").write_bytes(raw)
     with pytest.raises(InvalidArgument, match=match) as caught:
         replay_log(tmp_path / "file")
     assert remedy in caught.value.remedy
 
 
-def test_a_recording_of_the_first_version_decides_the_same_again():
+def test_recording_of_version_1_replays_bit_for_bit():
     """Its rows are aligned by bit 1 of their flags alone, which was drawn at random by an engine of that time."""
     outcome = replay_log(FIRST_VERSION)
     assert (outcome.decisions, outcome.identical) == (53, 53)
 
 
-def test_a_recording_of_the_first_version_read_as_the_second_does_not(monkeypatch):
+def test_recording_of_version_1_read_as_version_2_differs(monkeypatch):
     monkeypatch.setattr("kvplane_service.decisions.recording._ALIGNED_BY_DEFAULT", 0)
     assert replay_log(FIRST_VERSION).identical < 53
 
 
-def test_moves_are_no_part_of_a_digest():
+def test_recording_digest_excludes_moves():
     """Recordings of versions without moves decide the same."""
     stored = CacheEvent(EventKind.STORED, 0, (b"a" * 16,), (1,))
     gone = CacheEvent(EventKind.REMOVED, 0, (b"a" * 16,), (1,), reason=RemoveReason.MOVED)
@@ -240,6 +240,6 @@ def test_moves_are_no_part_of_a_digest():
     assert result_digest(result, ([stored, *moved],)) != result_digest(result, ([moved[1], *moved],))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_recording_is_refused_by_name(tmp_path):
     with pytest.raises(NotFound, match="No such file"):
         replay_log(tmp_path / "nowhere")

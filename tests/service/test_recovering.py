@@ -8,12 +8,15 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane.base.errors import LimitExceeded
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.store.errors import StoreUnavailable
+from kvplane_service.store.offloaded import Offloaded
 from tests.service.hosts import spec_of
 from tests.service.rig import SPEC, WAIT_S, column, running, until
 
@@ -43,6 +46,47 @@ def test_other_replicas_are_served_during_verification(tmp_path, monkeypatch):
         may_end.set()
         assert opening.result(WAIT_S).opened.epoch > 1
         assert service.state("a") == "LIVE"
+
+
+async def unreadable(log):
+    raise StoreUnavailable("this log cannot be read")
+    yield
+
+
+def test_an_unreadable_log_delays_neither_readiness_nor_the_records_of_others(tmp_path, monkeypatch):
+    config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
+    with running(config) as service:
+        for name in ("a", "b", "c"):
+            service.register(name)
+    real = Offloaded.load
+    monkeypatch.setattr(Offloaded, "load", lambda self, log: unreadable(log) if log.replica == "a" else real(self, log))
+    with running(config) as service:
+        health = health_pb2_grpc.HealthStub(service.channel)
+
+        def serves(name):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        until(lambda: serves("readiness"))
+        until(lambda: not any(service.describe(name).store.loading for name in ("b", "c")))
+        service.register("new")
+        until(lambda: service.in_loop(lambda: service.app.keeper.is_recorded("new")))
+        assert service.describe("a").store.loading
+        assert "this log cannot be read" in service.describe("a").store.problem
+        until(lambda: not serves("store"))
+        monkeypatch.setattr(Offloaded, "load", real)
+        until(lambda: not service.describe("a").store.loading)
+        until(lambda: serves("store"))
+
+
+def test_a_bug_in_a_read_ends_the_service(tmp_path, monkeypatch):
+    config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
+    with running(config) as service:
+        service.register("a")
+    monkeypatch.setattr(Offloaded, "load", lambda self, log: [][0])
+    with running(config) as service:
+        until(lambda: service.app.failed.done())
+        assert "background task 'loads of replicas' ended: IndexError" in service.app.failed.result()
 
 
 class ManualOffload:

@@ -1,4 +1,4 @@
-"""Replicas by name, and how many there may be."""
+"""The registry: replicas by name, and limits on their number and blocks."""
 
 from __future__ import annotations
 

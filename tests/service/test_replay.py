@@ -1,4 +1,4 @@
-"""The replay engine: what it asks of the service, what it makes of the answers, and that both count alike."""
+"""The replay engine: its steps, its use of the answers, and counters equal to those of the service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tight(request):
 
 
 @PER_SPEC
-def test_every_request_completes_when_the_pool_is_large(spec):
+def test_replay_completes_every_request_with_a_large_pool(spec):
     trace = chats()
     outcome = run(trace, spec)
     tally = outcome.engine.tally
@@ -53,7 +53,7 @@ def test_every_request_completes_when_the_pool_is_large(spec):
     assert tally.hit_tokens > 0
 
 
-def test_every_request_completes_when_the_pool_is_short(tight):
+def test_replay_completes_every_request_with_a_small_pool(tight):
     trace = chats()
     outcome = run(trace, tight)
     assert outcome.engine.completed == len(trace)
@@ -62,7 +62,7 @@ def test_every_request_completes_when_the_pool_is_short(tight):
     assert sum(outcome.engine.tally.evicted_blocks) > 0
 
 
-def test_the_engines_count_is_the_services(tight):
+def test_replay_counts_of_engine_and_service_are_equal(tight):
     outcome = run(chats(), tight)
     tally, counters, groups = outcome.engine.tally, outcome.replica.counters, outcome.replica.group_counters()
     for name in ("admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens"):
@@ -71,21 +71,21 @@ def test_the_engines_count_is_the_services(tight):
         assert getattr(tally, name) == [getattr(group, name) for group in groups], name
 
 
-def test_two_runs_are_identical(tight):
+def test_replay_is_deterministic(tight):
     first, second = run(chats(), tight), run(chats(), tight)
     assert first.engine.tally == second.engine.tally
     assert first.engine.clock_ns == second.engine.clock_ns > 0
     assert first.digests() == second.digests()
 
 
-def test_every_token_is_computed_once_unless_it_was_hit_or_preempted():
+def test_replay_computes_every_token_once_unless_hit_or_preempted():
     outcome = run(chats(), SPECS["full"])
     tally = outcome.engine.tally
     # The last token of a request is generated and never computed.
     assert tally.granted_tokens == tally.prompt_tokens - tally.hit_tokens + tally.generated_tokens - tally.ended
 
 
-def test_budgets_and_places_are_kept(tight):
+def test_replay_respects_budgets_and_max_running(tight):
     outcome = run(chats(), tight, EngineConfig(max_running=6, token_budget=100, admit_rows=3))
     (session,) = outcome.sessions
     for part, result in zip(session.parts, session.answers, strict=True):
@@ -96,7 +96,7 @@ def test_budgets_and_places_are_kept(tight):
         assert not part.admit.slot or len(part.run.slot) + part_result.admit_status.count(AdmitStatus.GRANTED) <= 6
 
 
-def test_slots_are_dense_and_used_again():
+def test_replay_slots_are_dense_and_reused():
     outcome = run(chats(), SPECS["full"], EngineConfig(max_running=6, token_budget=BUDGET, admit_rows=3))
     (session,) = outcome.sessions
     slots = [slot for part in session.parts for slot in part.news.slot]
@@ -107,7 +107,7 @@ def test_slots_are_dense_and_used_again():
 # ---- hits
 
 
-def test_a_repeated_prompt_hits_all_but_its_last_block():
+def test_replay_of_a_repeated_prompt_hits_all_but_its_last_block():
     same = text(1, 100)
     outcome = run([request("a", same, answer(1, 4)), request("b", same, answer(2, 4), 1.0)], SPECS["full"])
     assert outcome.engine.tally.hit_tokens == 96
@@ -116,7 +116,7 @@ def test_a_repeated_prompt_hits_all_but_its_last_block():
     assert outcome.engine.tally.hit_tokens == 80  # the last token must be computed
 
 
-def test_a_later_turn_hits_the_answer_of_the_one_before():
+def test_replay_of_a_later_turn_hits_the_previous_answer():
     first, said = text(1, 40), answer(1, 60)
     later = first + said + text(1, 30, start=40)
     outcome = run([request("a", first, said), request("b", later, answer(2, 4), 9.0)], SPECS["full"])
@@ -124,7 +124,7 @@ def test_a_later_turn_hits_the_answer_of_the_one_before():
     assert outcome.engine.tally.hit_tokens == 96
 
 
-def test_a_hit_inside_the_same_step_counts():
+def test_replay_counts_a_hit_in_the_same_step():
     """Two equal prompts that arrive together: the second is admitted behind the first and shares its blocks."""
     same = text(1, 100)
     outcome = run([request("a", same, answer(1, 4)), request("b", same, answer(2, 4))], SPECS["full"])
@@ -132,7 +132,7 @@ def test_a_hit_inside_the_same_step_counts():
     assert len([part for part in outcome.sessions[0].parts if part.admit.slot]) == 1
 
 
-def test_hits_equal_a_set_of_prefixes_when_requests_come_one_by_one():
+def test_replay_hits_of_sequential_requests_equal_a_set_of_prefixes():
     """The oracle: with room for everything, a prompt hits its longest prefix of full blocks that was seen before."""
     trace, blocks = chats(), 0
     seen: set[bytes] = set()
@@ -148,7 +148,7 @@ def test_hits_equal_a_set_of_prefixes_when_requests_come_one_by_one():
 # ---- refusals by name
 
 
-def test_longer_than_max_model_len_is_refused_by_name():
+def test_replay_refuses_a_request_beyond_max_model_len_by_name():
     trace = [request("fits", text(1, 2000), answer(1, 48)), request("long", text(2, 2000), answer(2, 49))]
     outcome = run(trace, SPECS["full"])
     (refusal,) = outcome.engine.refusals
@@ -158,7 +158,7 @@ def test_longer_than_max_model_len_is_refused_by_name():
 
 
 @PER_SPEC
-def test_a_prompt_that_never_fits_is_refused_and_does_not_hold_up_the_queue(spec):
+def test_replay_refuses_a_prompt_that_never_fits_and_continues(spec):
     pool = small(spec, 60)
     trace = [request("large", text(1, 1900), answer(1, 4)), request("next", text(2, 100), answer(2, 4))]
     outcome = run(trace, pool)
@@ -167,7 +167,7 @@ def test_a_prompt_that_never_fits_is_refused_and_does_not_hold_up_the_queue(spec
     assert outcome.engine.completed == 1
 
 
-def test_a_request_that_outgrows_the_pool_is_refused_once_it_has():
+def test_replay_refuses_a_request_that_outgrows_the_pool():
     """Its prompt fits; alone with the whole pool it preempts itself, and its known tokens no longer fit."""
     outcome = run([request("grows", text(1, 140), answer(1, 100))], small(SPECS["full"], 11))
     (refusal,) = outcome.engine.refusals
@@ -176,14 +176,14 @@ def test_a_request_that_outgrows_the_pool_is_refused_once_it_has():
     assert "161 tokens" in refusal.detail
 
 
-def test_a_request_without_output_ends_with_its_prompt():
+def test_replay_of_a_request_without_output_ends_with_its_prompt():
     outcome = run([request("a", text(1, 100), answer(1, 0))], SPECS["full"])
     assert outcome.engine.completed == 1
     assert outcome.engine.tally.generated_tokens == 0
     assert outcome.engine.tally.granted_tokens == 100
 
 
-def test_outputs_can_be_cut():
+def test_replay_can_limit_the_output():
     config = EngineConfig(token_budget=BUDGET, max_output=1)
     outcome = run(chats(), SPECS["full"], config)
     assert outcome.engine.tally.generated_tokens == outcome.engine.completed == len(chats())
@@ -192,27 +192,27 @@ def test_outputs_can_be_cut():
 # ---- virtual time
 
 
-def test_the_cost_model_moves_the_clock():
+def test_replay_clock_advances_by_the_cost_model():
     outcome = run([request("a", text(1, 300), answer(1, 3))], SPECS["full"])
     # 256 prompt tokens, then 44 (and the first token), then two decode steps.
     assert outcome.engine.tally.steps == 4 + 1  # the last one reports the end
     assert outcome.engine.clock_ns == COST.step_ns(256, 0) + COST.step_ns(44, 0) + 2 * COST.step_ns(0, 1)
 
 
-def test_cost_model_counts_decode_once_a_step():
+def test_cost_model_counts_decode_once_per_step():
     cost = CostModel(prefill_tokens_per_second=1000, decode_step_us=5, step_overhead_us=7)
     assert cost.step_ns(0, 0) == 7_000
     assert cost.step_ns(10, 0) == 7_000 + 10_000_000
     assert cost.step_ns(10, 1) == cost.step_ns(10, 200) == 7_000 + 10_000_000 + 5_000
 
 
-def test_idle_time_jumps_to_the_next_arrival():
+def test_replay_clock_skips_idle_time_to_the_next_arrival():
     trace = [request("a", text(1, 20), answer(1, 1)), request("b", text(2, 20), answer(1, 1), 5000.0)]
     outcome = run(trace, SPECS["full"])
     assert outcome.engine.clock_ns == 5000 * NS + COST.step_ns(20, 0)
 
 
-def test_a_request_is_not_seen_before_it_arrives():
+def test_replay_admits_no_request_before_its_arrival():
     """It comes while the first one decodes, and joins at the first step after."""
     trace = [request("a", text(1, 20), answer(1, 50)), request("b", text(2, 20), answer(2, 1), 0.1)]
     outcome = begin(trace, SPECS["full"])
@@ -237,7 +237,7 @@ def test_sticky_routing_keeps_a_conversation_on_its_replica():
     assert set(home.values()) == {0, 1, 2}
 
 
-def test_sticky_hits_more_than_round_robin():
+def test_sticky_routing_hits_more_than_round_robin():
     trace = chats(40)
     sticky = run(trace, SPECS["full"], replicas=3).fleet.tally()
     turns = run(trace, SPECS["full"], replicas=3, routing=Routing.ROUND_ROBIN).fleet.tally()
@@ -245,7 +245,7 @@ def test_sticky_hits_more_than_round_robin():
     assert sticky.prompt_tokens == turns.prompt_tokens
 
 
-def test_round_robin_takes_turns_and_so_do_requests_without_a_session():
+def test_round_robin_alternates_replicas_also_without_a_session():
     trace = [request(f"r{number}", text(number, 30), answer(number, 2)) for number in range(9)]
     for routing in Routing:
         outcome = run(trace, SPECS["full"], replicas=3, routing=routing)
@@ -255,7 +255,7 @@ def test_round_robin_takes_turns_and_so_do_requests_without_a_session():
 # ---- faults
 
 
-def test_an_engine_that_gets_nothing_says_so():
+def test_replay_engine_that_is_granted_nothing_raises():
     class Miser:
         """A service that never reaches a row."""
 

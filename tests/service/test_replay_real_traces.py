@@ -1,4 +1,4 @@
-"""Public traces through the engine, in process: the figures that were computed without it."""
+"""Public traces through the replay engine have the hits that are computed from the traces alone."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def blocks_of_512(num_blocks: int) -> ReplicaSpec:
     ("file", "requests", "prompt_blocks", "hits"),
     [(CONVERSATION, 5606, 144_280, 49_050), (SYNTHETIC, 1925, 47_171, 14_786)],
 )
-def test_with_room_for_everything_the_hits_are_exactly_those_of_the_trace(
-    workloads, file, requests, prompt_blocks, hits
-):
+def test_real_trace_with_a_large_pool_has_exactly_the_hits_of_its_ids(workloads, file, requests, prompt_blocks, hits):
     outcome = replay(workloads, file, blocks_of_512(200_000), ALONE)
     assert outcome.engine.completed == requests
     assert outcome.engine.tally.hit_blocks == [hits]
@@ -65,7 +63,7 @@ def test_with_room_for_everything_the_hits_are_exactly_those_of_the_trace(
         (SYNTHETIC, 47_171, 3_000, 5.2),
     ],
 )
-def test_with_less_room_the_hits_are_those_of_lru(workloads, file, prompt_blocks, capacity, hit_percent):
+def test_real_trace_with_a_small_pool_has_the_hits_of_lru(workloads, file, prompt_blocks, capacity, hit_percent):
     """The traces' own figures put a request in at once and shrink the cache afterwards; hence the tolerance."""
     outcome = replay(workloads, file, blocks_of_512(capacity + 1), ALONE)
     (hits,) = outcome.engine.tally.hit_blocks

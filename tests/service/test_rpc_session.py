@@ -1,4 +1,4 @@
-"""The stream of an engine over real gRPC: what it takes, what ends it, who takes over."""
+"""The stream of an engine over real gRPC: steps, the reasons for its end, and newer sessions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestSteps:
         assert stream.end() is None
         assert service.state() == "IDLE"
 
-    def test_events_come_when_asked_for(self, service):
+    def test_events_are_answered_when_requested(self, service):
         stream = service.open(with_events=True)
         assert len(stream.step(ADMIT).result.parts[0].events) == 2
         stream.close()
@@ -101,7 +101,7 @@ class TestSteps:
         assert stream.refused({}, seq=1).reason == SequenceError.reason
         stream.close()
 
-    def test_steps_are_answered_in_the_order_in_which_they_came(self, service):
+    def test_steps_are_answered_in_order(self, service):
         stream = service.open()
         for seq in range(1, 5):
             stream.send(step={"epoch": stream.opened.epoch, "seq": seq, "parts": [{}]})
@@ -175,7 +175,7 @@ class TestEnds:
         assert service.state() == "LAPSED"
 
 
-class TestTakingOver:
+class TestReplacedAndBrokenSessions:
     def test_a_newer_session_ends_the_older_stream_with_a_reason(self, service):
         older = service.open()
         older.step(ADMIT)
@@ -284,7 +284,7 @@ class TestSlowOpening:
         may_begin.set()
         assert service.open().opened.epoch == 2, "no life was begun for it"
 
-    def test_the_older_of_two_is_refused_by_name(self, service, may_begin):
+    def test_the_older_of_two_slow_openings_is_refused_by_name(self, service, may_begin):
         older = self.ask(service)
         newer = self.ask(service)
         assert isinstance(older.end(), OtherWriter)

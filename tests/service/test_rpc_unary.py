@@ -109,7 +109,7 @@ class TestReplicas:
         request = pb.RegisterReplicaRequest(replica="r", spec=SPEC)
         assert service.allocation.RegisterReplica(request) == service.allocation.RegisterReplica(request)
 
-    def test_the_name_of_another_spec_is_taken(self, service, unchanged):
+    def test_registering_a_name_with_another_spec_is_refused(self, service, unchanged):
         other = ReplicaSpec()
         other.CopyFrom(SPEC)
         other.num_blocks += 1
@@ -134,7 +134,7 @@ class TestReplicas:
         with refusal(NotFound):
             service.describe("x")
 
-    def test_a_source_is_needed(self, service, unchanged):
+    def test_registering_without_a_source_is_refused(self, service, unchanged):
         with refusal(InvalidArgument, "source"):
             service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica="x"))
 
@@ -155,7 +155,7 @@ class TestReplicas:
             service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica="x", model=model))
         assert "llama-3.1-70b" in caught[0].remedy
 
-    def test_memory_and_blocks_exclude_each_other(self, service, unchanged):
+    def test_registering_with_memory_and_num_blocks_is_refused(self, service, unchanged):
         for amount in (0, 9):
             with refusal(InvalidArgument, "model.memory_bytes"):
                 model = ModelSource(model="llama-3.1-8b", num_blocks=amount, memory_bytes=amount)
@@ -214,7 +214,7 @@ class TestHits:
         skipped = find(service, [*PROMPT, 1], skip_reading=True)
         assert (skipped.hit_tokens, skipped.single_group_hit, skipped.num_hashes) == (0, 0, 2)
 
-    def test_a_look_up_changes_nothing(self, service, unchanged):
+    def test_a_look_up_leaves_the_digest_unchanged(self, service, unchanged):
         find(service)
 
     def test_long_content_is_found_as_short_content(self, service):
@@ -318,7 +318,7 @@ class TestLimits:
             with refusal(InvalidArgument, "block_ids[0]"):
                 service.allocation.EvictBlocks(pb.EvictBlocksRequest(header=HEADER, block_ids=[block]))
 
-    def test_a_token_beyond_32_bits_is_not_cut(self, service, unchanged):
+    def test_a_token_beyond_32_bits_is_refused_and_not_truncated(self, service, unchanged):
         """Our stubs cannot send it; another encoder's varint can, and parsers would read 2^32 + 5 as 5."""
         tokens = b"\x01" + varint(2**32 + 5)
         content = field(3, field(1, tokens))
@@ -327,7 +327,7 @@ class TestLimits:
         with refusal(InvalidArgument, "content.token_ids"):
             service.channel.unary_unary("/kvplane.v1.Allocation/AllocateSlots")(request)
 
-    def test_a_count_beyond_32_bits_is_not_cut(self, service, unchanged):
+    def test_a_count_beyond_32_bits_is_refused_and_not_truncated(self, service, unchanged):
         request = pb.AllocateSlotsRequest(header=HEADER, request_id="a", content={"token_ids": [2**28]})
         raw = request.SerializeToString() + b"\x30" + varint(2**32)
         assert pb.AllocateSlotsRequest.FromString(raw).max_new_tokens == 0

@@ -20,18 +20,18 @@ def figures(model: str, memory: int = 40 * GIB, context: int = 32768, **options:
     return figures_of(Sizing(MODELS[model], ModelOptions(max_model_len=context, **options), memory))
 
 
-def test_llama_70b_takes_320_kib_a_token_and_half_of_it_in_fp8():
+def test_sizing_llama_70b_bytes_per_token():
     assert figures("llama-3.1-70b").bytes_per_token == 327_680
     assert figures("llama-3.1-70b", cache_dtype="fp8").bytes_per_token == 163_840
 
 
-def test_requests_of_8k_in_40_gib():
+def test_sizing_number_of_8k_requests_in_40_gib():
     at_8k = figures("llama-3.1-70b", context=8192, cache_dtype="fp8")
     assert int(at_8k.concurrency) == 32
     assert int(figures("llama-3.1-70b", context=8193, cache_dtype="fp8").concurrency) == 31
 
 
-def test_eighty_layers_of_full_heads():
+def test_sizing_bytes_of_80_layers_with_all_heads():
     config = {"num_hidden_layers": 80, "num_attention_heads": 32, "hidden_size": 4096}
     figures = figures_of(Sizing(model_of(config), ModelOptions(max_model_len=250_000), 400 * GIB))
     assert figures.bytes_per_token == 1_310_720
@@ -60,7 +60,7 @@ UNIFORM = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_blocks_and_concurrency_are_those_of_the_golden_row(row):
+def test_sizing_blocks_and_concurrency_equal_the_golden_row(row):
     model, options = ROWS[row]
     expected = GOLDEN_ROWS[row]["expected"]
     caching = "mamba=none" not in row
@@ -73,7 +73,7 @@ def test_blocks_and_concurrency_are_those_of_the_golden_row(row):
         assert figures.uniform_concurrency == pytest.approx(uniform, abs=1e-6)
 
 
-def test_the_published_gain_of_gpt_oss_120b_is_that_of_a_context_of_about_128k():
+def test_sizing_gain_of_gpt_oss_120b_at_128k_is_the_published_one():
     """llm-d publishes 1.77 for prompts of 128K."""
     sizing = Sizing(MODELS["gpt-oss-120b"], ModelOptions(), 40 * GIB, max_concurrent_batches=2)
     length = shortest_with_gain(sizing, 1.77, 1 << 17)
@@ -159,7 +159,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_gives_the_layers_of_the_catalogue(name, tmp_path):
+def test_config_json_has_the_layers_of_the_catalogue(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     read = find_model(str(tmp_path))
     assert find_model(str(tmp_path / "config.json")) == read
@@ -178,16 +178,16 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(("name", "field"), NEEDED)
-def test_a_field_that_lacks_is_named_with_where_it_usually_stands(name, field):
+def test_config_json_without_a_field_is_refused_with_its_usual_place(name, field):
     config = {key: value for key, value in CONFIGS[name].items() if key != field}
-    with pytest.raises(InvalidArgument, match="lacks it") as caught:
+    with pytest.raises(InvalidArgument, match="the field is missing") as caught:
         model_of(config)
     assert caught.value.field == field
-    assert caught.value.remedy.startswith("it usually appears ")
+    assert caught.value.remedy.startswith("it usually is ")
 
 
 @pytest.mark.parametrize("value", [0, -8, "8", 1.5, None, True])
-def test_heads_that_cannot_be_are_refused(value):
+def test_config_json_with_invalid_heads_is_refused(value):
     with pytest.raises(InvalidArgument) as caught:
         model_of({**CONFIGS["llama-3.1-70b"], "num_key_value_heads": value})
     assert caught.value.field == "num_key_value_heads"
@@ -213,7 +213,7 @@ def test_heads_that_cannot_be_are_refused(value):
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "index_topk"),
     ],
 )
-def test_what_contradicts_itself_is_named(changes, field):
+def test_contradictory_config_json_is_refused_by_field(changes, field):
     with pytest.raises(InvalidArgument) as caught:
         model_of({**CONFIGS["llama-3.1-70b"], **changes})
     assert caught.value.field == field
@@ -231,25 +231,25 @@ def test_what_contradicts_itself_is_named(changes, field):
         ({"model_type": "mistral", "sliding_window": None}, []),
     ],
 )
-def test_which_layers_have_the_window(changes, windows):
+def test_config_json_decides_which_layers_have_a_window(changes, windows):
     """As the model types of transformers define it when the file does not."""
     config = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 128, **changes}
     shapes = model_of(config).pattern
     assert [layer for layer, shape in enumerate(shapes) if isinstance(shape, Sliding)] == windows
 
 
-def test_files_that_are_none_are_refused(tmp_path):
+def test_missing_or_malformed_config_json_is_refused(tmp_path):
     with pytest.raises(NotFound, match="No such file"):
         find_model(str(tmp_path / "config.json"))
     for text, match in (("[]", "not a JSON object"), ("{", "not JSON")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(InvalidArgument, match=match):
             find_model(str(tmp_path / "bad.json"))
-    with pytest.raises(NotFound, match=r"did you mean llama-3\.1-70b"):
+    with pytest.raises(NotFound, match=r"the most similar name is llama-3\.1-70b"):
         find_model("llama-3.1-71b")
 
 
-def test_sizes_are_read_as_people_write_them():
+def test_memory_sizes_are_parsed_with_units():
     assert [parse_bytes(text) for text in ("40GiB", "1.5 kb", "7", "2TiB")] == [40 * GIB, 1500, 7, 2 << 40]
     for text in ("", "GiB", "40 gallons", "-1GB"):
         with pytest.raises(InvalidArgument):

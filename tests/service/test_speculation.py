@@ -1,4 +1,4 @@
-"""Sources that say what is drafted: states for it, the drafter's layer, and look-ups that drop a block for it."""
+"""Model sources with speculative decoding: states for drafts, the drafter's layer, and groups that drop a block."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_states_are_kept_for_every_draft_token(name):
     assert not any(one.is_draft or one.drops_last_block for one in groups)
 
 
-def test_layers_with_states_get_them_too():
+def test_states_of_given_layers_are_kept_for_every_draft_token():
     groups = spec_of(LayerSource(layers=(FULL, STATE), num_blocks=100, max_model_len=64, speculative_tokens=2)).groups
     assert {one.speculative_blocks for one in groups if one.kind is GroupKind.MAMBA} == {2}
 
@@ -61,7 +61,7 @@ def test_eagle_adds_its_layer_and_its_groups_drop_a_block(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_with_a_layer_for_multi_token_prediction_can_say_so(name):
+def test_models_with_an_mtp_layer_accept_the_mtp_method(name):
     source = model(name, speculative_tokens=1, drafter=Drafter.MTP)
     if name in ("deepseek-v3", "qwen3-next-80b"):
         assert any(one.is_draft and one.drops_last_block for one in spec_of(source).groups)
@@ -89,7 +89,7 @@ def test_models_with_a_layer_for_multi_token_prediction_can_say_so(name):
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_field(source, field):
+def test_contradictory_speculation_options_are_refused_by_field(source, field):
     with pytest.raises(InvalidArgument) as caught:
         spec_of(source)
     assert caught.value.field == field
@@ -132,7 +132,7 @@ class Loop:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 30), budget=st.sampled_from([1, 7, 79, 80, 81, 512, 543, 544, 600, 8192]))
 @pytest.mark.parametrize("name", MODELS)
-def test_any_budget_and_cap_make_progress_and_the_second_turn_hits(name, seed, budget):
+def test_speculation_makes_progress_with_any_budget_and_the_second_turn_hits(name, seed, budget):
     rng = Random(seed)
     cap = rng.choice([3, 100, 4_000_000])
     drafts = rng.randint(0, 3)

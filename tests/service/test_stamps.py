@@ -1,4 +1,4 @@
-"""Stamp tables of whole memories: the same as number by number."""
+"""Functions over whole stamp tables give the same as over single stamps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ readings = st.builds(StampReading, st.just(1), st.one_of(tables, st.just([1, 2])
 
 
 @given(st.lists(st.integers(0, (1 << 64) - 1)))
-def test_the_newest_epoch_is_that_of_the_base(values):
+def test_newest_epoch_equals_the_base_function(values):
     assert stamps.newest_epoch(values) == stamps.newest_epoch(array("Q", values)) == base.newest_epoch(values)
 
 

@@ -64,7 +64,7 @@ def test_sessions_and_calls_run_over_tls(authority):
             assert session.apply(PROMPT).parts[0].admit_granted == [40]
 
 
-async def test_sessions_of_asyncio_run_over_tls(authority):
+async def test_asyncio_sessions_run_over_tls(authority):
     with running(config(authority)) as service:
         async with aio.connect(service.address, tls=Tls(authority.cert)) as client:
             await client.register_replica("r", MODEL)
@@ -113,7 +113,7 @@ def test_an_invalid_renewal_is_ignored(authority, caplog):
         Path(authority.folder / "server.key").unlink()
         assert shown_by(service.address) == first
     assert "expired on" in caplog.text
-    assert "server.key: No such file" in caplog.text
+    assert "server.key cannot be read: No such file" in caplog.text
 
 
 def test_health_port_serves_only_health(authority):
@@ -143,9 +143,9 @@ def text_file(folder: Path) -> str:
 BROKEN: dict[str, Callable[[Authority], tuple[str, str]]] = {
     "expired on": lambda authority: authority.issue("server", days=-1),
     "is valid from": lambda authority: authority.issue("server", days=3, starts=2),
-    "does not match the certificate": lambda authority: (authority.issue("a").cert, authority.issue("b").key),
-    "has no certificate": lambda authority: (text_file(authority.folder), authority.issue("a").key),
-    "has no private key": lambda authority: (authority.issue("a").cert, text_file(authority.folder)),
+    "does not belong to the first certificate": lambda authority: (authority.issue("a").cert, authority.issue("b").key),
+    "contains no PEM certificate": lambda authority: (text_file(authority.folder), authority.issue("a").key),
+    "contains no PEM private key": lambda authority: (authority.issue("a").cert, text_file(authority.folder)),
     "No such file": lambda authority: (authority.issue("a").cert, "nothing.pem"),
 }
 
@@ -169,6 +169,6 @@ def test_a_file_that_is_too_large_is_refused(tmp_path):
 
 def test_authorities_of_clients_must_be_certificates(authority):
     pair = authority.issue("server")
-    with pytest.raises(InvalidArgument, match="has no certificate") as caught:
+    with pytest.raises(InvalidArgument, match="contains no PEM certificate") as caught:
         read_certificates(pair.cert, pair.key, pair.key)
     assert caught.value.field == "tls_client_ca"

@@ -1,4 +1,4 @@
-"""Readers of public traces, on small files made here: what they yield, and how they name what is wrong."""
+"""Readers of public traces on small files: the requests that they yield, and errors with file, line and cause."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from kvplane_replay.workloads import MalformedTrace, Span, TokenSource, TraceFil
 from kvplane_replay.workloads import lines as lines_module
 
 
-def mooncake(
-    timestamp: int = 0, length: int = 700, ids: Iterable[int] = (3, 4), output: int = 5
-) -> dict[str, Any]:
+def mooncake(timestamp: int = 0, length: int = 700, ids: Iterable[int] = (3, 4), output: int = 5) -> dict[str, Any]:
     return {"timestamp": timestamp, "input_length": length, "output_length": output, "hash_ids": list(ids)}
 
 
@@ -56,7 +54,7 @@ def read_until_fault(path: Path) -> tuple[list[str], MalformedTrace]:
 # -- Mooncake ----------------------------------------------------------------------------------------------
 
 
-def test_a_mooncake_line_is_a_request(tmp_path: Path) -> None:
+def test_mooncake_line_is_a_request(tmp_path: Path) -> None:
     path = written(tmp_path, mooncake(), mooncake(timestamp=1500, length=1024, ids=[3, 9], output=0))
     first, second = read(path)
     assert first == TraceRequest(
@@ -69,12 +67,12 @@ def test_a_mooncake_line_is_a_request(tmp_path: Path) -> None:
     assert (second.arrival_s, len(second.prompt), second.output_tokens) == (1.5, 1024, 0)
 
 
-def test_a_shared_id_gives_shared_tokens_and_a_partial_id_their_first_part(tmp_path: Path) -> None:
+def test_mooncake_ids_give_shared_tokens_and_partial_blocks(tmp_path: Path) -> None:
     whole, part = read(written(tmp_path, mooncake(length=1024), mooncake(length=600)))
     assert part.prompt.packed() == whole.prompt.packed()[: 600 * 4]
 
 
-def test_generated_tokens_are_those_of_their_request_alone(tmp_path: Path) -> None:
+def test_generated_tokens_are_unique_to_their_request(tmp_path: Path) -> None:
     requests = read(written(tmp_path, *(mooncake(output=40, length=100, ids=[h % 3]) for h in range(9))))
     outputs = [unpack_tokens(request.output.packed()) for request in requests]
     prompts = {token for request in requests for token in unpack_tokens(request.prompt.packed())}
@@ -85,7 +83,7 @@ def test_generated_tokens_are_those_of_their_request_alone(tmp_path: Path) -> No
 # -- Weka --------------------------------------------------------------------------------------------------
 
 
-def test_a_session_has_ids_of_its_own_and_tails_that_none_has(tmp_path: Path) -> None:
+def test_weka_session_has_separate_ids_and_unique_tails(tmp_path: Path) -> None:
     path = written(tmp_path, weka("a", turn(0), turn(9)), weka("b", turn(0)))
     first, again, other = (request.prompt.packed() for request in read(path))
     assert len(first) == 4 * (2 * 64 + 5)
@@ -94,7 +92,7 @@ def test_a_session_has_ids_of_its_own_and_tails_that_none_has(tmp_path: Path) ->
     assert other[: 4 * 2] != first[: 4 * 2]
 
 
-def test_sessions_start_at_equal_distances_and_are_merged_by_arrival(tmp_path: Path) -> None:
+def test_weka_sessions_start_at_equal_intervals_and_are_merged_by_arrival(tmp_path: Path) -> None:
     path = written(tmp_path, weka("a", turn(0), turn(100)), weka("b", turn(5)), weka("c", turn(0)))
     arrivals = [(request.name, request.arrival_s) for request in read(path)]
     assert arrivals == [("a/0", 0), ("b/0", 65), ("a/1", 100), ("c/0", 120)]
@@ -102,7 +100,7 @@ def test_sessions_start_at_equal_distances_and_are_merged_by_arrival(tmp_path: P
     assert at_once == [("a/0", 0), ("c/0", 0), ("b/0", 5), ("a/1", 100)]
 
 
-def test_times_of_a_sub_agent_count_from_its_entry_when_they_begin_below_it(tmp_path: Path) -> None:
+def test_weka_sub_agent_times_are_relative_when_below_their_entry(tmp_path: Path) -> None:
     below = {"t": 40.0, "type": "subagent", "requests": [turn(1), turn(30)]}
     above = {"t": 40.0, "type": "subagent", "requests": [turn(40), turn(45)]}
     for entry, expected in ((below, [0, 41, 50, 70]), (above, [0, 40, 45, 50])):
@@ -112,7 +110,7 @@ def test_times_of_a_sub_agent_count_from_its_entry_when_they_begin_below_it(tmp_
         assert len({request.prompt.packed()[: 4 * 128] for request in requests}) == 1
 
 
-def test_a_session_is_read_only_when_its_time_has_come(tmp_path: Path) -> None:
+def test_weka_session_is_read_when_it_starts(tmp_path: Path) -> None:
     """Memory holds the sessions under way: the fault in the third is met at 120 s and not before."""
     path = written(tmp_path, weka("a", turn(0), turn(119), turn(130)), weka("b", turn(1)), {"id": "c"})
     names, fault = read_until_fault(path)
@@ -124,7 +122,7 @@ def test_a_session_is_read_only_when_its_time_has_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
-def test_compression_is_detected_by_magic_bytes(tmp_path: Path, pack: Any) -> None:
+def test_trace_compression_is_detected_by_magic_bytes(tmp_path: Path, pack: Any) -> None:
     path = written(tmp_path, *(mooncake(timestamp=t) for t in range(300)))
     path.write_bytes(pack(path.read_bytes()))
     with TraceFile(path) as trace:
@@ -133,7 +131,7 @@ def test_compression_is_detected_by_magic_bytes(tmp_path: Path, pack: Any) -> No
         assert trace.bytes_read == trace.size_bytes == path.stat().st_size
 
 
-def test_frames_in_a_row_are_one_file(tmp_path: Path) -> None:
+def test_concatenated_frames_are_one_trace(tmp_path: Path) -> None:
     line = json.dumps(mooncake()).encode() + b"\n"
     for pack in (gzip.compress, zstandard.compress):
         path = tmp_path / "frames"
@@ -141,14 +139,14 @@ def test_frames_in_a_row_are_one_file(tmp_path: Path) -> None:
         assert len(read(path)) == 3
 
 
-def test_the_kind_is_found_by_the_first_line(tmp_path: Path) -> None:
+def test_trace_kind_is_detected_by_the_first_line(tmp_path: Path) -> None:
     with TraceFile(written(tmp_path, weka("a", turn(0)))) as trace:
         assert trace.kind is TraceKind.WEKA
-    with pytest.raises(MalformedTrace, match="line 1: neither a Mooncake request"):
+    with pytest.raises(MalformedTrace, match="line 1: it is neither a Mooncake request"):
         TraceFile(written(tmp_path, {"ContextTokens": 5}))
 
 
-def test_a_long_file_is_never_held(tmp_path: Path) -> None:
+def test_trace_reader_holds_a_bounded_part_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, *(mooncake(timestamp=t) for t in range(2_000)))
     with TraceFile(path) as trace:
         first_ten = list(islice(trace, 10))
@@ -156,7 +154,7 @@ def test_a_long_file_is_never_held(tmp_path: Path) -> None:
         assert trace.bytes_read < trace.size_bytes / 10
 
 
-def test_blank_lines_and_a_missing_last_newline_do_not_matter(tmp_path: Path) -> None:
+def test_trace_reader_ignores_blank_lines_and_a_missing_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"\n{json.dumps(mooncake())}\n\n  \n{json.dumps(mooncake())}")
     assert [request.name for request in read(path)] == ["line-2", "line-5"]
@@ -178,20 +176,20 @@ MOONCAKE_FAULTS: dict[str, object] = {
     'input_length: "700" is not an integer': mooncake() | {"input_length": "700"},
     "input_length: true is not an integer": mooncake() | {"input_length": True},
     "output_length: 1000000000000000000000000000000000000... is out of": mooncake(output=10**50),
-    "hash_ids: 2 ids, but input_length 1025 needs 3": mooncake(length=1025),
-    "hash_ids: 3 ids, but input_length 1024 needs 2": mooncake(length=1024, ids=[1, 2, 3]),
-    "hash_ids: holds something that is not an integer": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
-    "hash_ids: 2097152 is beyond 2097151": mooncake(ids=[1, 2**21]),
+    "hash_ids: there are 2 ids, but input_length 1025 needs 3": mooncake(length=1025),
+    "hash_ids: there are 3 ids, but input_length 1024 needs 2": mooncake(length=1024, ids=[1, 2, 3]),
+    "hash_ids: an entry is not an integer": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
+    "hash_ids: 2097152 is above 2097151": mooncake(ids=[1, 2**21]),
     'hash_ids: "1 2" is not a list': mooncake() | {"hash_ids": "1 2"},
     "timestamp: -1 is out of": mooncake(timestamp=-1),
     "timestamp: null is not a time": mooncake() | {"timestamp": None},
-    "timestamp: is before that of the previous request": mooncake(timestamp=99),
+    "timestamp: 0.099 s is before that of the previous request": mooncake(timestamp=99),
     "the line is not a JSON object": [1, 2],
 }
 
 
 @pytest.mark.parametrize("cause", MOONCAKE_FAULTS)
-def test_a_bad_request_is_named_with_file_line_and_cause(tmp_path: Path, cause: str) -> None:
+def test_invalid_mooncake_request_is_refused_with_file_line_and_cause(tmp_path: Path, cause: str) -> None:
     good = mooncake(timestamp=100)
     path = written(tmp_path, good, good, MOONCAKE_FAULTS[cause], good)
     names, fault = read_until_fault(path)
@@ -204,14 +202,12 @@ def test_a_bad_request_is_named_with_file_line_and_cause(tmp_path: Path, cause: 
 WEKA_FAULTS: dict[str, dict[str, Any]] = {
     "requests[1].in: is missing": weka("a", turn(0), without(turn(1), "in")),
     "requests[0].t: -2 is out of": weka("a", turn(-2)),
-    "hash_ids: 2 ids, but 200 tokens in have 3 full blocks": weka("a", turn(0, tail=72)),
-    "requests[0].requests[1].out: is missing": weka(
-        "a", {"t": 1.0, "requests": [turn(0), without(turn(1), "out")]}
-    ),
+    "hash_ids: there are 2 ids, but 200 prompt tokens have 3 full blocks": weka("a", turn(0, tail=72)),
+    "requests[0].requests[1].out: is missing": weka("a", {"t": 1.0, "requests": [turn(0), without(turn(1), "out")]}),
     "requests[0] is not a JSON object": weka("a", 7),  # type: ignore[arg-type]
     "requests: 3 is not a list": weka("a") | {"requests": 3},
     "block_size: 0 is out of 1..": weka("a", turn(0)) | {"block_size": 0},
-    "hash_id_scope: only local ids": weka("a", turn(0)) | {"hash_id_scope": "global"},
+    "hash_id_scope: it is 'global', but only ids of scope": weka("a", turn(0)) | {"hash_id_scope": "global"},
     "id: is missing": without(weka("a", turn(0)), "id"),
     'id: "" is not a non-empty string': weka("", turn(0)),
     "out: the session generates more than": weka("a", turn(0, out=2**30), turn(1)),
@@ -219,7 +215,7 @@ WEKA_FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("cause", WEKA_FAULTS)
-def test_a_bad_session_is_named_with_file_line_and_cause(tmp_path: Path, cause: str) -> None:
+def test_invalid_weka_session_is_refused_with_file_line_and_cause(tmp_path: Path, cause: str) -> None:
     path = written(tmp_path, weka("good", turn(0)), WEKA_FAULTS[cause])
     names, fault = read_until_fault(path)
     assert names == ["good/0"]
@@ -236,7 +232,7 @@ BROKEN_TEXTS = {
 
 
 @pytest.mark.parametrize("text", BROKEN_TEXTS.values(), ids=BROKEN_TEXTS.keys())
-def test_broken_json_is_named(tmp_path: Path, text: bytes) -> None:
+def test_trace_line_of_malformed_json_is_refused_by_name(tmp_path: Path, text: bytes) -> None:
     path = written(tmp_path, mooncake())
     path.write_bytes(path.read_bytes() + text)
     names, fault = read_until_fault(path)
@@ -251,7 +247,7 @@ def cut_files(tmp_path: Path) -> Iterator[tuple[Path, bytes]]:
     yield tmp_path / "cut.zst", zstandard.compress(plain)
 
 
-def test_a_file_that_is_cut_off_keeps_what_came_before(tmp_path: Path) -> None:
+def test_truncated_trace_yields_the_requests_before_the_end(tmp_path: Path) -> None:
     for path, stored in cut_files(tmp_path):
         path.write_bytes(stored[:-9])
         names, fault = read_until_fault(path)
@@ -260,33 +256,33 @@ def test_a_file_that_is_cut_off_keeps_what_came_before(tmp_path: Path) -> None:
         assert 0 < len(names) <= 4_000
 
 
-def test_damaged_bytes_are_named(tmp_path: Path) -> None:
+def test_damaged_trace_bytes_are_refused_by_name(tmp_path: Path) -> None:
     for path, stored in cut_files(tmp_path):
         middle = len(stored) // 2
         path.write_bytes(stored[:middle] + bytes(64) + stored[middle + 64 :])
-        with pytest.raises(MalformedTrace, match=r"damaged compressed data|broken JSON|hash_ids"):
+        with pytest.raises(MalformedTrace, match=r"compressed data are damaged|broken JSON|hash_ids"):
             read(path)
 
 
-def test_an_empty_file_and_no_file_are_named(tmp_path: Path) -> None:
+def test_empty_and_missing_traces_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(MalformedTrace, match="line 1: the file is empty"):
         TraceFile(tmp_path / "empty")
     with pytest.raises(NotFound, match=r"nothing\.jsonl"):
         TraceFile(tmp_path / "nothing.jsonl")
-    with pytest.raises(InvalidArgument, match="cannot read"):
+    with pytest.raises(InvalidArgument, match="cannot be read"):
         TraceFile(tmp_path)
 
 
-def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_line_above_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 10_000)
     path = written(tmp_path, mooncake(), mooncake(length=512 * 9_000, ids=range(9_000)))
     names, fault = read_until_fault(path)
     assert names == ["line-1"]
-    assert "line 2: more than 10000 bytes" in str(fault)
+    assert "line 2: the line has more than 10000 bytes" in str(fault)
 
 
-def test_zstd_without_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_trace_without_the_package_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, mooncake())
     path.write_bytes(zstandard.compress(path.read_bytes()))
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -295,7 +291,7 @@ def test_zstd_without_its_package_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("spacing_s", [-1.0, float("nan")])
-def test_a_spacing_below_zero_is_refused(tmp_path: Path, spacing_s: float) -> None:
+def test_negative_session_spacing_is_refused(tmp_path: Path, spacing_s: float) -> None:
     with pytest.raises(InvalidArgument) as refused:
         TraceFile(written(tmp_path, weka("a", turn(0))), session_spacing_s=spacing_s)
     assert refused.value.field == "session_spacing_s"

@@ -1,4 +1,4 @@
-"""Traces, as a collector receives them."""
+"""Spans of calls, steps and admissions, as an OTLP collector receives them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_traced_step_links_to_the_requests_that_it_admits(monkeypatch):
     assert collector.named("kvcache.step")[0].links == (f"{0xDEF:016x}",)
 
 
-def test_a_call_is_a_span_by_the_conventions_and_its_step_the_child(monkeypatch):
+def test_a_call_span_follows_the_conventions_and_has_a_step_span(monkeypatch):
     with traced(monkeypatch) as (service, collector), connect(service.address) as client:
         with ENGINE.start_as_current_span("engine") as span:
             client.allocate_slots("r", Allocate("a", Content(token_ids=[CANARY] * 20)))
@@ -130,7 +130,7 @@ def test_a_refused_call_span_has_its_code(monkeypatch):
     assert call.parent_id == ""
 
 
-def test_without_a_context_the_ratio_decides(monkeypatch):
+def test_calls_without_a_trace_context_are_sampled_by_ratio(monkeypatch):
     with traced(monkeypatch, ratio="0.25") as (service, collector):
         stream = service.open()
         for _ in range(20):
@@ -139,7 +139,7 @@ def test_without_a_context_the_ratio_decides(monkeypatch):
     assert len(collector.named("kvcache.step")) == 5
 
 
-def test_a_canary_token_is_nowhere(monkeypatch, caplog):
+def test_spans_contain_no_tokens_of_requests(monkeypatch, caplog):
     """Neither in spans, nor metrics, logs, events, or the log of decisions; only where it was asked for."""
     caplog.set_level(logging.DEBUG)
     with traced(monkeypatch, ratio="1", metrics_listen="127.0.0.1:0") as (service, collector):
@@ -191,7 +191,7 @@ def test_an_unreachable_collector_is_logged_once(monkeypatch, caplog):
             until(arrives)
 
 
-def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch):
+def test_tracing_is_off_by_default(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     with running() as service:
         assert service.app._tracing is None
@@ -208,7 +208,7 @@ def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch):
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )
-def test_the_standard_variables_turn_it_on(environment, asked):
+def test_otel_variables_turn_tracing_on(environment, asked):
     assert is_asked_for(environment) is asked
 
 
@@ -222,7 +222,7 @@ def test_the_standard_variables_turn_it_on(environment, asked):
     ],
     ids=lambda environment: list(environment)[-1],
 )
-def test_an_invalid_variable_is_named(environment):
+def test_an_invalid_otel_variable_is_refused_by_name(environment):
     check = Sampling.of if "SAMPLER" in list(environment)[-1] else is_asked_for
     with pytest.raises(InvalidArgument) as caught:
         check(environment)
@@ -240,13 +240,13 @@ def test_an_invalid_variable_is_named(environment):
         ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}, 50, 50, 50),
     ],
 )
-def test_sampling_decisions(environment, sampled, unsampled, none):
+def test_sampling_follows_parent_and_ratio(environment, sampled, unsampled, none):
     takes = Sampling.of(environment).takes
     given = (str(TRACE), str(TRACE._replace(flags=0)), "")
     assert [sum(takes(traceparent) for _ in range(100)) for traceparent in given] == [sampled, unsampled, none]
 
 
-def test_contexts_that_are_not_well_formed_count_as_none():
+def test_malformed_trace_contexts_are_ignored():
     good = str(TRACE)
     assert parse_traceparent(good) == TRACE
     for bad in ("", good[:-1], good.upper(), "01" + good[2:], good.replace("abc", "000"), good + "-00", "x" * 54 + "1"):
@@ -255,13 +255,13 @@ def test_contexts_that_are_not_well_formed_count_as_none():
     assert not is_sampled(good[:-1] + "2")
 
 
-def test_the_client_follows_the_engine_s_context():
+def test_client_spans_continue_the_engine_s_trace():
     assert current_traceparent() == ""
     with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(0xABC, 0xDEF, True, trace.TraceFlags(1)))):
         assert current_traceparent() == str(TRACE)
 
 
-def test_operations_come_back_as_they_were_decided():
+def test_span_operations_unpack_to_the_decision():
     world = HostWorld()
     drive(world)
     for decision in decisions_of(world):
@@ -273,7 +273,7 @@ def test_operations_come_back_as_they_were_decided():
         assert not any(part.orders.stamp for part in result.parts)
 
 
-def test_operations_that_are_too_long_are_left_out():
+def test_span_omits_operations_above_the_size_limit():
     world = HostWorld(Config(max_rows_per_step=100_000))
     engine = world.open()
     lengths = Random(1).choices(range(1, 500), k=9000)
@@ -285,12 +285,12 @@ def test_operations_that_are_too_long_are_left_out():
 
 
 @pytest.mark.parametrize("text", ["", "!", "AAAA", "eJwDAAAAAAE="])
-def test_what_was_not_packed_is_refused(text):
-    with pytest.raises(InvalidArgument, match=r"not the operations of a step|at least one part"):
+def test_unpacking_other_text_is_refused(text):
+    with pytest.raises(InvalidArgument, match=r"the text is not a packed step|needs at least one"):
         unpack(text)
 
 
-def test_a_traceparent_per_row_or_none():
+def test_traceparent_column_has_one_value_per_row_or_is_empty():
     with running() as service:
         service.register()
         stream = service.open()
@@ -298,7 +298,7 @@ def test_a_traceparent_per_row_or_none():
         assert error.field == "parts[0].news.traceparent"
 
 
-def test_every_attribute_is_documented(monkeypatch):
+def test_every_span_attribute_is_documented(monkeypatch):
     with traced(monkeypatch, ratio="1") as (service, collector), connect(service.address) as client:
         client.allocate_slots("r", Allocate("a", Content(token_ids=[1] * 20)))
         client.free("r", "a")
@@ -311,7 +311,7 @@ def test_every_attribute_is_documented(monkeypatch):
     assert documented - emitted == {"kvcache.ops_left_out"}
 
 
-def test_an_exemplar_leads_to_the_trace(monkeypatch):
+def test_metric_exemplar_has_the_trace_id_of_its_step(monkeypatch):
     with traced(monkeypatch, metrics_listen="127.0.0.1:0") as (service, _), connect(service.address) as client:
         with client.session("r") as session, ENGINE.start_as_current_span("engine step") as span:
             session.apply(Part())

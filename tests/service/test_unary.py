@@ -17,7 +17,8 @@ from kvplane.base.errors import (
 )
 from kvplane.base.step import CacheEvent, ExtraKeys, RowFlag
 from kvplane_service.config import Config
-from kvplane_service.replicas.host import UnaryStep
+from kvplane_service.replicas.step_order import UnaryStep
+from kvplane_service.runtime.executors import Executor
 from kvplane_service.unary.calls import (
     AllocateCall,
     AllocationStatus,
@@ -26,7 +27,9 @@ from kvplane_service.unary.calls import (
     CommitCall,
     Content,
     EndKind,
+    EvictCall,
     FreeCall,
+    ResetCall,
     UnaryCall,
 )
 from kvplane_service.unary.fields import unary_field
@@ -41,7 +44,7 @@ PROMPT = list(range(40))
 class World(HostWorld):
     def __init__(self, config: Config | None = None, num_blocks: int = 21) -> None:
         super().__init__(config, spec_of(num_blocks))
-        self.calls = UnaryCalls(self.host, self.config, ContentHasher(self.config))
+        self.calls = UnaryCalls(self.host, self.config, ContentHasher(self.config), Executor("long calls"))
 
     def content(self, tokens, **fields) -> Content:
         hashed = hash_tokens(self.host.scheme, tokens, fields.get("extra_keys", ExtraKeys()), None)
@@ -54,12 +57,29 @@ class World(HostWorld):
         header = CallHeader(NOW, op_id, fingerprint)
         return asyncio.run(self.calls.do(header, call, encode))
 
+    def apply(self, call: UnaryCall[Any], at: UnaryStep = NOW) -> Any:
+        """The answer of a prepared call."""
+        answers = list[Any]()
+
+        def keep(answer: object) -> bytes:
+            answers.append(answer)
+            return b""
+
+        async def apply() -> None:
+            self.host.check_unary(at)
+            if self.host.has_left:
+                await self.host.begin_unary()
+            await self.calls.apply(CallHeader(at), call, keep)
+
+        asyncio.run(apply())
+        return answers[0]
+
     def allocate(self, name: str, tokens=None, **fields):
         content = None if tokens is None else self.content(tokens)
-        return self.calls.allocate(NOW, AllocateCall(name, content, **fields))
+        return self.apply(AllocateCall(name, content, **fields))
 
     def decode(self, name: str, tokens, **fields):
-        return self.calls.allocate(NOW, AllocateCall(name, appended=self.appended(name, tokens), **fields))
+        return self.apply(AllocateCall(name, appended=self.appended(name, tokens), **fields))
 
 
 def encode(answer: object) -> bytes:
@@ -95,7 +115,7 @@ class TestAllocating:
     def test_hashes_of_appended_tokens_continue_those_of_the_prompt(self, world):
         world.allocate("a", PROMPT)
         world.decode("a", range(40, 64))
-        assert world.allocate("b", list(range(64))).hashes.last == world.calls.commit(NOW, CommitCall("a")).hashes.last
+        assert world.allocate("b", list(range(64))).hashes.last == world.apply(CommitCall("a")).hashes.last
 
     def test_computed_tokens_decrease_after_rejected_drafts(self, world):
         world.allocate("a", PROMPT)
@@ -103,7 +123,7 @@ class TestAllocating:
         answer = world.decode("a", [2], computed=41)
         assert (answer.status, answer.granted) == (AllocationStatus.GRANTED, 1)
 
-    def test_nothing_to_do_is_not_a_refusal(self, world):
+    def test_allocate_slots_without_uncomputed_tokens_has_nothing_to_do(self, world):
         world.allocate("a", PROMPT)
         assert world.allocate("a").status is AllocationStatus.NOTHING_TO_DO
         assert world.decode("a", [1], cap=0).status is AllocationStatus.NOTHING_TO_DO
@@ -121,13 +141,13 @@ class TestAllocating:
         )
         assert world.host.replica.free_blocks == free
         assert world.allocate("b").status is AllocationStatus.REFUSED
-        world.calls.free(NOW, "a", EndKind.FREE, 0)
+        world.apply(FreeCall("a"))
         assert world.allocate("b", list(range(1000, 1048))).status is AllocationStatus.GRANTED
 
-    def test_what_is_too_large_for_the_empty_pool_never_fits(self, world):
+    def test_a_request_larger_than_the_pool_never_fits(self, world):
         assert world.allocate("a", list(range(16 * 21))).status is AllocationStatus.NEVER_FITS
 
-    def test_an_expected_hit_that_is_not_there_is_stale(self, world):
+    def test_a_changed_expected_hit_is_stale(self, world):
         answer = world.allocate("a", PROMPT, expected_hit=16)
         assert (answer.status, answer.hit) == (AllocationStatus.STALE_HIT, 0)
 
@@ -152,18 +172,18 @@ class TestAllocating:
     def test_delayed_keys_are_registered_by_a_commit(self, world):
         answer = world.allocate("a", PROMPT, flags=RowFlag.DELAY_CACHING)
         assert answer.step.parts[0].events == []
-        step = world.calls.commit(NOW, CommitCall("a", commit=40)).step
+        step = world.apply(CommitCall("a", commit=40)).step
         assert isinstance(step.parts[0].events[0], CacheEvent)
 
     def test_requests_with_hashes_continue_with_hashes(self, world):
         digests = world.content(list(range(48))).hashes
-        world.calls.allocate(NOW, AllocateCall("a", Content(40, digests[:64], 2)))
-        answer = world.calls.allocate(NOW, AllocateCall("a", appended=Appended(8, digests[64:], 1)))
+        world.apply(AllocateCall("a", Content(40, digests[:64], 2)))
+        answer = world.apply(AllocateCall("a", appended=Appended(8, digests[64:], 1)))
         assert (answer.granted, answer.hashes.last) == (8, digests[64:])
 
 
 class TestRefusals:
-    def test_an_unknown_request_needs_content(self, world):
+    def test_an_unknown_request_without_content_is_refused(self, world):
         with world.refuses(NotFound, "'a'", "request_id"):
             world.allocate("a")
 
@@ -173,7 +193,7 @@ class TestRefusals:
             world.allocate("a", PROMPT)
 
     @pytest.mark.parametrize("name", ["", "x" * 129])
-    def test_a_name_has_a_length(self, world, name):
+    def test_request_name_length_is_limited(self, world, name):
         with world.refuses(InvalidArgument, field="request_id"):
             world.allocate(name, PROMPT)
 
@@ -182,12 +202,12 @@ class TestRefusals:
         world.allocate("a", PROMPT)
         with world.refuses(LimitExceeded, "max_requests"):
             world.allocate("b", PROMPT)
-        world.calls.free(NOW, "a", EndKind.FREE, 0)
+        world.apply(FreeCall("a"))
         world.allocate("b", PROMPT)
 
-    def test_a_held_request_is_released_first(self, world):
+    def test_a_held_request_cannot_be_allocated_before_its_release(self, world):
         world.allocate("a", PROMPT)
-        world.calls.free(NOW, "a", EndKind.HELD, 0)
+        world.apply(FreeCall("a", EndKind.HELD, 0))
         with world.refuses(FailedPrecondition, "held", "request_id"):
             world.allocate("a")
 
@@ -201,11 +221,11 @@ class TestRefusals:
             ({"extra": 2**31}, "extra_tokens"),
         ],
     )
-    def test_the_field_of_the_call_is_named(self, world, fields, field):
+    def test_refusals_name_the_field_of_the_call(self, world, fields, field):
         with world.refuses(InvalidArgument, field=field):
             world.allocate("a", PROMPT, **fields)
 
-    def test_content_that_is_too_long_is_named(self, world):
+    def test_content_beyond_max_model_len_is_refused_by_field(self, world):
         with world.refuses(InvalidArgument, "512", "content.num_tokens"):
             world.allocate("a", list(range(513)))
 
@@ -217,72 +237,72 @@ class TestRefusals:
     def test_a_new_request_has_nothing_appended_or_computed(self, world):
         content = world.content(PROMPT)
         with world.refuses(InvalidArgument, field="appended"):
-            world.calls.allocate(NOW, AllocateCall("a", content, appended=Appended(3)))
+            world.apply(AllocateCall("a", content, appended=Appended(3)))
         with world.refuses(InvalidArgument, field="computed_tokens"):
-            world.calls.allocate(NOW, AllocateCall("a", content, computed=3))
+            world.apply(AllocateCall("a", content, computed=3))
 
     def test_tokens_hashed_for_an_older_state_are_refused(self, world):
         world.allocate("a", PROMPT)
         early = world.appended("a", [1])
         world.decode("a", [2])
         with world.refuses(FailedPrecondition, "changed while"):
-            world.calls.allocate(NOW, AllocateCall("a", appended=early))
+            world.apply(AllocateCall("a", appended=early))
 
-    def test_a_step_without_a_request_says_nothing_about_one(self, world):
+    def test_a_commit_without_a_request_is_refused(self, world):
         with world.refuses(InvalidArgument, field="request_id"):
-            world.calls.commit(NOW, CommitCall(commit=5))
+            world.apply(CommitCall(commit=5))
 
-    def test_a_release_has_no_fence(self, world):
+    def test_a_release_with_a_fence_is_refused(self, world):
         world.allocate("a", PROMPT)
-        world.calls.free(NOW, "a", EndKind.HELD, 0)
+        world.apply(FreeCall("a", EndKind.HELD, 0))
         with world.refuses(InvalidArgument, field="fence_seq"):
-            world.calls.free(NOW, "a", EndKind.RELEASED, 1)
+            world.apply(FreeCall("a", EndKind.RELEASED, 1))
 
-    def test_a_fence_is_a_step_that_was_sent(self, world):
+    def test_a_fence_beyond_the_sent_steps_is_refused(self, world):
         world.allocate("a", PROMPT)
         with world.refuses(InvalidArgument, field="fence_seq"):
-            world.calls.free(NOW, "a", EndKind.FREE, 9)
+            world.apply(FreeCall("a", EndKind.FREE, 9))
 
     @pytest.mark.parametrize("block", [0, 21, 2**32 - 1])
-    def test_a_block_outside_of_the_pool_is_named_by_index(self, world, block):
+    def test_a_block_outside_of_the_pool_is_refused_by_index(self, world, block):
         with world.refuses(InvalidArgument, field="block_ids[1]"):
-            world.calls.evict(NOW, [1, block])
+            world.apply(EvictCall((1, block)))
 
 
 class TestEnding:
     def test_a_freed_request_is_forgotten_and_its_blocks_return(self, world):
         world.allocate("a", PROMPT)
-        assert world.calls.free(NOW, "a", EndKind.FREE, 0).parts[0].free_blocks == 20
+        assert world.apply(FreeCall("a")).parts[0].free_blocks == 20
         with world.refuses(NotFound):
-            world.calls.free(NOW, "a", EndKind.FREE, 0)
+            world.apply(FreeCall("a"))
 
     def test_a_fence_keeps_the_blocks_until_its_step_was_executed(self, world):
         world.allocate("a", PROMPT)
         free = [
-            world.calls.free(UnaryStep(executed_through=0), "a", EndKind.FREE, 1).parts[0].free_blocks,
-            world.calls.commit(UnaryStep(executed_through=1), CommitCall()).step.parts[0].free_blocks,
+            world.apply(FreeCall("a", EndKind.FREE, 1), UnaryStep(executed_through=0)).parts[0].free_blocks,
+            world.apply(CommitCall(), UnaryStep(executed_through=1)).step.parts[0].free_blocks,
         ]
         assert free == [17, 20]
 
     def test_held_blocks_stay_until_they_are_released(self, world):
         world.allocate("a", PROMPT)
-        assert world.calls.free(NOW, "a", EndKind.HELD, 0).parts[0].free_blocks == 17
-        assert world.calls.free(NOW, "a", EndKind.RELEASED, 0).parts[0].free_blocks == 20
+        assert world.apply(FreeCall("a", EndKind.HELD, 0)).parts[0].free_blocks == 17
+        assert world.apply(FreeCall("a", EndKind.RELEASED, 0)).parts[0].free_blocks == 20
 
     def test_a_finished_load_does_not_end_the_request(self, world):
         world.allocate("a", PROMPT, external=16, cap=0, flags=RowFlag.DELAY_CACHING)
-        world.calls.free(NOW, "a", EndKind.RELEASED, 0)
+        world.apply(FreeCall("a", EndKind.RELEASED, 0))
         assert world.allocate("a").granted == 24
 
     def test_a_preempted_request_keeps_its_tokens(self, world):
         world.allocate("a", PROMPT)
-        world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)
+        world.apply(FreeCall("a", EndKind.PREEMPTED, 0))
         answer = world.allocate("a")
         assert (answer.hit, answer.granted) == (32, 8)
 
     def test_a_waiting_request_may_be_sent_again(self, world):
         world.allocate("a", PROMPT)
-        world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)
+        world.apply(FreeCall("a", EndKind.PREEMPTED, 0))
         answer = world.allocate("a", list(range(100, 120)))
         assert (answer.granted, answer.hashes.count) == (20, 1)
         assert world.decode("a", [1] * 12).hashes.count == 2
@@ -296,28 +316,28 @@ class TestEnding:
             answer = world.allocate("a", content)
             assert (answer.status, answer.table, answer.hashes.count) == (AllocationStatus.DEFERRED, [[]], 3)
             assert not set(pages) & set(world.host.replica.coordinator.pool.free)
-        world.calls.free(NOW, "a", EndKind.RELEASED, 0)
+        world.apply(FreeCall("a", EndKind.RELEASED, 0))
         answer = world.allocate("a", again)
         assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 40, 2)
         assert world.decode("a", [1] * 8).hashes.count == 3
 
-    def test_slots_are_used_again(self, world):
+    def test_slots_of_ended_requests_are_reused(self, world):
         for name in "abc":
             world.allocate(name, [1])
-        world.calls.free(NOW, "b", EndKind.FREE, 0)
+        world.apply(FreeCall("b"))
         world.allocate("d", [1])
         assert world.host.replica.requests.slots() == [0, 1, 2]
 
     def test_evicted_keys_are_not_found_again(self, world):
         blocks = world.allocate("a", PROMPT).table[0]
-        world.calls.evict(NOW, blocks[:1])
+        world.apply(EvictCall(tuple(blocks[:1])))
         assert world.allocate("b", PROMPT).hit == 0
 
-    def test_a_reset_needs_an_empty_replica(self, world):
+    def test_a_reset_with_running_requests_is_not_done(self, world):
         world.allocate("a", PROMPT)
-        assert not world.calls.reset(NOW).parts[0].reset_done
-        world.calls.free(NOW, "a", EndKind.FREE, 0)
-        assert world.calls.reset(NOW).parts[0].reset_done
+        assert not world.apply(ResetCall()).parts[0].reset_done
+        world.apply(FreeCall("a"))
+        assert world.apply(ResetCall()).parts[0].reset_done
         assert world.allocate("a", PROMPT).hit == 0
 
 
@@ -370,7 +390,7 @@ class TestEngineLives:
         assert (answer.hit, answer.step.seq) == (0, 1)
         assert world.host.epoch == engine.opened.epoch + 1
 
-    def test_answers_by_op_id_are_of_one_life(self, world):
+    def test_stored_answers_end_with_their_engine_life(self, world):
         first = world.do(AllocateCall("a", world.content(PROMPT)), "op")
         world.host.close(world.open().nonce)
         assert world.do(AllocateCall("a", world.content(PROMPT)), "op") != first

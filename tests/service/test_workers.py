@@ -117,7 +117,7 @@ def refused(call, *arguments) -> KvplaneError:
     return caught.value
 
 
-def test_a_worker_takes_its_plan_and_is_shown(service: Service, workers: WorkersClient):
+def test_a_registered_worker_gets_its_plan_and_is_described(service: Service, workers: WorkersClient):
     assignment = workers.register_worker("r", INFO)
     assert assignment.plan == to_rank_plan(plan(LAYERS, num_blocks=500, max_model_len=256))
     assert (assignment.num_ranks, assignment.lease_ms) == (2, 60_000)
@@ -130,7 +130,7 @@ def test_a_worker_takes_its_plan_and_is_shown(service: Service, workers: Workers
     assert not service.describe().workers
 
 
-def test_refusals_arrive_by_name(service: Service, workers: WorkersClient):
+def test_worker_refusals_have_their_names(service: Service, workers: WorkersClient):
     service.register("explicit", SPEC)
     assert isinstance(refused(workers.register_worker, "none", INFO), NotFound)
     assert isinstance(refused(workers.register_worker, "explicit", INFO), NoPlan)
@@ -148,7 +148,7 @@ def test_refusals_arrive_by_name(service: Service, workers: WorkersClient):
     assert shown.worker_id == INFO.worker_id
 
 
-def test_another_layout_of_the_memory_is_another_replica(service: Service):
+def test_registration_with_another_memory_layout_is_refused(service: Service):
     with connect(service.address) as client:
         source = LayerSource(layers=LAYERS, num_blocks=500, max_model_len=256)
         client.register_replica("r", source, num_ranks=2)

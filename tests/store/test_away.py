@@ -76,7 +76,7 @@ class Hours:
             run(self.writer.run())
 
 
-def test_an_hour_without_redis(tmp_path):
+def test_an_hour_without_redis_loses_no_change(tmp_path):
     with servers.serving(tmp_path) as server:
         hours = Hours(server)
         hours.go_on(10**9)

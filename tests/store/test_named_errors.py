@@ -199,13 +199,13 @@ def test_names_of_expired_records_are_not_listed(server):
 @pytest.mark.parametrize(
     ("store", "word"),
     [
-        ("mysql://host", "is not a store"),
-        ("redis://", "is not a store"),
+        ("mysql://host", "is not an address of a store"),
+        ("redis://", "is not an address of a store"),
         ("redis://host:port", "is not an address"),
         ("redis://host:99999", "is not an address"),
         ("redis://user:secret@host", "store_password"),
         ("redis://host/name", "is not a database number"),
-        ("redis+sentinel://host", "no NAME"),
+        ("redis+sentinel://host", "lacks the name of the primary"),
     ],
 )
 def test_an_invalid_address_is_refused(store, word):
@@ -248,5 +248,5 @@ async def test_a_closed_store_is_unavailable(tmp_path):
     assert store is not None
     await store.open()
     await store.close()
-    with pytest.raises(errors.StoreUnavailable, match="the store is closed"):
+    with pytest.raises(errors.StoreUnavailable, match="the service has closed its store"):
         await store.size_bytes(LOG)

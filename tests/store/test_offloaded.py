@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.executors import Busy, Executor
 from kvplane_service.store.errors import StoreDenied, StoreUnavailable
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
@@ -58,7 +58,7 @@ async def test_a_hanging_call_times_out_and_no_further_call_starts(hanging):
     store = offloaded(lambda: hanging)
     await store.open()
     hanging.may_answer.clear()
-    with pytest.raises(StoreUnavailable, match=r"a call did not end within 0\.1 s"):
+    with pytest.raises(StoreUnavailable, match=r"the call did not end within 0\.1 s"):
         await store.append(LOG, chunk(1), 0)
     for number in range(3000):  # more than an executor accepts
         with pytest.raises(StoreUnavailable, match="an earlier call has not ended"):
@@ -66,6 +66,14 @@ async def test_a_hanging_call_times_out_and_no_further_call_starts(hanging):
     assert hanging.num_calls == 1
     hanging.may_answer.set()
     assert await until_answered(lambda: store.append(LOG, chunk(2), 0)) == 2, "the first one was carried out late"
+
+
+async def test_a_call_that_the_executor_refuses_fails_as_unavailable(hanging):
+    async def refuse(call):
+        raise Busy("1025 calls run or wait for the store, the most allowed")
+
+    with pytest.raises(StoreUnavailable, match="1025 calls run or wait for the store"):
+        await Offloaded(lambda: hanging, refuse).open()
 
 
 async def test_a_store_opened_after_the_timeout_is_open(hanging):
@@ -95,7 +103,7 @@ async def test_a_late_failure_of_a_call_is_logged(hanging, caplog):
             await store.drop(LOG)
         hanging.may_answer.set()
         assert await until_answered(lambda: store.append(LOG, chunk(1), 0)) == 1
-    assert "an abandoned call of the store failed: not yours" in caplog.text
+    assert "a call of the store failed after its timeout: not yours" in caplog.text
 
 
 async def test_cancelling_the_caller_cancels_a_call_that_has_not_started(hanging):

@@ -82,7 +82,7 @@ class Service:
         await self.idle()
 
     async def idle(self) -> None:
-        await asyncio.gather(*self.keeper._loads)
+        await asyncio.gather(*self.keeper._loads.tasks)
         assert await self.writer.write_all()
 
     @property
@@ -186,15 +186,20 @@ async def test_a_released_record_comes_after_all_published_entries(net):
     assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written after the record"
 
 
+def unreadable(log):
+    raise StoreUnavailable("not yet")
+
+
 async def test_a_release_stops_the_load_of_a_replica(net, monkeypatch):
     _, second = await pair(net)
     net.dead.add("a:1")
+    monkeypatch.setattr(net.store, "load", unreadable)
     await second.ownership.ensure_local("r")
-    keeper, written = second.keeper, unpack_record(net.store.records_by_name["r"])
-    keeper._restored["r"] = written  # as during the load of its entries
+    keeper = second.keeper
+    assert list(keeper._loads.tasks.values()) == ["r"]
 
     async def write_released(names):
-        await keeper._load_with_retries("r", written)
+        await asyncio.gather(*keeper._loads.tasks)
         return True
 
     monkeypatch.setattr(keeper, "_write_released", write_released)
@@ -328,6 +333,40 @@ async def test_a_lost_record_is_written_again(net):
     await first.ownership.beat()
     await first.idle()
     assert net.owner() == ("a:1", False)
+
+
+class NeverRead(OffloadedShared):
+    """Does not answer when a record is read, and counts the renewals meanwhile."""
+
+    is_reading = False
+    renewals = 0
+
+    async def get_record(self, replica):
+        self.is_reading = True
+        return await asyncio.get_running_loop().create_future()
+
+    async def announce(self, service, lease_ms):
+        self.renewals += self.is_reading
+
+
+async def renewals_while_a_record_is_read(net: Net) -> int:
+    """Return how often a service renews its lease while a comparison waits for the store."""
+    net.awaited = store = NeverRead(lambda: net.store, inline)
+    first, _ = await pair(net)
+    keeping = asyncio.create_task(first.ownership.keep())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert store.is_reading
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert keeping.cancelled()
+    return store.renewals
+
+
+async def test_reading_records_delays_no_renewal_of_the_lease(net):
+    assert await renewals_while_a_record_is_read(net) >= 3
+    with weakened("the lease is renewed after the records are read"):
+        assert await renewals_while_a_record_is_read(Net()) == 0
 
 
 async def test_concurrent_requests_adopt_a_replica_once(net):

@@ -20,8 +20,9 @@ from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.core.replica import Replica
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.inprocess import InProcessTransport
+from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
 from kvplane_service.store.keeper import Entropy, Keeper
@@ -54,7 +55,12 @@ class Life:
         self.keeper = Keeper(self.registry, self.config, runtime, Entropy(lambda: now_ms, lambda: next(counter)))
         asyncio.run(self.keeper.start(Offloaded(lambda: store, inline)))
         if loads:
-            asyncio.run(self.keeper.load())
+            asyncio.run(self.load())
+
+    async def load(self):
+        """Read the store, and retry until all entries are read."""
+        await self.keeper.load()
+        await asyncio.gather(*self.keeper._loads.tasks)
 
     def flush(self):
         assert self.keeper._writer is not None
@@ -284,8 +290,8 @@ def test_unary_calls_after_a_restart_begin_with_an_empty_cache():
     world, _, _ = used_world()
     world.restart()
     host = world.life.host
-    host.begin_unary(UnaryStep())
-    host.apply_unary(UnaryStep(), [Part()])
+    asyncio.run(host.begin_unary())
+    host.apply_unary(host.next_unary(UnaryStep(), [Part()]))
     assert host.replica.count_keys() == 0
     world.life.flush()
     world.restart()
@@ -321,7 +327,7 @@ def test_no_session_opens_while_the_store_is_read():
     with pytest.raises(Unavailable, match="recovering"):
         reopen(world, memory)
     with pytest.raises(Unavailable, match="recovering"):
-        world.life.host.begin_unary(UnaryStep())
+        asyncio.run(world.life.host.begin_unary())
     recovering.loading = False
     reopen(world, memory)
 
@@ -387,7 +393,7 @@ def test_a_damaged_record_is_skipped():
 def test_a_clock_behind_the_store_is_refused():
     world, _, _ = used_world()
     before = dict(world.store.records_by_name)
-    with pytest.raises(ClockBehindStore, match="600 s in the future") as caught:
+    with pytest.raises(ClockBehindStore, match="600 s after this machine's time") as caught:
         world.restart(now_ms=400_000)
     assert "clock" in caught.value.remedy
     assert world.store.records_by_name == before

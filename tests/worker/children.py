@@ -71,9 +71,7 @@ def attach_once(where: Path) -> None:
 
 def picklable(error: KvplaneError) -> KvplaneError:
     """The error in a form that can be pickled."""
-    return error_of_reason(
-        error.reason, error.message, field=error.field, remedy=error.remedy, metadata=error.metadata
-    )
+    return error_of_reason(error.reason, error.message, field=error.field, remedy=error.remedy, metadata=error.metadata)
 
 
 class Hands:

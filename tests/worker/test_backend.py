@@ -26,7 +26,7 @@ def test_describe_returns_the_backend_and_its_reasons(here: World):
 
 def test_unknown_backend_is_refused_before_the_run_dir_is_created(here: World):
     options = replace(here.options(), backend="none")
-    with pytest.raises(InvalidArgument, match="unknown backend 'none'"):
+    with pytest.raises(InvalidArgument, match="there is no backend 'none'"):
         WorkerProcess(options)
     assert options.run_dir is not None
     assert not options.run_dir.exists()

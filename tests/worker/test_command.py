@@ -35,7 +35,7 @@ def test_worker_command_refuses_a_missing_device(here: World):
     arguments = ["worker", "--service", here.service.address, "--replica", "r", "--device", "tpu"]
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, InvalidArgument)
-    assert str(error).startswith("device: 'tpu': not a device name")
+    assert str(error).startswith("device: pages cannot be on the device 'tpu': not a device name")
     assert exit_code(error) == WRONG_USE
 
 

@@ -90,7 +90,7 @@ def test_every_element_type_has_a_view():
 def test_latent_rows_have_no_values():
     pages = PageBuffers.allocate(rank_plan(m=(1, latent())))
     assert pages.latent("m.0").shape == (BLOCKS, 16, 8)
-    with pytest.raises(InvalidArgument, match="no keys and values"):
+    with pytest.raises(InvalidArgument, match="not contain keys and values"):
         pages.attention("m.0")
 
 
@@ -132,7 +132,7 @@ def test_unknown_layer_or_group_is_refused():
     with pytest.raises(InvalidArgument, match=r"^group"):
         pages.group(4)
     for view in (pages.latent, pages.states):
-        with pytest.raises(InvalidArgument, match=r"f\.0 hold"):
+        with pytest.raises(InvalidArgument, match=r"f\.0 do not contain"):
             view("f.0")
     flat = PageBuffers.allocate(rank_plan(s=(1, state())))
     with pytest.raises(InvalidArgument, match=r"states\(\)"):

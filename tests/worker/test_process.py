@@ -40,6 +40,7 @@ from tests.worker.rig import BLOCKS, World, refusal, world
 from tests.worker.test_ranks import PROMPT
 
 READY = plan_pb2.WORKER_STATE_READY
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def describe(address: str) -> pb.DescribeResponse:
@@ -60,7 +61,21 @@ def test_worker_is_registered_and_describes_itself(here: World):
     assert shown.plan_digest
     with grpc.insecure_channel(address) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="kvplane.v1.Worker"))
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert answer.status == SERVING
+
+
+def test_worker_serves_health_by_check_only(here: World):
+    """Health.Watch would hold a thread of the worker, and a client that does not read would delay its exit."""
+    _, address = here.worker()
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            next(health.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as raised:
+            health.Check(health_pb2.HealthCheckRequest(service="x"), timeout=20)
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == SERVING
 
 
 def test_terminated_worker_removes_its_files_and_registration(here: World):
@@ -130,7 +145,7 @@ def test_signal_during_the_start_check_stops_the_worker(here: World, monkeypatch
     monkeypatch.setattr(process_module, "prove_in_subprocess", tried)
     monkeypatch.setattr(select, "BACKENDS", {"slow": "torch_ops:TorchOps", **select.BACKENDS})
     error = refusal(WorkerProcess, here.options(), stop)
-    assert (type(error), error.message) == (Unavailable, "stop requested while backends were tested")
+    assert (type(error), error.message) == (Unavailable, "a stop was requested while backends were tested")
     assert not (here.folder / "r-0").exists()
 
 

@@ -71,7 +71,7 @@ HEADERS = ["gpt-oss-b90-s21", "mamba64-align-fine16-b300-s67", "llama-full-spec-
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_equal_sides_show_no_difference(name):
+def test_live_run_of_equal_sides_has_no_difference(name):
     driver, _, error = drive(Mirror(), recorded_header(name))
     assert error is None
     assert driver.replayer.values > 700
@@ -83,7 +83,7 @@ def one_free_block_too_few(record):
     return record | {"free": record["free"] - 1} if record["op"] == "preempt" else record
 
 
-def test_a_difference_is_found_shrunk_and_kept(tmp_path):
+def test_live_run_finds_shrinks_and_saves_a_difference(tmp_path):
     peer, header = Mirror(one_free_block_too_few), recorded_header("gpt-oss-b90-s21")
     _, done, error = drive(peer, header)
     assert error is not None
@@ -99,7 +99,7 @@ def test_a_difference_is_found_shrunk_and_kept(tmp_path):
     assert (caught.value.op, caught.value.name) == (again.op, "free")
 
 
-def test_a_run_without_a_difference_is_kept_and_replays(tmp_path, monkeypatch):
+def test_live_run_without_a_difference_is_saved_and_replays_equal(tmp_path, monkeypatch):
     header = recorded_header(HEADERS[0])
     monkeypatch.setattr(session, "draw_header", lambda kind, seed: (header, HABITS))
     tally = session.run_seed(Mirror(), "a-kind", 3, 60, tmp_path / "kept")
@@ -107,7 +107,7 @@ def test_a_run_without_a_difference_is_kept_and_replays(tmp_path, monkeypatch):
     assert replay_file(tmp_path / "kept" / "a-kind-s3.jsonl.gz").values == tally.values
 
 
-def test_a_crash_of_the_core_is_a_difference(monkeypatch):
+def test_live_run_reports_a_crash_of_the_core_as_a_difference(monkeypatch):
     driver, _, _ = drive(Mirror(), recorded_header(HEADERS[0]), operations=10)
 
     def crash(number, op):
@@ -119,6 +119,6 @@ def test_a_crash_of_the_core_is_a_difference(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_draws_the_same_configuration_again(kind):
+def test_live_run_draws_equal_configurations_from_equal_seeds(kind):
     assert draw_header(kind, 3) == draw_header(kind, 3)
     assert draw_header(kind, 3) != draw_header(kind, 4)

@@ -1,10 +1,13 @@
-"""The audit log: who changed what, who was refused; never a secret."""
+"""The audit log records changes and refusals with their owner, and contains no secret."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import shutil
+import socket
 import threading
 from typing import Any
 
@@ -101,6 +104,62 @@ def test_audit_log_reopens_after_rotation(tmp_path):
     log.record("two")
     log.close()
     assert [[line["event"] for line in lines_of(file)] for file in (old, path)] == [["one"], ["two", "closed"]]
+
+
+class Away:
+    """An audit log whose directory is removed after its first line, so that no new file can be created."""
+
+    def __init__(self, directory) -> None:
+        self.path = directory / "logs" / "audit"
+        self.path.parent.mkdir()
+        self.log = AuditLog(str(self.path), lambda: 0)
+        self.log.record("one")
+        until(lambda: "one" in self.path.read_text())
+        (self.descriptor,) = [fd for fd in map(int, os.listdir("/proc/self/fd")) if target_of(fd) == str(self.path)]
+        shutil.rmtree(self.path.parent)
+
+
+def target_of(descriptor: int) -> str:
+    """Path of an open file; "" if it was closed meanwhile."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
+
+
+def errors_of(caplog) -> list[str]:
+    return [entry.message for entry in caplog.records if entry.name.endswith("audit")]
+
+
+def test_audit_log_without_a_file_closes_no_descriptor_of_others(tmp_path, caplog):
+    away = Away(tmp_path)
+    left, right = socket.socketpair()
+    away.log.record("two")
+    until(lambda: bool(errors_of(caplog)))
+    neighbour = socket.socket(fileno=fcntl.fcntl(left, fcntl.F_DUPFD_CLOEXEC, away.descriptor))
+    with left, right, neighbour:
+        assert neighbour.fileno() == away.descriptor
+        away.log.record("three")
+        away.path.parent.mkdir()
+        away.log.record("four")
+        away.log.close()
+        neighbour.send(b"open")
+        assert right.recv(4) == b"open"
+    lines = lines_of(away.path)
+    lost = sum(line["count"] for line in lines if line["event"] == "lines_lost")
+    assert lost >= 1
+    assert lost + sum(line["event"] in ("two", "three", "four") for line in lines) == 3
+    assert lines[-1]["event"] == "closed"
+
+
+def test_outage_of_the_audit_log_is_logged_once(tmp_path, caplog):
+    away = Away(tmp_path)
+    for _ in range(5):
+        away.log.record("lost")
+    away.log.close()
+    began, ended = errors_of(caplog)
+    assert began.startswith("the audit log cannot be written, lines are lost: [Errno 2]")
+    assert ended == "the audit log ends without its last lines: 6 were lost"
 
 
 def test_unwritable_audit_log_fails_at_start(tmp_path):

@@ -43,18 +43,21 @@ def test_a_star_is_allowed_only_at_the_end():
 
 
 REFUSED = {
-    "acme.scopse": ("acme: {scopse: []}", "the nearest key is scopes"),
+    "acme.scopse": ("acme: {scopse: []}", "the most similar key is scopes"),
     "acme.scopes.0": ("acme: {scopes: [alocate]}", "docs/operating.md"),
-    "acme.limits.block": ("acme: {limits: {block: 1}}", "the nearest key is blocks"),
+    "acme.limits.block": ("acme: {limits: {block: 1}}", "the most similar key is blocks"),
     "acme.limits.blocks": ("acme: {limits: {blocks: 0}}", "docs/operating.md"),
-    "a star is allowed only at the end": ("acme: {domains: ['*x']}", "docs/operating.md"),
-    "write jwt:SUB or cert:NAME": ("acme: {subjects: [x]}", "docs/operating.md"),
-    "acme is not a mapping": ("acme: [1]", "owner: {key"),
-    "has no owners": ("", "owner: {key"),
+    "may stand only at the end of a name": ("acme: {domains: ['*x']}", "docs/operating.md"),
+    "must begin with `jwt:` or `cert:`": ("acme: {subjects: [x]}", "docs/operating.md"),
+    "the value of owner acme is a list": ("acme: [1]", "owner: {key"),
+    "is not a mapping of owners": ("", "owner: {key"),
     "is not YAML": ("a: [", "owner: {key"),
     "overlap": ("acme: {replicas: ['x*']}\nrival: {replicas: [xy]}", "its own names"),
     "overlap ": ("acme: {}\nrival: {replicas: ['*']}", "its own names"),
-    "cert:x is acme and rival": ("acme: {subjects: ['cert:x']}\nrival: {subjects: ['cert:x']}", "once"),
+    "acme and rival both have the subject cert:x": (
+        "acme: {subjects: ['cert:x']}\nrival: {subjects: ['cert:x']}",
+        "to one owner",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every method has its rule, and no call gets in without it."""
+"""Every method has a required scope, and no call is accepted without it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_calls_without_credentials_are_unauthenticated(world, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_without_its_scope_a_method_is_denied_and_with_it_the_call_gets_in(tmp_path, method):
+def test_a_method_is_denied_without_its_scope_and_allowed_with_it(tmp_path, method):
     scope = METHODS[method].scope
     owners = {
         "has": {"scopes": [scope.value], "every_replica": True},
@@ -99,7 +99,7 @@ def test_health_needs_no_credentials(world):
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
-def test_reflection_is_off_unless_it_was_asked_for(tmp_path, world):
+def test_reflection_is_off_by_default(tmp_path, world):
     assert outcome(world.service.channel, REFLECTION) is None
     with running(Guard(tmp_path).config()) as service:
         refused = outcome(service.channel, REFLECTION)

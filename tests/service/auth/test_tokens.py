@@ -1,4 +1,4 @@
-"""Static tokens: what is kept of them, files that change, sessions that are broken off."""
+"""Static tokens: their digests, changes of the token file, and sessions that end with their token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.service.rig import refusal, running, until
 STATUS = admin_pb2.StatusRequest()
 
 
-def test_a_file_of_digests_knows_its_tokens_and_no_other(tmp_path):
+def test_token_file_accepts_exactly_its_tokens(tmp_path):
     path, tokens = tmp_path / "tokens", [new_token() for _ in range(3)]
     lines = [line_of(token, f"o{at}") for at, token in enumerate(tokens)]
     path.write_text("# comment\n\n" + "\n".join(f"{line}  # of {at}" for at, line in enumerate(lines)))
@@ -26,7 +26,7 @@ def test_a_file_of_digests_knows_its_tokens_and_no_other(tmp_path):
     assert not any(token in path.read_text() for token in tokens)
 
 
-def test_tokens_are_256_bits_and_never_the_same():
+def test_generated_tokens_have_256_bits_and_are_unique():
     tokens = {new_token() for _ in range(100)}
     assert len(tokens) == 100
     assert all(len(token) == len("kvp_") + 43 for token in tokens)
@@ -36,7 +36,7 @@ BAD_LINES = ["canary-token acme", "sha256:00 acme", "sha256:" + "0" * 64, "sha25
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_line_that_cannot_be_is_named_by_its_number_and_not_repeated(tmp_path, line):
+def test_invalid_token_line_is_refused_by_number_without_its_text(tmp_path, line):
     path = tmp_path / "tokens"
     path.write_text(f"# first\n{line}\n")
     with pytest.raises(InvalidArgument, match="line 2") as caught:
@@ -47,7 +47,7 @@ def test_a_line_that_cannot_be_is_named_by_its_number_and_not_repeated(tmp_path,
 def test_a_repeated_token_is_refused(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"{line_of('t', 'a')}\n{line_of('t', 'b')}\n")
-    with pytest.raises(InvalidArgument, match="repeats"):
+    with pytest.raises(InvalidArgument, match="same token as an earlier line"):
         read_tokens(str(path))
 
 
@@ -65,7 +65,7 @@ def test_token_comparison_takes_constant_time(monkeypatch):
     assert len(looked) == 5
 
 
-def test_the_command_makes_a_token_and_its_line(kvplane, tmp_path):
+def test_token_command_prints_a_token_and_its_line(kvplane, tmp_path):
     code, output, _ = kvplane("token", "acme")
     token, line = output.splitlines()
     path = tmp_path / "tokens"
@@ -84,7 +84,7 @@ def test_added_and_removed_tokens_take_effect_at_once(tmp_path):
         world.acme.admin.Status(STATUS)
 
 
-def test_files_that_cannot_be_used_change_nothing(tmp_path, caplog):
+def test_unusable_token_files_keep_the_previous_tokens(tmp_path, caplog):
     with guarded(tmp_path) as world:
         world.guard.tokens_file.write_text("nonsense")
         world.acme.admin.Status(STATUS)
@@ -95,8 +95,8 @@ def test_files_that_cannot_be_used_change_nothing(tmp_path, caplog):
         world.guard.write_owners({"acme": {"scopse": []}})
         world.acme.admin.Status(STATUS)
     assert "line 1" in caplog.text
-    assert "'unknown' is not in" in caplog.text
-    assert "the nearest key is scopes" in caplog.text
+    assert "owner 'unknown', which is not in" in caplog.text
+    assert "the most similar key is scopes" in caplog.text
 
 
 def test_streams_of_a_removed_token_are_ended(tmp_path):

@@ -1,4 +1,4 @@
-"""What a caller's registry asks of others: nothing for a name that cannot be the caller's."""
+"""A name that another owner has is not looked up at other services."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def ensure_local(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_asked"), [("acme/r", True), ("rival/r", False), ("acme", False)])
-async def test_a_hidden_name_is_not_looked_up_at_other_services(name, is_asked):
+async def test_a_name_of_another_owner_is_not_looked_up_at_other_services(name, is_asked):
     """Nor can the caller make this service adopt a replica of another owner."""
     visible = VisibleReplicas(Registry(Config(), lambda: 0), ensure_local)
     ASKED.clear()

@@ -138,23 +138,25 @@ def test_a_forged_token_is_refused(checked, how):
 
 SECRET = {"kty": "oct", "k": "c2VjcmV0LXNlY3JldA", "kid": "s", "alg": "HS256"}
 BAD_FILES = {
-    "is not a JWKS": "nonsense",
-    "is not a JWKS ": json.dumps({"keys": {}}),
-    "is not a JWKS  ": json.dumps({"keys": []}),
-    "has no kid": json.dumps({"keys": [{key: value for key, value in public(EC_KEY, "x").items() if key != "kid"}]}),
-    "is secret": json.dumps({"keys": [SECRET]}),
-    "is secret ": json.dumps({"keys": [{**public(EC_KEY, "x"), "d": "AAAA"}]}),
-    "is not a public key": json.dumps({"keys": [{"kty": "RSA", "kid": "x"}]}),
-    "repeats a kid": json.dumps({"keys": [public(EC_KEY, "x"), public(RSA_KEY, "x")]}),
-    "is for HS256": json.dumps({"keys": [public(RSA_KEY, "x", alg="HS256")]}),
+    "is not a JSON Web Key Set": "nonsense",
+    "is not a JSON Web Key Set ": json.dumps({"keys": {}}),
+    "is not a JSON Web Key Set  ": json.dumps({"keys": []}),
+    "has no text `kid`": json.dumps(
+        {"keys": [{key: value for key, value in public(EC_KEY, "x").items() if key != "kid"}]}
+    ),
+    "is a symmetric or private key": json.dumps({"keys": [SECRET]}),
+    "is a symmetric or private key ": json.dumps({"keys": [{**public(EC_KEY, "x"), "d": "AAAA"}]}),
+    "is not a valid public key": json.dumps({"keys": [{"kty": "RSA", "kid": "x"}]}),
+    "has the same `kid` as an earlier key": json.dumps({"keys": [public(EC_KEY, "x"), public(RSA_KEY, "x")]}),
+    "is for the algorithm HS256": json.dumps({"keys": [public(RSA_KEY, "x", alg="HS256")]}),
 }
 
 
 @pytest.mark.parametrize("what", BAD_FILES)
-def test_a_file_of_keys_that_cannot_be_is_refused_by_name(tmp_path, what):
+def test_an_invalid_key_file_is_refused_by_name(tmp_path, what):
     path = tmp_path / "jwks"
     path.write_text(BAD_FILES[what])
-    with pytest.raises(InvalidArgument, match=f"{what.strip()}|is not a public key") as caught:
+    with pytest.raises(InvalidArgument, match=f"{what.strip()}|is not a valid public key") as caught:
         read_web_tokens(str(path), ISSUER, AUDIENCE)
     assert caught.value.field == "auth_jwks"
 

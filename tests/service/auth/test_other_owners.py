@@ -109,7 +109,7 @@ def test_reassigned_names_do_not_expose_old_replicas(world):
         world.rival.describe("r")
     with refusal(AlreadyExists) as caught:
         world.rival.register("r")
-    assert caught[0].message == "r is taken", "nothing of what it is"
+    assert caught[0].message == "a replica r already exists", "nothing of what it is"
     with refusal(NotFound):
         world.acme.describe("r")
     assert world.operator.describe("r").state == pb.REPLICA_STATE_IDLE
@@ -126,7 +126,7 @@ def test_the_same_tokens_hit_nothing_of_another_owner(world):
     assert world.rival.allocation.FindCacheHit(look).hit_tokens == 0
 
 
-def test_events_of_one_owner_reach_no_other(world):
+def test_events_of_an_owner_are_not_sent_to_other_owners(world):
     """The rival registers pages under the very hashes of the victim's next prompt, in its own replica and domain."""
     secret = list(range(500, 540))
     world.rival.register("rival/x")
@@ -196,7 +196,7 @@ def test_the_empty_domain_can_be_denied(tmp_path):
         stream.close()
 
 
-def test_a_stolen_nonce_opens_nothing_and_ends_nothing(world):
+def test_a_nonce_of_another_owner_neither_opens_nor_ends_a_session(world):
     victim = world.acme.open("r")
     nonce = next(NONCES) - 1  # the victim's
     thief = Stream(world.rival.channel)
