@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env test-vllm faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -107,6 +107,12 @@ replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models
 
 faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their stores (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
+
+vllm-env: $(DEV)  ## set up vLLM 0.33.0 for a CPU, in an environment of its own (5 GB, ten minutes)
+	@$(PYTHON) -m tests.vllm.environment
+
+test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock
+	@$(PYTHON) -m pytest tests/vllm -m "vllm or not vllm" -rP --timeout 1800
 
 soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one service process: no resource may grow (STORE=sqlite|redis)
 	@$(PYTHON) -m tests.soak --minutes $(if $(HOURS),$(shell expr 60 \* $(HOURS)),10) --store $(or $(STORE),sqlite)
