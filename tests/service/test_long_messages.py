@@ -149,8 +149,7 @@ def test_a_newer_session_waits_for_a_long_step(service, held):
     held.go_on.set()
     newer.opened = newer.receive().opened
     assert newer.opened.epoch > stream.opened.epoch
-    assert stream.receive().result.seq == 1
-    assert isinstance(stream.end(), OtherWriter)
+    assert isinstance(stream.end(), OtherWriter)  # before or after the answer to the long step
     newer.close()
 
 
