@@ -186,7 +186,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("state_positions", states, lambda engine: manager(engine).num_retired.__setitem__(0, 9), "group 0 recorded"),
     ("state_positions", states, lambda engine: manager(engine).last_state.__setitem__(0, 40), "group 0 recorded"),
     ("transfers", plain, lambda engine: requests(engine).loading.add(7), "loads into slots \\[7\\] that are not live"),
-    ("transfers", loading, lambda engine: requests(engine).not_zeroed.clear(), "are not in not_zeroed"),
+    ("transfers", loading, lambda engine: requests(engine).not_zeroed.clear(), "not exempt from zeroing"),
     ("transfers", loading, lambda engine: take(engine, "load_after", 9), "its load waits for step 9"),
     ("transfers", plain, lambda engine: requests(engine).not_zeroed.add(1), "wait for a load and do not run"),
     ("grants", in_flight, lambda engine: take(engine, "in_flight", 3), "3 tokens in flight, grants say 9"),

@@ -302,7 +302,7 @@ def _check_requests(replica: Replica) -> Slices:
     wrong = {slot for slot in loading if requests.running[slot]} - not_zeroed
     if wrong:
         raise BrokenInvariant(
-            "transfers", f"slots {sorted(wrong)[:9]} have a load in progress and are not in not_zeroed"
+            "transfers", f"slots {sorted(wrong)[:9]} load, and their new blocks are not exempt from zeroing"
         )
     wrong = {slot for slot in not_zeroed if not requests.running[slot]}
     if wrong:

@@ -108,7 +108,7 @@ class SharedStore(IndexStore, Protocol):
     """A store that several services can use: it also has a lease for each live service, by the service's address."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service for `lease_ms` milliseconds; the service renews the lease before it ends."""
+        """Record that a service is alive for the next `lease_ms` milliseconds; it calls this again before they end."""
         ...
 
     async def is_announced(self, service: str) -> bool:
@@ -165,7 +165,7 @@ class BlockingSharedStore(BlockingStore, Protocol):
     """A SharedStore with blocking calls."""
 
     def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service (see SharedStore.announce)."""
+        """Record that a service is alive (see SharedStore.announce)."""
         ...
 
     def is_announced(self, service: str) -> bool:

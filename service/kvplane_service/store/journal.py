@@ -293,10 +293,10 @@ class ReplicaJournal:
         return has_all
 
     def switch(self, log: LogName, after: int = 0) -> LogName:
-        """Start the log of another page memory, for which no entry written so far is valid, and return the old log,
-        which the caller drops.
+        """Start the log of another incarnation of the page memory; return the old log, whose entries are invalid for
+        the new memory and which the caller drops.
 
-        Another service may have written chunks of the new log, none with a number above `after`.
+        New chunks get numbers above `after`: another service may have written chunks of the new log up to that number.
         """
         old, self.log = self.log, log
         self._pending = None

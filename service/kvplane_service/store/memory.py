@@ -64,7 +64,7 @@ class MemoryStore:
         del log
 
     def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service (see SharedStore.announce)."""
+        """Record that a service is alive (see SharedStore.announce)."""
         self._leases[service] = self._clock() + lease_ms * 1_000_000
 
     def is_announced(self, service: str) -> bool:

@@ -146,7 +146,7 @@ class OffloadedShared(Offloaded[BlockingSharedStore]):
     """Implements SharedStore by calling a BlockingSharedStore on a thread."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service (see SharedStore.announce)."""
+        """Record that a service is alive (see SharedStore.announce)."""
         await self._do(partial(self._store.announce, service, lease_ms))
 
     async def is_announced(self, service: str) -> bool:

@@ -180,7 +180,7 @@ class RedisStore:
             await client.pexpire(self._log_key(log), self._ttl_ms)
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service (see SharedStore.announce)."""
+        """Record that a service is alive (see SharedStore.announce)."""
         async with self._named_errors() as client:
             await client.set(self._service_key(service), b"", px=lease_ms)
 

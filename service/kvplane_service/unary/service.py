@@ -236,7 +236,7 @@ class UnaryCalls:
         if call.end is EndKind.RELEASED:
             if call.fence_seq:
                 raise InvalidArgument(
-                    f"a release has no fence, found step {call.fence_seq}",
+                    f"fence_seq is {call.fence_seq}, and a release takes no fence",
                     field="fence_seq",
                     remedy="give 0, and release the request when the transfer has ended",
                 )

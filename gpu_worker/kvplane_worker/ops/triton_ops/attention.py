@@ -121,7 +121,7 @@ def paged(pages: Tensor, scale: Tensor | None) -> Paged:
 
 
 def heads(tensor: Tensor) -> Heads:
-    """Return the kernel argument for queries or results, [rows, heads, size]."""
+    """Return a tensor of queries or results [rows, heads, size] with its strides, as the kernels take it."""
     return Heads(tensor, (tensor.stride(0), tensor.stride(1)))
 
 

@@ -62,8 +62,8 @@ class FullAttentionManager(GroupManager):
         return True
 
     def drop_margin(self) -> int:
-        """Return how many tokens a look-up leaves out with the last block: one block, or with partial hits one hash
-        block.
+        """Return by how many tokens a look-up shortens a hit whose last block the request must compute again: the size
+        of a block, or with partial hits the number of tokens per block hash.
         """
         return min(self.hash_size, self.block_size) if self.replica.partial_hits else self.block_size
 

@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The cell as text: count, size, and GB/s of both routes."""
+        """Number of runs, KiB per run, and GB/s by a batched copy and by buffers."""
         moved = self.count * self.run_bytes / 1e9
         rates = f"{moved / self.batched_s:.1f}/{moved / self.buffered_s:.1f}"
         return f"{self.count} x {self.run_bytes >> 10} KiB {rates}"
