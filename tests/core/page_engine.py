@@ -23,7 +23,7 @@ from kvplane_service.core.replica import Replica
 from tests.core.builders import tokens
 from tests.core.follower import Followed
 from tests.core.page_memory import Launch, Memory, Page
-from tests.core.page_requests import Request, Texts, Transfer
+from tests.core.page_requests import PlannedRow, Request, Texts, Transfer
 from tests.core.page_scheduler import MOST_IN_FLIGHT, SLOTS, RandomScheduler
 from tests.core.permissions import LOAD, Cells
 
@@ -211,8 +211,9 @@ class RandomEngine(RandomScheduler):
         return [load for load in own if self._may_start(load)]
 
     def _check_new_loads(self) -> None:
-        """No launch behind `load_after` that was sent before the load uses a block that the load writes. Of what is
-        loaded in front of a launch, the core knows every block: were the engine to die, it must hand out none of them.
+        """No launch in flight behind `load_after`, except one that waits for the load, uses a block that the load
+        writes. Of what is loaded in front of a launch, the core knows every block: were the engine to die, it must hand
+        out none of them.
         """
         for row in self.pending[-1].rows:
             if row.loaded < row.start:
@@ -222,8 +223,9 @@ class RandomEngine(RandomScheduler):
         loads = [(slot, one.load) for slot, one in self.requests.items() if one.load is not None]
         for slot, load in loads:
             for launch in self.pending:
-                if load.after < launch.seq < load.seq:
-                    used = set[int]().union(*(row.used_blocks(self.spec) for row in launch.rows))
+                if load.after < launch.seq:
+                    others = [row for row in launch.rows if isinstance(row, PlannedRow) and row.load is not load]
+                    used = set[int]().union(*(row.used_blocks(self.spec) for row in others))
                     used &= load.blocks(self.spec)
                     assert not used, f"the load of slot {slot} may start while step {launch.seq} uses its blocks {used}"
 

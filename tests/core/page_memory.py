@@ -76,20 +76,33 @@ class Row:
     is_lost: bool = False  # it may read garbage
     prompt: int = 1 << 30
 
-    def reads(self, group: GroupSpec, at: int) -> bool:
-        """Whether the first token of the row attends to this earlier one."""
-        in_gap = self.prompt <= at <= self.start - group.window
-        return at >= first_seen(group, self.start) and not (group.kind is GroupKind.R_SWA and in_gap)
+    def reads(self, group: GroupSpec, at: int, begin: int) -> bool:
+        """Whether the token at `begin` attends to this earlier one."""
+        in_gap = self.prompt <= at <= begin - group.window
+        return at >= first_seen(group, begin) and not (group.kind is GroupKind.R_SWA and in_gap)
 
     @property
     def end(self) -> int:
         return len(self.launched)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First token that the launch may compute, and the end of the last one."""
+        return self.start, self.end
+
     def used_blocks(self, spec: ReplicaSpec) -> set[int]:
-        """Blocks that the launch reads or writes."""
+        """Blocks that the launch, and the load in front of it, may read or write."""
         used = set[int]()
+        begin, stop = self.bounds
         for group, table in zip(spec.groups, self.tables, strict=True):
-            used.update(table[first_seen(group, self.start) // group.block_size : -(-self.end // group.block_size)])
+            size = group.block_size
+            if group.kind is GroupKind.RING:
+                used.update(table)
+            elif group.kind is GroupKind.MAMBA:  # from the state before it up to those of its last drafts
+                used.update(table[max(0, begin - 1) // size :])
+            else:
+                used.update(table[min(begin, self.loaded) // size : -(-stop // size)])
+                used.update(Memory._block(table, at, group) for at in range(begin) if self.reads(group, at, begin))
         return used - {0}
 
     def resolve(self, lost: Container[tuple[int, int]]) -> None:
@@ -231,7 +244,7 @@ class Memory:
         for number, group in enumerate(self.spec.groups):
             if group.kind in SCRATCH:
                 continue
-            for at in (at for at in range(row.start) if row.reads(group, at)):
+            for at in (at for at in range(row.start) if row.reads(group, at, row.start)):
                 block = self._block(row.tables[number], at, group)
                 page = self.pages.get(block)
                 self.read(block)

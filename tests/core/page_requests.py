@@ -60,6 +60,13 @@ class PlannedRow(Row):
         """Whether it may compute drafts, or stand behind some."""
         return self.start + self.count > self.known
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """A launch whose place is not known begins where the tokens that are accepted now end, or later."""
+        if self.is_resolved:
+            return super().bounds
+        return min(self.truth.end, self.start), self.start + self.count
+
     def resolve(self, lost: Container[tuple[int, int]]) -> None:
         """Begin where the launch before this one ended, with its rejected drafts left out.
 

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from kvplane.base.groups import AlignSpec, GroupSpec
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
+from tests.core.page_memory import Left
+from tests.core.page_requests import PlannedRow, Truth
 from tests.core.permissions import Cells
 
 STEPS = 30
@@ -81,3 +83,14 @@ def test_random_engines_reach_hits(mix):
     engines = [run(mix, seed) for seed in range(12)]
     assert sum(engine.hits for engine in engines) > 5
     assert sum(engine.keys_seen for engine in engines) > 1000
+
+
+def test_a_launch_behind_drafts_uses_the_blocks_that_it_would_read_if_all_were_rejected():
+    """Blocks that no token from the accepted ones on attends to are not used, whatever the tables of an engine say."""
+    spec = replica_spec(window(6), full())
+    tables = [[1, 2, 3, 4, 0], [5, 6, 7, 8, 9]]
+    row = PlannedRow((0, 0), "a" * 20, "", 13, 13, tables, truth=Truth(9, Left(tables, 9, 9), 9), count=2, luck=(True,))
+    assert row.used_blocks(spec) == {2, 3, 4, 5, 6, 7, 8}
+    row.resolve(())
+    assert (row.start, row.end) == (9, 11)
+    assert row.used_blocks(spec) == {2, 3, 5, 6, 7}
