@@ -10,8 +10,9 @@ from types import TracebackType
 from torch import Tensor
 
 from kvplane.base.rank_plan import RankPlan
-from kvplane.base.stamp_table import StampTable
+from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire import decode_plan, encode_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import read_token, run_dir_of
 from kvplane_worker.lending.writer import ProcessName
@@ -48,6 +49,11 @@ class Attached:
         return self.holdings.stamps
 
     @property
+    def records(self) -> memoryview:
+        """The memory for the records of the engine's keys (`KeyRecords`), of an opaque plan; zeroes in new memory."""
+        return self.holdings.records
+
+    @property
     def staging(self) -> Tensor:
         """The worker's staging buffer, uint8 [bytes] on the host."""
         return self.holdings.staging
@@ -65,24 +71,48 @@ class Attached:
         self.close()
 
 
-def attach(where: str | Path, plan_digest: str = "") -> Attached:
+def attach(where: str | Path, plan_digest: str = "", opaque_plan: RankPlan | None = None) -> Attached:
     """Map the pages of a worker. This process becomes their only writer until it exits.
 
     Args:
         where: the path of the worker's directory, or the worker's address as `DescribeReplica` returns it.
         plan_digest: digest of the memory layout that the pages must have; "" = any.
+        opaque_plan: the memory layout (`RankPlan.opaque`), for a worker without a service. The worker keeps its memory
+            if it has this layout, and allocates zeroed memory, a new incarnation, otherwise.
 
     Raises:
         OtherWriter: the pages are lent to another process, whose id is `metadata["pid"]`.
         PermissionDenied: the worker runs as another user.
         NotFound, Unavailable: no worker answers at this address.
-        WrongPlan: the pages have another memory layout.
+        WrongPlan: the pages have another memory layout, or an opaque plan is given to a worker that has a service.
+        NoPlan: the worker has neither a service nor a plan.
+        OutOfMemory: the memory for the opaque plan cannot be allocated.
         FailedPrecondition: stamp table and pages belong to different allocations (incarnations), so the memory is
             damaged.
     """
     name = ProcessName.of(os.getpid())
-    answer = _ask(where, pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks))
+    request = pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks)
+    if opaque_plan is not None:
+        request.opaque_plan.CopyFrom(encode_plan(opaque_plan))
+    answer = _ask(where, request)
     return Attached(Holdings.map(*wire.decode_attached(answer)))
+
+
+def map_stamps(where: str | Path) -> tuple[StampTable, memoryview]:
+    """Map the stamp table and the key records of a worker with an opaque plan, writable, for the scheduler of the
+    engine whose rank has attached its pages. Returns also the memory of the records (`KeyRecords`).
+
+    Raises NotFound, Unavailable, PermissionDenied and NoPlan as `attach` does.
+    """
+    answer = _ask(where, pb.AttachRequest(stamps_only=True))
+    view = SharedMemory.open(wire.decode_handle(answer.stamps)).view
+    return StampTable(view), view[table_bytes(decode_plan(answer.plan).num_blocks) :]
+
+
+def attached_pid(where: str | Path) -> int:
+    """Return the id of the process to which a worker's pages are lent; 0 = none. Raises the errors of `map_stamps`."""
+    with WorkerClient(run_dir_of(where)) as worker:
+        return worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).attached_pid
 
 
 def read_stamps(where: str | Path) -> StampTable:

@@ -11,15 +11,20 @@ from typing import Annotated
 
 import typer
 
-from kvplane.base.errors import NotFound
+from kvplane.base.errors import InvalidArgument, NotFound
 
 
 def command(
     context: typer.Context,
+    replica: Annotated[
+        str, typer.Option(help="Replica name; with a service, it must be registered from a model or a list of layers.")
+    ],
     service: Annotated[
         str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the kvplane service, or several: A,B.")
-    ],
-    replica: Annotated[str, typer.Option(help="Replica name; it must be registered from a model or a list of layers.")],
+    ] = "",
+    opaque: Annotated[
+        bool, typer.Option("--opaque", help="No service: lend raw memory to an engine that gives its size (vLLM).")
+    ] = False,
     rank: Annotated[int, typer.Option(help="Rank whose pages this worker holds.")] = 0,
     device: Annotated[str, typer.Option(help="Device of the pages: cpu (shared memory) or cuda:N.")] = "cpu",
     run_dir: Annotated[
@@ -39,12 +44,19 @@ def command(
     """
     import logging
 
+    if opaque == bool(service):
+        raise InvalidArgument(
+            "a worker gets its memory layout from a service or from its engine",
+            field="--service",
+            remedy="give either --service or --opaque",
+        )
     _require_torch()
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     access = context.find_root().obj  # set by the options before the command
     staging_bytes = staging_mib << 20
+    backend = "torch" if opaque else backend  # the engine moves its pages: no kernel needs to be tested
     options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait)
     run(options, _print_address)
 

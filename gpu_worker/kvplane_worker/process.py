@@ -35,6 +35,7 @@ POLL_S = 0.05  # poll interval of a leaving worker: has the engine exited?
 LOG_INTERVAL_S = 20.0  # between log lines of a worker that waits for its engine
 RETRY_S = 1.0  # between attempts to register, with --wait
 GRACE_S = 1.0  # for calls under way when the server stops
+ALONE_S = 60.0  # instead of a lease, for a worker without a service
 FINAL = (WorkerExists, WrongPlan, NoPlan)  # end the worker; after any other error it retries, and keeps the pages
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class WorkerOptions:
     """The options of a worker process.
 
     Attributes:
-        service: addresses of the kvplane service, separated by commas.
+        service: addresses of the kvplane service, separated by commas; "" = none: the engine gives an opaque plan when
+            it attaches.
         replica: name of the replica.
         rank: the rank whose pages the worker holds.
         device: "cpu" or "cuda:N".
@@ -109,7 +111,7 @@ class WorkerProcess:
         self._options = options
         self._run_dir = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
-        self._service = WorkersClient(Owners.at(options.service, reach))
+        self._service = WorkersClient(Owners.at(options.service, reach)) if options.service else None
         self._info = WorkerInfo(
             options.rank, secrets.randbits(64) or 1, self._run_dir.address, os.getpid(), options.device
         )
@@ -119,6 +121,8 @@ class WorkerProcess:
 
     def start(self) -> str:
         """Get the memory layout, allocate the pages, serve them, and register. Returns the worker's address.
+
+        Without a service, the worker only begins to serve: an engine gives its plan when it attaches.
 
         Raises:
             WorkerExists: another worker holds the pages of the rank.
@@ -131,26 +135,28 @@ class WorkerProcess:
             # Safe: its lease may still run, but its process has exited, since the lock of the directory was free.
             self._deregister(run_dir.last.worker_id)
         run_dir.write_state(self._info.worker_id)
-        assignment = self._first_assignment()
-        holdings = Holdings.allocate(assignment.plan, options.device, run_dir, options.staging_bytes)
-        self._served = ServedRank(options.replica, self._info, run_dir.token, holdings, self._backend)
-        self._update_info(
-            state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=assignment.plan.digest()
-        )
+        self._served = ServedRank(options.replica, self._info, run_dir.token, None, self._backend)
+        if self._service is None:
+            self._served.allocate = partial(Holdings.allocate, device=options.device, place=run_dir, staging_bytes=0)
+        else:
+            plan = self._first_assignment(self._service).plan
+            holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes)
+            self._served.memory = holdings
+            self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
         self._server = WorkerServer(self._servicer, run_dir.address)
         self._server.start()
         self._renew()
         return run_dir.address
 
-    def _first_assignment(self) -> Assignment:
+    def _first_assignment(self, service: WorkersClient) -> Assignment:
         """Register, and return the rank's memory layout. With `wait`, retry until the engine has registered the
         replica.
         """
         last_error = ""
         while True:
             try:
-                return self._service.register_worker(self._options.replica, self._info)
+                return service.register_worker(self._options.replica, self._info)
             except (NotFound, Unavailable) as error:
                 if not self._options.wait or self._stop.requested.wait(RETRY_S):
                     raise
@@ -189,10 +195,11 @@ class WorkerProcess:
         lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
-        if self._served is not None:
-            self._served.holdings.close(lent)
+        if self._served is not None and self._served.memory is not None:
+            self._served.memory.close(lent)
         self._run_dir.leave()
-        self._service.close()
+        if self._service is not None:
+            self._service.close()
 
     def _wait_for_engine(self) -> None:
         """Refuse new engines, and wait until the attached engine has exited.
@@ -227,18 +234,20 @@ class WorkerProcess:
         If the service does not answer, the worker keeps the pages, also after the lease has expired.
         """
         assert self._served is not None
+        if self._service is None:
+            return ALONE_S
         self._update_info()
         try:
             return self._service.renew_worker(self._options.replica, self._served.info) / 1000
         except FINAL:
             raise
         except NotFound:
-            return self._register_again() / 1000
+            return self._register_again(self._service) / 1000
         except KvplaneError as error:
             _log.warning("%s", error)
             return 0.0
 
-    def _register_again(self) -> int:
+    def _register_again(self, service: WorkersClient) -> int:
         """Register again with a service that does not know the worker, such as a restarted service. Returns the length
         of the lease in milliseconds.
 
@@ -247,7 +256,7 @@ class WorkerProcess:
         """
         assert self._served is not None
         try:
-            assignment = self._service.register_worker(self._options.replica, self._served.info)
+            assignment = service.register_worker(self._options.replica, self._served.info)
         except FINAL:
             raise
         except KvplaneError as error:
@@ -270,16 +279,19 @@ class WorkerProcess:
         to its stamp table.
         """
         assert self._served is not None
+        info, memory = self._served.info, self._served.memory
         self._info = self._served.info = replace(
-            self._info,
-            state=state or self._info.state,
-            incarnation=incarnation or self._info.incarnation,
-            plan_digest=digest or self._info.plan_digest,
-            owner_epoch=self._served.holdings.stamps.owner_epoch,
+            info,
+            state=state or info.state,
+            incarnation=incarnation or info.incarnation,
+            plan_digest=digest or info.plan_digest,
+            owner_epoch=memory.stamps.owner_epoch if memory is not None else 0,
         )
 
     def _deregister(self, worker_id: int) -> None:
         """Remove a worker's registration. If this fails, the service removes it when the lease expires."""
+        if self._service is None:
+            return
         try:
             self._service.deregister_worker(self._options.replica, worker_id)
         except KvplaneError as error:

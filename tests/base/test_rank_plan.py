@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import GroupLayers, RankPlan, TensorPlacement
+from kvplane.wire import decode_plan, encode_plan
 from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
 from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
 
@@ -160,3 +161,15 @@ def test_planned_pages_do_not_overlap(specs, layout, stages):
             if start < other_start + other.spec.page_bytes and other_start < start + one.spec.page_bytes:
                 assert block == other_block
                 assert one.group != other.group
+
+
+def test_an_opaque_plan_is_named_by_its_layout_and_has_no_layers():
+    plan = RankPlan.opaque(8, 800, "layout-1")
+    assert decode_plan(encode_plan(plan)) == plan
+    assert (
+        len({plan.digest(), RankPlan.opaque(8, 800, "2").digest(), RankPlan.opaque(8, 801, "layout-1").digest()}) == 3
+    )
+    with pytest.raises(InvalidArgument, match="1 groups and layers"):
+        replace(plan, groups=(GroupLayers((), ()),)).validate()
+    with pytest.raises(InvalidArgument, match="at most 64"):
+        RankPlan.opaque(8, 800, "x" * 65)

@@ -14,6 +14,8 @@ import torch
 
 import kvplane
 from kvplane.base.errors import KvplaneError, error_of_reason
+from kvplane.base.key_records import RECORD_BYTES, KeyRecord, KeyRecords
+from kvplane.base.rank_plan import RankPlan
 from kvplane.rank import Rank, RankGroup
 from kvplane_worker.attach import Attached, attach
 from kvplane_worker.ops.torch_ops import TorchOps
@@ -89,6 +91,32 @@ class Hands:
         self.attached.append(one)
         self.ranks.append(Rank(one.stamps, PageMover(one.buffers, TorchOps())))
         return one.stamps.incarnation, one.stamps.owner_epoch
+
+    def attach_opaque(self, where: str, plan: RankPlan) -> int:
+        """Attach to a worker without a service. Returns the incarnation."""
+        self.attached.append(attach(where, opaque_plan=plan))
+        return self.attached[-1].stamps.incarnation
+
+    def write_raw(self, start: int, content: bytes, stamps: list[tuple[int, int]]) -> None:
+        """Write bytes into opaque pages, and stamps of blocks."""
+        one = self.attached[-1]
+        one.buffers.memory[start : start + len(content)].copy_(torch.tensor(list(content), dtype=torch.uint8))
+        for block, stamp in stamps:
+            one.stamps.write([block], [stamp])
+
+    def read_raw(self, start: int, count: int) -> bytes:
+        return bytes(self.attached[-1].buffers.memory[start : start + count].tolist())
+
+    def write_record(self, record: KeyRecord) -> None:
+        KeyRecords.create(self.attached[-1].records, self.attached[-1].plan.num_blocks, 32).write(record)
+
+    def read_record(self, block: int) -> int:
+        """Return the stamp of a block's record."""
+        records = KeyRecords(self.attached[-1].records).records()
+        return int.from_bytes(records[block * RECORD_BYTES : block * RECORD_BYTES + 8], "little")
+
+    def group_of_opaque(self) -> None:
+        self.attached[-1].buffers.group(0)
 
     def open(self, address: str, replica: str) -> tuple[int, int]:
         """Open a session with the stamps of the ranks, and claim them. Returns epoch and number of kept keys."""

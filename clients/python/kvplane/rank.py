@@ -58,6 +58,52 @@ class PageMover(Protocol):
         ...
 
 
+class CallersMoves:
+    """The mover of a rank whose engine zeroes and copies pages itself, in the order of the rank's calls of `carry_out`.
+    The `Rank` then writes stamps only.
+
+    After the device has completed what was ordered so far, the engine calls `done`. `Rank.executed`, `synchronize` and
+    `launches_ended` cannot wait for another's device: they raise FailedPrecondition before that.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
+        self._latest = _CallersCalls()
+
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        """Do nothing: the engine zeroes the blocks before its launch."""
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Do nothing: the engine copies the blocks before its launch."""
+
+    def moves(self) -> Moves:
+        """Return a handle of all zeroes and copies that were ordered so far."""
+        return self._latest
+
+    def done(self) -> None:
+        """Record that the device has completed all zeroes and copies of the orders that were carried out so far."""
+        self._latest.ended = True
+        self._latest = _CallersCalls()
+
+
+@dataclass(slots=True)
+class _CallersCalls:
+    """The zeroes and copies between two calls of `CallersMoves.done`."""
+
+    ended: bool = False
+
+    def have_ended(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        if not self.ended:
+            raise FailedPrecondition(
+                "zeroes and copies of the engine may still run",
+                field="seq",
+                remedy="call CallersMoves.done when the device has completed them",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _Moving:
     """The zeroing and copying of pages that one part of a step ordered."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvplane.base.errors import FailedPrecondition, OutOfMemory
+from kvplane.base.key_records import RECORD_BYTES, records_bytes
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import HEADER_BYTES, STAMP_BYTES, StampTable, table_bytes
 from kvplane_worker.lending.rundir import RunDir
@@ -21,6 +22,13 @@ from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
 
 PAGES, STAMPS, STAGING = "pages", "stamps", "staging"
+
+
+def stamps_bytes(plan: RankPlan) -> int:
+    """Return the bytes of the stamp table of these pages. With an opaque layout, the engine's records of its keys
+    follow the table (`kvplane.base.key_records`): pages and keys then live equally long.
+    """
+    return table_bytes(plan.num_blocks) + (records_bytes(plan.num_blocks) if plan.opaque_layout else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Holdings:
         with ExitStack() as cleanup:
             pages = allocate_memory(device, allocation_bytes(plan), place.shared_path(PAGES))
             cleanup.callback(pages.close)
-            stamps = SharedMemory.create(place.shared_path(STAMPS), table_bytes(plan.num_blocks))
+            stamps = SharedMemory.create(place.shared_path(STAMPS), stamps_bytes(plan))
             cleanup.callback(stamps.close)
             staging = SharedMemory.create(place.shared_path(STAGING), staging_bytes)
             cleanup.callback(staging.close)
@@ -97,6 +105,13 @@ class Holdings:
         )
         holdings.check_incarnation()
         return holdings
+
+    @property
+    def records(self) -> memoryview:
+        """The memory behind the stamp table, for the key records of an opaque plan; empty for other plans."""
+        _, stamps, _ = self._memories
+        assert isinstance(stamps, SharedMemory)
+        return stamps.view[table_bytes(self.stamps.num_blocks) :]
 
     def check_incarnation(self) -> None:
         """Raise FailedPrecondition if the stamp table has another incarnation (random number of the allocation) than
@@ -132,7 +147,7 @@ class Holdings:
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
     """Raise OutOfMemory if the pages do not fit, before anything is allocated."""
-    host = table_bytes(plan.num_blocks) + staging_bytes
+    host = stamps_bytes(plan) + staging_bytes
     needs = {device: allocation_bytes(plan)}
     needs[CPU] = needs.get(CPU, 0) + host
     for where, asked in needs.items():
@@ -152,7 +167,7 @@ def _most_blocks(plan: RankPlan, where: str, device: str, free: int) -> int:
     """Return the most blocks of this layout that would fit; 0 if fewer than two would (block 0 is the null block)."""
     per_block = plan.bytes_per_block if where == device else 0
     if where == CPU:
-        per_block += STAMP_BYTES
+        per_block += STAMP_BYTES + (RECORD_BYTES if plan.opaque_layout else 0)
         free -= HEADER_BYTES
     blocks = max(free, 0) // per_block
     return blocks if blocks > 1 else 0

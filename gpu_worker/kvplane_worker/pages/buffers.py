@@ -27,8 +27,10 @@ WORD_BYTES = 8
 
 
 def allocation_bytes(plan: RankPlan) -> int:
-    """Return the bytes to allocate for a memory layout, rounded up to a multiple of eight."""
-    return math.ceil(plan.size_bytes / WORD_BYTES) * WORD_BYTES
+    """Return the bytes to allocate for a memory layout, rounded up to a multiple of eight. An opaque layout gets eight
+    more, for the incarnation: the engine may write every byte of such a layout.
+    """
+    return math.ceil(plan.size_bytes / WORD_BYTES) * WORD_BYTES + (INCARNATION_BYTES if plan.opaque_layout else 0)
 
 
 class PageBuffers:
@@ -185,6 +187,12 @@ class PageBuffers:
 
     def group(self, group: int) -> GroupPages:
         """Return views of the whole pages of a group as bytes. Raises InvalidArgument if there is no such group."""
+        if self.plan.opaque_layout:
+            raise FailedPrecondition(
+                "only the engine knows where the pages of a block are: the layout is opaque",
+                field="group",
+                remedy="let the engine move its pages",
+            )
         if not 0 <= group < self.num_groups:
             raise InvalidArgument(
                 f"there is no KV cache group {group}",
@@ -198,16 +206,20 @@ class PageBuffers:
 
     def write_incarnation(self, incarnation: int) -> None:
         """Write the incarnation, the random number that identifies this memory, into the first bytes of the null
-        block's page.
+        block's page; with an opaque layout, behind the pages.
         """
         row = torch.tensor(list(incarnation.to_bytes(INCARNATION_BYTES, "little")), dtype=torch.uint8)
-        self.memory[:INCARNATION_BYTES].copy_(row)
+        self._incarnation.copy_(row)
 
     def read_incarnation(self) -> int:
-        """Return the incarnation (random number that identifies this memory) in the null block's
-        page; 0 in new memory.
+        """Return the incarnation (random number that identifies this memory) that `write_incarnation` wrote; 0 in new
+        memory.
         """
-        return int.from_bytes(bytes(self.memory[:INCARNATION_BYTES].cpu().tolist()), "little")
+        return int.from_bytes(bytes(self._incarnation.cpu().tolist()), "little")
+
+    @property
+    def _incarnation(self) -> Tensor:
+        return self.memory[-INCARNATION_BYTES:] if self.plan.opaque_layout else self.memory[:INCARNATION_BYTES]
 
     def _bytes(self, place: LayerPlace) -> Tensor:
         size = (self.num_blocks, place.spec.page_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,8 +12,17 @@ from itertools import chain
 from google.protobuf.message import Message
 
 from kvplane import wire as client_wire
-from kvplane.base.errors import LimitExceeded, PermissionDenied, Unavailable, WrongPlan
-from kvplane.base.worker import WorkerInfo
+from kvplane.base.errors import (
+    FailedPrecondition,
+    KvplaneError,
+    LimitExceeded,
+    NoPlan,
+    PermissionDenied,
+    Unavailable,
+    WrongPlan,
+)
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker import transfers
 from kvplane_worker.lending.holdings import Holdings
@@ -34,15 +43,59 @@ class ServedRank:
         replica: name of the replica.
         info: what the worker registers at the service; replaced when a value changes.
         token: token in the worker's directory, which callers send.
-        holdings: pages, stamp table and staging buffer.
+        memory: pages, stamp table and staging buffer; None until an engine has given its plan.
         backend: backend of page operations.
+        allocate: allocates memory for the plan of an engine; None if the worker's plan comes from a service.
     """
 
     replica: str
     info: WorkerInfo
     token: str
-    holdings: Holdings
+    memory: Holdings | None
     backend: Choice
+    allocate: Callable[[RankPlan], Holdings] | None = None
+
+    @property
+    def holdings(self) -> Holdings:
+        """Pages, stamp table and staging buffer. Raises NoPlan if there are none yet."""
+        if self.memory is None:
+            raise NoPlan(
+                "the worker has no pages yet: it has no service, and no engine has given it a plan",
+                field="opaque_plan",
+                remedy="attach the engine with opaque_plan",
+            )
+        return self.memory
+
+    def hold(self, plan: RankPlan, is_mapped: bool) -> None:
+        """Keep the memory if it has this plan; otherwise free it and allocate new memory, a new incarnation.
+
+        `is_mapped`: whether the calling process has the memory already.
+
+        Raises:
+            WrongPlan: the worker's plan comes from a service.
+            FailedPrecondition: the calling process has mapped the memory with another plan.
+            OutOfMemory: the memory cannot be allocated; the worker then has none.
+        """
+        if self.allocate is None or not plan.opaque_layout:
+            raise WrongPlan(
+                "the plan of this worker comes from its service" if plan.opaque_layout else "the plan is not opaque",
+                field="opaque_plan",
+                remedy="start the worker without --service, and give an opaque plan",
+            )
+        if self.memory is not None and self.memory.buffers.plan == plan:
+            return
+        if is_mapped:
+            raise FailedPrecondition(
+                "this process has mapped the pages with another plan",
+                field="opaque_plan",
+                remedy="start a new process to change the size or the layout of the pages",
+            )
+        if self.memory is not None:
+            held, self.memory = self.memory, None
+            held.close()  # safe: the process that mapped it has exited
+        self.memory = self.allocate(plan)
+        incarnation, digest = self.memory.stamps.incarnation, plan.digest()
+        self.info = replace(self.info, state=WorkerState.READY, incarnation=incarnation, plan_digest=digest)
 
 
 class WorkerServicer:
@@ -109,6 +162,10 @@ class WorkerServicer:
     def Attach(self, request: pb.AttachRequest) -> Message:  # noqa: N802
         """Lend the pages to the calling process, or only the stamp table; see worker.proto."""
         self._check_token(request.token)
+        if self._leaving:
+            raise Unavailable("the worker is shutting down", remedy="attach to the worker that is started in its place")
+        if request.HasField("opaque_plan"):
+            self._lend(request)
         digest = self._served.info.plan_digest
         if request.plan_digest and request.plan_digest != digest:
             raise WrongPlan(
@@ -116,13 +173,25 @@ class WorkerServicer:
                 field="plan_digest",
                 remedy="attach to a worker of this registration of the replica, or restart the worker",
             )
-        if self._leaving:
-            raise Unavailable("the worker is shutting down", remedy="attach to the worker that is started in its place")
-        if not request.stamps_only:
-            with self._a_thread(), self._one_transfer, self._one_at_a_time:
-                if self._writer.lend(ProcessName(request.pid, request.start_ticks)):
-                    self._served.holdings.stamps.launches_ended()  # safe: the process that launched them has exited
+        if not request.stamps_only and not request.HasField("opaque_plan"):
+            self._lend(request)
         return wire.encode_attached(self._served.holdings, request.stamps_only)
+
+    def _lend(self, request: pb.AttachRequest) -> None:
+        """Lend the pages to the calling process, after a change to the plan that it gives, if it gives one."""
+        served, named = self._served, ProcessName(request.pid, request.start_ticks)
+        plan = client_wire.decode_plan(request.opaque_plan) if request.HasField("opaque_plan") else None
+        with self._a_thread(), self._one_transfer, self._one_at_a_time:
+            is_new = self._writer.lend(named)
+            try:
+                if plan is not None:
+                    served.hold(plan, is_mapped=not is_new)
+                if is_new:
+                    served.holdings.stamps.launches_ended()  # safe: the process that launched them has exited
+            except KvplaneError:
+                if is_new:
+                    self._writer.close()  # nothing was lent
+                raise
 
     def Transfer(self, request: pb.TransferRequest) -> Message:  # noqa: N802
         """Copy pages within the rank, or to and from the staging buffer; see worker.proto."""

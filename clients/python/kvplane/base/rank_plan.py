@@ -2,7 +2,7 @@
 allocation.
 
 The service's planner computes the layout, a worker allocates the memory, and an engine creates its tensor views from
-the layout.
+the layout. A layout is *opaque* if an engine computes it and only names it: then the worker knows no layer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvplane.base.layer_spec import LayerSpec
 from kvplane.base.layers import KVSharingLayer
 
 MAX_SIZE_BYTES = 1 << 48
+MAX_LAYOUT_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class RankPlan:
         groups: the rank's layers of each KV cache group of the model; the index is the group id.
         tensors: positions of the layers of `groups`.
         shared_layers: layers that read the cache of another layer.
+        opaque_layout: for an opaque layout, a digest of everything that gives the bytes their meaning; the plan then
+            has no groups. "" = the layout is not opaque.
     """
 
     num_blocks: int
@@ -86,6 +89,14 @@ class RankPlan:
     groups: tuple[GroupLayers, ...]
     tensors: tuple[TensorPlacement, ...]
     shared_layers: tuple[KVSharingLayer, ...] = ()
+    opaque_layout: str = ""
+
+    @classmethod
+    def opaque(cls, num_blocks: int, size_bytes: int, layout: str) -> RankPlan:
+        """Return the opaque layout of `size_bytes` bytes with this digest. Raises InvalidArgument, see `validate`."""
+        plan = cls(num_blocks, size_bytes, size_bytes // max(1, num_blocks), (), (), opaque_layout=layout)
+        plan.validate()
+        return plan
 
     def places(self) -> tuple[LayerPlace, ...]:
         """Return the position of each layer that has a cache, in order of groups. Raises KeyError for a layer without a
@@ -112,7 +123,8 @@ class RankPlan:
         ]
         shared = [[layer.name, layer.shares_with] for layer in self.shared_layers]
         sizes = [self.num_blocks, self.size_bytes, self.bytes_per_block]
-        text = json.dumps([sizes, groups, tensors, shared], sort_keys=True, separators=(",", ":"))
+        parts: list[object] = [sizes, groups, tensors, shared, *([self.opaque_layout] if self.opaque_layout else [])]
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def validate(self) -> None:
@@ -124,6 +136,12 @@ class RankPlan:
         blocks, size, groups = self.num_blocks, self.size_bytes, len(self.groups)
         _require(1 <= blocks <= MAX_BLOCKS, "num_blocks", f"{blocks} blocks", f"give 1 to {MAX_BLOCKS}")
         _require(1 <= size <= MAX_SIZE_BYTES, "size_bytes", f"{size} bytes", f"give 1 to {MAX_SIZE_BYTES}")
+        if self.opaque_layout:
+            layout, layers = self.opaque_layout, groups + len(self.tensors) + len(self.shared_layers)
+            fits = len(layout) <= MAX_LAYOUT_CHARS
+            _require(fits, "opaque_layout", f"{len(layout)} characters", f"give at most {MAX_LAYOUT_CHARS}")
+            _require(not layers, "groups", f"an opaque layout with {layers} groups and layers", "give none")
+            return
         _require(1 <= groups <= MAX_GROUPS, "groups", f"{groups} groups", f"give 1 to {MAX_GROUPS}")
         for index, group in enumerate(self.groups):
             layers, specs = len(group.layer_names), len(group.specs)

@@ -39,20 +39,22 @@ class GroupLayers(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ...) -> None: ...
 
 class RankPlan(_message.Message):
-    __slots__ = ("num_blocks", "size_bytes", "bytes_per_block", "groups", "tensors", "shared_layers")
+    __slots__ = ("num_blocks", "size_bytes", "bytes_per_block", "groups", "tensors", "shared_layers", "opaque_layout")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     SHARED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    OPAQUE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     size_bytes: int
     bytes_per_block: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupLayers]
     tensors: _containers.RepeatedCompositeFieldContainer[TensorPlacement]
     shared_layers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.Layer]
-    def __init__(self, num_blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorPlacement, _Mapping]]] = ..., shared_layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ...) -> None: ...
+    opaque_layout: str
+    def __init__(self, num_blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorPlacement, _Mapping]]] = ..., shared_layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ..., opaque_layout: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest")

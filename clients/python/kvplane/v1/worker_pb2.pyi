@@ -69,18 +69,20 @@ class DescribeResponse(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only")
+    __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only", "opaque_plan")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     START_TICKS_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STAMPS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    OPAQUE_PLAN_FIELD_NUMBER: _ClassVar[int]
     token: str
     pid: int
     start_ticks: int
     plan_digest: str
     stamps_only: bool
-    def __init__(self, token: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ..., plan_digest: _Optional[str] = ..., stamps_only: bool = ...) -> None: ...
+    opaque_plan: _plan_pb2.RankPlan
+    def __init__(self, token: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ..., plan_digest: _Optional[str] = ..., stamps_only: bool = ..., opaque_plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("pages", "stamps", "staging", "plan", "incarnation")

@@ -83,7 +83,9 @@ class WorkerServicer(object):
         """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
         another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
         FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
+        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+        a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
+        it a plan. RESOURCE_EXHAUSTED: too little memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

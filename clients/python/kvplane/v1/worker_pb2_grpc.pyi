@@ -43,7 +43,9 @@ class WorkerStub:
     """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
     another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
     FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
+    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+    a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
+    it a plan. RESOURCE_EXHAUSTED: too little memory.
     """
     Transfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]
     """Moves whole pages within the pool, or between the pool and the host's staging buffer. The worker reads the stamp of
@@ -79,7 +81,9 @@ class WorkerAsyncStub(WorkerStub):
     """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
     another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
     FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
+    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+    a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
+    it a plan. RESOURCE_EXHAUSTED: too little memory.
     """
     Transfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]  # type: ignore[assignment]
     """Moves whole pages within the pool, or between the pool and the host's staging buffer. The worker reads the stamp of
@@ -124,7 +128,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
         another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
         FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
+        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+        a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
+        it a plan. RESOURCE_EXHAUSTED: too little memory.
         """
 
     @_abc_1.abstractmethod

@@ -22,7 +22,8 @@ def encode_plan(plan: RankPlan) -> pb.RankPlan:
     ]
     shared = [encode_layer(layer, "shared_layers") for layer in plan.shared_layers]
     sizes = {name: getattr(plan, name) for name in _SIZES}
-    return build(pb.RankPlan, "plan", {**sizes, "groups": groups, "tensors": tensors, "shared_layers": shared})
+    layers = {"groups": groups, "tensors": tensors, "shared_layers": shared}
+    return build(pb.RankPlan, "plan", {**sizes, **layers, "opaque_layout": plan.opaque_layout})
 
 
 def decode_plan(message: pb.RankPlan) -> RankPlan:
@@ -34,6 +35,7 @@ def decode_plan(message: pb.RankPlan) -> RankPlan:
         groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
         tensors=tuple(_decode_placement(tensor) for tensor in message.tensors),
         shared_layers=tuple(KVSharingLayer(layer.name, layer.shares_with) for layer in message.shared_layers),
+        opaque_layout=message.opaque_layout,
     )
     plan.validate()
     return plan
