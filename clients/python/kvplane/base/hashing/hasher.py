@@ -129,6 +129,11 @@ class RequestHasher:
         return HashTail(self._num_blocks, self._digest, self._pending)
 
     @property
+    def extra_keys(self) -> ExtraKeys:
+        """The extra keys of the request."""
+        return self._keys.extra
+
+    @property
     def num_tokens(self) -> int:
         """The number of tokens appended so far."""
         return self._num_blocks * self._scheme.block_size + len(self._pending) // TOKEN_BYTES

@@ -1,0 +1,278 @@
+"""The whole state of a replica as bytes, so that another replica continues from it exactly.
+
+    export_state(replica) -> bytes           load_state(spec, bytes) -> Replica, which answers every later step equally
+    slices(replica) -> the same bytes in pieces; the replica may apply further steps while they are read
+
+The layout: MAGIC, then named values as in `packed_values`, each preceded by its name (a text). All lists are by block,
+by slot or by group; a set or dict is keyed by one of these.
+
+    spec        digest of the spec: another pool cannot load the state
+    replica     seq, keeps_keys, shown, and the counters
+    pool        epoch, generation, counter, step, executed_through and further numbers; reserved and busy blocks
+    pool.NAME   one column of the pool per value
+    free        free blocks in eviction order
+    keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
+                plus 1, 0 = no key; and the digests of the blocks that have a key
+    more_keys   further keys of blocks
+    shared      keys of several blocks, these in the order in which they are hit
+    requests    by column
+    content     repeated: slot, hashes, and the state of the hasher if the service hashes the tokens
+    tracker     the records of steps in flight
+    manager     repeated, by group: every attribute of the manager except SETTINGS
+
+Left out: stored refusals, on which no decision depends, and what is empty between two steps (orders and events).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, fields
+from itertools import islice
+from typing import Any
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import ExtraKeys, Multimodal
+from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.counters import Counters, Residency
+from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay, TentativeKeys
+from kvplane_service.core.keys import Key
+from kvplane_service.core.packed_values import ValueReader, pack_value
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import Content, Requests
+
+MAGIC = b"kvplane state 1\n"
+
+POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp", "_born", "_used", "_last_use")
+POOL_VALUES = (
+    "generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "_age_base",
+    "reserved", "busy", "evicted_keys", "registered",
+)  # fmt: skip
+REQUEST_COLUMNS = (
+    "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
+    "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "load_after", "ends_at",
+    "fast_path_until", "alloc_bound", "window_bound", "register_bound",
+)  # fmt: skip
+REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
+# Attributes of managers that the spec determines. Every other attribute is part of the state.
+SETTINGS = frozenset({
+    "group", "spec", "replica", "pool", "requests", "orders", "drops_last_block", "block_size", "hash_size",
+    "_window", "_margin", "_resumes_lower",
+})  # fmt: skip
+
+
+def export_state(replica: Replica) -> bytes:
+    """Return the whole state of a replica. No step may be open."""
+    return b"".join(slices(replica))
+
+
+def slices(replica: Replica) -> Iterator[bytes]:
+    """Return the state of a replica at the time of this call, in pieces of about SLICE_BLOCKS blocks or a few requests.
+
+    The columns are copied here, the pieces are encoded as they are read. No step may be open.
+    """
+    pool = replica.coordinator.pool
+    assert not pool.stamped and not pool.events, "export between two steps"
+    return _encode(_copy(replica))
+
+
+def load_state(spec: ReplicaSpec, raw: bytes) -> Replica:
+    """Return a replica with the state that `export_state` returned. Raises InvalidArgument if the bytes are damaged or
+    of another spec; the invariants are not checked, see `inspect.check`.
+    """
+    if not raw.startswith(MAGIC):
+        raise _refusal("the bytes are not an exported state of this version")
+    reader, replica = ValueReader(raw, len(MAGIC)), Replica(spec)
+    entries: dict[str, list[Any]] = {}
+    while reader.has_more:
+        entries.setdefault(str(reader.read()), []).append(reader.read())
+    if entries.get("spec") != [_spec_digest(spec)]:
+        raise _refusal("the state is that of a pool with another spec")
+    try:
+        _load(replica, entries)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+        raise _refusal(f"the state is incomplete: {type(error).__name__} {error}") from error
+    return replica
+
+
+def _refusal(problem: str) -> InvalidArgument:
+    return InvalidArgument(problem, field="state", remedy="export the state with the same version and spec")
+
+
+def _spec_digest(spec: ReplicaSpec) -> bytes:
+    return hashlib.sha256(repr(spec).encode()).digest()
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
+    """Return the entries of the state. What a later step could change is copied by this call; the rest is read later.
+
+    Hashes of a request are only appended, so their number is noted instead of a copy.
+    """
+    pool, requests, tracker = replica.coordinator.pool, replica.requests, replica.tracker
+    keys, more = pool.key[:], {block: dict(further) for block, further in pool.more_keys.items()}
+    if pool.lazy_keys is not None:
+        for block, key in pool.lazy_keys:
+            keys[block] = key
+    shared = sorted((key, list(blocks)) for key, blocks in _shared(pool))
+    pairs: dict[tuple[str, int], int] = {}
+    before: list[tuple[str, object]] = [
+        ("spec", _spec_digest(replica.spec)),
+        ("replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown), list(astuple(replica.counters))]),
+        ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
+        ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
+        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
+        ("free", array("I", pool.free)),
+    ]
+    columns = {name: list(getattr(requests, name)) for name in REQUEST_COLUMNS}
+    values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
+    contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
+    hashers = {slot: _hasher_state(content.hasher) for slot, content, _ in contents if content.hasher}
+    after: list[tuple[str, object]] = [
+        ("more_keys", more),
+        ("shared", shared),
+        ("requests", {**columns, **values}),
+        ("tracker", _tracker_state(tracker)),
+        *[
+            ("manager", {name: _copied(value) for name, value in vars(manager).items() if name not in SETTINGS})
+            for manager in replica.coordinator.managers
+        ],
+    ]
+
+    def entries() -> Iterator[tuple[str, object]]:
+        yield from before
+        for start in range(0, len(keys), SLICE_BLOCKS):
+            yield "keys", _key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
+        yield from after
+        for slot, content, count in contents:
+            yield "content", [slot, list(islice(content.digests, count)), hashers.get(slot)]
+
+    return entries()
+
+
+def _encode(entries: Iterator[tuple[str, object]]) -> Iterator[bytes]:
+    yield MAGIC
+    for name, value in entries:
+        yield pack_value(name) + pack_value(value)
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401
+    """Return a copy of a value whose lists may have lists as entries."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return [one[:] for one in value]
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def _shared(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
+    for domain, maps in pool.index.items():
+        for group, by_digest in enumerate(maps):
+            for digest, entry in by_digest.items():
+                if not isinstance(entry, int):
+                    yield (domain, group, digest), entry
+
+
+def _key_run(start: int, keys: list[Key | None], pairs: dict[tuple[str, int], int]) -> list[object]:
+    numbers = [0 if key is None else pairs.setdefault(key[:2], len(pairs)) + 1 for key in keys]
+    return [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
+
+
+def _hasher_state(hasher: RequestHasher) -> list[object]:
+    extra, tail = hasher.extra_keys, hasher.tail
+    items = [(item.identifier, item.offset, item.length) for item in extra.multimodal]
+    return [tail.num_blocks, tail.digest, tail.pending, extra.lora, extra.salt, items, list(extra.prompt_embeds)]
+
+
+def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
+    return {
+        "grants": {seq: [one.slot[:], one.serial[:], one.num_tokens[:]] for seq, one in tracker.grants.items()},
+        "tentative": {seq: [one.keys[:], one.slot[:], one.serial[:]] for seq, one in tracker.tentative.items()},
+        "adoptions": {seq: [(block, *stay) for block, stay in book] for seq, book in tracker.adoptions.items()},
+        "waiting": [(step, blocks[:]) for step, blocks in tracker.waiting],
+        **{name: _copied(getattr(tracker, name)) for name in ("held", "under_load", "filling")},
+    }
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def _load(replica: Replica, entries: dict[str, list[Any]]) -> None:
+    ((replica.seq, replica._keeps_keys, replica._shown, counters),) = entries["replica"]
+    for name, value in zip([field.name for field in fields(Counters)], counters, strict=True):
+        setattr(replica.counters, name, value)
+    _load_pool(replica.coordinator.pool, entries)
+    _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
+    _load_tracker(replica.tracker, entries["tracker"][0])
+    for manager, state in zip(replica.coordinator.managers, entries["manager"], strict=True):
+        for name in vars(manager).keys() - SETTINGS:
+            setattr(manager, name, state[name])
+
+
+def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
+    for name, value in ((name, entries["pool"][0][name]) for name in POOL_VALUES):
+        setattr(pool, name, value)
+    for name in POOL_COLUMNS:
+        (column,) = entries[f"pool.{name}"]
+        if len(column) != pool.num_blocks or type(column) is not type(getattr(pool, name)):
+            raise ValueError(f"pool.{name} has {len(column)} entries")
+        setattr(pool, name, column)
+    pool.residency = Residency(*entries["residency"][0])
+    pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
+    pool.stamped.clear()
+    pool.free.rebuild(entries["free"][0])
+    pool.more_keys = entries["more_keys"][0]
+    pool.key = _keys(entries["keys"], pool.num_blocks)
+    for block, key in enumerate(pool.key):
+        for one in () if key is None else (key, *pool.more_keys.get(block, ())):
+            pool._add_to_index(block, one)
+    for (domain, group, digest), blocks in entries["shared"][0]:
+        entry = pool.index[domain][group][digest]
+        if isinstance(entry, int) or sorted(entry) != sorted(blocks):
+            raise ValueError("blocks of a shared key")
+        entry[:] = blocks
+
+
+def _keys(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
+    keys: list[Key | None] = []
+    for start, pairs, numbers, digests in runs:
+        if start != len(keys):
+            raise ValueError("runs of keys")
+        rest = iter(digests)
+        keys += [(*pairs[number - 1], next(rest)) if number else None for number in numbers]
+    if len(keys) != num_blocks:
+        raise ValueError(f"{len(keys)} entries of keys")
+    return keys
+
+
+def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
+    (state,) = entries["requests"]
+    for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
+        setattr(requests, name, state[name])
+    requests.content = [Content([]) for _ in requests.live]
+    for slot, digests, hasher in entries.get("content", ()):
+        requests.content[slot] = Content(digests, _hasher(hasher, scheme) if hasher else None)
+
+
+def _hasher(state: list[Any], scheme: HashScheme) -> RequestHasher:
+    num_blocks, digest, pending, lora, salt, items, embeds = state
+    extra = ExtraKeys(lora, salt, tuple(Multimodal(*item) for item in items), tuple(embeds))
+    return RequestHasher(scheme, extra, HashTail(num_blocks, digest, pending))
+
+
+def _load_tracker(tracker: InFlightTracker, state: dict[str, Any]) -> None:
+    tracker.grants = {seq: Grants(*columns) for seq, columns in state["grants"].items()}
+    tracker.tentative = {seq: TentativeKeys(*columns) for seq, columns in state["tentative"].items()}
+    tracker.adoptions = {
+        seq: [(block, Stay(slot, serial)) for block, slot, serial in book] for seq, book in state["adoptions"].items()
+    }
+    tracker.waiting.clear()
+    tracker.waiting.extend(state["waiting"])
+    tracker.held, tracker.under_load, tracker.filling = state["held"], state["under_load"], state["filling"]

@@ -1,0 +1,142 @@
+"""A replica that is loaded from the exported state of another one answers every later step with the same result."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import Step
+from kvplane_service.core import inspect, state
+from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import Requests
+from kvplane_service.core.state import export_state, load_state, slices
+from tests.core.builders import full, replica_spec
+from tests.core.page_engine import RandomEngine
+from tests.core.test_page_contents import MIXES, STEPS
+from tests.core.test_step_law import MIXES as ROW_MIXES
+
+SEEDS = range(1, 9)
+
+
+class MirroredEngine(RandomEngine):
+    """A random engine with a second replica, which is loaded from the state of the first one at random steps and
+    applies every other step itself.
+    """
+
+    loads_of_state = 0
+
+    mirror: Replica | None = None
+
+    def apply(self, parts):
+        self.replica._shown = list(self.replica._shown)  # the simulated memory writes its stamps in place
+        if self.seq == 1:
+            self.mirror = None  # a new engine life is not a step
+        results = super().apply(parts)
+        step = Step(self.epoch, self.seq, parts, executed_through=self.executed_through)
+        if self.mirror is not None:
+            assert self.mirror.apply(step).parts == results
+            assert export_state(self.mirror) == export_state(self.replica)
+        if self.mirror is None or self._chance(20):
+            raw = export_state(self.replica)
+            self.mirror = load_state(self.spec, raw)
+            assert export_state(self.mirror) == raw
+            inspect.check(self.mirror)
+            self.loads_of_state += 1
+        assert inspect.digest(self.mirror) == inspect.digest(self.replica)
+        return results
+
+
+def play(mix, seed):
+    rng = Random(seed)
+    groups, changes = MIXES[mix]
+    blocks = {"num_blocks": rng.choice([10, 16, 24, 40]), **changes}
+    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
+    engine = MirroredEngine(spec, rng, most_drafts=2 if "drafts" in mix else 0)
+    for _ in range(STEPS):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_loaded_replica_answers_every_later_step_equally(mix):
+    engines = [play(mix, seed) for seed in SEEDS]
+    assert sum(engine.loads_of_state for engine in engines) > 2 * len(SEEDS)
+
+
+def test_slices_have_the_state_of_their_call():
+    """The replica applies further steps between two slices."""
+    engine = play("states, drafts and windows", 3)
+    raw, pieces = export_state(engine.replica), slices(engine.replica)
+    first = next(pieces)
+    for _ in range(5):
+        engine.step()
+    assert first + b"".join(pieces) == raw != export_state(engine.replica)
+
+
+def play_all():
+    for seed in SEEDS:
+        for mix in MIXES:
+            play(mix, seed)
+
+
+@pytest.mark.parametrize("left_out", ["shared", "more_keys", "tentative", "free", "ends_at"])
+def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
+    """Each part of the state decides some later answer, or its absence is refused."""
+    export = state._copy
+
+    def copied(replica):
+        entries = []
+        for name, value in export(replica):
+            if name == left_out:
+                value = array("I", reversed(value)) if isinstance(value, array) else type(value)()
+            elif isinstance(value, dict) and left_out in value:
+                value = {**value, left_out: type(value[left_out])()}
+            entries.append((name, value))
+        return iter(entries)
+
+    monkeypatch.setattr(state, "_copy", copied)
+    with pytest.raises((AssertionError, InvalidArgument, IndexError)):
+        play_all()
+
+
+@pytest.mark.parametrize("mix", ROW_MIXES)
+def test_every_attribute_is_exported_or_named_as_a_setting(mix):
+    groups, changes = ROW_MIXES[mix]
+    replica = Replica(replica_spec(*groups, **changes))
+    derived = {"num_blocks", "enable_caching", "with_events", "free", "key", "more_keys", "index", "lazy_keys",
+               "num_groups", "stamped", "_stamp_base", "events", "refusals", "residency"}  # fmt: skip
+    pool: BlockPool = replica.coordinator.pool
+    assert vars(pool).keys() == derived | {*state.POOL_COLUMNS, *state.POOL_VALUES}
+    requests: Requests = replica.requests
+    assert vars(requests).keys() == {"content", *state.REQUEST_COLUMNS, *state.REQUEST_VALUES}
+    tracker: InFlightTracker = replica.tracker
+    settings = {"_blocks", "_requests", "_counters", "_safe"}
+    assert vars(tracker).keys() == settings | {*state._tracker_state(tracker)}
+    for manager in replica.coordinator.managers:
+        loaded = {name for name in vars(manager) if name not in state.SETTINGS}
+        assert {"table", "num_cached", "partial_hit", "copies"} <= loaded
+
+
+def test_damaged_and_other_states_are_refused():
+    spec = replica_spec(full(), num_blocks=10)
+    raw = export_state(Replica(spec))
+    load_state(spec, raw)
+    with pytest.raises(InvalidArgument, match="another spec"):
+        load_state(replica_spec(full(), num_blocks=11), raw)
+    with pytest.raises(InvalidArgument, match="this version"):
+        load_state(spec, raw[1:])
+    random = Random(7)
+    for _ in range(400):
+        cut = random.randrange(len(raw))
+        damaged = bytearray(raw[:cut] if random.random() < 0.5 else raw)
+        if len(damaged) > cut:
+            damaged[cut] ^= 1 << random.randrange(8)
+        try:
+            load_state(spec, bytes(damaged))
+        except InvalidArgument:
+            continue
