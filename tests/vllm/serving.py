@@ -102,7 +102,7 @@ async def requests(url: str, model: str, seed: int, events: Events) -> dict[str,
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         client = Client(session, url, model)
         in_turn = [await client.complete(prompt, 24, index % 2 == 1) for index, prompt in enumerate(first)]
-        seen = await settled(events)
+        seen = await batches_when_idle(events)
 
         async def one(index: int) -> Any:
             async with limit:
@@ -120,7 +120,7 @@ async def requests(url: str, model: str, seed: int, events: Events) -> dict[str,
     }
 
 
-async def settled(events: Events) -> list[Any]:
+async def batches_when_idle(events: Events) -> list[Any]:
     """The batches of events so far, once no more come: the engine is idle."""
     count = -1
     while count < len(events.batches):
