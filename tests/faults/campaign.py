@@ -24,7 +24,19 @@ from tests.engine.twin import Twin
 from tests.engine.workload import Requests
 from tests.faults.bystanders import Answers, Bystanders
 from tests.faults.child import LONG  # a prompt that is repeated
-from tests.faults.cluster import GRACE_S, LEASE_S, LIMIT_S, Cluster, Ended, Plan, descriptors, is_stored, running
+from tests.faults.cluster import (
+    GRACE_S,
+    LEASE_S,
+    LIMIT_S,
+    Cluster,
+    Ended,
+    Plan,
+    descriptors,
+    is_stopped,
+    is_stored,
+    resume,
+    running,
+)
 from tests.faults.kinds import KINDS, Kind
 from tests.store.servers import wait_until
 
@@ -157,7 +169,9 @@ class Round:
     def _go_on(self, forgetful: bool) -> None:
         """Receive the results of a step; start a new engine life when the engine has ended."""
         engines = self._cluster.engines
-        refusal = engines.listen(LIMIT_S)
+        if engines.process is not None and is_stopped(engines.process.pid):
+            resume([engines.process.pid])  # it reached its trap after the repair
+        refusal = engines.listen(1.0)
         if refusal is not None and not (forgetful and isinstance(refusal, TOLD)):
             raise Finding(f"the engine ended: {type(refusal).__name__}: {refusal}")
         if engines.process is None:
