@@ -97,6 +97,10 @@ class Config(BaseModel):
     """Largest token id that unary calls accept."""
     lease_ms: Millis = 10_000
     """Lease of a session: the session lapses when no message arrives for this time."""
+    mirror_max_lag_ms: Millis = 5000
+    """Age above which the steps of a mirrored engine are too old: the replica's keys are hidden until the service has
+    caught up.
+    """
     worker_lease_ms: Millis = 10_000
     """Lease of a worker's registration: the registration ends when the worker does not renew it for this time."""
     op_window: Count = 4096

@@ -112,6 +112,33 @@ def replay_events(pool: BlockPool, block_sizes: Sequence[int]) -> Iterator[Cache
                 yield from _events_of_entries(pool, domain, group, piece, block_sizes[group])
 
 
+def stored_events(pool: BlockPool, block_sizes: Sequence[int]) -> Iterator[tuple[int, CacheEvent]]:
+    """Yield STORED events for all keys of the pool, each with the step in flight that registered the keys; 0: the keys
+    are published.
+
+    `block_sizes`: by group, tokens per block. Changes nothing.
+    """
+    primary: dict[tuple[int, str, int], list[tuple[bytes, int]]] = {}
+    further: dict[tuple[int, str, int], list[tuple[bytes, int]]] = {}
+    for block in range(pool.num_blocks):
+        key = pool.key_of(block)
+        if key is None:
+            continue
+        step = pool.key_step[block] if pool.key_step[block] > pool.executed_through else 0
+        primary.setdefault((step, *key[:2]), []).append((key[2], block))
+        for domain, group, digest in pool.more_keys.get(block, ()):
+            further.setdefault((step, domain, group), []).append((digest, block))
+    for rows_of, has_starts in ((primary, True), (further, False)):
+        for (step, domain, group), rows in rows_of.items():
+            size = block_sizes[group]
+            for at in range(0, len(rows), MAX_HASHES):
+                hashes, blocks = zip(*rows[at : at + MAX_HASHES], strict=True)
+                starts = [(pool.key_tokens[block] - 1) // size * size for block in blocks] if has_starts else []
+                yield step, CacheEvent(
+                    EventKind.STORED, group, hashes, blocks, domain, block_size=size, block_starts=tuple(starts)
+                )
+
+
 def _events_of_entries(
     pool: BlockPool, domain: str, group: int, entries: list[tuple[bytes, int | list[int]]], size: int
 ) -> Iterator[CacheEvent]:

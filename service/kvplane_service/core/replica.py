@@ -32,7 +32,7 @@ from kvplane_service.core.columns import words_of
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
-from kvplane_service.core.entries import Entries, collect, replay_events
+from kvplane_service.core.entries import Entries, collect, replay_events, stored_events
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
@@ -205,6 +205,15 @@ class Replica:
         """
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
+
+    def adopt(self, other: Replica) -> None:
+        """Take over the state of another replica with an equal spec, which must not be used afterwards."""
+        assert self.spec == other.spec, "the replicas have different specs"
+        vars(self).update(vars(other))
+
+    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
+        """Yield STORED events of all keys, each with the step in flight that registered the keys, 0 if published."""
+        return stored_events(self._pool, [manager.block_size for manager in self.coordinator.managers])
 
     # -- reads -------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class Life:
         incarnation: random number of this allocation of the page memory, 0 = unknown.
         busy: blocks that loads of earlier lives may still write, as reported by the engine and its movers.
         memory_is_new: no load of an earlier life can still write to the page memory.
+        state: the exported state of an engine that decides itself (a mirror), from which the replica continues; empty
+            for a life that begins without requests.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class Life:
     incarnation: int = 0
     busy: Sequence[int] = ()
     memory_is_new: bool = False
+    state: bytes = b""
 
 
 Entry: TypeAlias = Decision | Life
@@ -88,9 +91,8 @@ class _KeptLife:
     def num_bytes(self) -> int:
         """Approximate size in memory, in bytes."""
         life = self.life
-        return (
-            _LIFE_BYTES + len(self.events) + len(life.stamp_table) * _STAMP_BYTES + len(life.busy) * _BLOCK_BYTES
-        )
+        columns = len(life.stamp_table) * _STAMP_BYTES + len(life.busy) * _BLOCK_BYTES
+        return _LIFE_BYTES + len(self.events) + columns + len(life.state)
 
 
 _Packed: TypeAlias = bytes | _KeptLife

@@ -31,6 +31,7 @@ _TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # ea
 
 _T = TypeVar("_T")
 Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
+Check = Callable[[StepResult], None]  # called before a result is published; raises KvplaneError if it must not be
 
 _log = logging.getLogger(__name__)
 
@@ -80,15 +81,18 @@ class Applying:
         while self._aside is not None:
             await asyncio.wait([self._aside])
 
-    def apply(self, step: Step) -> StepResult:
+    def apply(self, step: Step, check: Check | None = None) -> StepResult:
         """Apply a step; publish its decision, and those of its cache events that subscribers may see.
 
-        Raises KvplaneError, and changes nothing, if the core refuses the step.
+        Raises KvplaneError, and changes nothing, if the core refuses the step. Raises what `check` raises, with the
+        step applied and nothing published.
         """
         at_ns = self._clock()
         self._enter()
         try:
             result = self._replica.apply(step)
+            if check is not None:
+                check(result)
         except KvplaneError:
             self.in_core = False
             raise
@@ -109,7 +113,7 @@ class Applying:
         task.add_done_callback(self._back)
         return await asyncio.shield(task)
 
-    async def apply_by(self, offload: Offload, step: Step) -> StepResult:
+    async def apply_by(self, offload: Offload, step: Step, check: Check | None = None) -> StepResult:
         """Apply a step as `apply` does, but on a thread of `offload`. The caller must run this in `aside`.
 
         Raises as `apply`, and Busy if too much work waits for the thread.
@@ -118,22 +122,24 @@ class Applying:
         self._enter()
         try:
             result = await offload(partial(self._replica.apply, step))
+            if check is not None:
+                check(result)
         except KvplaneError:
             self.in_core = False
             raise
         return self._publish(step, result, at_ns)
 
-    async def apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
+    async def apply_aside(self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None) -> _T:
         """Apply a step and return `done(result)`; a long step is applied on a thread of `offload`.
 
         Cancelling the caller cancels neither the step nor the call of `done`. Raises as `apply`, and Busy.
         """
         if not self.is_long(step):
-            return done(self.apply(step))
-        return await self.aside(self._apply_aside(step, offload, done))
+            return done(self.apply(step, check))
+        return await self.aside(self._apply_aside(step, offload, done, check))
 
-    async def _apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
-        return done(await self.apply_by(offload, step))
+    async def _apply_aside(self, step: Step, offload: Offload, done: Done[_T], check: Check | None) -> _T:
+        return done(await self.apply_by(offload, step, check))
 
     def go_on(self, opening: Opening) -> bool:
         """Do a slice of the work of opening a session. Returns whether more work may be left."""

@@ -197,6 +197,11 @@ class EngineLives:
         yield from self._show(loss)
         self._enter(stamp_table, is_other, began)
 
+    def continue_from(self, incarnation: int) -> None:
+        """The replica continues an engine life that began elsewhere, on this page memory."""
+        self._incarnation = incarnation or self._incarnation
+        self.recovering, self.kept_keys, self._loss, self._came_back = None, 0, _Loss(), False
+
     def _is_other(self, incarnation: int) -> bool:
         """Whether `incarnation` is another page memory than that of the last engine life; 0 (not stated) counts as the
         same.

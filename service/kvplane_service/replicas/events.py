@@ -124,6 +124,11 @@ class PublicationHold:
         """
         return [*self.add(0, events), *self.release(_EVER)]
 
+    def clear(self) -> None:
+        """Forget all held events: their keys are not those of the replica any more."""
+        self._steps.clear()
+        self._held.clear()
+
     def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
         """Process the events of step `seq`, in order. Returns the events to publish at once: removals of published
         keys.
@@ -135,8 +140,7 @@ class PublicationHold:
             if event.kind is EventKind.STORED:
                 self._hold(seq, event)
             elif event.kind is EventKind.CLEARED:
-                self._steps.clear()
-                self._held.clear()
+                self.clear()
                 at_once.append(event)
             elif self._held.keys().isdisjoint(event.blocks):
                 at_once.append(event)

@@ -12,155 +12,39 @@ the same code. A refused call changes nothing but the lease.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 
-from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter, ReplicaLapsed, StaleEpoch
-from kvplane.base.groups import ReplicaSpec
-from kvplane.base.hashing import HashScheme
+from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.step import Part, Step, StepResult
+from kvplane.base.step import CacheEvent, Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions.counters import Tally
-from kvplane_service.decisions.log import DecisionLog, Life
+from kvplane_service.decisions.log import Life
 from kvplane_service.decisions.packed_log import LogBudget
-from kvplane_service.replicas.applying import Applying
-from kvplane_service.replicas.engine_lives import Clock, EngineLives, Opening, ignore_end, in_slices
-from kvplane_service.replicas.events import EventLog, PublicationHold
-from kvplane_service.replicas.idle_check import IdleCheck
-from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.engine_lives import Clock, Opening, ignore_end, in_slices
+from kvplane_service.replicas.host_state import HostState
+from kvplane_service.replicas.mirror import WINDOW, Mirror
 from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
+from kvplane_service.replicas.states import ReplicaState as ReplicaState
+from kvplane_service.replicas.states import new_replica as new_replica
 from kvplane_service.replicas.step_order import StepOrder, Turn, UnaryStep, check_step, part_that_ends_all
 from kvplane_service.replicas.trace_context import CURRENT
 from kvplane_service.runtime.executors import Offload
 
-FIRST_EPOCH = 1
-_NS_PER_MS = 1_000_000
 
-
-class ReplicaState(Enum):
-    """States of a replica: they decide whether the newest session, unary calls or no client may change it."""
-
-    IDLE = "idle"  # no session: unary calls
-    LIVE = "live"  # the session
-    LAPSED = "lapsed"  # the session, whose lease expired; its entries are withdrawn from subscribers
-    RECOVERING = "recovering"  # none: stored entries wait for the stamps of an engine
-    OPENING = "opening"  # none: the engine life of a session is beginning
-
-
-def new_replica(spec: ReplicaSpec) -> Replica:
-    """Make a replica in its first epoch. May be called on a thread, since a large pool takes long to build."""
-    replica = Replica(spec)
-    replica.begin_epoch(FIRST_EPOCH)
-    return replica
-
-
-class ReplicaHost:
-    """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication.
-
-    Attributes:
-        has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
-        steps: applies the steps, and runs long work; other packages must not apply steps with this object.
-    """
+class ReplicaHost(HostState):
+    """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication."""
 
     def __init__(
         self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1,
         logs: LogBudget | None = None,
-    ) -> None:
-        """`replica`: a result of `new_replica`; `num_ranks`: ranks of the engine; `logs`: budget of all event logs."""
-        logs = logs or LogBudget(config.log_bytes)
-        self.name = name
-        self.replica = replica
-        self.scheme = HashScheme.of(replica.spec)
-        self.events = EventLog(config.events_resume, logs, config.max_subscribers)
-        self.decisions = DecisionLog(config.decision_log_steps, logs)
-        self.tally = Tally()
-        self.decisions.follow(self.tally.add)
-        self.epoch = FIRST_EPOCH
-        self._config, self._clock = config, clock
-        self._hold = PublicationHold()
-        self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
-        self.idle_check = IdleCheck(name, replica, self.steps)
-        self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
-        self._order = StepOrder(config.max_steps_in_flight)
-        self._session: SessionSlot | None = None
-        self._resumable = False  # a session was opened in this epoch and has not closed
-        self._life_nonce = 0  # nonce of the session that began this epoch
-        self.has_left = False
-        self._retired: KvplaneError | None = None  # why the replica was removed
-        self._owner_epoch = 0  # highest one seen in the page memory
-
-    # ---- state; read only
-
-    @property
-    def state(self) -> ReplicaState:
-        """The current state, which decides which client may change the replica."""
-        if self._lives.is_opening:
-            return ReplicaState.OPENING
-        if self._session is None:
-            return ReplicaState.RECOVERING if self.recovering else ReplicaState.IDLE
-        return ReplicaState.LAPSED if self._is_silent(self._session) else ReplicaState.LIVE
-
-    @property
-    def recovering(self) -> Recovering | None:
-        """Entries of a store that wait until an engine verifies them; None if there are none."""
-        return self._lives.recovering
-
-    @property
-    def recovered(self) -> Recovering | None:
-        """The entries of a store that an engine has verified; None if there were none."""
-        return self._lives.recovered
-
-    @property
-    def seq(self) -> int:
-        """Number of the last step that was applied completely."""
-        return self._order.seq
-
-    @property
-    def client(self) -> str:
-        """Client name of the newest session, "" when there is none."""
-        return self._session.client if self._session else ""
-
-    @property
-    def lease_left_ns(self) -> int | None:
-        """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
-        return None if self._session is None else self._session.left_ns(self._clock())
-
-    def age_ns(self, at_ns: int) -> int:
-        """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""
-        return max(0, self._clock() - at_ns)
-
-    async def idle(self) -> None:
-        """Wait until no long work is running. None starts before the caller awaits something else."""
-        await self.steps.idle()
-
-    def check_readable(self, remedy: str = "compute the prefix instead") -> None:
-        """Raise ReplicaLapsed if the engine is not connected: the content of the replica's pages is then unknown."""
-        self._check_sound()
-        if self.has_left or self.state is ReplicaState.LAPSED:
-            how = "has not reconnected" if self.recovering else "is gone or silent"
-            if self.state is ReplicaState.OPENING:
-                how = "is beginning a new life"
-            raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
-
-    def check_epoch(self, epoch: int) -> None:
-        """Raise StaleEpoch unless `epoch` is the number of the current engine life."""
-        if epoch != self.epoch:
-            raise self._stale_epoch(epoch, "get the current epoch with DescribeReplica")
-
-    def recover(self, recovering: Recovering) -> None:
-        """Hold entries of a store until an engine connects; until then reads are refused. The host must not have been
-        used.
-        """
-        self._lives.recovering = recovering
-        self.epoch = max(self.epoch, recovering.epoch)
-        self.has_left = True
-
-    def observe_owner_epoch(self, epoch: int) -> None:
-        """Record the owner epoch found in the page memory: the next engine life gets a higher epoch number."""
-        self._owner_epoch = max(self._owner_epoch, epoch)
+    ) -> None:  # fmt: skip
+        """See `HostState`."""
+        super().__init__(name, replica, config, clock, num_ranks, logs)
+        self.mirror = Mirror(self, clock, config.mirror_max_lag_ms, config.max_rows_per_step)
 
     # ---- the session
 
@@ -295,6 +179,9 @@ class ReplicaHost:
         if self.steps.is_aside:  # a long look-up
             await self.idle()
         self._renew(nonce)
+        if self.mirror.wants_image:
+            self._leave_epoch()
+            return
         step = self._last_step()
         await self.steps.apply_aside(step, offload, lambda _: self._closed(step))
 
@@ -312,7 +199,58 @@ class ReplicaHost:
 
     def expire(self) -> None:
         """Withdraw the replica's entries from subscribers if its lease has expired; call periodically."""
-        if self.state is ReplicaState.LAPSED:
+        if self.state in (ReplicaState.LAPSED, ReplicaState.DIVERGED):
+            self.events.withdraw()
+
+    # ---- the mirror of an engine
+
+    def attach(self, request: OpenRequest, on_end: OnEnd) -> Opened:
+        """Open the session of a mirror: the service applies what the engine has decided. Nothing is claimed or freed.
+
+        Raises as `check_open` and `Mirror.check_attach`.
+        """
+        self.check_open(replace(request, epoch=NEW_EPOCH))
+        self.mirror.check_attach(request)
+        session, before, self._lives.opening = self._session, self._lives.opening, None
+        slot = request.nonce, request.with_events, request.client, on_end, self._deadline_ns()
+        self._session, self._resumable = SessionSlot(*slot), False
+        self.mirror.attach(request)
+        self._end_older(session, before)
+        self.show_or_hide()
+        return replace(self._opened(), epoch=request.epoch, mirror_window=WINDOW, image_wanted=self.mirror.wants_image)
+
+    def continue_from(self, life: Life, nonce: int, events: Iterable[tuple[int, CacheEvent]]) -> None:
+        """Continue the engine life of a mirror's image, which the replica has adopted: publish its keys.
+
+        `events`: STORED events of all keys, each with the step in flight that registered them, 0 = published.
+        """
+        self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
+        self._order = StepOrder(self._config.max_steps_in_flight)
+        self._order.seq = self.replica.seq
+        self._lives.continue_from(life.incarnation)
+        self._hold.clear()
+        self.decisions.append(life)
+        self.events.publish(life.epoch, life.events)
+        for step, event in events:
+            if step:
+                self._hold.add(step, [event])
+            else:
+                self.events.publish(life.epoch, [event])
+
+    def advance_mirror(self, step: Step, _: StepResult) -> None:
+        """Record that a step of the mirrored engine was applied."""
+        self._order.advance(step, 0)
+
+    def lose_entries(self) -> None:
+        """Withdraw the replica's entries, and publish none that wait for the execution of their step."""
+        self._hold.clear()
+        self.events.withdraw()
+
+    def show_or_hide(self) -> None:
+        """Publish whether the replica's entries may be used now."""
+        if self.state is ReplicaState.LIVE:
+            self.events.restore()
+        else:
             self.events.withdraw()
 
     # ---- unary calls
@@ -396,12 +334,16 @@ class ReplicaHost:
             opening.work = begun or self._lives.begin(request, self._began)
             self._leave_epoch()
         self._lives.opening = opening
+        self.mirror.leave()
+        self._end_older(session, before)
+        return opening
+
+    def _end_older(self, session: SessionSlot | None, opening: Opening | None) -> None:
         newer = OtherWriter(f"a newer session of {self.name} is open", field="nonce", remedy="end this engine")
         if session is not None and not session.broken:
             session.on_end(newer)
-        if before is not None:
-            before.end(newer)
-        return opening
+        if opening is not None:
+            opening.end(newer)
 
     def _go_on(self, opening: Opening) -> bool:
         """Do a slice of the work of opening a session. Returns True once that session may write."""
@@ -429,6 +371,7 @@ class ReplicaHost:
         self.decisions.append(life)
 
     def _leave_epoch(self) -> None:
+        self.mirror.leave()
         self._session, self._resumable, self.has_left = None, False, True
 
     def _opened(self) -> Opened:
@@ -455,7 +398,7 @@ class ReplicaHost:
         if session is None or session.nonce != nonce:
             raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
         session.deadline_ns, session.broken = self._deadline_ns(), False
-        self.events.restore()
+        self.show_or_hide()
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
@@ -471,6 +414,7 @@ class ReplicaHost:
 
     def _last_step(self) -> Step:
         """Make the step that ends every request, for `close`."""
+        assert not self.mirror.wants_image, "the state is not the engine's"
         parts = [part_that_ends_all(self.replica.requests)]
         return self._order.make_next(self.epoch, parts, self.replica.executed_through)
 
@@ -478,23 +422,3 @@ class ReplicaHost:
         self._order.advance(step, 0)
         self._leave_epoch()
         self.events.withdraw()
-
-    def _check_sound(self) -> None:
-        if self._retired is not None:
-            raise self._retired
-        self.steps.check(self.name)
-
-    def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
-        return StaleEpoch(
-            f"epoch {epoch} of {self.name} is stale, the newest is {self.epoch}"
-            + (", which has ended" if self.has_left else ""),
-            field="epoch",
-            remedy=remedy,
-            metadata={"epoch": str(self.epoch)},
-        )
-
-    def _is_silent(self, session: SessionSlot) -> bool:
-        return session.broken or (session.is_expired(self._clock()) and not self.steps.is_aside)
-
-    def _deadline_ns(self) -> int:
-        return self._clock() + self._config.lease_ms * _NS_PER_MS

@@ -16,6 +16,7 @@ from kvplane_service.decisions.log import Decision
 from kvplane_service.explain.service import Explanation
 from kvplane_service.registry import Entry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
+from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.unary.calls import Allocated, Committed
 
@@ -26,6 +27,7 @@ _STATES = {
     ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
     ReplicaState.RECOVERING: pb.REPLICA_STATE_RECOVERING,
     ReplicaState.OPENING: pb.REPLICA_STATE_OPENING,
+    ReplicaState.DIVERGED: pb.REPLICA_STATE_DIVERGED,
 }
 _STORE_STATES = {
     StoreState.OFF: pb.STORE_STATE_OFF,
@@ -146,6 +148,17 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         slowest_steps=[_step_time(host, decision) for decision in host.decisions.slowest(SLOWEST_STEPS)],
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
+        mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
+    )
+
+
+def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:
+    return pb.MirrorStatus(
+        lag_steps=mirror.lag_steps,
+        lag_ms=mirror.lag_ms,
+        hidden=mirror.hidden.reason if mirror.hidden else "",
+        images=mirror.images,
+        divergences=mirror.divergences,
     )
 
 

@@ -7,7 +7,7 @@ A long message is parsed, and a long step applied, on a thread; the stream reads
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, cast
@@ -23,14 +23,16 @@ from kvplane.base.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvplane.base.session import OpenRequest
+from kvplane.base.session import OpenRequest, Progress
 from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.mirror import Mirrored, decode_mirrored, progress_message
 from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.decode import fingerprint
 from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context
@@ -47,8 +49,10 @@ class _Message:
     """A parsed message of an open session.
 
     Attributes:
-        kind: "step", "heartbeat" or "close"; "" for a message without a kind.
+        kind: "step", "heartbeat", "close", "mirrored_steps" or "image"; "" for a message without a kind.
         step: the decoded step, or the error for which it cannot be decoded; None for another kind.
+        sent: the message of a mirror.
+        mirrored: the decoded steps of a mirror.
         seq, part: step number and part index, as sent.
         fingerprint: digest of the message, by which a retried step is recognized.
     """
@@ -58,6 +62,8 @@ class _Message:
     seq: int = 0
     part: int = 0
     fingerprint: bytes = b""
+    sent: pb.SessionRequest | None = None
+    mirrored: Sequence[Mirrored] = ()
 
 
 class SessionStreams:
@@ -89,10 +95,12 @@ class SessionStreams:
             await self._registry.ensure_local(request.replica)
         entry = self._registry.get(request.replica)
         await entry.host.idle()
-        if entry.host.recovering is not None:
-            await entry.host.prove_ahead(request, self._prove)
-        request, epoch = await claimed(entry, request, self._claim)
-        self._check_stays()
+        epoch = request.epoch
+        if request.mirror is None:
+            if entry.host.recovering is not None:
+                await entry.host.prove_ahead(request, self._prove)
+            request, epoch = await claimed(entry, request, self._claim)
+            self._check_stays()
         stream = _Stream(entry.host, request, context, self._left, entry.offload)
         self._open[stream] = None
         self._all_closed.clear()
@@ -156,6 +164,7 @@ class _Stream:
         self._offload = offload
         self._request = request
         self._context = context
+        self._is_mirror = request.mirror is not None
         self._digest_size = host.scheme.digest.size
         self._call = CALL.get()
         self._may_use_all_domains = ALL in self._call.owner.domains
@@ -183,7 +192,10 @@ class _Stream:
 
     async def _open(self, epoch: int) -> None:
         async with self._writing:  # the answer to open is the first message, before any drain notice
-            opened = await self._host.open_in_slices(self._request, self.end, epoch)
+            if self._is_mirror:
+                opened = self._host.attach(self._request, self.end)
+            else:
+                opened = await self._host.open_in_slices(self._request, self.end, epoch)
             self._is_open = True
             self._call.record("session_opened", "OK")
             await self._context.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
@@ -205,7 +217,12 @@ class _Stream:
             else:
                 message = _understand(raw, self._digest_size)
             kind = message.kind
-            if kind == "step":
+            if self._is_mirror and message.sent is not None:
+                with host.holding(nonce):
+                    progress = await self._mirror(message, message.sent)
+                if progress is not None:
+                    await self.write(progress_message(progress).SerializeToString())
+            elif kind == "step" and not self._is_mirror:
                 await self.write(await self._step(message))
             elif kind == "heartbeat":
                 host.heartbeat(nonce)
@@ -242,6 +259,21 @@ class _Stream:
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
 
+    async def _mirror(self, message: _Message, sent: pb.SessionRequest) -> Progress | None:
+        """Apply the steps of a mirrored engine, or take a piece of its image. Returns the answer, if there is one."""
+        mirror: Mirror = self._host.mirror
+        if message.kind == "image":
+            piece = sent.image
+            return await mirror.add_piece(piece.data, piece.first, piece.last, self._offload)
+        if not self._may_use_all_domains:
+            try:
+                for one in message.mirrored:
+                    self._check_domains(one.step)
+            except PermissionDenied as error:
+                raise mirror.cut_off(error) from None
+        steps = sent.mirrored_steps
+        return await mirror.apply(message.mirrored, steps.newest, steps.age_ms, self._offload)
+
     def _check_domains(self, step: Step) -> None:
         for at, part in enumerate(step.parts):
             if part.news.slot:
@@ -269,6 +301,10 @@ def _understand(raw: bytes, digest_size: int) -> _Message:
     """
     message = _parse_request(raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
+    if kind == "mirrored_steps":
+        return _Message(kind, sent=message, mirrored=decode_mirrored(message.mirrored_steps, digest_size))
+    if kind == "image":
+        return _Message(kind, sent=message)
     if kind != "step":
         return _Message(kind)
     try:

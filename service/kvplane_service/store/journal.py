@@ -197,6 +197,9 @@ class ReplicaJournal:
         while self._waiting:
             self._mark(self._waiting.popleft()[1])
         self._slot_age.clear()
+        if life.state:
+            self.resync()  # any block may have other keys
+            return
         lost = [self._home if run.kind is EventKind.CLEARED else run.blocks for run in runs_of(life.events)]
         if sum(map(len, lost)) > _MAX_LOST and not self._shedding:
             self._begin_resync()  # a resync instead of a list of the lost blocks
@@ -306,6 +309,10 @@ class ReplicaJournal:
         self._used.clear()
         self._shedding, self._cursor = False, 0
         return old
+
+    def drop_all(self) -> LogName:
+        """Forget everything, because no entry written so far may be used; returns the log, which the caller drops."""
+        return self.switch(self.log, self._seq + _ABOVE_LATE)
 
     def resume(self, past: Past) -> None:
         """Continue a log that another process wrote. Call this method before any change is recorded."""

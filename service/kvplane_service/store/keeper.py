@@ -379,6 +379,7 @@ class Keeper:
         journal = ReplicaJournal(log, host.replica, self._config.store_lag_entries, self._runtime.clock)
         self._journals[name] = journal
         host.decisions.follow(partial(self._follow, name, journal))
+        host.mirror.on_lost.append(partial(self._lost, name, journal))
         pack = partial(self._pack_record, entry, journal)
         self._writer.watch(name, Watch(journal, pack, host.idle, partial(self._superseded, name, journal)))
 
@@ -387,6 +388,12 @@ class Keeper:
         del self._journals[name]
         self._restored.pop(name, None)
         self._writer.forget(name)
+
+    def _lost(self, name: str, journal: ReplicaJournal) -> None:
+        """Delete the entries of a replica that is not as its engine has it; an image writes them again."""
+        assert self._writer is not None, "there is no store"
+        if self._journals.get(name) is journal:
+            self._writer.drop(journal.drop_all())
 
     def _follow(self, name: str, journal: ReplicaJournal, entry: decisions.Entry) -> None:
         if isinstance(entry, decisions.Life):

@@ -96,6 +96,12 @@ class ReplicaLapsed(FailedPrecondition):
     reason = "REPLICA_LAPSED"
 
 
+class Diverged(FailedPrecondition):
+    """The service that mirrors an engine has another state than the engine, or none."""
+
+    reason = "DIVERGED"
+
+
 class OpIdReused(FailedPrecondition):
     """The op_id of a call (its idempotency key) was used before, with another request."""
 

@@ -9,15 +9,44 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, KvplaneError
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.step import STEP_VERSION, Step, StepResult
 
 NEW_EPOCH = 0
+
+# Version of the rules by which the core decides. Raised with every change after which equal steps may have other
+# results, because a mirror needs equal rules in the engine and in the service.
+CORE_VERSION = 1
 
 # Defaults of a transport: seconds that a call waits for the service.
 OPEN_TIMEOUT_S = 10.0
 STEP_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorTerms:
+    """How an engine decides that runs the core in its own process; the service of its mirror must decide equally."""
+
+    commit: CommitRule
+    core_version: int = CORE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a service has applied of the steps of a mirror's engine.
+
+    Attributes:
+        applied_through: number of the last step that it has applied.
+        image_wanted: it needs the whole state of the engine's allocator before further steps.
+        reason: why, as the reason of an error, for example DIVERGED.
+        message: details of the reason.
+    """
+
+    applied_through: int
+    image_wanted: bool = False
+    reason: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +70,9 @@ class OpenRequest:
             none or unknown. The new life gets a higher epoch, even if the service and its store have lost the current
             one.
         life_nonce: to continue an engine life: nonce of the stream that began it, 0 = unknown. The nonce identifies the
-            life, since two services that do not know of each other may give two lives the same epoch.
+            life, since two services that do not know of each other may give two lives the same epoch. In a mirror: a
+            number that the engine draws once.
+        mirror: set if the engine decides in its own process and the service applies the same steps after it.
     """
 
     replica: str
@@ -55,6 +86,7 @@ class OpenRequest:
     step_version: int = STEP_VERSION
     owner_epoch: int = 0
     life_nonce: int = 0
+    mirror: MirrorTerms | None = None
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if the steps have another version than this code supports."""
@@ -82,6 +114,8 @@ class Opened:
         kept_keys: number of keys of the prefix cache that are valid in this epoch.
         busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write,
             ascending. The service does not allocate a block of these until `Cache.loads_over` lists it.
+        mirror_window: in a mirror, most messages without an answer.
+        image_wanted: in a mirror, the service needs an image before steps.
     """
 
     epoch: int
@@ -94,6 +128,8 @@ class Opened:
     free_blocks: int
     kept_keys: int
     busy_blocks: tuple[int, ...] = ()
+    mirror_window: int = 0
+    image_wanted: bool = False
 
 
 class SessionTransport(Protocol):

@@ -17,6 +17,7 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_LAPSED: _ClassVar[ReplicaState]
     REPLICA_STATE_RECOVERING: _ClassVar[ReplicaState]
     REPLICA_STATE_OPENING: _ClassVar[ReplicaState]
+    REPLICA_STATE_DIVERGED: _ClassVar[ReplicaState]
 
 class StoreState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,6 +56,7 @@ REPLICA_STATE_LIVE: ReplicaState
 REPLICA_STATE_LAPSED: ReplicaState
 REPLICA_STATE_RECOVERING: ReplicaState
 REPLICA_STATE_OPENING: ReplicaState
+REPLICA_STATE_DIVERGED: ReplicaState
 STORE_STATE_UNSPECIFIED: StoreState
 STORE_STATE_OFF: StoreState
 STORE_STATE_OK: StoreState
@@ -177,7 +179,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class DescribeReplicaResponse(_message.Message):
     SLOWEST_STEPS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -239,7 +242,22 @@ class DescribeReplicaResponse(_message.Message):
     slowest_steps: _containers.RepeatedCompositeFieldContainer[StepTime]
     store: StoreStatus
     busy_blocks: int
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ...) -> None: ...
+    mirror: MirrorStatus
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ...) -> None: ...
+
+class MirrorStatus(_message.Message):
+    __slots__ = ("lag_steps", "lag_ms", "hidden", "images", "divergences")
+    LAG_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LAG_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCES_FIELD_NUMBER: _ClassVar[int]
+    lag_steps: int
+    lag_ms: int
+    hidden: str
+    images: int
+    divergences: int
+    def __init__(self, lag_steps: _Optional[int] = ..., lag_ms: _Optional[int] = ..., hidden: _Optional[str] = ..., images: _Optional[int] = ..., divergences: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("epoch", "seq", "took_ns", "rows", "age_ms")
@@ -577,7 +595,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "life_nonce")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "life_nonce", "mirror")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -589,6 +607,7 @@ class SessionOpen(_message.Message):
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LIFE_NONCE_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -600,19 +619,72 @@ class SessionOpen(_message.Message):
     busy_blocks: bytes
     owner_epoch: int
     life_nonce: int
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ...) -> None: ...
+    mirror: MirrorTerms
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ..., mirror: _Optional[_Union[MirrorTerms, _Mapping]] = ...) -> None: ...
+
+class MirrorTerms(_message.Message):
+    __slots__ = ("core_version", "commit")
+    CORE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    core_version: int
+    commit: _replica_pb2.CommitRule
+    def __init__(self, core_version: _Optional[int] = ..., commit: _Optional[_Union[_replica_pb2.CommitRule, str]] = ...) -> None: ...
+
+class MirroredStep(_message.Message):
+    __slots__ = ("step", "digest")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    step: _step_pb2.Step
+    digest: bytes
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class MirroredSteps(_message.Message):
+    __slots__ = ("steps", "newest", "age_ms")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[MirroredStep]
+    newest: int
+    age_ms: int
+    def __init__(self, steps: _Optional[_Iterable[_Union[MirroredStep, _Mapping]]] = ..., newest: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+
+class ImageSlice(_message.Message):
+    __slots__ = ("data", "first", "last")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    first: bool
+    last: bool
+    def __init__(self, data: _Optional[bytes] = ..., first: bool = ..., last: bool = ...) -> None: ...
+
+class MirrorProgress(_message.Message):
+    __slots__ = ("applied_through", "image_wanted", "reason", "message")
+    APPLIED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    applied_through: int
+    image_wanted: bool
+    reason: str
+    message: str
+    def __init__(self, applied_through: _Optional[int] = ..., image_wanted: bool = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("open", "step", "heartbeat", "close")
+    __slots__ = ("open", "step", "heartbeat", "close", "mirrored_steps", "image")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    MIRRORED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     open: SessionOpen
     step: _step_pb2.Step
     heartbeat: Heartbeat
     close: SessionClose
-    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ...) -> None: ...
+    mirrored_steps: MirroredSteps
+    image: ImageSlice
+    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ..., mirrored_steps: _Optional[_Union[MirroredSteps, _Mapping]] = ..., image: _Optional[_Union[ImageSlice, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -623,7 +695,7 @@ class SessionClose(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("epoch", "seq", "next_part", "max_steps_in_flight", "max_rows", "lease_ms", "spec", "free_blocks", "kept_keys", "step_version", "busy_blocks")
+    __slots__ = ("epoch", "seq", "next_part", "max_steps_in_flight", "max_rows", "lease_ms", "spec", "free_blocks", "kept_keys", "step_version", "busy_blocks", "mirror_window", "image_wanted")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     NEXT_PART_FIELD_NUMBER: _ClassVar[int]
@@ -635,6 +707,8 @@ class SessionOpened(_message.Message):
     KEPT_KEYS_FIELD_NUMBER: _ClassVar[int]
     STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MIRROR_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_WANTED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     next_part: int
@@ -646,7 +720,9 @@ class SessionOpened(_message.Message):
     kept_keys: int
     step_version: int
     busy_blocks: bytes
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., next_part: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., max_rows: _Optional[int] = ..., lease_ms: _Optional[int] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., free_blocks: _Optional[int] = ..., kept_keys: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ...) -> None: ...
+    mirror_window: int
+    image_wanted: bool
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., next_part: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., max_rows: _Optional[int] = ..., lease_ms: _Optional[int] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., free_blocks: _Optional[int] = ..., kept_keys: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., mirror_window: _Optional[int] = ..., image_wanted: bool = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("grace_ms",)
@@ -659,15 +735,17 @@ class SessionClosed(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("opened", "result", "error", "draining", "closed")
+    __slots__ = ("opened", "result", "error", "draining", "closed", "progress")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     opened: SessionOpened
     result: _step_pb2.StepResult
     error: _step_pb2.StepError
     draining: Draining
     closed: SessionClosed
-    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StepError, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ...) -> None: ...
+    progress: MirrorProgress
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StepError, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ..., progress: _Optional[_Union[MirrorProgress, _Mapping]] = ...) -> None: ...

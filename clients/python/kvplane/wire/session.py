@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError, error_of_reason
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.groups import CommitRule
+from kvplane.base.session import MirrorTerms, Opened, OpenRequest
 from kvplane.base.step import STEP_VERSION
 from kvplane.base.typed import check
 from kvplane.v1 import allocation_pb2, step_pb2
+from kvplane.v1.replica_pb2 import CommitRule as CommitRuleValue
 from kvplane.wire.columns import U32, U64, build, pack, unpack, unpack_words
 from kvplane.wire.parsing import split_field
-from kvplane.wire.spec import decode_spec, encode_spec
+from kvplane.wire.spec import decode_enum, decode_spec, encode_enum, encode_spec
 
 _OPENED = (
     "epoch",
@@ -20,6 +22,8 @@ _OPENED = (
     "lease_ms",
     "free_blocks",
     "kept_keys",
+    "mirror_window",
+    "image_wanted",
 )
 
 _OPEN = allocation_pb2.SessionRequest.DESCRIPTOR.fields_by_name["open"]
@@ -41,6 +45,11 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "owner_epoch": request.owner_epoch,
         "life_nonce": request.life_nonce,
     }
+    if request.mirror is not None:
+        fields["mirror"] = {
+            "core_version": request.mirror.core_version,
+            "commit": encode_enum(CommitRuleValue, "COMMIT_RULE", request.mirror.commit),
+        }
     try:
         return build(allocation_pb2.SessionOpen, "open", fields)
     except InvalidArgument:
@@ -71,7 +80,14 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
         step_version=message.step_version or STEP_VERSION,
         owner_epoch=message.owner_epoch,
         life_nonce=message.life_nonce,
+        mirror=_decode_terms(message.mirror) if message.HasField("mirror") else None,
     )
+
+
+def _decode_terms(message: allocation_pb2.MirrorTerms) -> MirrorTerms:
+    where = "open.mirror.commit"
+    rule = decode_enum(CommitRuleValue, "COMMIT_RULE", message.commit, where, CommitRule.SAFE)
+    return MirrorTerms(rule, message.core_version)
 
 
 def encode_opened(opened: Opened) -> allocation_pb2.SessionOpened:

@@ -1,0 +1,106 @@
+"""The messages between an engine that decides in its own process and the service that applies the same steps."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvplane.base.session import Progress
+from kvplane.base.step import Blocks, CacheEvent, EventKind, PartResult, Step, StepResult
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.step import decode_step, encode_step
+
+if TYPE_CHECKING:
+    from hashlib import blake2b
+
+DIGEST_BYTES = 16
+_COLUMNS = (
+    "granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit",
+    "admit_load_after", "peek_hit", "peek_single_group_hit", "num_hashes",
+)  # fmt: skip
+_ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A step that an engine has applied, and the digest of its answer."""
+
+    step: Step
+    digest: bytes
+
+
+def answer_digest(result: StepResult) -> bytes:
+    """Return a digest of everything in an answer: ids, amounts, orders with stamps, and events with their keys.
+
+    Does not depend on how the answer is stored: lists and arrays, or joined and single removals, give equal digests.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update(array("Q", [result.seq, result.part, len(result.parts), result.published_through]).tobytes())
+    for part in result.parts:
+        _add_part(digest, part)
+    return digest.digest()
+
+
+def _add_part(digest: blake2b, part: PartResult) -> None:
+    columns = [getattr(part, name) for name in _COLUMNS]
+    for blocks in (part.new_blocks, part.tables, part.peek_blocks):
+        columns += _columns_of(blocks)
+    columns += [getattr(part.orders, name) for name in _ORDERS]
+    columns += [[part.reset_done, part.free_blocks]]
+    digest.update(array("Q", [len(column) for column in columns]).tobytes())
+    for column in columns:
+        if column:
+            digest.update(array("Q", column).tobytes())
+    digest.update(b"".join([*part.last_hash, *_packed_events(part.events)]))
+
+
+def _columns_of(blocks: Blocks) -> list[Sequence[int]]:
+    return [blocks.row, blocks.group, blocks.count, blocks.ids]
+
+
+def _packed_events(events: Sequence[CacheEvent]) -> Iterator[bytes]:
+    for event in getattr(events, "runs", events):
+        head = f"{event.kind.name} {event.group} {event.reason.name} {event.domain} ".encode()
+        if event.kind is EventKind.REMOVED:
+            for block, key in zip(event.blocks, event.hashes, strict=True):
+                yield b"%b%d %b" % (head, block, key)
+            continue
+        amounts = [event.block_size, event.slot, event.start, event.end, len(event.hashes), *event.blocks]
+        yield head + array("Q", [*amounts, *event.block_starts]).tobytes() + event.parent
+        yield from event.hashes
+
+
+def mirrored_message(steps: Iterable[Mirrored], newest: int, age_ms: int) -> pb.SessionRequest:
+    """Return the message with the steps of one iteration of the engine."""
+    packed = [pb.MirroredStep(step=encode_step(one.step), digest=one.digest) for one in steps]
+    return pb.SessionRequest(mirrored_steps=pb.MirroredSteps(steps=packed, newest=newest, age_ms=age_ms))
+
+
+def decode_mirrored(message: pb.MirroredSteps, digest_size: int) -> list[Mirrored]:
+    """Return the steps of a message. Raises InvalidArgument for a step that is malformed."""
+    return [Mirrored(decode_step(one.step, digest_size), one.digest) for one in message.steps]
+
+
+def slice_message(data: bytes, first: bool, last: bool) -> pb.SessionRequest:
+    """Return the message with a piece of an image."""
+    return pb.SessionRequest(image=pb.ImageSlice(data=data, first=first, last=last))
+
+
+def progress_message(progress: Progress) -> pb.SessionResponse:
+    """Return the message with the progress of the service."""
+    return pb.SessionResponse(
+        progress=pb.MirrorProgress(
+            applied_through=progress.applied_through,
+            image_wanted=progress.image_wanted,
+            reason=progress.reason,
+            message=progress.message,
+        )
+    )
+
+
+def decode_progress(message: pb.MirrorProgress) -> Progress:
+    """Return the progress of the service in a message."""
+    return Progress(message.applied_through, message.image_wanted, message.reason, message.message)

@@ -1,0 +1,172 @@
+"""The state of the host of one replica, and what it tells other packages; changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
+from kvplane.base.hashing import HashScheme
+from kvplane_service.config import Config
+from kvplane_service.core.replica import Replica
+from kvplane_service.decisions.counters import Tally
+from kvplane_service.decisions.log import DecisionLog
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.replicas.applying import Applying
+from kvplane_service.replicas.engine_lives import Clock, EngineLives
+from kvplane_service.replicas.events import EventLog, PublicationHold
+from kvplane_service.replicas.idle_check import IdleCheck
+from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.sessions import SessionSlot
+from kvplane_service.replicas.states import FIRST_EPOCH
+from kvplane_service.replicas.states import ReplicaState as ReplicaState
+from kvplane_service.replicas.states import new_replica as new_replica
+from kvplane_service.replicas.step_order import StepOrder
+
+if TYPE_CHECKING:
+    from kvplane_service.replicas.mirror import Mirror
+
+_NS_PER_MS = 1_000_000
+
+
+class HostState:
+    """What the host of one replica knows: which client may write, epochs, the order of steps, the lease.
+
+    Attributes:
+        has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
+        steps: applies the steps, and runs long work; other packages must not apply steps with this object.
+        mirror: follows an engine that decides itself.
+    """
+
+    mirror: Mirror
+
+    def __init__(
+        self,
+        name: str,
+        replica: Replica,
+        config: Config,
+        clock: Clock,
+        num_ranks: int = 1,
+        logs: LogBudget | None = None,
+    ) -> None:
+        """`replica`: a result of `new_replica`; `num_ranks`: ranks of the engine; `logs`: budget of all event logs."""
+        logs = logs or LogBudget(config.log_bytes)
+        self.name = name
+        self.replica = replica
+        self.scheme = HashScheme.of(replica.spec)
+        self.events = EventLog(config.events_resume, logs, config.max_subscribers)
+        self.decisions = DecisionLog(config.decision_log_steps, logs)
+        self.tally = Tally()
+        self.decisions.follow(self.tally.add)
+        self.epoch = FIRST_EPOCH
+        self._config, self._clock = config, clock
+        self._hold = PublicationHold()
+        self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
+        self.idle_check = IdleCheck(name, replica, self.steps)
+        self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
+        self._order = StepOrder(config.max_steps_in_flight)
+        self._session: SessionSlot | None = None
+        self._resumable = False  # a session was opened in this epoch and has not closed
+        self._life_nonce = 0  # nonce of the session that began this epoch
+        self.has_left = False
+        self._retired: KvplaneError | None = None  # why the replica was removed
+        self._owner_epoch = 0  # highest one seen in the page memory
+
+    # ---- state; read only
+
+    @property
+    def state(self) -> ReplicaState:
+        """The current state, which decides which client may change the replica."""
+        if self._lives.is_opening:
+            return ReplicaState.OPENING
+        if self._session is None:
+            return ReplicaState.RECOVERING if self.recovering else ReplicaState.IDLE
+        if self.mirror.wants_image:
+            return ReplicaState.DIVERGED
+        is_hidden = self._is_silent(self._session) or self.mirror.hidden is not None
+        return ReplicaState.LAPSED if is_hidden else ReplicaState.LIVE
+
+    @property
+    def has_live_session(self) -> bool:
+        """Whether a session is open and its lease has not expired."""
+        return self._session is not None and not self._is_silent(self._session)
+
+    @property
+    def recovering(self) -> Recovering | None:
+        """Entries of a store that wait until an engine verifies them; None if there are none."""
+        return self._lives.recovering
+
+    @property
+    def recovered(self) -> Recovering | None:
+        """The entries of a store that an engine has verified; None if there were none."""
+        return self._lives.recovered
+
+    @property
+    def seq(self) -> int:
+        """Number of the last step that was applied completely."""
+        return self._order.seq
+
+    @property
+    def client(self) -> str:
+        """Client name of the newest session, "" when there is none."""
+        return self._session.client if self._session else ""
+
+    @property
+    def lease_left_ns(self) -> int | None:
+        """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
+        return None if self._session is None else self._session.left_ns(self._clock())
+
+    def age_ns(self, at_ns: int) -> int:
+        """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""
+        return max(0, self._clock() - at_ns)
+
+    async def idle(self) -> None:
+        """Wait until no long work is running. None starts before the caller awaits something else."""
+        await self.steps.idle()
+
+    def check_readable(self, remedy: str = "compute the prefix instead") -> None:
+        """Raise ReplicaLapsed if the engine is not connected: the content of the replica's pages is then unknown."""
+        self._check_sound()
+        if self.has_left or self.state in (ReplicaState.LAPSED, ReplicaState.DIVERGED):
+            how = "has not reconnected" if self.recovering else "is gone or silent"
+            if self.state is ReplicaState.OPENING:
+                how = "is beginning a new life"
+            raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise StaleEpoch unless `epoch` is the number of the current engine life."""
+        if epoch != self.epoch:
+            raise self._stale_epoch(epoch, "get the current epoch with DescribeReplica")
+
+    def recover(self, recovering: Recovering) -> None:
+        """Hold entries of a store until an engine connects; until then reads are refused. The host must not have been
+        used.
+        """
+        self._lives.recovering = recovering
+        self.epoch = max(self.epoch, recovering.epoch)
+        self.has_left = True
+
+    def observe_owner_epoch(self, epoch: int) -> None:
+        """Record the owner epoch found in the page memory: the next engine life gets a higher epoch number."""
+        self._owner_epoch = max(self._owner_epoch, epoch)
+
+    # ---- for the host
+
+    def _check_sound(self) -> None:
+        if self._retired is not None:
+            raise self._retired
+        self.steps.check(self.name)
+
+    def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
+        return StaleEpoch(
+            f"epoch {epoch} of {self.name} is stale, the newest is {self.epoch}"
+            + (", which has ended" if self.has_left else ""),
+            field="epoch",
+            remedy=remedy,
+            metadata={"epoch": str(self.epoch)},
+        )
+
+    def _is_silent(self, session: SessionSlot) -> bool:
+        return session.broken or (session.is_expired(self._clock()) and not self.steps.is_aside)
+
+    def _deadline_ns(self) -> int:
+        return self._clock() + self._config.lease_ms * _NS_PER_MS

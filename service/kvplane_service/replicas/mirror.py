@@ -1,0 +1,252 @@
+"""Follows an engine that decides in its own process: applies the same steps, and compares the answers.
+
+    attach -> image, unless the service has the engine's state -> steps, each with the digest of the engine's answer
+
+The engine is right. If an answer differs, the service has *diverged*: it publishes and stores nothing of that step,
+hides the replica's keys, and ignores steps until it has an image, the engine's whole state. A mirror claims nothing:
+epoch and incarnation are the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvplane.base.errors import Diverged, FailedPrecondition, InvalidArgument, KvplaneError, LimitExceeded, OtherWriter
+from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
+from kvplane.base.step import CacheEvent, EventKind, StepResult
+from kvplane.wire.mirror import Mirrored, answer_digest
+from kvplane_service.core.inspect import check as check_invariants
+from kvplane_service.core.invariants import BrokenInvariant
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import load_state
+from kvplane_service.decisions.log import Entry, Life
+from kvplane_service.replicas.step_order import count_rows
+from kvplane_service.runtime.executors import Offload
+
+if TYPE_CHECKING:
+    from kvplane_service.replicas.host import ReplicaHost
+
+WINDOW = 64  # messages without an answer
+_IMAGE_BYTES, _BLOCK_BYTES = 64 << 20, 512  # most bytes of an image, and more per block
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A step whose answer differs from the engine's.
+
+    Attributes:
+        step: the step.
+        engine: digest of the engine's answer.
+        result: the service's answer, which was not published.
+        before: the decision log at that time.
+    """
+
+    step: Mirrored
+    engine: bytes
+    result: StepResult | None
+    before: tuple[Entry, ...]
+
+
+class Mirror:
+    """The part of a replica's host that follows an engine which decides itself.
+
+    Attributes:
+        hidden: why the replica's keys are hidden; None if they are shown.
+        lag_steps: steps that the engine has applied and the service has not, as of the last message.
+        lag_ms: age of the first step of the last message when it was sent.
+        images, divergences: counts since the registration.
+        last: the last divergence.
+        on_lost: called when what the service has of the replica must not be used any more, so that a store drops it.
+    """
+
+    def __init__(self, host: ReplicaHost, clock: Callable[[], int], max_lag_ms: int, max_rows: int) -> None:
+        self._host, self._clock = host, clock
+        self._max_lag_ms, self._max_rows = max_lag_ms, max_rows
+        self.hidden: KvplaneError | None = None
+        self.lag_steps = self.lag_ms = 0
+        self.images = self.divergences = 0
+        self.last: Divergence | None = None
+        self.on_lost: list[Callable[[], None]] = []
+        self._request: OpenRequest | None = None  # of the attached engine
+        self._image_wanted = True
+        self._pieces: list[bytes] = []
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the replica's session is a mirror."""
+        return self._request is not None
+
+    @property
+    def wants_image(self) -> bool:
+        """Whether the service does not have the state of the attached engine."""
+        return self.is_attached and self._image_wanted
+
+    def leave(self) -> None:
+        """End the mirror: another kind of session, or none, writes the replica from now on."""
+        self._request, self.hidden, self._image_wanted = None, None, True
+        self._pieces.clear()
+
+    # -- attach ------------------------------------------------------------------------------------------------------
+
+    def check_attach(self, request: OpenRequest) -> None:
+        """Raise an error unless this engine may attach.
+
+        Raises:
+            FailedPrecondition: its core decides by other rules.
+            InvalidArgument: the request has no epoch or no life_nonce.
+            OtherWriter: another engine has a session that has not lapsed.
+        """
+        terms, host = request.mirror, self._host
+        assert terms is not None, "the request is not one of a mirror"
+        for name, given, expected in (
+            ("core_version", terms.core_version, CORE_VERSION),
+            ("commit", terms.commit.value, host.replica.spec.commit.value),
+        ):
+            if given != expected:
+                raise FailedPrecondition(
+                    f"the engine's core has {name} {given}, this service has {expected}",
+                    field=f"open.mirror.{name}",
+                    remedy="use the same version and commit rule in engine and service",
+                )
+        if not request.epoch or not request.life_nonce:
+            raise InvalidArgument(
+                "a mirror has the epoch and the life_nonce of its engine", field="open.epoch", remedy="set both"
+            )
+        if host.has_live_session and not self._is_same_life(request):
+            raise OtherWriter(
+                f"{host.name} has the session of another engine",
+                field="open.replica",
+                remedy="give each engine a replica of its own, or end the other engine",
+            )
+
+    def _is_same_life(self, request: OpenRequest) -> bool:
+        mine = self._request
+        return mine is not None and (mine.epoch, mine.life_nonce) == (request.epoch, request.life_nonce)
+
+    def attach(self, request: OpenRequest) -> None:
+        """Follow this engine from now on; the session is open. Raises nothing after `check_attach`."""
+        if not self._is_same_life(request):
+            self._want_image(Diverged(f"{self._host.name} has no state of its engine yet"))
+        self._request = request
+        self._pieces.clear()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def apply(self, steps: Sequence[Mirrored], newest: int, age_ms: int, offload: Offload) -> Progress:
+        """Apply those of these steps that the service does not have, in order. The session's lease is renewed.
+
+        Raises LimitExceeded, and hides the replica's keys, if a step has too many rows.
+        """
+        for step in steps:
+            await self._host.idle()
+            if self._image_wanted:
+                break
+            if step.step.seq > self._host.seq:
+                await self._apply(step, offload)
+        self.lag_steps, self.lag_ms = max(0, newest - self._host.seq), age_ms
+        self._show()
+        return self.progress()
+
+    def progress(self) -> Progress:
+        """What the service has applied."""
+        if not self._image_wanted:
+            return Progress(self._host.seq)
+        why = self.hidden or Diverged("the service has no state of the engine")
+        return Progress(self._host.seq, True, why.reason, why.message)
+
+    async def _apply(self, one: Mirrored, offload: Offload) -> None:
+        host, step = self._host, one.step
+        rows = count_rows(step)
+        if rows > self._max_rows:
+            raise self.cut_off(LimitExceeded(f"step {step.seq} has {rows} rows, {self._max_rows} are allowed"))
+        if step.seq != host.seq + 1 or step.epoch != host.epoch:
+            self._want_image(Diverged(f"step {step.seq} of epoch {step.epoch} follows step {host.seq} of {host.epoch}"))
+            return
+        seen: list[StepResult] = []
+
+        def compare(result: StepResult) -> None:
+            seen.append(result)
+            if answer_digest(result) != one.digest:
+                raise Diverged(f"the answer to step {step.seq} differs from the engine's")
+
+        try:
+            await host.steps.apply_aside(step, offload, partial(host.advance_mirror, step), compare)
+        except KvplaneError as error:
+            self._diverge(one, seen[0] if seen else None, error)
+
+    def _diverge(self, one: Mirrored, result: StepResult | None, error: KvplaneError) -> None:
+        self.divergences += 1
+        self.last = Divergence(one, one.digest, result, tuple(self._host.decisions))
+        _log.error("%s diverged from its engine in step %d: %s", self._host.name, one.step.seq, error)
+        self._want_image(Diverged(f"step {one.step.seq}: {error.message}"))
+
+    def cut_off(self, error: KvplaneError) -> KvplaneError:
+        """Hide the replica's keys, because a row of the engine may not be applied; returns the error to raise."""
+        self._want_image(error)
+        return error
+
+    def _want_image(self, why: KvplaneError) -> None:
+        self._image_wanted, self.hidden = True, why
+        self._host.lose_entries()
+        for on_lost in self.on_lost:
+            on_lost()
+
+    def _show(self) -> None:
+        """Show or hide the replica's keys by the lag."""
+        if self._image_wanted:
+            return
+        late = self.lag_ms > self._max_lag_ms
+        self.hidden = Diverged(f"the mirror is {self.lag_ms} ms behind its engine") if late else None
+        self._host.show_or_hide()
+
+    # -- images ------------------------------------------------------------------------------------------------------
+
+    async def add_piece(self, data: bytes, first: bool, last: bool, offload: Offload) -> Progress | None:
+        """Take a piece of the engine's image; with the last one, continue from the image. Returns the progress then.
+
+        Raises LimitExceeded for an image that is too large, InvalidArgument for one that is damaged or inconsistent.
+        """
+        if first:
+            self._pieces.clear()
+        self._pieces.append(data)
+        most = _IMAGE_BYTES + _BLOCK_BYTES * self._host.replica.spec.num_blocks
+        if sum(map(len, self._pieces)) > most:
+            raise self.cut_off(LimitExceeded(f"the image has more than {most} bytes", field="image.data"))
+        if not last:
+            return None
+        raw = b"".join(self._pieces)
+        self._pieces.clear()
+        await self._host.idle()
+        await self._host.steps.aside(self._continue_from(raw, offload))
+        return self.progress()
+
+    async def _continue_from(self, raw: bytes, offload: Offload) -> None:
+        host, request = self._host, self._request
+        assert request is not None, "an image comes in a session"
+        loaded, events = await offload(partial(_load, host.replica, raw))
+        if not self._is_same_life(request):
+            return  # another engine attached meanwhile
+        epoch = loaded.coordinator.pool.epoch
+        if epoch != request.epoch:
+            raise InvalidArgument(f"the image is of epoch {epoch}, the session of {request.epoch}", field="image.data")
+        host.replica.adopt(loaded)
+        life = Life(epoch, (), [CacheEvent(EventKind.CLEARED)], self._clock(), request.incarnation, state=raw)
+        host.continue_from(life, request.life_nonce, events)
+        self.images += 1
+        self._image_wanted = False
+        self._show()
+
+
+def _load(replica: Replica, raw: bytes) -> tuple[Replica, list[tuple[int, CacheEvent]]]:
+    loaded = load_state(replica.spec, raw)
+    try:
+        check_invariants(loaded)
+    except BrokenInvariant as error:
+        raise InvalidArgument(f"the image is inconsistent: {error}", field="image.data") from error
+    return loaded, list(loaded.stored_events()) if loaded.spec.events else []

@@ -1,0 +1,259 @@
+"""A host follows an engine that decides itself: equal states, divergence, images, lag."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    LimitExceeded,
+    OtherWriter,
+    ReplicaLapsed,
+)
+from kvplane.base.groups import CommitRule
+from kvplane.base.session import CORE_VERSION
+from kvplane_service.config import Config
+from kvplane_service.replicas.step_order import UnaryStep
+from tests.core.follower import Follower, _published
+from tests.core.test_step_law import MIXES
+from tests.service.hosts import HostWorld
+from tests.service.mirrors import DecidingEngine, open_request, same_state, spec_of
+
+
+async def offload(call):
+    return call()
+
+
+class Mirrored:
+    """A host, and an engine that it mirrors."""
+
+    def __init__(self, mix="window and full", seed=1, config=None):
+        self.engine = DecidingEngine(spec_of(mix), seed)
+        self.world = HostWorld(config, self.engine.spec)
+        self.host, self.mirror = self.world.host, self.world.host.mirror
+        self.follower = Follower()
+        self.subscription = self.host.events.subscribe(0, lambda: None)
+        self.ended = []
+        self.nonce = 0
+
+    def attach(self, **fields):
+        self.nonce += 1
+        return self.host.attach(open_request(self.nonce, **fields), self.ended.append)
+
+    async def send_image(self, raw=None):
+        raw = raw or self.engine.image()
+        half = len(raw) // 2
+        assert await self.mirror.add_piece(raw[:half], True, False, offload) is None
+        return await self.mirror.add_piece(raw[half:], False, True, offload)
+
+    async def start(self, steps=5):
+        for _ in range(steps):
+            self.engine.run_step()
+        self.attach()
+        return await self.send_image()
+
+    async def send(self, message, newest=0, age_ms=0):
+        self.host.heartbeat(self.nonce)
+        return await self.mirror.apply(message, newest, age_ms, offload)
+
+    async def run(self, steps):
+        for _ in range(steps):
+            self.engine.run_step()
+            progress = await self.send(self.engine.message(), self.engine.replica.seq)
+            assert progress.applied_through == self.engine.replica.seq
+            assert not progress.image_wanted
+            assert same_state(self.host.replica, self.engine.replica)
+            self.check_view()
+
+    def check_view(self):
+        self.follower.read(self.subscription.take())
+        published = set(_published(self.host.replica))
+        assert self.follower.view <= published
+        assert not self.follower.withdrawn
+        if self.host.replica.executed_through >= self.host.seq:
+            assert self.follower.view == published
+
+
+def planted(message):
+    (one,) = message
+    return [replace(one, digest=bytes(16))]
+
+
+class TestSteps:
+    @pytest.mark.parametrize("mix", MIXES)
+    async def test_a_mirror_has_the_state_and_the_events_of_its_engine(self, mix):
+        for seed in range(3):
+            one = Mirrored(mix, seed)
+            progress = await one.start()
+            assert (progress.applied_through, progress.image_wanted) == (5, False)
+            assert same_state(one.host.replica, one.engine.replica)
+            await one.run(20)
+            assert one.host.epoch == one.engine.epoch
+            assert one.host.decisions.num_entries == 21
+
+    async def test_a_repeated_step_is_ignored(self):
+        one = Mirrored()
+        await one.start()
+        await one.run(3)
+        for at in (-3, -2, -1):
+            progress = await one.send(one.engine.message(at))
+            assert (progress.applied_through, progress.image_wanted) == (one.engine.replica.seq, False)
+        assert same_state(one.host.replica, one.engine.replica)
+
+    async def test_a_missing_step_needs_an_image(self):
+        one = Mirrored()
+        await one.start()
+        one.engine.run_step()
+        one.engine.run_step()
+        progress = await one.send(one.engine.message())
+        assert progress.image_wanted
+        assert one.host.state.value == "diverged"
+        await one.send_image()
+        await one.run(3)
+
+
+class TestDivergence:
+    async def test_nothing_of_a_diverged_step_is_published_or_logged(self):
+        one = Mirrored()
+        lost = []
+        one.mirror.on_lost.append(lambda: lost.append(one.host.seq))
+        await one.start()
+        await one.run(4)
+        lost.clear()
+        decisions, events = one.host.decisions.num_entries, one.host.events.last_seq
+        one.engine.run_step()
+        progress = await one.send(planted(one.engine.message()))
+        assert (progress.applied_through, progress.reason) == (9, "DIVERGED")
+        assert progress.image_wanted
+        assert one.host.decisions.num_entries == decisions
+        batches = one.host.events.after(events)
+        assert [batch.withdrawn for batch in batches] == [True]
+        assert lost == [9]
+        assert one.mirror.divergences == 1
+        last = one.mirror.last
+        assert last is not None
+        assert (last.step.step.seq, len(last.before)) == (10, decisions)
+        with pytest.raises(ReplicaLapsed):
+            one.host.check_readable()
+
+    async def test_steps_are_ignored_until_an_image_is_in(self):
+        one = Mirrored()
+        await one.start()
+        one.engine.run_step()
+        await one.send(planted(one.engine.message()))
+        for _ in range(3):
+            one.engine.run_step()
+            assert (await one.send(one.engine.message())).image_wanted
+            assert one.host.state.value == "diverged"
+        progress = await one.send_image()
+        assert (progress.applied_through, progress.image_wanted) == (one.engine.replica.seq, False)
+        assert one.host.state.value == "live"
+        await one.run(5)
+
+    async def test_an_image_with_steps_in_flight_publishes_their_keys_later(self):
+        """Keys that a step in flight registered are published once this step is executed."""
+        found = 0
+        for seed in range(12):
+            one = Mirrored(seed=seed)
+            await one.start()
+            pool = one.host.replica.coordinator.pool
+            found += any(step > pool.executed_through for step in pool.key_step)
+            one.check_view()
+            await one.run(6)
+        assert found > 3
+
+    @pytest.mark.parametrize("cut", [0, 40, -9])
+    async def test_a_damaged_image_is_refused(self, cut):
+        one = Mirrored()
+        one.engine.run_step()
+        one.attach()
+        with pytest.raises(InvalidArgument):
+            await one.send_image(one.engine.image()[:cut] + b"x")
+        assert one.host.state.value == "diverged"
+        await one.send_image()
+        await one.run(2)
+
+
+class TestAttach:
+    @pytest.mark.parametrize("terms", [{"core_version": CORE_VERSION + 1}, {"commit": CommitRule.REFERENCE}])
+    async def test_an_engine_that_decides_by_other_rules_is_refused(self, terms):
+        one = Mirrored()
+        with one.world.refuses(FailedPrecondition, match="this service has"):
+            one.attach(**terms)
+
+    async def test_the_same_engine_continues_without_an_image(self):
+        one = Mirrored()
+        await one.start()
+        await one.run(3)
+        one.host.lost(one.nonce)
+        assert one.host.state.value == "lapsed"
+        one.engine.run_step()
+        opened = one.attach()
+        assert (opened.seq, opened.image_wanted) == (8, False)
+        progress = await one.send(one.engine.message())
+        assert progress.applied_through == 9
+        await one.run(3)
+
+    async def test_a_second_engine_is_refused_while_the_first_is_live(self):
+        one = Mirrored()
+        await one.start()
+        with one.world.refuses(OtherWriter):
+            one.attach(life=99)
+        one.host.lost(1)
+        assert one.attach(life=99).image_wanted
+        assert one.host.state.value == "diverged"
+
+    async def test_unary_calls_are_refused(self):
+        one = Mirrored()
+        await one.start()
+        with one.world.refuses(OtherWriter):
+            one.host.check_unary(UnaryStep())
+
+    async def test_a_closed_mirror_leaves_the_replica_to_others(self):
+        one = Mirrored()
+        await one.start()
+        await one.host.close_aside(one.nonce, offload)
+        assert one.host.state.value == "idle"
+        opened = one.world.open().opened
+        assert (opened.epoch, opened.free_blocks) == (one.engine.epoch + 1, 19)
+        assert not one.mirror.is_attached
+
+
+class TestLag:
+    async def test_entries_are_withdrawn_while_the_mirror_lags(self):
+        one = Mirrored(config=Config(mirror_max_lag_ms=100))
+        await one.start()
+        one.engine.run_step()
+        await one.send(one.engine.message(), newest=20, age_ms=101)
+        assert (one.mirror.lag_steps, one.mirror.lag_ms) == (14, 101)
+        assert one.host.state.value == "lapsed"
+        with pytest.raises(ReplicaLapsed):
+            one.host.check_readable()
+        one.engine.run_step()
+        await one.send(one.engine.message(), newest=7, age_ms=100)
+        assert one.host.state.value == "live"
+        one.check_view()
+
+    async def test_a_lapsed_lease_hides_the_entries(self):
+        one = Mirrored()
+        await one.start()
+        one.world.pass_lease()
+        one.host.expire()
+        assert one.host.events.after(one.host.events.last_seq - 1)[0].withdrawn
+        await one.run(2)
+
+    async def test_a_step_over_the_limit_cuts_the_replica_off(self):
+        one = Mirrored(config=Config(max_rows_per_step=1))
+        await one.start()
+
+        async def run_on():
+            while True:
+                one.engine.run_step()
+                await one.send(one.engine.message())
+
+        with pytest.raises(LimitExceeded):
+            await run_on()
+        assert one.host.state.value == "diverged"
