@@ -1,4 +1,4 @@
-"""The state of the host of one replica, and what it tells other packages; changes nothing."""
+"""The state of the host of one replica, and what other packages may read; changes nothing."""
 
 from __future__ import annotations
 
