@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.rig import running
 from tests.vllm import environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -20,9 +21,9 @@ def vllm():
     environment.set_up()
 
 
-def run(model, kind, seed, num_blocks):
+def run(model, kind, seed, num_blocks, *target):
     script = Path(__file__).with_name("workload.py")
-    command = [str(environment.PYTHON), str(script), model, kind, str(seed), str(num_blocks)]
+    command = [str(environment.PYTHON), str(script), model, kind, str(seed), str(num_blocks), *target]
     done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
@@ -36,6 +37,23 @@ def test_tokens_steps_preemptions_and_hits_equal_those_of_stock(model, seed):
     assert (stock.pop("manager"), ours.pop("manager")) == ("KVCacheManager", "InProcessManager")
     print(f"{model}, seed {seed}: schedule() {stock.pop('schedule_us')} us stock, {ours.pop('schedule_us')} us kvplane")
     assert stock["preempted"] > 0
+    assert ours == stock
+
+
+@pytest.mark.parametrize("model", POOLS)
+def test_a_service_follows_the_engine(model):
+    """Mode mirror: everything equals stock, one message per schedule(), and the service has the engine's state."""
+    with running() as service:
+        stock, ours = run(model, "stock", 7, POOLS[model]), run(model, "mirror", 7, POOLS[model], service.address, "r")
+        status, state = service.describe(), service.digest()
+    assert (stock.pop("manager"), ours.pop("manager")) == ("KVCacheManager", "MirrorManager")
+    print(f"{model}: schedule() {stock.pop('schedule_us')} us stock, {ours.pop('schedule_us')} us mirrored")
+    mirror, messages = ours.pop("mirror"), ours.pop("messages")
+    print(f"{model}: {mirror['steps']} digests compared, {messages} messages in {ours['steps']} iterations")
+    assert ours.pop("digest") == state
+    assert mirror["images"] == 1
+    assert mirror["divergences"] == status.mirror.divergences == 0
+    assert messages <= ours["steps"] + 1  # the last one after the last iteration
     assert ours == stock
 
 

@@ -1,9 +1,10 @@
 """One engine answers requests under memory pressure and prints what it did as JSON: stock, or with kvplane.
 
-python tests/vllm/workload.py MODEL stock|kvplane|overwritten SEED NUM_BLOCKS
+python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror SEED NUM_BLOCKS [ADDRESS REPLICA]
 
 Runs in the environment of vLLM (`environment`). Prompts share prefixes; the pool is so small that requests are
-preempted and cached blocks evicted. "overwritten" is kvplane with all pages overwritten between the two rounds.
+preempted and cached blocks evicted. "overwritten" is kvplane with all pages overwritten between the two rounds;
+"mirror" is kvplane with a service at ADDRESS that follows the engine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import vllm.model_executor.models.registry as registry
 from vllm import LLM, SamplingParams
+
+from kvplane_service.core import inspect
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
 
@@ -63,9 +66,22 @@ def prompts(model: str, seed: int) -> list[dict[str, list[int]]]:
     return found
 
 
-def main(model: str, kind: str, seed: int, num_blocks: int) -> None:
+def mirror_state(manager: Any) -> dict[str, int]:
+    """How far the service is, once it has applied everything."""
+    manager.close_step()
+    manager.send_steps()
+    assert manager.sender.wait_applied(60), manager.sender.state
+    state = manager.sender.state
+    return {"steps": state.newest, "images": state.images, "divergences": state.divergences}
+
+
+def main(model: str, kind: str, seed: int, num_blocks: int, target: list[str]) -> None:
     """Run the workload twice, and print the result."""
-    llm = engine(model, kind, num_blocks)
+    more: dict[str, Any] = {}
+    if kind == "mirror":
+        address, replica = target
+        more = {"additional_config": {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}}
+    llm = engine(model, kind, num_blocks, **more)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     times, preempted = list[float](), list[str]()
     schedule, preempt = scheduler.schedule, scheduler._preempt_request
@@ -102,8 +118,12 @@ def main(model: str, kind: str, seed: int, num_blocks: int) -> None:
         "free_at_end": manager.block_pool.get_num_free_blocks(),
         "schedule_us": round(statistics.median(times) * 1e6),
     }
+    if kind == "mirror":
+        result["mirror"] = mirror_state(manager)
+        result["messages"] = manager.sender.num_submitted
+        result["digest"] = inspect.digest(manager.replica)
     print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

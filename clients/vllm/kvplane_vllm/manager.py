@@ -14,8 +14,19 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request, RequestStatus
 
-from kvplane.base.groups import CommitRule
-from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, Watermark
+from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.step import (
+    UNCHANGED,
+    UNLIMITED,
+    AdmitStatus,
+    Cache,
+    End,
+    PartResult,
+    RowFlag,
+    Step,
+    StepResult,
+    Watermark,
+)
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.open_step import AdmitTerms, OpenStep
@@ -78,7 +89,7 @@ class InProcessManager(KVCacheManager):
         )
         real = self.coordinator
         self.spec = replica_spec(kv_cache_config, real, limits, self.commit, self.enable_kv_cache_events)
-        self.replica = Replica(self.spec)
+        self.replica = self.new_replica(self.spec)
         self.pool, self.managers = self.replica.coordinator.pool, self.replica.coordinator.managers
         self.blocks = [views.Block(self.pool, block) for block in range(self.spec.num_blocks)]
         self.known: dict[str, Known] = {}
@@ -101,6 +112,10 @@ class InProcessManager(KVCacheManager):
 
     spare_slot = 0  # of a request that never runs, for questions about requests that the allocator does not know
 
+    def new_replica(self, spec: ReplicaSpec) -> Replica:
+        """Return the empty block pool."""
+        return Replica(spec)
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     @property
@@ -121,8 +136,19 @@ class InProcessManager(KVCacheManager):
         """
         if self._step is not None:
             step, self._step = self._step, None
-            _, result = step.close()
+            recorded, result = step.close()
             self._take(result.parts[self._taken :])
+            self.step_closed(recorded, result)
+
+    def step_closed(self, step: Step, result: StepResult) -> None:
+        """Called with each step that ended, and its result."""
+        del step, result
+
+    def send_steps(self) -> None:
+        """Called at the end of schedule()."""
+
+    def shut_down(self) -> None:
+        """Called when the engine ends."""
 
     def _flush(self) -> None:
         """Collect the orders and cache events of the calls so far; the step stays open."""

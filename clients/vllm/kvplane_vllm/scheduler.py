@@ -1,7 +1,8 @@
 """vLLM's schedulers with kvplane's allocator: the classes to give to `--scheduler-cls`.
 
-`--additional-config '{"kvplane": {...}}'` has the options: `mode` ("inprocess"), and `fallback` ("stock": for a model
-that kvplane does not support, use vLLM's own KV cache manager and log a warning).
+`--additional-config '{"kvplane": {...}}'` has the options: `mode` ("inprocess", or "mirror" with the `address` of a
+service and the name of the `replica` there), and `fallback` ("stock": for a model that kvplane does not support, use
+vLLM's own KV cache manager and log a warning).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.spec import UnsupportedModel
 
 logger = logging.getLogger("kvplane.vllm")
-OPTIONS = {"mode": ("inprocess",), "fallback": ("stock",)}
+OPTIONS = {"mode": ("inprocess", "mirror"), "fallback": ("stock",)}
+TEXTS = ("address", "replica")  # options with any text; only in mode "mirror", which needs them
+MIRRORED_HASHES = ("sha256", "sha256_cbor")
 
 
 def options_of(config: VllmConfig) -> dict[str, str]:
@@ -33,9 +36,19 @@ def options_of(config: VllmConfig) -> dict[str, str]:
     if not isinstance(given, dict):
         raise InvalidArgument(f"{given!r} is not an object", field="additional_config.kvplane")
     for name, value in given.items():
+        if name in TEXTS and isinstance(value, str) and value:
+            continue
         if value not in OPTIONS.get(name, ()):
             allowed = " or ".join(map(repr, OPTIONS.get(name, ()))) or f"one of the options {', '.join(OPTIONS)}"
             raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
+    is_mirror = given.get("mode") == "mirror"
+    for name in TEXTS:
+        if is_mirror != (name in given):
+            problem = "missing in mode mirror" if is_mirror else "given without mode mirror"
+            raise InvalidArgument(f"{name} is {problem}", field=f"additional_config.kvplane.{name}")
+    hashes = config.cache_config.prefix_caching_hash_algo
+    if is_mirror and hashes not in MIRRORED_HASHES:
+        raise InvalidArgument(f"{hashes} in mode mirror: use {' or '.join(MIRRORED_HASHES)}", field="hash_algo")
     connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
     if connector:
         raise InvalidArgument(f"the KV connector {connector} is not supported", field="kv_transfer_config")
@@ -44,16 +57,21 @@ def options_of(config: VllmConfig) -> dict[str, str]:
     return given
 
 
-def manager_factory(fallback: bool) -> Callable[..., KVCacheManager]:
-    """Return the function that builds the KV cache manager. With `fallback`, it builds vLLM's own manager for a model
-    that kvplane does not support.
+def manager_factory(chosen: dict[str, str]) -> Callable[..., KVCacheManager]:
+    """Return the function that builds the KV cache manager for these options. With `fallback`, it builds vLLM's own
+    manager for a model that kvplane does not support.
     """
+    manager: type[InProcessManager] = InProcessManager
+    if chosen.get("mode") == "mirror":
+        from kvplane_vllm.mirror import Target, mirroring  # needs gRPC
+
+        manager = mirroring(Target(chosen["address"], chosen["replica"]))
 
     def build(*args: Any, **options: Any) -> KVCacheManager:
         try:
-            return InProcessManager(*args, **options)
+            return manager(*args, **options)
         except UnsupportedModel as error:
-            if not fallback:
+            if "fallback" not in chosen:
                 raise
             logger.warning("vLLM's own KV cache manager is used: %s", error)
             return KVCacheManager(*args, **options)
@@ -75,7 +93,7 @@ class OnKvplane:
         UnsupportedModel for an unsupported model.
         """
         chosen = options_of(vllm_config)
-        module.KVCacheManager = manager_factory("fallback" in chosen)  # type: ignore[assignment,misc]
+        module.KVCacheManager = manager_factory(chosen)  # type: ignore[assignment,misc]
         try:
             super().__init__(vllm_config, *args, **options)  # type: ignore[call-arg]
         finally:
@@ -93,6 +111,7 @@ class OnKvplane:
         if self._managed:
             manager = self.kv_cache_manager
             manager.close_step()
+            manager.send_steps()
             assert not manager.preempted, "the allocator preempted requests of the step that is being scheduled"
             output.kvplane_step = manager.seq  # type: ignore[attr-defined]
         return output
@@ -115,6 +134,12 @@ class OnKvplane:
         if self._managed:
             self.kv_cache_manager.executed = scheduler_output.kvplane_step  # type: ignore[attr-defined]
         return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """See vLLM's scheduler."""
+        if self._managed:
+            self.kv_cache_manager.shut_down()
+        super().shutdown()  # type: ignore[misc]
 
 
 class Scheduler(OnKvplane, module.Scheduler):

@@ -69,7 +69,12 @@ class MirrorState:
 
 
 class MirrorSender:
-    """Keeps the service of one replica up to date with an engine that decides itself."""
+    """Keeps the service of one replica up to date with an engine that decides itself.
+
+    Attributes:
+        ended: why the replica is not mirrored any more; None while the sender tries to.
+        num_submitted: iterations submitted.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class MirrorSender:
         self._divergences = 0
         self._problem: KvplaneError | None = Unavailable("the service has not been reached yet")
         self.ended: KvplaneError | None = None
+        self.num_submitted = 0
         self._thread = threading.Thread(target=self._run, name=f"kvplane-mirror-{request.replica}", daemon=True)
         self._thread.start()
 
@@ -107,6 +113,7 @@ class MirrorSender:
         """Send the steps of one iteration; call it between two steps. Never waits for the service."""
         if not steps or self.ended is not None:
             return
+        self.num_submitted += 1
         with self._changed:
             self._logged.add(Iteration(tuple(steps), time.monotonic_ns()))
             if self._logged.image_wanted:
@@ -131,7 +138,7 @@ class MirrorSender:
         return self._problem is None and not log.image_wanted and log.applied_through == log.newest
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread, after it has told the service that the engine leaves."""
+        """End the thread, after it has notified the service."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()

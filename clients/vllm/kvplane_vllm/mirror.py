@@ -1,0 +1,116 @@
+"""The manager of mode "mirror": kvplane's allocator decides in the engine's process, and a service follows its steps.
+
+Every schedule() sends one message, for whose answer the engine never waits. The service then has the index, the events,
+the metrics, the explanations and the store of this replica. It may be away at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import grpc
+
+from kvplane.base.errors import KvplaneError
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.session import MirrorTerms, OpenRequest
+from kvplane.base.step import Step, StepResult
+from kvplane.blocking.mirror import MirrorSender
+from kvplane.rpc.channel import open_channel
+from kvplane.rpc.status import RpcOutcome, error_of_rpc
+from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
+from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane_service.core import state
+from kvplane_service.core.replica import Replica
+from kvplane_vllm.manager import InProcessManager
+
+EPOCH_TIMEOUT_S = 2.0
+
+logger = logging.getLogger("kvplane.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The service that mirrors the engine, and the name of the engine's replica there."""
+
+    address: str
+    replica: str
+
+
+class MirrorManager(InProcessManager):
+    """Answers the calls of vLLM's scheduler in this process, and sends each step to a service.
+
+    Attributes:
+        target: the service; set in a subclass, see `mirroring`.
+        sender: sends the steps.
+    """
+
+    target: ClassVar[Target]
+    sender: MirrorSender | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take the arguments of vLLM's manager. Waits for the service only to ask for the last epoch, 2 s at most."""
+        super().__init__(*args, **options)
+        self._closed: list[tuple[Step, StepResult]] = []
+        self.close_step()
+        pool, life = self.replica.coordinator.pool, secrets.randbits(64) or 1
+        request = OpenRequest(
+            self.target.replica,
+            nonce=0,
+            epoch=pool.epoch,
+            client="vllm",
+            incarnation=life,  # the pages end with this process
+            life_nonce=life,
+            mirror=MirrorTerms(self.commit),
+        )
+        self.sender = MirrorSender(self.target.address, request, self.spec, self._export)
+
+    def new_replica(self, spec: ReplicaSpec) -> Replica:
+        """Return an empty replica in the epoch after the one that the service knows."""
+        replica = Replica(spec)
+        replica.begin_epoch(last_epoch(self.target) + 1)
+        return replica
+
+    def _export(self) -> tuple[int, Iterator[bytes]]:
+        return self.replica.seq, state.slices(self.replica)
+
+    def step_closed(self, step: Step, result: StepResult) -> None:
+        """Keep the step until the end of schedule(); send it at once if no scheduler of kvplane uses this manager."""
+        if self.sender is None:
+            return  # the image has it
+        self._closed.append((step, result))
+        if self.executed is None:
+            self.send_steps()
+
+    def send_steps(self) -> None:
+        """Send the steps that ended since the last call, in one message."""
+        assert self.sender is not None, "the manager is not built yet"
+        closed, self._closed = self._closed, []
+        self.sender.submit(closed)
+
+    def shut_down(self) -> None:
+        """Notify the service that the engine leaves."""
+        self.close_step()
+        self.send_steps()
+        assert self.sender is not None, "the manager is not built yet"
+        self.sender.close()
+
+
+def mirroring(target: Target) -> type[MirrorManager]:
+    """Return the manager's class for this service."""
+    return type("MirrorManager", (MirrorManager,), {"target": target})
+
+
+def last_epoch(target: Target) -> int:
+    """Return the newest epoch of the replica at the service; 0 if it has none, or cannot be reached."""
+    try:
+        with open_channel(target.address) as channel:
+            request = DescribeReplicaRequest(replica=target.replica)
+            return int(AllocationStub(channel).DescribeReplica(request, timeout=EPOCH_TIMEOUT_S).epoch)
+    except grpc.RpcError as error:
+        problem: KvplaneError = error_of_rpc(cast(RpcOutcome, error))
+        logger.info("the epoch of %s is not known, the engine begins with epoch 1: %s", target.replica, problem)
+        return 0

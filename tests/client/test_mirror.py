@@ -1,0 +1,168 @@
+"""An engine that decides itself, and its mirror in a real service: equal states, divergence, restarts, no waiting."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from kvplane.base.groups import CommitRule
+from kvplane.blocking import mirror as mirrors
+from kvplane.blocking.mirror import MirrorSender
+from kvplane_service.config import Config
+from kvplane_service.core import state
+from kvplane_service.core.inspect import digest
+from tests.core.test_step_law import MIXES
+from tests.service.mirrors import DecidingEngine, open_request, spec_of
+from tests.service.rig import WAIT_S, held_thread, running, until
+
+
+class MirroredEngine(DecidingEngine):
+    """A random engine that sends each step to the service at `address`."""
+
+    def __init__(self, address, mix="window and full", seed=1, **options):
+        super().__init__(spec_of(mix), seed)
+        self.address, self.options = address, options
+        self.attach()
+
+    def attach(self, **terms):
+        request = open_request(0, **terms)
+        self.sender = MirrorSender(self.address, request, self.spec, self.export, **self.options)
+
+    def export(self):
+        return self.replica.seq, state.slices(self.replica)
+
+    def advance(self, steps):
+        for _ in range(steps):
+            self.run_step()
+            self.sender.submit([self.sent[-1]])
+
+    def check(self, service):
+        assert self.sender.wait_applied(WAIT_S), self.sender.state
+        assert service.digest("r") == digest(self.replica)
+
+
+@contextmanager
+def engine_on(service, *args, **options):
+    engine = MirroredEngine(service.address, *args, **options)
+    try:
+        yield engine
+    finally:
+        engine.sender.close()
+
+
+@pytest.fixture(scope="module")
+def service():
+    with running() as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def _no_replica(request):
+    yield
+    if "service" in request.fixturenames:
+        one = request.getfixturevalue("service")
+        if "r" in one.app.registry:
+            one.in_loop(lambda: one.app.registry.remove("r"))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_service_has_the_state_of_the_engine(service, mix):
+    with engine_on(service, mix) as engine:
+        for _ in range(3):
+            engine.advance(20)
+            engine.check(service)
+        assert engine.sender.state.divergences == 0
+        status = service.describe()
+        assert (status.mirror.images, status.mirror.divergences, status.mirror.hidden) == (1, 0, "")
+        assert service.state() == "LIVE"
+
+
+def test_a_planted_divergence_ends_with_an_image(service):
+    with engine_on(service) as engine:
+        engine.advance(5)
+        engine.check(service)
+        service.in_loop(lambda: service.app.registry.get("r").host.replica.coordinator.pool.restamp(3))
+        service.in_loop(lambda: service.app.registry.get("r").host.replica.coordinator.pool.stamped.clear())
+        until(lambda: engine.advance(1) or engine.sender.state.divergences > 0)
+        engine.advance(5)
+        engine.check(service)
+        assert service.describe().mirror.divergences == 1
+        assert engine.sender.state.images == 2
+
+
+def test_a_restarted_service_gets_an_image():
+    with running() as service:
+        engine = MirroredEngine(service.address)
+        engine.advance(5)
+        engine.check(service)
+        address = service.address
+    until(lambda: engine.sender.state.problem is not None)
+    engine.advance(20)
+    with running(Config(listen=address)) as service:
+        until(lambda: engine.advance(1) or engine.sender.state.problem is None)
+        engine.advance(5)
+        engine.check(service)
+        assert engine.sender.state.images > 1
+        engine.sender.close()
+
+
+def test_an_engine_that_starts_before_its_service_attaches_later():
+    with running() as service:
+        address = service.address
+    engine = MirroredEngine(address)
+    engine.advance(5)
+    with running(Config(listen=address)) as service:
+        engine.check(service)
+        engine.sender.close()
+
+
+def test_the_engine_does_not_wait_for_a_slow_service(service, monkeypatch):
+    """The service holds a step in its thread; the engine continues, and its log grows."""
+    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE", -1)
+    with engine_on(service) as engine:
+        engine.advance(1)
+        engine.check(service)
+        with held_thread() as held:
+            engine.advance(1)
+            assert held.began.wait(WAIT_S)
+            engine.advance(50)
+            assert engine.sender.state.waiting == 51
+        engine.check(service)
+        assert engine.sender.state.images == 1
+
+
+def test_a_full_log_costs_an_image(service, monkeypatch):
+    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE", -1)
+    with engine_on(service, most_iterations=10) as engine:
+        engine.advance(1)
+        engine.check(service)
+        with held_thread() as held:
+            engine.advance(1)
+            assert held.began.wait(WAIT_S)
+            engine.advance(50)
+            assert engine.sender.state.waiting <= 10
+        engine.check(service)
+        assert engine.sender.state.images > 1
+
+
+def test_other_rules_are_refused_by_name(service, caplog):
+    engine = MirroredEngine.__new__(MirroredEngine)
+    DecidingEngine.__init__(engine, spec_of("full"), 1)
+    engine.address, engine.options = service.address, {}
+    engine.attach(commit=CommitRule.REFERENCE)
+    until(lambda: engine.sender.ended is not None)
+    assert "commit reference" in str(engine.sender.ended)
+    assert "not mirrored any more" in caplog.text
+    engine.advance(5)
+
+
+def test_the_sender_thread_ends(service):
+    with engine_on(service) as engine:
+        engine.advance(3)
+        engine.check(service)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "kvplane-mirror-r" not in names
+    assert service.state() == "IDLE"
+    assert mirrors.MOST_ITERATIONS >= 1
