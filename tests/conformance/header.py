@@ -56,6 +56,7 @@ _SPEC = Form(
         "page_size_bytes": POSITIVE, "page_size_padded": POSITIVE, "sliding_window": POSITIVE,
         "attention_chunk_size": POSITIVE, "rswa_window": POSITIVE, "shapes": list_of(list_of(POSITIVE)),
         "dtypes": list_of(_DTYPE), "mamba_cache_mode": one_of("align", "none"), "num_speculative_blocks": COUNT,
+        "num_prefill_checkpoint_blocks": COUNT, "prefill_checkpoint_alignment": POSITIVE,
         "tokens_per_state": POSITIVE, "state_content_bytes": POSITIVE, "cache_dtype_str": TEXT, "alignment": POSITIVE,
         "model_version": TEXT, "max_tp_shards": POSITIVE, "extra_retained_tokens": COUNT, "dcp_sharded": FLAG,
     },
@@ -91,7 +92,7 @@ _MANAGER_ARGS = Form(
         "max_in_flight_tokens": POSITIVE, "enable_caching": FLAG, "use_eagle": FLAG, "dcp_world_size": POSITIVE,
         "watermark": NUMBER, "num_prefill_lookahead": COUNT, "log_stats": one_of(True), "enable_kv_cache_events": FLAG,
     },
-    {"num_hash_lookahead_tokens": COUNT},
+    {"num_hash_lookahead_tokens": COUNT, "enable_mamba_shared_prefix_checkpoint": FLAG},
 )  # fmt: skip
 _STEP = Form(
     _COMMON
@@ -192,11 +193,12 @@ def _groups(header: Record) -> tuple[GroupSpec, ...]:
         _GROUP.check(group, f"groups[{number}]")
         _SPEC.check(group["spec"], f"groups[{number}].spec")
     classes = {gid: n for n, one in enumerate(header["attention_groups"]) for gid in one["group_ids"]}
-    return tuple(_group(group, classes.get(number, 0)) for number, group in enumerate(header["groups"]))
+    return tuple(_group(header, group, classes.get(number, 0)) for number, group in enumerate(header["groups"]))
 
 
-def _group(group: Record, lookup_class: int) -> GroupSpec:
+def _group(header: Record, group: Record, lookup_class: int) -> GroupSpec:
     kind = _MLA.get(group["spec"]["type"], _MANAGERS[group["manager"]])
+    has_checkpoints = group["mamba_cache_mode"] == "align" and group["spec"].get("num_prefill_checkpoint_blocks", 0) > 0
     return GroupSpec(
         kind=kind,
         block_size=group["block_size"],
@@ -210,7 +212,16 @@ def _group(group: Record, lookup_class: int) -> GroupSpec:
         zero_new_blocks=group["records_new_block_ids"],
         lookup_class=lookup_class,
         extra_retained_tokens=group["spec"].get("extra_retained_tokens", 0),
+        checkpoint_alignment=group["spec"].get("prefill_checkpoint_alignment", 0) if has_checkpoints else 0,
+        checkpoints_single_group_hits=group["mamba_cache_mode"] == "align" and _checkpoints_single_group_hits(header),
     )
+
+
+def _checkpoints_single_group_hits(header: Record) -> bool:
+    """As KVCacheManager decides."""
+    args = header.get("manager_args", {})
+    asked = args.get("enable_mamba_shared_prefix_checkpoint", False) and args["num_prefill_lookahead"] <= 1
+    return asked and bool(header["eagle_group_ids"]) and bool(header["partial_hash_hits"])
 
 
 def _window(kind: GroupKind, group: Record) -> int:

@@ -179,6 +179,7 @@ class Coordinator:
         num_main = total + admission.num_new
         num_slots = min(num_main + admission.lookahead, spec.max_model_len)
         zeroes = len(self._orders.zero_block)
+        self.requests.computed[slot] = total  # where the first chunk starts
         self._adopt(admission, local, total)
         new = [manager.allocate(slot, num_slots, num_main, admission.num_encoder) for manager in self.managers]
         if admission.num_external and admission.delay_caching and spec.commit is CommitRule.SAFE:

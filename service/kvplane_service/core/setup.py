@@ -63,6 +63,13 @@ def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
         f"{name}.mamba_mode",
         "recurrent state can only be cached in mode align; turn caching off or use align",
     )
+    junctions = group.checkpoints_single_group_hits
+    drops = any(one.drops_last_block for one in spec.groups)
+    _require(
+        not junctions or (spec.partial_hits and drops and spec.prefill_lookahead <= 1),
+        f"{name}.checkpoints_single_group_hits",
+        "a state inside a block needs partial_hits, a group that drops_last_block, and prefill_lookahead of 0 or 1",
+    )
     if not is_cached(group):
         return
     _require(

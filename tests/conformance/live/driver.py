@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.errors import KvplaneError
+from kvplane.base.groups import MambaMode
 from tests.conformance.divergence import Divergence
+from tests.conformance.header import trace_spec
 from tests.conformance.live import intents
 from tests.conformance.live.intents import Intent
 from tests.conformance.live.peer import Reference
@@ -88,6 +91,9 @@ class Driver:
         self._unit = header["manager_args"]["scheduler_block_size"]
         self._states = [one["block_size"] for one in header["groups"] if one["mamba_cache_mode"] == "align"]
         self.replayer = AnswerEach(header, lambda spec: InProcessPath(spec, check_every=10))
+        spec = trace_spec(header)
+        states = [group for group in spec.groups if group.mamba_mode is MambaMode.ALIGN]
+        self._rules = [CheckpointRule.of(spec, group) for group in states]
         self._handlers: dict[type, Callable[[Any], object]] = {
             intents.Add: self._add, intents.Admit: self._admit, intents.Loaded: self._loaded, intents.Run: self._run,
             intents.Result: self._result, intents.Preempt: self._preempt, intents.Finish: self._finish,
@@ -250,10 +256,14 @@ class Driver:
         if not self._states or start >= request.prefill_end or new <= 0:
             return new
         size, end = max(self._states), start + new
+        if end >= request.prefill_end and all(rule.position(start, end) for rule in self._rules):
+            return new  # the state from which others continue is written inside the chunk
         if end < request.prefill_end and end // size * size > start:
             end = end // size * size
         alone = request.single_group_hit
         stops = [(request.tokens - 1) // size * size, alone - (alone - start) % size]
+        if self.header["manager_args"].get("enable_mamba_shared_prefix_checkpoint"):
+            stops.append(alone)
         if start % size:
             stops.append(-(-start // size) * size)
         if self.header["partial_hash_hits"]:

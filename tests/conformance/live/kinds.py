@@ -198,6 +198,32 @@ def _mamba_spec(random: Random) -> Draft:
     return draft
 
 
+def _mamba_checkpoint(random: Random) -> Draft:
+    """Launches also write a state inside their chunk."""
+    draft = random.choice((_mamba_align, _mamba_partial, _mamba_partial, _mamba_spec))(random)
+    alignment = random.choice((1, 1, 2, 4, 8))
+    for group in draft.groups:
+        if group["spec"]["type"] == "MambaSpec":
+            group["spec"] |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": alignment}
+    draft.habit(free_chunks=0.3)
+    if random.random() < 0.3:
+        draft.retention = random.choice((None, 0))
+    return draft
+
+
+def _mamba_junction(random: Random) -> Draft:
+    """A chunk ends at the single-group hit, and the state there is kept; half of the time also inside chunks."""
+    draft = _mamba_partial(random)
+    if random.random() < 0.5:
+        for group in draft.groups:
+            if group["spec"]["type"] == "MambaSpec":
+                group["spec"] |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+    _propose(draft, random.randint(1, 3))
+    _drops(draft)
+    draft.args["enable_mamba_shared_prefix_checkpoint"] = True
+    return draft
+
+
 def _mamba_none(random: Random) -> Draft:
     size = base_size(random)
     length = size * random.randint(12, 40)
@@ -391,6 +417,8 @@ KINDS: dict[str, Callable[[Random], Draft]] = {
     "mamba-align": _mamba_align,
     "mamba-partial": _mamba_partial,
     "mamba-speculative": _mamba_spec,
+    "mamba-checkpoint": _mamba_checkpoint,
+    "mamba-junction": _mamba_junction,
     "mamba-none": _mamba_none,
     "r-swa": _with_full(r_swa),
     "cross": _cross,

@@ -86,6 +86,11 @@ class GroupSpec:
         layer_names: names of the layers, in model order; information only.
         page_bytes: bytes of one block over all layers of the group; information only.
         extra_retained_tokens: window kinds: tokens below the window whose blocks are kept for a prefill with drafts.
+        checkpoint_alignment: MAMBA in mode ALIGN only: a launch also writes the state inside its chunk from which a
+            repeat of its tokens continues, if the distance from the chunk's start is a multiple of this number of
+            tokens (see `kvplane.base.checkpoints`); 0 = a launch writes the state at its chunk's end only.
+        checkpoints_single_group_hits: MAMBA in mode ALIGN only: a chunk that would pass the single-group hit (the
+            longest prefix that some group has cached alone) ends there also inside a block, and the state is cached.
     """
 
     kind: GroupKind
@@ -103,6 +108,8 @@ class GroupSpec:
     layer_names: tuple[str, ...] = ()
     page_bytes: int = 0
     extra_retained_tokens: int = 0
+    checkpoint_alignment: int = 0
+    checkpoints_single_group_hits: bool = False
 
     def validate(self, name: str) -> None:
         """Raise InvalidArgument for a value that is invalid for this kind of group; the error's field is
@@ -123,6 +130,13 @@ class GroupSpec:
         for field_name in ("speculative_blocks", "admission_cap_blocks", "extra_retained_tokens"):
             found = getattr(self, field_name)
             _require(found >= 0, f"{name}.{field_name}", found, "must be 0 or more")
+        aligned = self.kind is GroupKind.MAMBA and self.mamba_mode is MambaMode.ALIGN
+        found = self.checkpoint_alignment
+        expected = "0 or more" if aligned else "0 for a group without cached states (kind mamba, mamba_mode align)"
+        _require(found == 0 or (aligned and found > 0), f"{name}.checkpoint_alignment", found, f"must be {expected}")
+        flag = self.checkpoints_single_group_hits
+        expected = "must be false for a group without cached states (kind mamba, mamba_mode align)"
+        _require(aligned or not flag, f"{name}.checkpoints_single_group_hits", flag, expected)
 
 
 class Drafter(Enum):

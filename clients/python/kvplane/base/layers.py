@@ -281,6 +281,7 @@ class MambaSpec(LayerSpec):
         dtypes: their element types, one per shape.
         mode: NONE keeps only the state of the last accepted token; ALIGN also caches states at block boundaries.
         speculative_blocks: number of states kept for draft tokens, in addition to the state of the last accepted token.
+        checkpoint_alignment: ALIGN only: launches also write a state inside their chunk, see `GroupSpec`; 0 = they do not.
     """
 
     type_name: ClassVar[str] = "mamba"
@@ -294,6 +295,7 @@ class MambaSpec(LayerSpec):
     dtypes: tuple[DType, ...]
     mode: MambaMode = MambaMode.NONE
     speculative_blocks: int = field(default=0, metadata=ZERO_OR_MORE)
+    checkpoint_alignment: int = field(default=0, metadata=ZERO_OR_MORE)
 
     def __post_init__(self) -> None:
         if not self.shapes or len(self.shapes) != len(self.dtypes):
@@ -303,6 +305,8 @@ class MambaSpec(LayerSpec):
             refuse(f"a tensor of the shapes {self.shapes} has no elements", "shapes", "give sizes of 1 or more")
         if self.dcp_sharded:
             refuse("ranks cannot split a recurrent state: it has no tokens", "dcp_sharded", "give false")
+        if self.checkpoint_alignment and self.mode is not MambaMode.ALIGN:
+            refuse(f"states in mode {self.mode.value} are not cached", "checkpoint_alignment", "give 0, or mode align")
         LayerSpec.__post_init__(self)
 
     @property
@@ -317,16 +321,21 @@ class MambaSpec(LayerSpec):
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
         """Return the most states of one request: the state of the last accepted token, the states for drafts, and in
-        ALIGN mode the last cached state.
+        ALIGN mode the last cached state and the state inside a chunk.
         """
-        return (2 if self.mode is MambaMode.ALIGN else 1) + self.speculative_blocks
+        cached = 1 + int(self.checkpoint_alignment > 0) if self.mode is MambaMode.ALIGN else 0
+        return 1 + cached + self.speculative_blocks
 
     def group_fields(self) -> dict[str, Any]:
-        """Return the caching mode and the number of draft states for this layer's `GroupSpec`."""
-        return {"mamba_mode": self.mode, "speculative_blocks": self.speculative_blocks}
+        """Return the fields of the `GroupSpec` that only groups of states have."""
+        return {
+            "mamba_mode": self.mode,
+            "speculative_blocks": self.speculative_blocks,
+            "checkpoint_alignment": self.checkpoint_alignment,
+        }
 
     def _kind_key(self) -> tuple[object, ...]:
-        return (self.type_name, self.mode, self.speculative_blocks, self.page_bytes)
+        return (self.type_name, self.mode, self.speculative_blocks, self.checkpoint_alignment, self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

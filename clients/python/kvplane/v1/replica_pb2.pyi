@@ -74,7 +74,7 @@ DRAFTER_EAGLE: Drafter
 DRAFTER_MTP: Drafter
 
 class GroupSpec(_message.Message):
-    __slots__ = ("kind", "block_size", "window", "chunk", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "drops_last_block", "admission_cap_blocks", "zero_new_blocks", "lookup_class", "layer_names", "page_bytes", "extra_retained_tokens")
+    __slots__ = ("kind", "block_size", "window", "chunk", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "drops_last_block", "admission_cap_blocks", "zero_new_blocks", "lookup_class", "layer_names", "page_bytes", "extra_retained_tokens", "checkpoint_alignment", "checkpoints_single_group_hits")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,8 @@ class GroupSpec(_message.Message):
     LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTRA_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_SINGLE_GROUP_HITS_FIELD_NUMBER: _ClassVar[int]
     kind: GroupKind
     block_size: int
     window: int
@@ -105,7 +107,9 @@ class GroupSpec(_message.Message):
     layer_names: _containers.RepeatedScalarFieldContainer[str]
     page_bytes: int
     extra_retained_tokens: int
-    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., drops_last_block: bool = ..., admission_cap_blocks: _Optional[int] = ..., zero_new_blocks: bool = ..., lookup_class: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., extra_retained_tokens: _Optional[int] = ...) -> None: ...
+    checkpoint_alignment: int
+    checkpoints_single_group_hits: bool
+    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., drops_last_block: bool = ..., admission_cap_blocks: _Optional[int] = ..., zero_new_blocks: bool = ..., lookup_class: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., extra_retained_tokens: _Optional[int] = ..., checkpoint_alignment: _Optional[int] = ..., checkpoints_single_group_hits: bool = ...) -> None: ...
 
 class AlignSpec(_message.Message):
     __slots__ = ("block_size", "chunk_limit", "stop_at_tail")
@@ -196,7 +200,7 @@ class ModelSource(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
-    __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state")
+    __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +226,7 @@ class LayerFormat(_message.Message):
     COMPUTES_CHUNK_FIELD_NUMBER: _ClassVar[int]
     EXTRA_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
     kind: GroupKind
     block_size: int
     num_kv_heads: int
@@ -247,7 +252,8 @@ class LayerFormat(_message.Message):
     computes_chunk: int
     extra_retained_tokens: int
     hidden_state: bool
-    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., page_size_padded: _Optional[int] = ..., block_stride_alignment: _Optional[int] = ..., dcp_sharded: bool = ..., state_bytes: _Optional[int] = ..., tokens_per_state: _Optional[int] = ..., page_alignment: _Optional[int] = ..., state_format: _Optional[str] = ..., max_tp_shards: _Optional[int] = ..., computes_window: _Optional[int] = ..., computes_chunk: _Optional[int] = ..., extra_retained_tokens: _Optional[int] = ..., hidden_state: bool = ...) -> None: ...
+    checkpoint_alignment: int
+    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., page_size_padded: _Optional[int] = ..., block_stride_alignment: _Optional[int] = ..., dcp_sharded: bool = ..., state_bytes: _Optional[int] = ..., tokens_per_state: _Optional[int] = ..., page_alignment: _Optional[int] = ..., state_format: _Optional[str] = ..., max_tp_shards: _Optional[int] = ..., computes_window: _Optional[int] = ..., computes_chunk: _Optional[int] = ..., extra_retained_tokens: _Optional[int] = ..., hidden_state: bool = ..., checkpoint_alignment: _Optional[int] = ...) -> None: ...
 
 class StateTensor(_message.Message):
     __slots__ = ("shape", "dtype")

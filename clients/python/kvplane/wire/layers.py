@@ -34,6 +34,7 @@ _SAME = (
     "computes_window",
     "computes_chunk",
     "extra_retained_tokens",
+    "checkpoint_alignment",
 )
 # Fields of our formats that have another name in the message.
 _NAMES = {

@@ -35,6 +35,8 @@ _SAME_IN_GROUP = (
     "lookup_class",
     "page_bytes",
     "extra_retained_tokens",
+    "checkpoint_alignment",
+    "checkpoints_single_group_hits",
 )
 _SAME_IN_ALIGN = ("block_size", "chunk_limit", "stop_at_tail")
 _SAME_IN_REPLICA = (

@@ -7,9 +7,10 @@ from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.chunked import ChunkedLocalManager
 from kvplane_service.core.managers.cross import CrossAttentionManager
 from kvplane_service.core.managers.full import FullAttentionManager, RetainedWindowManager, SinkManager
-from kvplane_service.core.managers.mamba import AlignedStateManager, UncachedStateManager
+from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.managers.questions import GroupSetup
 from kvplane_service.core.managers.ring import RingManager
+from kvplane_service.core.managers.uncached_state import UncachedStateManager
 from kvplane_service.core.managers.window import SlidingWindowManager
 
 _BY_KIND: dict[GroupKind, type[GroupManager]] = {

@@ -1,76 +1,36 @@
-"""Recurrent state (Mamba, linear attention): a block holds one state, and a request needs only its last state.
+"""Recurrent state that is cached (mode "align"): a block holds one state, and a request needs only its last state.
 
-In mode "align" a prefill chunk writes its end state into the block of its last token; blocks in between stay null. The
+A prefill chunk writes its end state into the block of its last token; blocks in between stay null. The
 running state is in the last 1 + speculative blocks of the table:
 
     tokens   0..B-1   B..2B-1   2B..3B-1   3B..          (a chunk that ended in the fourth block)
     table     s0       null       null      run  spec spec
+
+If the spec has a `checkpoint_alignment`, a chunk can also leave a state before its end, in the block before that of the
+running state (see `kvplane.base.checkpoints`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
+from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import FOREVER, GroupManager
+from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.full import register_inside_block, report_stored_inside
 from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
 
 NO_STATE = -1
 
 
-class UncachedStateManager(GroupManager):
-    """Manages states in mode "none": never cached; a request has one block for its state, and one per draft token."""
+class Checkpoint(NamedTuple):
+    """A state inside the chunk of the last launch: length in tokens, index in the table, end of the chunk."""
 
-    def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """Return the number of new blocks for the state and the draft states."""
-        extra = self.block_size * self.spec.speculative_blocks
-        return super().blocks_needed(replace(need, num_slots=need.num_slots + extra), hit)
-
-    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """Return the number of blocks that a running request needs for `num_slots` tokens and the draft states."""
-        extra = self.block_size * self.spec.speculative_blocks
-        return super().blocks_to_extend(slot, num_slots + extra, num_main)
-
-    def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """Return the most blocks that a request holds at once: its state and the draft states."""
-        return super().blocks_alone(num_tokens, num_encoder) + self.spec.speculative_blocks
-
-    def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Extend the table to the state and the draft states; returns the new blocks."""
-        extra = self.block_size * self.spec.speculative_blocks
-        return super().allocate(slot, num_slots + extra, num_main, num_encoder)
-
-    def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether at most as many tokens are computed again as there are draft states: older states are lost."""
-        return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
-
-    def skipped_tokens(self, num_computed: int) -> int:
-        """Return the number of computed tokens less one: only the state of the last token is needed."""
-        return num_computed - 1
-
-    def window_bound(self, slot: int, num_processed: int) -> int:
-        """Return the number of processed tokens from which on the next block of the table can be released."""
-        del slot
-        return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
-
-    def alloc_bound(self, slot: int) -> int:
-        """Return the position, in tokens, up to which no block is missing; the last blocks are for draft states."""
-        return super().alloc_bound(slot) - self.block_size * self.spec.speculative_blocks
-
-    def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Return no blocks: states in this mode are never cached."""
-        return [[] for _ in query.groups], 0
-
-    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Do nothing: states in this mode are never cached."""
-        return
-
-    def register_bound(self, slot: int) -> int:
-        """Return FOREVER: no block is ever registered."""
-        return FOREVER
+    position: int
+    index: int
+    end: int
 
 
 class AlignedStateManager(GroupManager):
@@ -86,7 +46,8 @@ class AlignedStateManager(GroupManager):
         self._stopped_at: dict[int, dict[int, int]] = {}
         # Draft models have no recurrent layers: look-ups here never drop a block. Those of other groups may, so that a
         # repeat of a prompt resumes one hash block lower.
-        self._resumes_lower = any(group.drops_last_block for group in setup.replica.groups)
+        self._rule = CheckpointRule.of(setup.replica, setup.spec)
+        self._checkpoints: dict[int, Checkpoint] = {}  # by slot
         self._registered_this_step: set[Key] = set()  # keys of states that this step's launch writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -105,6 +66,7 @@ class AlignedStateManager(GroupManager):
         self.num_retired[slot] = 0
         self.has_allocated[slot] = False
         self._stopped_at.pop(slot, None)
+        self._checkpoints.pop(slot, None)
         return super().take_all(slot)
 
     def new_step(self) -> None:
@@ -114,7 +76,8 @@ class AlignedStateManager(GroupManager):
     def slot_state(self, slot: int) -> tuple[object, ...]:
         """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
         own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
-        return *super().slot_state(slot), *own, sorted(self._stopped_at.get(slot, {}).items())
+        ends = sorted(self._stopped_at.get(slot, {}).items())
+        return *super().slot_state(slot), *own, ends, self._checkpoints.get(slot)
 
     def step_state(self) -> tuple[object, ...]:
         """Return the keys that the current step registered, for the digest of the replica."""
@@ -128,7 +91,8 @@ class AlignedStateManager(GroupManager):
         if self._safe and need.total_computed > need.local_computed:
             new = self._new_states_with_external(need, len(hit), partial)
         else:
-            new = self._new_states(need.slot, need.num_main, len(hit), partial)
+            checkpoints = int(self._checkpoint(need.slot, need.total_computed, need.num_main) > 0)
+            new = self._new_states(need.slot, need.num_main, len(hit), int(partial), checkpoints)
         return new + self.pool.count_evictable(hit)
 
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
@@ -136,22 +100,43 @@ class AlignedStateManager(GroupManager):
         length = max(max(need.total_computed - 1, 0) // self.block_size, num_hit)
         external = max(self._blocks_for(need.total_computed) - length, 0)
         running = self._blocks_for(need.num_main)
-        filled = max(length + external, running - 1)
+        checkpoints = int(self._checkpoint(need.slot, need.total_computed, need.num_main) > 0)
+        filled = max(length + external, running - 1 - checkpoints)
         return external + max(running + self.spec.speculative_blocks - filled, 0) + int(partial)
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
         """Return the number of new states that a running request needs to compute up to `num_main` tokens."""
-        return self._new_states(slot, num_main, 0, slot in self.partial_hit)
+        partial = int(slot in self.partial_hit)
+        checkpoints = int(self._checkpoint(slot, self.requests.computed[slot], num_main) > 0)
+        return self._new_states(slot, num_main, 0, partial, checkpoints)
 
-    def _new_states(self, slot: int, num_main: int, num_hit: int, partial: bool) -> int:
+    def _new_states(self, slot: int, num_main: int, num_hit: int, partial: int, checkpoints: int) -> int:
         new = self._blocks_for(num_main) + self.spec.speculative_blocks - num_hit - len(self.table[slot])
         if partial:
             new = max(new, 0) + 1
-        return max(min(new, self._most_new_blocks(slot, partial)), 0)
+        return max(min(new, self._most_new_blocks(slot, partial + checkpoints)), 0)
 
-    def _most_new_blocks(self, slot: int, partial: bool) -> int:
-        drafts = 0 if self.has_allocated[slot] else self.spec.speculative_blocks
-        return 1 + int(partial) + drafts
+    def _most_new_blocks(self, slot: int, others: int) -> int:
+        """Return the most blocks of one allocation: the running state, the draft states at first, and the `others`."""
+        return 1 + others + (0 if self.has_allocated[slot] else self.spec.speculative_blocks)
+
+    def _checkpoint(self, slot: int, start: int, end: int) -> int:
+        """Return the position of the checkpoint for which the chunk [start, end) needs a block; 0: none.
+
+        Every chunk has such a position, but with retention_interval 0 only that of the prompt's end is kept. A draft
+        state at this index is kept where it is: ranks would write the checkpoint there, because tables are
+        append-only, also if the state was moved.
+        """
+        position = self._rule.position(start, end)
+        if position == 0:
+            return 0
+        table, index = self.table[slot], self._rule.index(end)
+        is_draft = self.has_allocated[slot] and len(table) - self.spec.speculative_blocks <= index < len(table)
+        if is_draft and self._safe:
+            return position
+        prefill_end = max(self.requests.num_prompt[slot], self.requests.num_tokens[slot] - 1)
+        is_free = index >= len(table) or table[index] == NULL_BLOCK or is_draft
+        return position if is_free and (self.replica.retention_interval or end >= prefill_end) else 0
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
         """Append a block for the state after `num_main` tokens, with null blocks before; returns the new entries."""
@@ -159,18 +144,24 @@ class AlignedStateManager(GroupManager):
         drafts = self.spec.speculative_blocks
         required = self._blocks_for(num_main) + drafts
         partial = self.partial_hit.pop(slot, None)
-        if required <= len(table) and partial is None:
+        position = self._checkpoint(slot, self.requests.computed[slot], num_main)
+        if required <= len(table) and partial is None and not position:
             self.has_allocated[slot] = True
             return []
         before = len(table)
         self._remember_last_state(slot)
         gap_end = required - drafts - 1
+        if position:
+            gap_end -= 1
+            self._checkpoints[slot] = Checkpoint(position, gap_end, num_main)
+            self._stopped_at.setdefault(slot, {})[gap_end] = position
         table.extend([NULL_BLOCK] * (gap_end - before))
         if self.has_allocated[slot]:
             for index in range(before - drafts, min(before, gap_end)):
                 self._move_draft_state(table, index)
         missing = max(required - len(table), 0) + int(partial is not None)
-        assert missing <= self._most_new_blocks(slot, partial is not None), f"slot {slot} takes {missing} states"
+        most = self._most_new_blocks(slot, int(partial is not None) + int(position > 0))
+        assert missing <= most, f"slot {slot} takes {missing} states"
         blocks = self._take(missing)
         copied = [] if partial is None else self._split_shared_state(slot, partial, blocks.pop(0))
         entries = copied + table[before:] + blocks
@@ -215,8 +206,11 @@ class AlignedStateManager(GroupManager):
         return []
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """Return the most blocks held at one time: previous state, running state, copy target and draft states."""
-        return min(self._blocks_for(num_tokens), 3) + self.spec.speculative_blocks
+        """Return the most blocks held at one time: previous state, running state, copy target, checkpoint and draft
+        states.
+        """
+        most = 4 if self.spec.checkpoint_alignment else 3
+        return min(self._blocks_for(num_tokens), most) + self.spec.speculative_blocks
 
     # -- image -------------------------------------------------------------------------------------------------------
 
@@ -395,8 +389,10 @@ class AlignedStateManager(GroupManager):
         # left a state at an end beyond the tokens that were known before this fact.
         verified = min(num_computed, self.requests.num_tokens[slot])
         left = self._stopped_at.get(slot, {})
-        for index in [index for index, end in left.items() if end > verified]:
+        # A checkpoint can be in a block behind its position: the next launches may write another state there.
+        for index in [index for index, end in left.items() if end > verified or index > num_computed // self.block_size]:
             del left[index]
+        self._checkpoints.pop(slot, None)
 
     def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
         """Register only blocks whose state is that at the end of the block: a launch that went further left a later
@@ -438,17 +434,41 @@ class AlignedStateManager(GroupManager):
         return keep
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Register the states inside the first `num_tokens` tokens, and the state at the prompt's last
-        hash boundary.
+        """Register the states inside the first `num_tokens` tokens, and the state from which a repeat of the prompt
+        continues.
         """
         start = max(self.num_cached[slot], 0)
         super().register_blocks(slot, num_tokens, boundaries)
         end = max(self.num_cached[slot], 0)
-        self._register_prompt_tail(slot, num_tokens)
+        checkpoint = self._checkpoints.get(slot)
+        if checkpoint is not None and checkpoint.end == self.requests.launch_end(slot):
+            self._register_checkpoint(slot, checkpoint)
+        else:
+            self._register_chunk_end(slot, num_tokens)
         self._note_registered(self.table[slot][start:end])
 
-    def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
-        if num_tokens <= 0 or num_tokens % self.hash_size != 0 or num_tokens != self._prompt_boundary(slot):
+    def _register_checkpoint(self, slot: int, checkpoint: Checkpoint) -> None:
+        """Register the state inside the chunk, if a later request can need it; its block has no other key."""
+        position, block = checkpoint.position, self.table[slot][checkpoint.index]
+        if not (self._has_hash(slot, position) and self._is_kept(slot, position)):
+            self.pool.drop_keys(block, RemoveReason.PROMOTED)
+        elif self.pool.key_tokens[block] != position:
+            self.pool.drop_keys(block, RemoveReason.PROMOTED)  # with commit=reference: of the end of the block
+            self._registered_this_step.add(register_inside_block(self, slot, block, position))
+
+    def _is_kept(self, slot: int, position: int) -> bool:
+        if position in (self._prompt_boundary(slot, self.replica.hit_alignment), self.requests.single_group_hit[slot]):
+            return True
+        index, inside = divmod(position, self.block_size)
+        return not inside and (self.reachable_blocks(index - 1, index, ()) or [True])[0]
+
+    def _has_hash(self, slot: int, num_tokens: int) -> bool:
+        """Whether these tokens are known, none a draft, and the engine has sent the hash of the last ones."""
+        known = min(self.requests.num_tokens[slot], len(self.requests.content[slot].digests) * self.hash_size)
+        return num_tokens <= known
+
+    def _register_chunk_end(self, slot: int, num_tokens: int) -> None:
+        if num_tokens <= 0 or num_tokens % self.hash_size != 0 or not self._continues_at(slot, num_tokens):
             return
         if self._safe and self.requests.ends_at[slot] != num_tokens:
             return
@@ -466,13 +486,18 @@ class AlignedStateManager(GroupManager):
             self.partial_hit[slot] = (index, block)
             self.num_cached[slot] = index
 
-    def _prompt_boundary(self, slot: int) -> int:
-        """Return the position, in tokens, at which another request with the same prompt continues.
+    def _continues_at(self, slot: int, num_tokens: int) -> bool:
+        """Whether another request can continue at this end of a chunk, though it may be inside a block.
 
-        This is the last end of a hash block in the prompt that has at least one token after it.
+        The running state at the single-group hit is kept only by the chunk of the prompt that ends there: decode steps
+        change it.
         """
-        prompt = self.requests.num_prompt[slot]
-        if self._resumes_lower:
-            return max(prompt // self.hash_size * self.hash_size - self.hash_size, 0)
-        left = max(1, self.replica.hash_lookahead_tokens)
-        return max((prompt - left) // self.hash_size * self.hash_size, 0)
+        if num_tokens == self._prompt_boundary(slot, self.hash_size):
+            return True
+        if not self.spec.checkpoints_single_group_hits or num_tokens != self.requests.single_group_hit[slot]:
+            return False
+        return self.requests.computed[slot] < num_tokens <= self.requests.num_prompt[slot]
+
+    def _prompt_boundary(self, slot: int, unit: int) -> int:
+        """Return the last multiple of `unit` at which another request with the same prompt continues."""
+        return self._rule.last_boundary(self.requests.num_prompt[slot], unit)
