@@ -47,9 +47,7 @@ FORMS = {
 
 @pytest.mark.parametrize("algorithm", FORMS)
 @given(tokens=token_lists)
-def test_a_reference_hash_is_the_digest_of_parent_tokens_and_keys(
-    algorithm: HashAlgorithm, tokens: list[int]
-) -> None:
+def test_a_reference_hash_is_the_digest_of_parent_tokens_and_keys(algorithm: HashAlgorithm, tokens: list[int]) -> None:
     scheme = HashScheme.named(4, algorithm, seed="s")
     hashes = RequestHasher(scheme, ExtraKeys(salt="s1")).append(pack_tokens(tokens))
     parent, expected = scheme.none_hash, b""
@@ -80,16 +78,12 @@ def test_kvplane_hash_has_the_form_of_its_docstring() -> None:
 
 def test_kvplane_hashes_are_stable() -> None:
     """Caches outlive releases: a changed form needs a new name, not another digest under the old one."""
-    hashes = RequestHasher(HashScheme.named(8, seed="test"), ExtraKeys(salt="team-a")).append(
-        pack_tokens(PROMPT)
-    )
+    hashes = RequestHasher(HashScheme.named(8, seed="test"), ExtraKeys(salt="team-a")).append(pack_tokens(PROMPT))
     assert hashes[-32:].hex() == "24fcc1b8b1df841173e65d969de96cbd09013122a51f5c4b03448de3beeff91e"
 
 
 @given(token_lists, token_lists, texts, texts)
-def test_kvplane_hash_distinguishes_all_inputs(
-    left: list[int], right: list[int], salt: str, other: str
-) -> None:
+def test_kvplane_hash_distinguishes_all_inputs(left: list[int], right: list[int], salt: str, other: str) -> None:
     algorithm = block_digest(HashAlgorithm.KVPLANE)
 
     def digest(tokens: list[int], salt: str) -> bytes:
@@ -104,6 +98,4 @@ def test_kvplane_hash_does_not_confuse_key_bytes_and_tokens() -> None:
     keys = ((b"four", b"more"),)
     as_tokens = pack_tokens([1, 2]) + encode(keys)
     padded = as_tokens + bytes(-len(as_tokens) % 4)
-    assert algorithm.hash_block(bytes(32), pack_tokens([1, 2]), keys) != algorithm.hash_block(
-        bytes(32), padded, None
-    )
+    assert algorithm.hash_block(bytes(32), pack_tokens([1, 2]), keys) != algorithm.hash_block(bytes(32), padded, None)

@@ -61,9 +61,7 @@ def test_a_changed_token_changes_its_block_and_all_later_blocks(algorithm: HashA
     changed = PROMPT.copy()
     changed[17] += 1
     assert len(hashes_of(PROMPT, algorithm=algorithm)) == 5
-    assert (
-        first_difference(hashes_of(PROMPT, algorithm=algorithm), hashes_of(changed, algorithm=algorithm)) == 2
-    )
+    assert first_difference(hashes_of(PROMPT, algorithm=algorithm), hashes_of(changed, algorithm=algorithm)) == 2
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
@@ -101,9 +99,7 @@ KEYED = {
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("pair", KEYED.values(), ids=KEYED.keys())
-def test_extra_keys_change_the_hash(
-    pair: tuple[ExtraKeys, ExtraKeys], algorithm: HashAlgorithm
-) -> None:
+def test_extra_keys_change_the_hash(pair: tuple[ExtraKeys, ExtraKeys], algorithm: HashAlgorithm) -> None:
     left, right = (hashes_of(PROMPT, keys, algorithm=algorithm) for keys in pair)
     assert first_difference(left, right) == 0
 
@@ -272,10 +268,7 @@ def test_weak_hashes_require_a_secret_seed(algorithm: HashAlgorithm) -> None:
     with pytest.raises(InvalidArgument) as refused:
         HashScheme.named(8, algorithm)
     assert refused.value.field == "hash_seed"
-    assert (
-        HashScheme.named(8, algorithm, seed="a").none_hash
-        != HashScheme.named(8, algorithm, seed="b").none_hash
-    )
+    assert HashScheme.named(8, algorithm, seed="a").none_hash != HashScheme.named(8, algorithm, seed="b").none_hash
 
 
 def test_a_hash_algorithm_without_its_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,14 @@ groups = st.one_of(
         mamba_mode=st.sampled_from(MambaMode),
         speculative_blocks=small,
     ),
+    st.builds(
+        GroupSpec,
+        kind=st.just(GroupKind.MAMBA),
+        block_size=st.just(16),
+        mamba_mode=st.just(MambaMode.ALIGN),
+        checkpoint_alignment=small,
+        checkpoints_single_group_hits=st.booleans(),
+    ),
     st.builds(GroupSpec, kind=st.just(GroupKind.SINK_FULL), block_size=st.just(16), sink_tokens=st.just(32)),
     st.builds(
         GroupSpec,

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "dtypes": (DType.FLOAT32, DType.FLOAT64),
     "mode": MambaMode.ALIGN,
     "speculative_blocks": 3,
+    "checkpoint_alignment": 64,
 }
 
 

@@ -37,9 +37,7 @@ PADDED = "with an admission that drafts may pad"
 class StepReplayer:
     """Runs one step trace against one replica."""
 
-    def __init__(
-        self, header: Record, whole: bool, make_path: Callable[[ReplicaSpec], Path] = InProcessPath
-    ) -> None:
+    def __init__(self, header: Record, whole: bool, make_path: Callable[[ReplicaSpec], Path] = InProcessPath) -> None:
         self.spec = step_spec(header)
         self.path = make_path(self.spec)
         self.whole = whole

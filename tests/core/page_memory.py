@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Orders
 
@@ -265,6 +266,11 @@ class Memory:
         left = Left(row.tables, row.end, row.planned or row.end)
         for length in range(row.end, max(row.start, min(row.certain, row.end) - 1), -1):
             self._put(number, left.block(number, group.block_size, length), 0, row.launched[:length] if good else None)
+        rule = CheckpointRule.of(self.spec, group)
+        position, index = rule.position(row.start, left.planned), rule.index(left.planned)
+        block = row.tables[number][index] if position and index < len(row.tables[number]) else 0
+        if block:
+            self._put(number, block, 0, row.launched[:position] if good and position <= row.end else None)
 
     def _write_attention(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
         for at in range(row.start, row.end):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.groups import AlignSpec, GroupSpec
+from kvplane.base.groups import DENSE_RETENTION, AlignSpec, GroupSpec
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Left
@@ -31,6 +31,25 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "states, hits inside blocks": (
         [state(8), full(8)],
         {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
+    ),
+    "checkpoints inside chunks": (
+        [state(checkpoint_alignment=1, zero_new_blocks=True), full(zero_new_blocks=True)],
+        {"align": AlignSpec(4, 4096)},
+    ),
+    "checkpoints, hits inside blocks": (
+        [state(8, checkpoint_alignment=2), full(8)],
+        {"hash_block_size": 2, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
+    ),
+    "checkpoints of every chunk": (
+        [state(checkpoint_alignment=4), state(checkpoint_alignment=4), full()],
+        {"retention_interval": DENSE_RETENTION},
+    ),
+    "checkpoints and drafts": (
+        [
+            state(8, speculative_blocks=2, checkpoint_alignment=2, checkpoints_single_group_hits=True),
+            full(8, is_draft=True, drops_last_block=True),
+        ],
+        {"hash_block_size": 2, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
     ),
     "three sizes, hits inside blocks": (
         [window(5, 2), full(8), full(4, lookup_class=5)],

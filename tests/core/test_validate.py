@@ -317,6 +317,16 @@ SPECS: dict[str, Any] = {  # field -> specs that are refused for it
     "groups[0].speculative_blocks": [([state(speculative_blocks=-1), full()], {})],
     "groups[0].admission_cap_blocks": [([full(admission_cap_blocks=-1)], {})],
     "groups[0].extra_retained_tokens": [([window(4, extra_retained_tokens=-1)], {})],
+    "groups[0].checkpoint_alignment": [
+        ([full(checkpoint_alignment=1)], {}),
+        ([state(checkpoint_alignment=-1), full()], {}),
+        ([state(mamba_mode=MambaMode.NONE, checkpoint_alignment=1), full()], {"enable_caching": False}),
+    ],
+    "groups[0].checkpoints_single_group_hits": [
+        ([full(checkpoints_single_group_hits=True)], {}),
+        ([state(8, checkpoints_single_group_hits=True), full(8)], {"hash_block_size": 4, "partial_hits": True}),
+        ([state(checkpoints_single_group_hits=True), full(drops_last_block=True)], {}),
+    ],
     # fields that contradict each other
     "scheduler_block_size": [
         ([full()], {"scheduler_block_size": 0}),

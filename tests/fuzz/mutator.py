@@ -73,7 +73,7 @@ def mutate(data: bytes, max_size: int, seed: int, bend: Bend) -> bytes:
             _rearrange(chance, operations)
         at = chance.randrange(len(operations))
         kind, raw = operations[at]
-        operations[at] = (kind, _mutated(chance, kind, raw, bend)[: 0xFFFF])
+        operations[at] = (kind, _mutated(chance, kind, raw, bend)[:0xFFFF])
     made = encode(operations)
     return made if len(made) <= max_size else data[:max_size]
 

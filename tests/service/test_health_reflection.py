@@ -62,9 +62,7 @@ def test_reflection_describes_every_listed_service(service, version):
 @pytest.mark.parametrize("symbol", SERVICES)
 def test_reflection_finds_the_file_of_a_symbol(service, version, symbol):
     answer = ask(service, version, file_containing_symbol=symbol)
-    files = map(
-        descriptor_pb2.FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto
-    )
+    files = map(descriptor_pb2.FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)
     assert symbol in {f"{file.package}.{one.name}" for file in files for one in file.service}
 
 

@@ -77,9 +77,7 @@ class TestSteps:
             ({}, {"executed_through": 9}, "INVALID_ARGUMENT", "executed_through"),
         ],
     )
-    def test_a_refused_step_changes_nothing_and_the_stream_continues(
-        self, service, part, fields, reason, field
-    ):
+    def test_a_refused_step_changes_nothing_and_the_stream_continues(self, service, part, fields, reason, field):
         stream = service.open()
         stream.step(ADMIT)
         before = service.digest()

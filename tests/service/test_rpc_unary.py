@@ -259,9 +259,7 @@ class TestHits:
         with refusal(InvalidArgument, field):
             service.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="r", content=content))
         with refusal(InvalidArgument, field):
-            service.allocation.AllocateSlots(
-                pb.AllocateSlotsRequest(header=HEADER, request_id="a", content=content)
-            )
+            service.allocation.AllocateSlots(pb.AllocateSlotsRequest(header=HEADER, request_id="a", content=content))
 
 
 class TestRepeats:

@@ -182,6 +182,7 @@ def test_an_unreachable_collector_is_logged_once(monkeypatch, caplog):
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len([message for message in warnings if "the trace collector is unreachable" in message]) == 1
         with collecting(address):
+
             def arrives() -> bool:
                 stream.step()
                 flush(service)

@@ -24,9 +24,7 @@ def test_a_token_contains_its_stream_and_position() -> None:
 
 
 @given(places, places, places, st.booleans())
-def test_a_token_depends_on_its_position_and_not_on_the_slice(
-    a: int, b: int, c: int, generated: bool
-) -> None:
+def test_a_token_depends_on_its_position_and_not_on_the_slice(a: int, b: int, c: int, generated: bool) -> None:
     start, cut, stop = sorted((a, b, c))
     whole = tokens(Span(3, start, stop, generated))
     assert len(whole) == stop - start
@@ -48,14 +46,10 @@ ids_lists = st.lists(st.integers(0, 40) | st.integers(0, 2**20), min_size=1, max
 
 
 @given(ids_lists, st.integers(1, 12), st.data())
-def test_equal_ids_have_equal_tokens_among_any_others(
-    ids: list[int], tokens_per_id: int, data: st.DataObject
-) -> None:
+def test_equal_ids_have_equal_tokens_among_any_others(ids: list[int], tokens_per_id: int, data: st.DataObject) -> None:
     missing = data.draw(st.integers(0, tokens_per_id - 1))
     length = len(ids) * tokens_per_id - missing
-    piece_by_piece = [
-        token for h in ids for token in tokens(Span(5, h * tokens_per_id, (h + 1) * tokens_per_id))
-    ]
+    piece_by_piece = [token for h in ids for token in tokens(Span(5, h * tokens_per_id, (h + 1) * tokens_per_id))]
     text = text_of_ids(ids, tokens_per_id, length, stream=5)
     assert len(text) == length
     assert unpack_tokens(text.packed()) == piece_by_piece[:length]

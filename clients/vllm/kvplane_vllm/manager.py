@@ -484,4 +484,3 @@ class InProcessManager(KVCacheManager):
         """
         del request
         return []
-

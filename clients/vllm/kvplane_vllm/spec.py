@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowMLASpec
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import (
@@ -62,9 +62,6 @@ def unsupported(config: KVCacheConfig, coordinator: KVCacheCoordinator) -> str:
         name = type(manager).__name__
         if name not in KINDS:
             return f"layers {layers}: {type(spec).__name__} is managed by {name}, which kvplane does not have"
-        if isinstance(spec, MambaSpec) and spec.num_prefill_checkpoint_blocks:
-            count = spec.num_prefill_checkpoint_blocks
-            return f"layers {layers}: {type(spec).__name__} with num_prefill_checkpoint_blocks={count}, expected 0"
     return ""
 
 
@@ -108,6 +105,7 @@ def replica_spec(
 
 def _group(group: Any, manager: Any, lookup_class: int) -> GroupSpec:
     spec = group.kv_cache_spec
+    has_checkpoints = getattr(manager, "has_prefill_checkpoint_blocks", False)
     kind = KINDS[type(manager).__name__]
     if isinstance(spec, SlidingWindowMLASpec):
         kind = GroupKind.SLIDING_WINDOW_MLA
@@ -129,4 +127,6 @@ def _group(group: Any, manager: Any, lookup_class: int) -> GroupSpec:
         lookup_class=lookup_class,
         layer_names=tuple(group.layer_names),
         extra_retained_tokens=getattr(spec, "extra_retained_tokens", 0) or 0,
+        checkpoint_alignment=(spec.prefill_checkpoint_alignment or 0) if has_checkpoints else 0,
+        checkpoints_single_group_hits=manager.shared_prefix_checkpoint,
     )

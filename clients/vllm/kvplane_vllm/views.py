@@ -378,7 +378,6 @@ class Coordinator:
             "attention_groups",
             "drop_eagle_group_ids",
             "eagle_group_ids",
-
             "enable_partial_hash_hits",
             "full_attention_group_id",
             "hash_block_size",

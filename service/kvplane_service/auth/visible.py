@@ -114,11 +114,14 @@ class VisibleReplicas:
             raise NotFound(unknown.message, field=unknown.field, remedy=unknown.remedy)
 
     def _check_limits(self, owner: Owner, registration: Registration) -> None:
-        limits, mine = owner.limits, [
-            entry.registration.spec.num_blocks
-            for entry in self._registry
-            if entry.registration.registered_by == owner.name
-        ]
+        limits, mine = (
+            owner.limits,
+            [
+                entry.registration.spec.num_blocks
+                for entry in self._registry
+                if entry.registration.registered_by == owner.name
+            ],
+        )
         if limits.replicas is not None and len(mine) >= limits.replicas:
             raise quota_exceeded(owner, "replicas", limits.replicas)
         if limits.blocks is not None and sum(mine) + registration.spec.num_blocks > limits.blocks:

@@ -16,9 +16,7 @@ from kvplane.base.errors import InvalidArgument, Unauthenticated
 from kvplane_service.auth.files import read_bytes
 
 KEY = "auth_jwks"
-ALGORITHMS = frozenset(
-    ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-)
+ALGORITHMS = frozenset(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"))
 LEEWAY_S = 10
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 256

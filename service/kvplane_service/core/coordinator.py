@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
+from kvplane.base.checkpoints import CheckpointRule
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Orders
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
@@ -101,6 +102,9 @@ class Coordinator:
         )
         self.lookup = PrefixLookup(spec, self.managers)
         self.has_states = states_for_drafts(spec) is not None
+        self.boundaries = CheckpointRule.of(spec, spec.groups[0])  # of any group: only `last_boundary` is used
+        self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
+        self.checkpoints_single_group_hits = any(group.checkpoints_single_group_hits for group in spec.groups)
         self._caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
         self._drops_last_block = any(manager.drops_last_block for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
@@ -148,6 +152,14 @@ class Coordinator:
         """
         for manager in self.managers:
             manager.rewind(slot, num_computed)
+
+    def writes_checkpoints(self, start: int, end: int, prefill_end: int) -> bool:
+        """Whether the launch of the chunk [start, end) also writes the states from which a repeat of the first
+        `prefill_end` tokens continues, in all groups of states.
+        """
+        position = self.boundaries.last_boundary(prefill_end, self.spec.hit_alignment)
+        rules = self._checkpoints
+        return bool(rules) and all(rule.can_write(start, end, position) for rule in rules)
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
@@ -427,6 +439,10 @@ class Coordinator:
     def tables(self, slot: int) -> list[list[int]]:
         """Return copies of the request's block tables, one per group."""
         return [list(manager.table[slot]) for manager in self.managers]
+
+
+def _has_aligned_states(group: GroupSpec) -> bool:
+    return group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.ALIGN
 
 
 @lru_cache(maxsize=4096)

@@ -395,30 +395,33 @@ def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, mo
     """Shorten a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
     Chunks end at multiples of the state block, at the prompt's last block and hash boundaries, and at the longest hit
-    of a single group. A chunk ends inside a block only if `most`, the most tokens of a chunk, is less than a block.
+    of a single group. A chunk ends inside a block only if `most`, the most tokens of a chunk, is less than a block. The
+    last chunk of a prompt needs no end at a boundary if its launch writes the state there as a checkpoint.
     Returns the number of tokens of the chunk; 0 if none is left.
     """
-    requests, align = coordinator.requests, coordinator.spec.align
+    requests, align, boundaries = coordinator.requests, coordinator.spec.align, coordinator.boundaries
     size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]
     prefill_end = max(prompt, num_tokens - 1)
     if size == 0 or start >= prefill_end or wanted <= 0:
         return wanted
     end = start + wanted
+    has_checkpoint = end >= prefill_end and coordinator.writes_checkpoints(start, end, prefill_end)
     if end < prefill_end:
         aligned = end // size * size
         if aligned > start or size <= min(align.chunk_limit, most):
             end = aligned
     stops = []
-    if start % size:
-        stops.append(-(-start // size) * size)
-    last = (num_tokens - 1) // size * size
-    stops.append(last)
-    unit = coordinator.spec.hash_block_size
-    tail = (prompt - 1) // unit * unit
-    if align.stop_at_tail and last < tail < prompt:
-        stops.append(tail)
+    if not has_checkpoint:
+        if start % size:
+            stops.append(-(-start // size) * size)
+        last = boundaries.last_boundary(num_tokens, size)
+        stops.append(last)
+        tail = boundaries.last_boundary(prompt, coordinator.spec.hash_block_size)
+        if align.stop_at_tail and last < tail < prompt:
+            stops.append(tail)
     single_group_hit = requests.single_group_hit[slot]
     if start < single_group_hit < end:
-        stops.append(start + (single_group_hit - start) // size * size)
+        inside = coordinator.checkpoints_single_group_hits and single_group_hit <= prompt
+        stops.append(single_group_hit if inside else start + (single_group_hit - start) // size * size)
     end = min([end, *(stop for stop in stops if start < stop < end)])
     return max(end - start, 0)

@@ -43,8 +43,7 @@ DIGEST_SIZES = (16, 32)
 _FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
 _NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
 _ADMIT_COLUMNS = (
-    "extra cap lookahead external expected_hit encoder_tokens "
-    "reserved watermark flags hit_limit min_new"
+    "extra cap lookahead external expected_hit encoder_tokens reserved watermark flags hit_limit min_new"
 ).split()
 _EMPTY = Part()  # sections equal to those of an empty part are skipped
 

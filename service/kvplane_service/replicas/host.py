@@ -39,7 +39,12 @@ class ReplicaHost(HostState):
     """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication."""
 
     def __init__(
-        self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1,
+        self,
+        name: str,
+        replica: Replica,
+        config: Config,
+        clock: Clock,
+        num_ranks: int = 1,
         logs: LogBudget | None = None,
     ) -> None:  # fmt: skip
         """See `HostState`."""

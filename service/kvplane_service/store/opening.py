@@ -91,7 +91,9 @@ def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
             raise InvalidArgument(what, field="store", remedy="write redis+sentinel://HOST:PORT,.../NAME")
         return lambda: _primary(hosts, rest, options)
     if rest and not rest.isdecimal():
-        raise InvalidArgument(f"{rest!r} is not a database number", field="store", remedy="write redis://HOST:PORT/NUMBER")
+        raise InvalidArgument(
+            f"{rest!r} is not a database number", field="store", remedy="write redis://HOST:PORT/NUMBER"
+        )
     host, port = hosts[0]
     return lambda: Redis(host=host, port=port, db=int(rest or 0), retry=once, **options)
 

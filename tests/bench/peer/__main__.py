@@ -1,7 +1,7 @@
 """Measures kvplane and the reference, and writes tests/bench/results/peer.md and peer.json.
 
-    make bench-peer                     all cases, 3 process starts of 7 rounds
-    make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
+make bench-peer                     all cases, 3 process starts of 7 rounds
+make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
 """
 
 from __future__ import annotations

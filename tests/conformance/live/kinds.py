@@ -211,7 +211,7 @@ def _mamba_checkpoint(random: Random) -> Draft:
     return draft
 
 
-def _mamba_junction(random: Random) -> Draft:
+def _mamba_shared_prefix(random: Random) -> Draft:
     """A chunk ends at the single-group hit, and the state there is kept; half of the time also inside chunks."""
     draft = _mamba_partial(random)
     if random.random() < 0.5:
@@ -418,7 +418,7 @@ KINDS: dict[str, Callable[[Random], Draft]] = {
     "mamba-partial": _mamba_partial,
     "mamba-speculative": _mamba_spec,
     "mamba-checkpoint": _mamba_checkpoint,
-    "mamba-junction": _mamba_junction,
+    "mamba-shared-prefix": _mamba_shared_prefix,
     "mamba-none": _mamba_none,
     "r-swa": _with_full(r_swa),
     "cross": _cross,

@@ -120,9 +120,12 @@ def test_the_same_tokens_hit_nothing_of_another_owner(world):
     world.acme.allocation.Free(pb.FreeRequest(header={"replica": "r"}, request_id="a"))
     world.rival.register("rival/x")
     look = pb.FindCacheHitRequest(replica="rival/x", content={"token_ids": PROMPT})
-    assert world.acme.allocation.FindCacheHit(
-        pb.FindCacheHitRequest(replica="r", content={"token_ids": PROMPT})
-    ).hit_tokens == 32
+    assert (
+        world.acme.allocation.FindCacheHit(
+            pb.FindCacheHitRequest(replica="r", content={"token_ids": PROMPT})
+        ).hit_tokens
+        == 32
+    )
     assert world.rival.allocation.FindCacheHit(look).hit_tokens == 0
 
 
@@ -224,9 +227,7 @@ def test_a_forged_epoch_is_refused_and_another_s_cannot_be_raised(world):
     with refusal(NotFound):
         register(plan_pb2.RegisterWorkerRequest(replica="r", worker=worker).SerializeToString())
     with pytest.raises(grpc.RpcError) as raised:
-        world.acme.allocation.Free(
-            pb.FreeRequest(header={"replica": "r", "epoch": epoch + 1}, request_id="a")
-        )
+        world.acme.allocation.Free(pb.FreeRequest(header={"replica": "r", "epoch": epoch + 1}, request_id="a"))
     assert error_of(raised.value).reason == "STALE_EPOCH"
     victim = world.acme.open("r")
     assert victim.opened.epoch == epoch + 1, "the rival raised nothing"

@@ -118,9 +118,7 @@ FORGED = {
     "no kid": token(kid=None),
     "a kid that is no text": f"{b64({'alg': 'RS256', 'kid': 7})}.{b64(claims())}.AAAA",
     "an unknown critical header": jwt.encode(claims(), RSA_KEY, "RS256", {"kid": "rsa", "crit": ["x"], "x": 1}),
-    "a key inside the token": jwt.encode(
-        claims(), EC_KEY, "ES256", {"kid": "mine", "jwk": public(EC_KEY, "mine")}
-    ),
+    "a key inside the token": jwt.encode(claims(), EC_KEY, "ES256", {"kid": "mine", "jwk": public(EC_KEY, "mine")}),
     "a changed claim": with_claims(token(), sub="operator"),
     "cut": token()[:-4],
     "no base64": "!.!.!",

@@ -281,7 +281,8 @@ class MambaSpec(LayerSpec):
         dtypes: their element types, one per shape.
         mode: NONE keeps only the state of the last accepted token; ALIGN also caches states at block boundaries.
         speculative_blocks: number of states kept for draft tokens, in addition to the state of the last accepted token.
-        checkpoint_alignment: ALIGN only: launches also write a state inside their chunk, see `GroupSpec`; 0 = they do not.
+        checkpoint_alignment: ALIGN only: launches also write a state inside their chunk, see `GroupSpec`; 0 = no such
+            state.
     """
 
     type_name: ClassVar[str] = "mamba"
@@ -305,8 +306,6 @@ class MambaSpec(LayerSpec):
             refuse(f"a tensor of the shapes {self.shapes} has no elements", "shapes", "give sizes of 1 or more")
         if self.dcp_sharded:
             refuse("ranks cannot split a recurrent state: it has no tokens", "dcp_sharded", "give false")
-        if self.checkpoint_alignment and self.mode is not MambaMode.ALIGN:
-            refuse(f"states in mode {self.mode.value} are not cached", "checkpoint_alignment", "give 0, or mode align")
         LayerSpec.__post_init__(self)
 
     @property
@@ -331,7 +330,7 @@ class MambaSpec(LayerSpec):
         return {
             "mamba_mode": self.mode,
             "speculative_blocks": self.speculative_blocks,
-            "checkpoint_alignment": self.checkpoint_alignment,
+            "checkpoint_alignment": self.checkpoint_alignment if self.mode is MambaMode.ALIGN else 0,
         }
 
     def _kind_key(self) -> tuple[object, ...]:

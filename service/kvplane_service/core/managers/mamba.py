@@ -13,9 +13,8 @@ running state (see `kvplane.base.checkpoints`).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
-from kvplane.base.checkpoints import CheckpointRule
+from kvplane.base.checkpoints import Checkpoint, CheckpointRule
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager
@@ -23,14 +22,6 @@ from kvplane_service.core.managers.full import register_inside_block, report_sto
 from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
 
 NO_STATE = -1
-
-
-class Checkpoint(NamedTuple):
-    """A state inside the chunk of the last launch: length in tokens, index in the table, end of the chunk."""
-
-    position: int
-    index: int
-    end: int
 
 
 class AlignedStateManager(GroupManager):
@@ -390,7 +381,9 @@ class AlignedStateManager(GroupManager):
         verified = min(num_computed, self.requests.num_tokens[slot])
         left = self._stopped_at.get(slot, {})
         # A checkpoint can be in a block behind its position: the next launches may write another state there.
-        for index in [index for index, end in left.items() if end > verified or index > num_computed // self.block_size]:
+        for index in [
+            index for index, end in left.items() if end > verified or index > num_computed // self.block_size
+        ]:
             del left[index]
         self._checkpoints.pop(slot, None)
 
@@ -449,7 +442,9 @@ class AlignedStateManager(GroupManager):
 
     def _register_checkpoint(self, slot: int, checkpoint: Checkpoint) -> None:
         """Register the state inside the chunk, if a later request can need it; its block has no other key."""
-        position, block = checkpoint.position, self.table[slot][checkpoint.index]
+        position, block = checkpoint.position, self.table[slot][checkpoint.block_index]
+        if block == NULL_BLOCK:
+            return  # released: the launch is executed
         if not (self._has_hash(slot, position) and self._is_kept(slot, position)):
             self.pool.drop_keys(block, RemoveReason.PROMOTED)
         elif self.pool.key_tokens[block] != position:
