@@ -62,7 +62,7 @@ REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
 # Attributes of managers that the spec determines. Every other attribute is part of the state.
 SETTINGS = frozenset({
     "group", "spec", "replica", "pool", "requests", "orders", "drops_last_block", "block_size", "hash_size",
-    "_window", "_margin", "_resumes_lower",
+    "_window", "_margin", "_rule",
 })  # fmt: skip
 
 

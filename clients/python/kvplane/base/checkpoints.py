@@ -16,17 +16,8 @@ launch writes the checkpoint if the table has a block at `index`, and the alloca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
-
-
-class Checkpoint(NamedTuple):
-    """A state inside a chunk: its length in tokens, its block's index in the table, and the end of the chunk."""
-
-    position: int
-    block_index: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvplane.base.checkpoints import Checkpoint, CheckpointRule
+from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager
@@ -38,7 +38,8 @@ class AlignedStateManager(GroupManager):
         # Draft models have no recurrent layers: look-ups here never drop a block. Those of other groups may, so that a
         # repeat of a prompt resumes one hash block lower.
         self._rule = CheckpointRule.of(setup.replica, setup.spec)
-        self._checkpoints: dict[int, Checkpoint] = {}  # by slot
+        # slot -> state inside the chunk of its last launch: length in tokens, index in the table, end of the chunk
+        self._checkpoints: dict[int, tuple[int, int, int]] = {}
         self._registered_this_step: set[Key] = set()  # keys of states that this step's launch writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class AlignedStateManager(GroupManager):
         gap_end = required - drafts - 1
         if position:
             gap_end -= 1
-            self._checkpoints[slot] = Checkpoint(position, gap_end, num_main)
+            self._checkpoints[slot] = (position, gap_end, num_main)
             self._stopped_at.setdefault(slot, {})[gap_end] = position
         table.extend([NULL_BLOCK] * (gap_end - before))
         if self.has_allocated[slot]:
@@ -433,16 +434,15 @@ class AlignedStateManager(GroupManager):
         start = max(self.num_cached[slot], 0)
         super().register_blocks(slot, num_tokens, boundaries)
         end = max(self.num_cached[slot], 0)
-        checkpoint = self._checkpoints.get(slot)
-        if checkpoint is not None and checkpoint.end == self.requests.launch_end(slot):
-            self._register_checkpoint(slot, checkpoint)
+        position, index, launch_end = self._checkpoints.get(slot, (0, 0, 0))
+        if position and launch_end == self.requests.launch_end(slot):
+            self._register_checkpoint(slot, position, self.table[slot][index])
         else:
             self._register_chunk_end(slot, num_tokens)
         self._note_registered(self.table[slot][start:end])
 
-    def _register_checkpoint(self, slot: int, checkpoint: Checkpoint) -> None:
+    def _register_checkpoint(self, slot: int, position: int, block: int) -> None:
         """Register the state inside the chunk, if a later request can need it; its block has no other key."""
-        position, block = checkpoint.position, self.table[slot][checkpoint.block_index]
         if block == NULL_BLOCK:
             return  # released: the launch is executed
         if not (self._has_hash(slot, position) and self._is_kept(slot, position)):
