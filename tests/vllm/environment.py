@@ -46,7 +46,8 @@ OPT = {
 
 def variables() -> dict[str, str]:
     """The environment variables under which vLLM runs here: on one CPU thread, without the network, with kvplane."""
-    roots = (ROOT / "clients" / "vllm", ROOT / "clients" / "python", ROOT / "service", Path(__file__).parent)
+    folders = ("clients/vllm", "clients/python", "service", "gpu_worker")
+    roots = [*(ROOT / folder for folder in folders), Path(__file__).parent]
     return os.environ | {
         "PYTHONPATH": ":".join(map(str, roots)),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -62,13 +62,14 @@ class CallersMoves:
     """The mover of a rank whose engine zeroes and copies pages itself, in the order of the rank's calls of `carry_out`.
     The `Rank` then writes stamps only.
 
-    After the device has completed what was ordered so far, the engine calls `done`. `Rank.executed`, `synchronize` and
-    `launches_ended` cannot wait for another's device: they raise FailedPrecondition before that.
+    The rank cannot wait for them. With a call of `Rank.executed`, the engine states that the zeroes and copies of these
+    steps have ended too, with `Rank.synchronize` and `Rank.launches_ended` all of them; with `done` it can state so
+    earlier, if a load waits for them.
     """
 
     def __init__(self, num_groups: int) -> None:
         self.num_groups = num_groups
-        self._latest = _CallersCalls()
+        self._ordered: list[_CallersCalls] = []
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
         """Do nothing: the engine zeroes the blocks before its launch."""
@@ -78,17 +79,19 @@ class CallersMoves:
 
     def moves(self) -> Moves:
         """Return a handle of all zeroes and copies that were ordered so far."""
-        return self._latest
+        self._ordered = [one for one in self._ordered if not one.ended]
+        self._ordered.append(_CallersCalls())
+        return self._ordered[-1]
 
     def done(self) -> None:
-        """Record that the device has completed all zeroes and copies of the orders that were carried out so far."""
-        self._latest.ended = True
-        self._latest = _CallersCalls()
+        """State that the device has completed all zeroes and copies of the orders that were carried out so far."""
+        for one in self._ordered:
+            one.ended = True
 
 
 @dataclass(slots=True)
 class _CallersCalls:
-    """The zeroes and copies between two calls of `CallersMoves.done`."""
+    """The zeroes and copies that one part of a step orders, and all earlier ones."""
 
     ended: bool = False
 
@@ -96,12 +99,8 @@ class _CallersCalls:
         return self.ended
 
     def wait(self) -> None:
-        if not self.ended:
-            raise FailedPrecondition(
-                "zeroes and copies of the engine may still run",
-                field="seq",
-                remedy="call CallersMoves.done when the device has completed them",
-            )
+        """Do not wait: who lets the rank wait states that these zeroes and copies have ended."""
+        self.ended = True
 
 
 @dataclass(frozen=True, slots=True)

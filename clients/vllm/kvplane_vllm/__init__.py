@@ -2,7 +2,8 @@
 
 `manager` replaces vLLM's KVCacheManager by kvplane's allocator in the engine's process, `spec` derives the settings of
 the block pool from vLLM's KV cache config, `views` shows the allocator's state in objects of vLLM's types, for vLLM's
-scheduler and connectors, and `events` converts cache events.
+scheduler and connectors, and `events` converts cache events. `options` has the options. With `pages: worker`, `pages`
+keeps the cache over restarts of the engine and `worker`, vLLM's worker, writes the stamps that this needs.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvplane_vllm.scheduler import AsyncScheduler, Scheduler
+    from kvplane_vllm.worker import Worker
 
-__all__ = ["AsyncScheduler", "Scheduler"]
+__all__ = ["AsyncScheduler", "Scheduler", "Worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a scheduler class of this package on first use: vLLM's scheduler, its base class,
-    takes seconds to import.
-    """
+    """Import a class of this package on first use: its base class, of vLLM, takes seconds to import."""
+    if name == "Worker":
+        from kvplane_vllm.worker import Worker
+
+        return Worker
     if name in __all__:
         from kvplane_vllm import scheduler
 

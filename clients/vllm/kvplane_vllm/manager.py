@@ -61,6 +61,7 @@ class InProcessManager(KVCacheManager):
     """
 
     commit = CommitRule.SAFE
+    needs_events = False  # whether the allocator reports cache events even if vLLM does not publish them
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class InProcessManager(KVCacheManager):
             enable_caching=self.enable_caching,
         )
         real = self.coordinator
-        self.spec = replica_spec(kv_cache_config, real, limits, self.commit, self.enable_kv_cache_events)
+        has_events = self.enable_kv_cache_events or self.needs_events
+        self.spec = replica_spec(kv_cache_config, real, limits, self.commit, has_events)
         self.replica = self.new_replica(self.spec)
         self.pool, self.managers = self.replica.coordinator.pool, self.replica.coordinator.managers
         self.blocks = [views.Block(self.pool, block) for block in range(self.spec.num_blocks)]
@@ -113,7 +115,7 @@ class InProcessManager(KVCacheManager):
     spare_slot = 0  # of a request that never runs, for questions about requests that the allocator does not know
 
     def new_replica(self, spec: ReplicaSpec) -> Replica:
-        """Return the empty block pool."""
+        """Return the allocator of this engine life, with an empty cache."""
         return Replica(spec)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -129,6 +131,10 @@ class InProcessManager(KVCacheManager):
             self._taken = 0
             self._ran.clear()
         return self._step
+
+    def step_executed(self, seq: int) -> None:
+        """Take the report that all ranks have finished this step and all earlier ones."""
+        self.executed = seq
 
     def close_step(self) -> None:
         """End the open step, if there is one, and collect its orders (pages to zero and to copy)
@@ -163,7 +169,7 @@ class InProcessManager(KVCacheManager):
             orders = result.orders
             self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
             self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
-            for event in result.events:
+            for event in result.events if self.enable_kv_cache_events else ():
                 known = self._by_slot.get(event.slot)
                 converted = events.convert(event, known.request if known else None, lookahead)
                 if converted is not None:

@@ -1,15 +1,13 @@
 """vLLM's schedulers with kvplane's allocator: the classes to give to `--scheduler-cls`.
 
-`--additional-config '{"kvplane": {...}}'` has the options: `mode` ("inprocess", or "mirror" with the `address` of a
-service and the name of the `replica` there), and `fallback` ("stock": for a model that kvplane does not support, use
-vLLM's own KV cache manager and log a warning).
+`--additional-config '{"kvplane": {...}}'` has the options (`options`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import vllm.v1.core.sched.scheduler as module
@@ -18,48 +16,18 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvplane.base.errors import InvalidArgument
+from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
+from kvplane_vllm.options import options_of, worker_addresses
+from kvplane_vllm.pages import PagesOfWorker
 from kvplane_vllm.spec import UnsupportedModel
 
 logger = logging.getLogger("kvplane.vllm")
-OPTIONS = {"mode": ("inprocess", "mirror"), "fallback": ("stock",)}
-TEXTS = ("address", "replica")  # options with any text; only in mode "mirror", which needs them
-MIRRORED_HASHES = ("sha256", "sha256_cbor")
 
 
-def options_of(config: VllmConfig) -> dict[str, str]:
-    """Return the options below "kvplane" of vLLM's additional config. Raises InvalidArgument for an option that is not
-    supported.
-    """
-    given = (config.additional_config or {}).get("kvplane", {})
-    if not isinstance(given, dict):
-        raise InvalidArgument(f"{given!r} is not an object", field="additional_config.kvplane")
-    for name, value in given.items():
-        if name in TEXTS and isinstance(value, str) and value:
-            continue
-        if value not in OPTIONS.get(name, ()):
-            allowed = " or ".join(map(repr, OPTIONS.get(name, ()))) or f"one of the options {', '.join(OPTIONS)}"
-            raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
-    is_mirror = given.get("mode") == "mirror"
-    for name in TEXTS:
-        if is_mirror != (name in given):
-            problem = "missing in mode mirror" if is_mirror else "given without mode mirror"
-            raise InvalidArgument(f"{name} is {problem}", field=f"additional_config.kvplane.{name}")
-    hashes = config.cache_config.prefix_caching_hash_algo
-    if is_mirror and hashes not in MIRRORED_HASHES:
-        raise InvalidArgument(f"{hashes} in mode mirror: use {' or '.join(MIRRORED_HASHES)}", field="hash_algo")
-    connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
-    if connector:
-        raise InvalidArgument(f"the KV connector {connector} is not supported", field="kv_transfer_config")
-    if config.parallel_config.decode_context_parallel_size > 1:
-        raise InvalidArgument("decode context parallelism is not supported", field="decode_context_parallel_size")
-    return given
-
-
-def manager_factory(chosen: dict[str, str]) -> Callable[..., KVCacheManager]:
+def manager_factory(chosen: dict[str, str], addresses: Sequence[str] = ()) -> Callable[..., KVCacheManager]:
     """Return the function that builds the KV cache manager for these options. With `fallback`, it builds vLLM's own
-    manager for a model that kvplane does not support.
+    manager for a model that kvplane does not support. With `addresses`, kvplane workers there lend the pages.
     """
     manager: type[InProcessManager] = InProcessManager
     if chosen.get("mode") == "mirror":
@@ -68,6 +36,8 @@ def manager_factory(chosen: dict[str, str]) -> Callable[..., KVCacheManager]:
         manager = mirroring(Target(chosen["address"], chosen["replica"]))
 
     def build(*args: Any, **options: Any) -> KVCacheManager:
+        if addresses:
+            return PagesOfWorker(*args, addresses=addresses, **options)
         try:
             return manager(*args, **options)
         except UnsupportedModel as error:
@@ -93,7 +63,9 @@ class OnKvplane:
         UnsupportedModel for an unsupported model.
         """
         chosen = options_of(vllm_config)
-        module.KVCacheManager = manager_factory(chosen)  # type: ignore[assignment,misc]
+        module.KVCacheManager = manager_factory(  # type: ignore[assignment,misc]
+            chosen, worker_addresses(vllm_config, chosen)
+        )
         try:
             super().__init__(vllm_config, *args, **options)  # type: ignore[call-arg]
         finally:
@@ -114,6 +86,8 @@ class OnKvplane:
             manager.send_steps()
             assert not manager.preempted, "the allocator preempted requests of the step that is being scheduled"
             output.kvplane_step = manager.seq  # type: ignore[attr-defined]
+            if isinstance(manager, PagesOfWorker):
+                setattr(output, ATTRIBUTE, manager.take_launch())
         return output
 
     def _take_preemptions(self) -> None:
@@ -132,7 +106,7 @@ class OnKvplane:
         the step.
         """
         if self._managed:
-            self.kv_cache_manager.executed = scheduler_output.kvplane_step  # type: ignore[attr-defined]
+            self.kv_cache_manager.step_executed(scheduler_output.kvplane_step)  # type: ignore[attr-defined]
         return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
 
     def shutdown(self) -> None:

@@ -1,0 +1,115 @@
+"""The options below "kvplane" of vLLM's `--additional-config`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_worker.lending.rundir import default_run_dir
+
+# Accepted values; None: any text that is not empty.
+OPTIONS: dict[str, tuple[str, ...] | None] = {
+    "mode": ("inprocess", "mirror"),
+    "fallback": ("stock",),
+    "pages": ("own", "worker"),
+    "address": None,  # only in mode "mirror", which needs it, and the replica too
+    "replica": None,
+    "worker": None,
+}
+RANK = "{rank}"  # in the option `worker`
+FIXED_HASHES = ("sha256", "sha256_cbor")
+
+# What makes pages of an earlier engine life wrong, or cannot be told from the pages: (problem, field, its test).
+UNFIT: tuple[tuple[str, str, Callable[[VllmConfig], Any]], ...] = (
+    ("an adapter's weights may change between engine lives", "lora_config", lambda one: one.lora_config),
+    (
+        "the scales of the pages are computed anew in each engine life",
+        "cache_config.calculate_kv_scales",
+        lambda one: getattr(one.cache_config, "calculate_kv_scales", False),
+    ),
+    (
+        "the pages cannot be unmapped while the engine sleeps",
+        "model_config.enable_sleep_mode",
+        lambda one: one.model_config.enable_sleep_mode,
+    ),
+    (
+        "without prefix caching there is no cache to keep",
+        "cache_config.enable_prefix_caching",
+        lambda one: not one.cache_config.enable_prefix_caching,
+    ),
+    (
+        "block hashes of this algorithm differ between processes; give sha256 or sha256_cbor",
+        "cache_config.prefix_caching_hash_algo",
+        lambda one: one.cache_config.prefix_caching_hash_algo not in FIXED_HASHES,
+    ),
+)
+
+
+def options_of(config: VllmConfig) -> dict[str, str]:
+    """Return the options of this engine. Raises InvalidArgument for an option, or a setting of vLLM, that is not
+    supported.
+    """
+    given = (config.additional_config or {}).get("kvplane", {})
+    if not isinstance(given, dict):
+        raise InvalidArgument(f"{given!r} is not an object", field="additional_config.kvplane")
+    for name, value in given.items():
+        values = OPTIONS.get(name, ())
+        if values is None and isinstance(value, str) and value:
+            continue
+        if values is None or value not in values:
+            allowed = " or ".join(map(repr, values)) if values else f"one of the options {', '.join(OPTIONS)}"
+            allowed = "a text" if values is None else allowed
+            raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
+    _check_mode(config, given)
+    connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
+    if connector:
+        raise InvalidArgument(f"the KV connector {connector} is not supported", field="kv_transfer_config")
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise InvalidArgument("decode context parallelism is not supported", field="decode_context_parallel_size")
+    return given
+
+
+def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
+    is_mirror, has_worker = given.get("mode") == "mirror", given.get("pages") == "worker"
+    if is_mirror and has_worker:
+        raise InvalidArgument("the mode mirror does not support pages: worker", field="additional_config.kvplane.pages")
+    for name, is_used in (("address", is_mirror), ("replica", is_mirror or has_worker), ("worker", has_worker)):
+        if name in given and not is_used:
+            problem = "given without mode mirror" if name == "address" else "given, but not used with these options"
+            raise InvalidArgument(f"{name} is {problem}", field=f"additional_config.kvplane.{name}")
+        if is_mirror and is_used and name not in given:
+            raise InvalidArgument(f"{name} is missing in mode mirror", field=f"additional_config.kvplane.{name}")
+    hashes = config.cache_config.prefix_caching_hash_algo
+    if is_mirror and hashes not in FIXED_HASHES:
+        raise InvalidArgument(f"{hashes} in mode mirror: use {' or '.join(FIXED_HASHES)}", field="hash_algo")
+
+
+def worker_addresses(config: VllmConfig, options: dict[str, str]) -> list[str]:
+    """Return the directory or address of the kvplane worker of each rank; none with `pages: own`.
+
+    Raises InvalidArgument for settings with which pages of an earlier engine life would be wrong.
+    """
+    if options.get("pages") != "worker":
+        return []
+    field = "additional_config.kvplane"
+    for problem, setting, applies in UNFIT:
+        if applies(config):
+            raise InvalidArgument(problem, field=setting, remedy="give pages: own, or change this setting")
+    if "fallback" in options:
+        raise InvalidArgument(
+            "vLLM's own KV cache manager writes no stamps into the pages of a worker",
+            field=f"{field}.fallback",
+            remedy="leave fallback out, or give pages: own",
+        )
+    num_ranks = config.parallel_config.world_size
+    where = options.get("worker", "")
+    if num_ranks > 1 and where and RANK not in where:
+        raise InvalidArgument(f"{num_ranks} ranks need a worker each", field=f"{field}.worker", remedy=f"write {RANK}")
+    if not where and "replica" not in options:
+        raise InvalidArgument("the worker is not named", field=f"{field}.worker", remedy="give worker or replica")
+    if where:
+        return [where.replace(RANK, str(rank)) for rank in range(num_ranks)]
+    return [str(default_run_dir(options["replica"], rank)) for rank in range(num_ranks)]
