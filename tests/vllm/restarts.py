@@ -28,7 +28,7 @@ from workload import engine, prompts
 
 from kvplane.base.stamp_table import StampTable
 
-POOLS = {"llama": 60, "gptoss": 90, "gemma3": 200, "qwen3next": 40}  # so small that blocks are evicted
+POOLS = {"llama": 60, "gptoss": 90, "gemma3": 200, "qwen3next": 120}  # so small that blocks are evicted
 NUM_PROMPTS, NEW_TOKENS = 12, 24  # of each life
 MAX_STEP = 30  # a life is killed in one of its first steps
 POINTS = ("before schedule", "after schedule", "in a layer", "after the launch", "after the update")

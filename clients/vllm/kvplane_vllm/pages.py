@@ -110,12 +110,16 @@ class RankMemory:
             table.write(orders.stamp_block, orders.stamp)
 
     def check_carried_out(self, seq: int) -> None:
-        """Raise FailedPrecondition unless all ranks have carried out the orders of this step."""
+        """Raise FailedPrecondition unless all ranks have carried out the orders of this step. Before that, take all
+        stamps away: they no longer prove what the pages contain.
+        """
         for rank, table in enumerate(self.tables):
             if table.position[0] < seq:
+                position = table.position[0]
+                for each in self.tables:
+                    each.invalidate(range(1, each.num_blocks))
                 raise FailedPrecondition(
-                    f"rank {rank} launched step {seq} without writing its stamps, only those up to step "
-                    f"{table.position[0]}",
+                    f"rank {rank} launched step {seq} without writing its stamps, only those up to step {position}",
                     field="worker_cls",
                     remedy=NO_HOOK,
                 )

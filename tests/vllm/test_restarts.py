@@ -1,0 +1,95 @@
+"""Engines that are killed by SIGKILL come back with their cache: pages of a real kvplane worker, real vLLM engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+MODELS = ["llama", "gptoss", "gemma3", "qwen3next"]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm():
+    environment.set_up()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """The directory of a running worker without a service."""
+    command = "from kvplane_service.cli import main; main()"
+    options = ["worker", "--opaque", "--replica", "r", "--run-dir", str(tmp_path / "w")]
+    process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "pages at" in process.stdout.readline()
+    yield tmp_path / "w"
+    process.terminate()
+    process.wait()
+
+
+def run(script, *arguments):
+    command = [str(environment.PYTHON), str(HERE / script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_killed_engine_comes_back_with_its_cache_and_the_same_tokens(worker, model):
+    lives = run("restarts.py", model, worker, 5, 6)
+    published, kept = (sum(life[name] for life in lives) for name in ("of", "kept"))
+    print(f"{model}: {len(lives) - 1} kills, {kept} of {published} published keys kept")
+    assert [life["epoch"] for life in lives] == [1, 2, 3, 4, 5, 6]
+    assert sum(life["compared"] for life in lives) > 100
+    assert sum(life["differing"] for life in lives) == 0
+    assert kept >= 0.9 * published > 0
+    assert sum(life["cached"] for life in lives) > 0
+
+
+def test_tokens_differ_where_pages_are_overwritten_and_their_stamps_kept(worker):
+    """The negative control: hits of a new engine life read the pages of the old one."""
+    _, last = run("restarts.py", "llama", worker, 5, 2, "overwritten")
+    assert last["kept"] == last["of"] > 0
+    assert last["cached"] > 0
+    assert last["differing"] > 0
+
+
+def test_no_key_is_kept_of_a_life_that_wrote_no_stamps(worker):
+    _, last = run("restarts.py", "llama", worker, 5, 2, "unstamped")
+    assert (last["kept"], last["differing"]) == (0, 0)
+    assert last["of"] > 0
+
+
+def test_pages_of_another_layout_are_new_memory_and_equal_ones_are_kept(worker):
+    lives = run("incarnations.py", worker)
+    kept = {name for name, life in lives.items() if life["kept"]}
+    assert kept == {"same", "moved model"}
+    assert {name for name, life in lives.items() if not life["new"]} == kept
+    assert len(lives) == 9
+
+
+REFUSED = {
+    "no worker class": "has not attached the pages of the worker",
+    "no scheduler class": "a step has no orders for the pages of the kvplane worker",
+    "another engine": "the pages are lent to process",
+    "fallback": "vLLM's own KV cache manager writes no stamps",
+    "xxhash": "block hashes of this algorithm differ between processes",
+    "no worker named": "the worker is not named",
+    "new weights": "the pages of the kvplane worker are kept for the weights",
+    "steps without stamps": "without writing its stamps",
+    "another allocation": "does not allocate its KV cache as one tensor of zeroes",
+}
+
+
+def test_an_engine_whose_pages_would_have_no_stamps_is_refused(worker):
+    found = run("refusals.py", worker)
+    assert set(found) == set(REFUSED)
+    assert {name: error for name, error in found.items() if REFUSED[name] not in error} == {}
