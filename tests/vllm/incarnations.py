@@ -40,7 +40,7 @@ def change_weights(folder: Path) -> None:
     """Change one number of one layer."""
     file = folder / "model.safetensors"
     weights = load_file(file)
-    weights["model.layers.2.mlp.up_proj.weight"][3, 5] += 0.001
+    weights["model.layers.2.mlp.up_proj.weight"][3, 5] += 1.0
     save_file(weights, file, {"format": "pt"})
 
 

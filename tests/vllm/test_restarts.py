@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.vllm import environment
+from tests.vllm.processes import run, worker_in
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 MODELS = ["llama", "gptoss", "gemma3", "qwen3next"]
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,23 +18,8 @@ def vllm():
 
 @pytest.fixture
 def worker(tmp_path):
-    """The directory of a running worker without a service."""
-    command = "from kvplane_service.cli import main; main()"
-    options = ["worker", "--opaque", "--replica", "r", "--run-dir", str(tmp_path / "w")]
-    process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "pages at" in process.stdout.readline()
-    yield tmp_path / "w"
-    process.terminate()
-    process.wait()
-
-
-def run(script, *arguments):
-    command = [str(environment.PYTHON), str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    with worker_in(tmp_path / "w") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("model", MODELS)

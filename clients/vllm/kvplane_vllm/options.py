@@ -22,11 +22,11 @@ OPTIONS: dict[str, tuple[str, ...] | None] = {
 RANK = "{rank}"  # in the option `worker`
 FIXED_HASHES = ("sha256", "sha256_cbor")
 
-# What makes pages of an earlier engine life wrong, or cannot be told from the pages: (problem, field, its test).
+# Settings with which pages of an earlier engine life may be wrong: (problem, field, its test).
 UNFIT: tuple[tuple[str, str, Callable[[VllmConfig], Any]], ...] = (
     ("an adapter's weights may change between engine lives", "lora_config", lambda one: one.lora_config),
     (
-        "the scales of the pages are computed anew in each engine life",
+        "the scales of the pages are computed again in each engine life",
         "cache_config.calculate_kv_scales",
         lambda one: getattr(one.cache_config, "calculate_kv_scales", False),
     ),
