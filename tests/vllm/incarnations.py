@@ -64,7 +64,7 @@ def main(worker: str) -> None:
                 if "layout" in options:
                     name = options.pop("layout")  # the CPU has one layout only
                     digest = kvplane_worker.layout_digest
-                    kvplane_worker.layout_digest = lambda worker, config, _, sizes: digest(worker, config, name, sizes)
+                    kvplane_worker.layout_digest = lambda one, config, _, sizes: digest(one, config, name, sizes)  # type: ignore[assignment]
                 if "folder" in options:
                     workload.MODELS = folder / options.pop("folder")
                 POOLS["llama"] = options.pop("num_blocks", POOLS["llama"])

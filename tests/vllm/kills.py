@@ -21,7 +21,7 @@ def main(model: str, num_lives: int, seed: int = 1) -> None:
     names = ("killed", "kept", "of", "differing", "compared", "cached")
     total = {name: sum(life[name] for life in lives) for name in names}
     sys.stdout.write(
-        f"{model}: {total['killed']} kills in the middle of work; {total['kept']} of {total['of']} published keys kept; "
+        f"{model}: {total['killed']} kills in the middle of work; {total['kept']} of {total['of']} keys kept; "
         f"{total['differing']} of {total['compared']} outputs differ; {total['cached']} tokens were hits\n"
     )
     sys.exit(total["differing"] > 0 or total["kept"] < 0.9 * total["of"])

@@ -1,4 +1,4 @@
-"""Engine lives on the pages of one kvplane worker: each is killed by SIGKILL at a random point, and the next one continues.
+"""Engine lives on the pages of one kvplane worker: each ends by SIGKILL at a random point, and the next one continues.
 
 python tests/vllm/restarts.py MODEL WORKER SEED LIVES [FAULT]
 

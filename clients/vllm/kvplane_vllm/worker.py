@@ -18,6 +18,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.platforms import current_platform
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.rank_plan import RankPlan
@@ -37,7 +38,7 @@ else:
         remedy="leave --worker-cls out",
     )
 
-ALLOCATE = "allocate_kv_cache"
+ALLOCATE = allocate_kv_cache.__name__
 USERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")  # they import ALLOCATE by name
 COLUMNS = 4096  # words per row of a checksum
 
