@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import vllm
 from torch import Tensor
-from vllm.platforms import current_platform
+from vllm import platforms
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
@@ -27,13 +27,13 @@ from kvplane_vllm.launch import ATTRIBUTE, Launch
 from kvplane_vllm.options import options_of, worker_addresses
 from kvplane_worker.attach import Attached, attach
 
-if current_platform.is_cpu():
+if platforms.current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-elif current_platform.is_cuda_alike():
+elif platforms.current_platform.is_cuda_alike():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     raise InvalidArgument(
-        f"kvplane lends no pages on the platform {current_platform.device_type}",
+        f"kvplane lends no pages on the platform {platforms.current_platform.device_type}",
         field="worker_cls",
         remedy="leave --worker-cls out",
     )
