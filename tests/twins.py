@@ -574,10 +574,10 @@ def zero_what_is_loaded(_: Real) -> Real:
 def end_loads_with_the_part(real: Real) -> Real:
     """A row with tokens does not end a load if its request is preempted later in the part."""
 
-    def preempt(self: Any, slot: int) -> None:
+    def preempt(self: Any, slot: int, row: int) -> None:
         self._tracker.end_loads = lambda slots: None
         try:
-            real(self, slot)
+            real(self, slot, row)
         finally:
             del self._tracker.end_loads
 

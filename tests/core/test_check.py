@@ -6,7 +6,6 @@ import pytest
 
 from kvplane.base.step import End
 from kvplane_service.core import inspect
-from kvplane_service.core.in_flight import TentativeKeys
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, state
 
@@ -278,7 +277,7 @@ def change_by_one(engine):
     yield lambda: manager.num_retired.__setitem__(0, 1)
     yield lambda: manager.has_allocated.__setitem__(0, False)
     yield lambda: manager.copies.append((1, 3))
-    yield lambda: tracker.adoptions.setdefault(9, []).append((1, (0, 1)))
+    yield lambda: tracker.adoptions.setdefault(9, {}).update({1: [(0, 1)]})
     yield lambda: tracker.waiting.append((9, []))
     yield lambda: tracker.filling.setdefault(9, []).append(3)
     yield lambda: pool.busy.add(9)
@@ -378,8 +377,8 @@ def books(engine):
     state_manager = engine.replica.coordinator.managers[0]
     yield "tokens in flight", lambda: requests.in_flight.__setitem__(0, 3)
     yield "a later grant", lambda: requests.granted_step.__setitem__(0, engine.seq + 1)
-    yield "is executed", lambda: tracker.adoptions.__setitem__(1, [])
-    yield "is executed", lambda: tracker.tentative.__setitem__(1, TentativeKeys())
+    yield "is executed", lambda: tracker.adoptions.__setitem__(1, {})
+    yield "is executed", lambda: tracker.tentative.__setitem__(1, {})
     yield "fences", lambda: tracker.waiting.append((engine.seq + 1, []))
     yield "fences", lambda: tracker.waiting.append((1, []))
     yield "group 0 recorded contradicts", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})

@@ -154,8 +154,8 @@ def second_key_of_a_state(engine):
 
 
 def lose_adopted_key(engine):
-    (step, (first, *rest)) = next(iter(tracker(engine).adoptions.items()))
-    tracker(engine).adoptions[step] = [(9, first[1]), *rest]
+    adoptions = next(iter(tracker(engine).adoptions.values()))
+    adoptions[9] = adoptions.pop(next(iter(adoptions)))
 
 
 def lose_grants(engine):
@@ -193,7 +193,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("grants", in_flight, lambda engine: take(engine, "granted_step", 9), "a later grant, of step 9 after 2"),
     ("grants", in_flight, lambda engine: take(engine, "granted_step", 2), "no record of its grant in step 2"),
     ("grants", in_flight, lambda engine: tracker(engine).grants[1].slot.append(0), "columns of different lengths"),
-    ("records", in_flight, lambda engine: tracker(engine).adoptions.setdefault(9, []), "adoptions of step 9, the last"),
+    ("records", in_flight, lambda engine: tracker(engine).adoptions.setdefault(9, {}), "adoptions of step 9, the last"),
     ("records", plain, lambda engine: tracker(engine).filling.setdefault(1, []), "filling of step 1, 4 is executed"),
     ("adoptions", in_flight, lose_adopted_key, "slot 1 adopted block 9 of step 1, which has no record of its key"),
     ("fences", plain, lambda engine: tracker(engine).waiting.append((9, [])), "fences \\[9\\], 4 executed"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec
-from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Run, Step
 from kvplane_service.replicas.applying import MOST_INLINE, effort
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
@@ -83,6 +83,62 @@ def test_effort_of_pool_operations_follows_the_pool_size():
     assert min(effort(evict, world.host.replica), effort(end, world.host.replica)) > MOST_INLINE
     engine.step(*end.parts)
     assert effort(reset, world.host.replica) > MOST_INLINE >= effort(evict, world.host.replica)
+
+
+class Sharing:
+    """A full pool of 300 requests, which share the 1,000 blocks of their prompt."""
+
+    def __init__(self):
+        self.world = HostWorld(spec=spec_of(1302, max_model_len=LONG, max_in_flight_tokens=LONG))
+        self.engine = self.world.open()
+        digests = b"".join(number.to_bytes(32, "little") for number in range(1000))
+        for slot in range(300):
+            news = News([slot], [1000 * BLOCK + 1], num_hashes=[1000], hashes=digests)
+            self.engine.step(Part(news=news, admit=Admit([slot])))
+        self.slots = list(range(300))
+        self.seq = self.engine.step(Part(facts=Facts(self.slots, appended=[1] * 300), run=Run(self.slots))).seq
+
+    def is_long(self, part):
+        return effort(Step(1, 1, [part]), self.world.host.replica) > MOST_INLINE
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    return Sharing()
+
+
+@pytest.mark.parametrize(
+    ("row", "is_long"),
+    [
+        (Run([0]), False),
+        (Run([0], extra=[BLOCK]), True),  # its victims are all others
+        (Run([0], extra=[BLOCK], victims=[1, 2, 3]), False),
+        (Run([0], extra=[BLOCK], on_refusal=OnRefusal.STOP), False),
+        (Run([0], reserved=[1]), True),
+        (Run([0], flags=[int(RowFlag.FULL_FIT)]), True),
+        (Run([0], flags=[int(RowFlag.UNALIGNED)]), False),
+    ],
+)
+def test_effort_of_a_row_that_may_preempt_counts_the_tables_of_its_victims(sharing, row, is_long):
+    row.victims = row.victims or sharing.slots[1:]
+    assert sharing.is_long(Part(run=row)) == is_long
+
+
+def test_effort_of_a_failed_step_counts_the_tables_of_all_requests(sharing):
+    assert sharing.is_long(Part(cache=Cache(failed_steps=[sharing.seq])))
+
+
+def test_effort_of_ends_counts_the_requests_that_end(sharing):
+    one, all_end = [int(End.FREE)] + [0] * 299, [int(End.FREE)] * 300
+    assert not sharing.is_long(Part(facts=Facts(sharing.slots, end=one)))
+    assert sharing.is_long(Part(facts=Facts(sharing.slots, end=all_end)))
+
+
+def test_effort_of_a_failed_step_counts_its_rows():
+    world = HostWorld(spec=spec_of(3000))
+    engine, slots = world.open(), list(range(1100))
+    seq = engine.step(Part(news=News(slots, [1] * 1100), admit=Admit(slots))).seq
+    assert effort(Step(1, 1, [Part(cache=Cache(failed_steps=[seq]))]), world.host.replica) > MOST_INLINE
 
 
 def test_effort_of_a_chunk_is_lower_with_windows():

@@ -49,26 +49,6 @@ class Grants:
         return [Stay(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
-@dataclass(slots=True)
-class TentativeKeys:
-    """Keys that a step in flight registered, in columns: the block of each key, and the stay (use of a slot) that
-    registered it.
-    """
-
-    keys: list[tuple[int, Key]] = field(default_factory=list)
-    slot: list[int] = field(default_factory=list)
-    serial: list[int] = field(default_factory=list)
-
-    def take(self, stay: Stay) -> list[tuple[int, Key]]:
-        """Remove and return the keys that one stay registered, in order."""
-        rows = list(zip(self.keys, self.slot, self.serial, strict=True))
-        kept = [row for row in rows if row[1:] != stay]
-        self.keys = [key for key, _, _ in kept]
-        self.slot = [slot for _, slot, _ in kept]
-        self.serial = [serial for _, _, serial in kept]
-        return [key for key, slot, serial in rows if (slot, serial) == stay]
-
-
 class InFlightTracker:
     """Keeps what each step in flight granted, registered and adopted, until the step is executed or fails."""
 
@@ -78,8 +58,8 @@ class InFlightTracker:
         self._counters = counters
         self._safe = coordinator.spec.commit is CommitRule.SAFE
         self.grants: dict[int, Grants] = {}
-        self.tentative: dict[int, TentativeKeys] = {}
-        self.adoptions: dict[int, list[tuple[int, Stay]]] = {}  # (block with a key of that step, stay that adopted it)
+        self.tentative: dict[int, dict[Stay, list[tuple[int, Key]]]] = {}  # step -> keys, by the stay that registered
+        self.adoptions: dict[int, dict[int, list[Stay]]] = {}  # step -> stays that adopted a key of it, by block
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
         self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (ended as held) or writes
         self.under_load: set[int] = set()  # while an epoch ends: blocks whose loads are not confirmed to be over
@@ -128,12 +108,12 @@ class InFlightTracker:
         if not self._requests.skip_reading[slot]:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
             self._counters.hit_tokens += num_hit
-        pool = self._blocks.pool
+        pool, stay = self._blocks.pool, self._stay(slot)
         if not self._safe:
             return
         for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
             if pool.key_step[block] > pool.executed_through:
-                self.adoptions.setdefault(pool.key_step[block], []).append((block, self._stay(slot)))
+                self.adoptions.setdefault(pool.key_step[block], {}).setdefault(block, []).append(stay)
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
         """Record that the launch of this step itself loads the request's external tokens: the load ends with
@@ -161,13 +141,7 @@ class InFlightTracker:
         if not registered:
             return
         if self._safe and seq > self._blocks.pool.executed_through:
-            tentative = self.tentative.get(seq)
-            if tentative is None:
-                tentative = self.tentative[seq] = TentativeKeys()
-            count = len(registered)
-            tentative.keys.extend(registered)
-            tentative.slot.extend([slot] * count)
-            tentative.serial.extend([self._requests.serial[slot]] * count)
+            self.tentative.setdefault(seq, {}).setdefault(self._stay(slot), []).extend(registered)
         registered.clear()
 
     def _stay(self, slot: int) -> Stay:
@@ -186,7 +160,7 @@ class InFlightTracker:
         if requests.granted_step[slot] > self._blocks.pool.executed_through:
             return False  # a row that was granted 0 tokens can order a copy too
         stay = self._stay(slot)
-        return not any(adopter == stay for book in self.adoptions.values() for _, adopter in book)
+        return not any(stay in adopters for book in self.adoptions.values() for adopters in book.values())
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -248,7 +222,6 @@ class InFlightTracker:
             if stay in seen:
                 continue
             seen.add(stay)
-            self._cancel_grants(stay, from_step)
             queue.extend(self._withdraw(stay, from_step))
             if self._runs(stay):
                 if stay.slot in self._requests.loading:
@@ -259,12 +232,16 @@ class InFlightTracker:
                 self._requests.serial[stay.slot] += 1
                 self._counters.preempted += 1
                 preempted.append(stay.slot)
+        self._cancel_grants(seen, from_step)
         return preempted
 
-    def _cancel_grants(self, stay: Stay, from_step: int) -> None:
-        """Remove the records of tokens that steps from `from_step` on granted to this stay (use of a slot)."""
+    def _cancel_grants(self, stays: set[Stay], from_step: int) -> None:
+        """Remove the records of tokens that steps from `from_step` on granted to these stays (uses of a slot)."""
+        slots = {stay.slot for stay in stays}
         for grants in (grants for step, grants in self.grants.items() if step >= from_step):
-            for row in reversed([row for row, one in enumerate(grants.stays()) if one == stay]):
+            if slots.isdisjoint(grants.slot):
+                continue  # a step may preempt hundreds of requests one by one
+            for row in reversed([row for row, one in enumerate(grants.stays()) if one in stays]):
                 self._counters.granted_tokens -= grants.num_tokens[row]
                 for column in (grants.slot, grants.serial, grants.num_tokens):
                     del column[row]
@@ -275,13 +252,13 @@ class InFlightTracker:
         """
         pool, adopters = self._blocks.pool, list[Stay]()
         for step in [step for step in self.tentative if step >= from_step]:
-            mine = self.tentative[step].take(stay)
+            mine = self.tentative[step].pop(stay, [])
             for block, key in mine:
                 if pool.has_key(block, key):
                     pool.drop_keys(block, RemoveReason.WITHDRAWN)
                     self._counters.withdrawn_keys += 1
-            blocks = {block for block, _ in mine}
-            adopters.extend(adopter for block, adopter in self.adoptions.get(step, ()) if block in blocks)
+            of_block = self.adoptions.get(step, {})
+            adopters.extend(adopter for block, _ in mine for adopter in of_block.get(block, ()))
         return adopters
 
     def _note_use(self, slot: int) -> None:

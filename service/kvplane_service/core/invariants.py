@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from kvplane.base.groups import CommitRule
@@ -268,7 +268,7 @@ def _tentative_blocks(replica: Replica) -> Generator[None, None, set[tuple[int, 
     """Return (step, block) of each key that a step in flight registered."""
     recorded: set[tuple[int, int]] = set()
     for step, tentative in replica.tracker.tentative.items():
-        for piece in _pieces(tentative.keys):
+        for piece in _pieces(chain.from_iterable(tentative.values())):
             recorded.update((step, block) for block, _ in piece)
             yield
     return recorded
@@ -396,7 +396,7 @@ def _check_records(replica: Replica) -> Slices:
     recorded = yield from _tentative_blocks(replica)
     requests = replica.requests
     for step, adoptions in tracker.adoptions.items():
-        for piece in _pieces(adoptions):
+        for piece in _pieces((block, stay) for block, stays in adoptions.items() for stay in stays):
             for block, (slot, serial) in piece:
                 runs = requests.running[slot] and requests.serial[slot] == serial
                 if runs and (step, block) not in recorded:

@@ -59,6 +59,8 @@ class StepApplier:
         self._unnoted: list[int] = []  # tokens of run rows that the tracker has not recorded yet
         self.unaligned_chunks = self.starved_chunks = 0
         self._run_slots: list[int] = []
+        self._row_of: dict[int, int] = {}  # by slot: its run row that got tokens, of the rows before `_num_indexed`
+        self._num_indexed = 0
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
     def _room(self) -> int:
@@ -190,7 +192,7 @@ class StepApplier:
             victim = next(victims, None)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._preempt(victim, row)
             if not self._requests.running[slot]:
                 return False
 
@@ -199,23 +201,25 @@ class StepApplier:
         order = rows.victims or reversed(rows.slot)
         return (slot for slot in order if self._requests.running[slot])
 
-    def _preempt(self, slot: int) -> None:
-        """Preempt a request, and the requests that adopted keys which it registered in this step.
+    def _preempt(self, slot: int, row: int) -> None:
+        """Preempt a request for run row `row`, and the requests that adopted keys which it registered in this step.
 
         Tokens that this step granted to the preempted requests return to the budget.
         """
-        granted = self._result.granted
-        row_of = {one: row for row, one in enumerate(self._run_slots) if granted[row]}
-        self._tracker.end_loads(row_of)  # a grant ends a load, also where it is recorded after this
+        granted, row_of = self._result.granted, self._row_of
+        first, self._num_indexed = self._num_indexed, row
+        fresh = {self._run_slots[at]: at for at in range(first, row) if granted[at]}
+        self._tracker.end_loads(fresh)  # a grant ends a load, also where it is recorded after this
+        row_of.update(fresh)
         if slot in row_of:  # its grant is not recorded yet, and it will not run
             self._requests.granted_step[slot] = self._seq
         gone = self._tracker.preempt(slot, self._seq)
         self._result.preempted.extend(gone)
-        for row in (row_of[one] for one in gone if one in row_of):
-            self._tokens_left += granted[row]
-            self._input_left += granted[row] + self._overhead
-            granted[row] = 0
-            self._new.pop(row, None)
+        for at in [row_of.pop(one) for one in gone if one in row_of]:
+            self._tokens_left += granted[at]
+            self._input_left += granted[at] + self._overhead
+            granted[at] = 0
+            self._new.pop(at, None)
 
     def _report_new_blocks(self, row: int, blocks: Sequence[list[int]]) -> None:
         for group, ids in enumerate(blocks):

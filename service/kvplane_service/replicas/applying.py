@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, Part, Step, StepResult
+from kvplane.base.step import UNCHANGED, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
@@ -27,6 +27,7 @@ from kvplane_service.runtime.executors import Busy, Offload
 # tends to be too high; it only decides whether a step may hold the event loop.
 MOST_INLINE = 4096  # units, about 15 ms: above this a step is applied on a thread
 _ROW = 4  # units per row
+_FULL_FIT = int(RowFlag.FULL_FIT)  # a plain integer: an enum's operators are slow
 _TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # each per unit
 
 _T = TypeVar("_T")
@@ -191,24 +192,42 @@ def _of_tables(part: Part, replica: Replica) -> int:
     granted += sum(run.lookahead) + sum(admit.lookahead) + sum(admit.external)
     granted += sum(count for count in facts.commit if count != UNCHANGED)
     granted += sum(facts.num_hashes) * replica.spec.hash_block_size  # their blocks may be registered only now
-    seen = waiting + _sum(known, part.peek.slot) + (_sum(computed, facts.slot) if facts.end else 0)
-    units = 0
+    ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
+    seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended)
+    units = needed = 0
     for manager in replica.coordinator.managers:
         dense = 1 if manager.is_downward_closed() else _SPARSE_BLOCKS
-        units += granted // manager.block_size // dense + seen // manager.block_size // _BLOCKS_SEEN
-    return units
+        units += granted // manager.block_size // dense
+        needed += granted // manager.block_size + len(run.slot)
+    may_lack = needed > replica.coordinator.pool.num_free or run.reserved or any(flag & _FULL_FIT for flag in run.flags)
+    if run.on_refusal is OnRefusal.PREEMPT and may_lack:
+        victims = run.victims or run.slot  # the blocks that they share are released once for each of them
+        seen += _sum(computed, victims)
+        units += len(victims) * _ROW
+    return units + _blocks_of(seen, replica) // _BLOCKS_SEEN
 
 
 def _of_cache(part: Part, replica: Replica) -> int:
     """Estimate how many blocks a cache section visits.
 
-    A reset visits the blocks with a key; an eviction or a failed step visits the blocks of all tables.
+    A reset visits the blocks with a key; an eviction or a failed step visits the tables of all requests, whose blocks
+    may be shared.
     """
-    cache, pool = part.cache, replica.coordinator.pool
+    cache, tracker, computed = part.cache, replica.tracker, replica.requests.computed
     units = len(cache.evicted) + len(cache.loads_over) + (len(part.resume.blocks) if part.resume else 0)
-    if cache.evicted or cache.released or cache.failed_steps:
-        units += (pool.num_blocks - pool.num_free) // _BLOCKS_SEEN
-    return units + (pool.num_evictable // _BLOCKS_SEEN if cache.reset else 0)
+    seen = replica.coordinator.pool.num_evictable if cache.reset else 0
+    seen += sum(len(tracker.held.get(slot, ())) for slot in cache.released)
+    seen += _blocks_of(_sum(computed, cache.released), replica)
+    failed = [tracker.grants[seq] for seq in cache.failed_steps if seq in tracker.grants]
+    units += sum(len(grants.slot) for grants in failed) * _ROW
+    if cache.evicted or failed:
+        seen += _blocks_of(sum(computed), replica)
+    return units + seen // _BLOCKS_SEEN
+
+
+def _blocks_of(num_tokens: int, replica: Replica) -> int:
+    """Return how many blocks the tables of all groups have for this number of tokens."""
+    return sum(num_tokens // manager.block_size for manager in replica.coordinator.managers)
 
 
 def _capped(num_tokens: int, caps: Sequence[int]) -> int:
