@@ -27,16 +27,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kvplane
-from kvplane import Allocate, Commit, Content, ExtraKeys, ModelSource, Part
+from kvplane import Allocate, Appended, Commit, Content, ExtraKeys, ModelSource, Part
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane.base.step import Admit, Budget, End, Facts, News, OnRefusal, Run
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Run
 from tests.bench.machine import machine, machine_line
 
 RESULTS = Path(__file__).parent / "results"
@@ -212,6 +213,9 @@ BEFORE = {
     "unary: 1 M tokens, all of which hit": (86, 191),
     "unary: a reset of its keys": (95, 174),
     "unary: first call after a session left 62,500 keys": (27, 38),
+    "unary: a token of 1 M tokens in 4 groups": (15, 26),
+    "1,400 victims of one row, 1,000 blocks shared by all": (114, 429),
+    "a failed step of 4,000 rows": (2247, 14),
     "1 M tokens, admitted in one step": (313, 1927),
     "its end": (20, 79),
     "1 M tokens, all of which hit": (214, 1407),
@@ -347,6 +351,19 @@ def long_unary_calls(client: kvplane.Client, meter: Meter) -> None:
             client.commit_blocks("unary", Commit())
 
 
+def long_table(client: kvplane.Client, meter: Meter) -> None:
+    """Decode of a request of a million tokens in unary calls, whose answers have its tables of four groups."""
+    group, size = GroupSpec(GroupKind.FULL_ATTENTION, 16), 1 << 21
+    spec = ReplicaSpec((group,) * 4, 260_000, size, 16, 16, max_in_flight_tokens=size)
+    client.register_replica("table", spec)
+    content = Content(num_tokens=MILLION, hashes=[bytes(32)] * (MILLION // 16))
+    client.allocate_slots("table", Allocate("a", content))
+    for _ in range(4 * ROUNDS):
+        with meter.case("unary: a token of 1 M tokens in 4 groups"):
+            client.allocate_slots("table", Allocate("a", appended=Appended(num_tokens=1)))
+    client.free("table", "a")
+
+
 def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: int) -> None:
     """10,000 requests of 256 tokens wait for a full pool."""
     client.register_replica(model, ModelSource(model=model, num_blocks=num_blocks, max_model_len=8192))
@@ -370,6 +387,27 @@ def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: i
         session.close()
 
 
+def shared_prompts(client: kvplane.Client, meter: Meter) -> None:
+    """1,400 requests share a prompt of 1,000 blocks, in a full pool; then a step of 4,000 rows fails."""
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+    spec = ReplicaSpec((group,), 4100, 1 << 16, hash_block_size=16, scheduler_block_size=16, max_in_flight_tokens=65536)
+    client.register_replica("shared", spec)
+    with client.session("shared") as session:
+        prompt, count = os.urandom(32_000), 1400
+        for first in range(0, count, 100):
+            slots = list(range(first, first + 100))
+            news = News(slots, [16_001] * 100, num_hashes=[1000] * 100, hashes=prompt * 100)
+            session.apply(Part(news=news, admit=Admit(slots)))
+        with meter.case("1,400 victims of one row, 1,000 blocks shared by all"):
+            session.apply(Part(run=Run([0], extra=[49_000], victims=list(range(1, count)))))
+        session.apply(Part(facts=Facts(list(range(count)), end=[int(End.FREE)] * count)))
+        slots = list(range(count, count + 4000))
+        session.apply(Part(news=News(slots, [1] * len(slots))))
+        failing = session.apply(Part(admit=Admit(slots))).seq
+        with meter.case("a failed step of 4,000 rows"):
+            session.apply(Part(cache=Cache(failed_steps=[failing])), executed_through=failing - 1)
+
+
 def medians(rows: list[Long]) -> list[Long]:
     """One row for each case, with the medians of its measurements."""
     cases = dict.fromkeys(row.case for row in rows)
@@ -382,17 +420,22 @@ def _median(rows: list[Long]) -> Long:
     return Long(rows[0].case, sum(row.times for row in rows), cpu, longest, other_longest)
 
 
-def measure_long(unary_only: bool = False) -> list[Long]:
-    """All cases, on one service; with `unary_only` those of unary calls."""
+CASES: dict[str, Callable[[kvplane.Client, Meter], None]] = {
+    "unary": long_unary_calls,
+    "table": long_table,
+    "prompt": long_prompt,
+    "shared": shared_prompts,
+    "llama": partial(many_waiting, model="llama-3.1-8b", num_blocks=3000),
+    "gemma": partial(many_waiting, model="gemma-3-27b", num_blocks=9000),
+}
+
+
+def measure_long(cases: Iterable[str]) -> list[Long]:
+    """These cases, on one service."""
     with service() as (address, process, path), kvplane.connect(address, timeout_s=60) as client:
         meter = Meter(address, process, path)
-        long_unary_calls(client, meter)
-        if unary_only:
-            meter.end()
-            return medians(meter.rows)
-        long_prompt(client, meter)
-        many_waiting(client, meter, "llama-3.1-8b", 3000)
-        many_waiting(client, meter, "gemma-3-27b", 9000)
+        for case in cases:
+            CASES[case](client, meter)
         meter.end()
         return medians(meter.rows)
 
@@ -403,7 +446,7 @@ def report_long(rows: list[Long]) -> str:
     lines += ["| case | CPU, each | longest without a tick | before | other engine, longest | before |"]
     lines.append("|---" * 6 + "|")
     for row in rows:
-        tick, wait = BEFORE[row.case]
+        tick, wait = BEFORE.get(row.case, ("", ""))
         line = f"{row.case} | {row.cpu:.0f} | {row.longest:.1f} | {tick} | {row.other_longest:.1f} | {wait}"
         lines.append(f"| {line} |")
     return "\n".join(lines) + "\n"
@@ -435,14 +478,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time that the event loop of a service is held.")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--in-flight", type=int, default=3)
-    parser.add_argument("--unary", action="store_true", help="only long unary calls; writes nothing")
+    parser.add_argument("--long", nargs="*", choices=list(CASES), help="only these long operations; writes nothing")
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
-    if given.unary:
-        sys.stdout.write(report_long(measure_long(unary_only=True)))
+    if given.long:
+        sys.stdout.write(report_long(measure_long(given.long)))
         return
     rows = [measure(model, given.in_flight) for model in given.models]
-    long = measure_long()
+    long = measure_long(CASES)
     command = f"python -m tests.bench.held --in-flight {given.in_flight}"
     text = report(rows, command) + report_long(long)
     sys.stdout.write(text)

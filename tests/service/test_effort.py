@@ -128,6 +128,12 @@ def test_effort_of_a_failed_step_counts_the_tables_of_all_requests(sharing):
     assert sharing.is_long(Part(cache=Cache(failed_steps=[sharing.seq])))
 
 
+def test_effort_of_a_row_counts_the_tables_in_its_answer(sharing):
+    asked = Run(sharing.slots[:140], on_refusal=OnRefusal.STOP)
+    assert sharing.is_long(Part(run=asked, with_tables=True))
+    assert not sharing.is_long(Part(run=asked))
+
+
 def test_effort_of_ends_counts_the_requests_that_end(sharing):
     one, all_end = [int(End.FREE)] + [0] * 299, [int(End.FREE)] * 300
     assert not sharing.is_long(Part(facts=Facts(sharing.slots, end=one)))

@@ -28,7 +28,7 @@ from kvplane_service.runtime.executors import Busy, Offload
 MOST_INLINE = 4096  # units, about 15 ms: above this a step is applied on a thread
 _ROW = 4  # units per row
 _FULL_FIT = int(RowFlag.FULL_FIT)  # a plain integer: an enum's operators are slow
-_TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # each per unit
+_TOKENS_HASHED, _DIGESTS_READ, _IDS_ENCODED, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
 
 _T = TypeVar("_T")
 Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
@@ -204,6 +204,8 @@ def _of_tables(part: Part, replica: Replica) -> int:
         victims = run.victims or run.slot  # the blocks that they share are released once for each of them
         seen += _sum(computed, victims)
         units += len(victims) * _ROW
+    if part.with_tables:
+        units += _blocks_of(waiting + _sum(known, run.slot), replica) // _IDS_ENCODED
     return units + _blocks_of(seen, replica) // _BLOCKS_SEEN
 
 

@@ -85,12 +85,13 @@ def encode_allocated(answer: Allocated) -> bytes:
         granted_tokens=answer.granted,
         single_group_hit=answer.single_group_hit,
         load_after=answer.load_after,
-        new_blocks=encode_groups(answer.new_blocks),
-        block_table=encode_groups(answer.table),
         preempted=answer.preempted,
         num_hashes=answer.hashes.count,
         last_hash=answer.hashes.last,
     )
+    for groups, blocks in ((message.new_blocks, answer.new_blocks), (message.block_table, answer.table)):
+        for ids in blocks:
+            groups.add().block_ids.extend(ids)  # a constructor would copy the tables
     _fill_mutation(message.result, answer.step)
     return message.SerializeToString()
 
