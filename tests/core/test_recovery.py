@@ -290,7 +290,7 @@ def test_every_recovered_key_has_a_stored_event(kind, prompts, chance):
         if engine.admit(slot, prompt).status is GRANTED:
             engine.end(slot)
     engine.idle()
-    keys = inspect.take_snapshot(engine.replica).keys
+    keys = list(inspect.take_snapshot(engine.replica).keys)
     blocks, starts = reported(engine)
     assert sorted(blocks) == sorted((one.key, one.block) for one in keys)
     first = {one.block: one for one in reversed(keys)}

@@ -439,7 +439,7 @@ class LookingUp:
 
     def use(self, offload: Any) -> None:
         """Run later look-ups with this executor."""
-        self.lookups._offload = offload
+        self.lookups._reads._offload = offload
 
     def step(self, seq, part, offload=slowly):
         step = Step(self.opened.epoch, seq, [part], executed_through=seq - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.replica_pb2 import GroupSpec, ModelSource, ReplicaSpec
 from kvplane_service.config import Config
+from kvplane_service.rpc import admin
 from tests.service.rig import SPEC, WAIT_S, refusal, running
 
 PROMPT = list(range(40))
@@ -370,6 +372,22 @@ def test_a_snapshot_names_a_violated_invariant(service):
         service.digest()
     assert "block 3" in caught[0].message
     pool.references[3] -= 1
+
+
+def test_a_snapshot_is_read_and_encoded_on_a_thread_of_its_own(service, monkeypatch):
+    names = list[str]()
+    for name in ("take_snapshot", "encode_snapshot"):
+        monkeypatch.setattr(admin, name, on_thread(getattr(admin, name), names))
+    service.digest()
+    assert names == ["kvplane snapshots"] * 2
+
+
+def on_thread(real, names):
+    def call(*given):
+        names.append(threading.current_thread().name)
+        return real(*given)
+
+    return call
 
 
 def test_a_snapshot_shows_the_state(service):

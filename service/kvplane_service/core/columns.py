@@ -7,8 +7,9 @@ An array is compact, and reading or writing a single entry is fast. Passes over 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from kvplane.base.stamps import COUNTER_BITS, EPOCH_BITS, GENERATION_BITS, MAX_C
 
 U32, U64 = "I", "Q"  # type codes of columns
 _SORTED, _COMPARED = 1 << 14, 1 << 16  # values that `find_equal` sorts, and compares, in one slice
+PIECE = 1024  # entries of a piece, some microseconds of work each at most
 SLICE_BLOCKS = 4096  # blocks between two yields of a pass over many: a few milliseconds at most
 
 _COUNTERS, _EPOCHS = np.uint64(MAX_COUNTER), np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
@@ -27,11 +29,19 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
+_T = TypeVar("_T")
 
 
 def zeros(code: str, count: int) -> array[int]:
     """Return a new column of `count` zeros; `code` is the type code of its entries: `U32` or `U64`."""
     return array(code, bytes(count * array(code).itemsize))
+
+
+def pieces(items: Iterable[_T], count: int = PIECE) -> Iterator[list[_T]]:
+    """Yield the items in lists of at most `count`, so that long work can be split."""
+    iterator = iter(items)
+    while piece := list(islice(iterator, count)):
+        yield piece
 
 
 def column(code: str, values: npt.NDArray[Any]) -> array[int]:

@@ -1,11 +1,16 @@
-"""Checks the invariants of a replica's whole state, and returns its digest and its snapshot. Changes nothing."""
+"""Checks the invariants of a replica's whole state, and returns its digest and its snapshot. Changes nothing.
+
+No single operation of the interpreter visits a whole column, so that other threads can run in between.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from kvplane_service.core.columns import pieces
 from kvplane_service.core.invariants import check_in_slices, indexed_keys
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
@@ -45,10 +50,11 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The allocator's state.
+    """The allocator's state. The iterables read it when they are iterated: the replica must not change before.
 
     Attributes:
         digest: result of `digest`.
+        num_free_blocks: number of free blocks.
         free_blocks: ids of the free blocks, in eviction order.
         distinct_keys: number of different (domain, group, digest) keys.
         keys: all keys, ascending by block, its primary key first.
@@ -57,10 +63,11 @@ class Snapshot:
     """
 
     digest: str
-    free_blocks: tuple[int, ...]
+    num_free_blocks: int
+    free_blocks: Iterable[int]
     distinct_keys: int
-    keys: tuple[CachedKey, ...]
-    requests: tuple[RequestState, ...]
+    keys: Iterable[CachedKey]
+    requests: Iterable[RequestState]
     usage: float
 
 
@@ -71,10 +78,11 @@ def take_snapshot(replica: Replica) -> Snapshot:
     usable = pool.num_blocks - 1
     return Snapshot(
         digest=digest(replica),
-        free_blocks=tuple(pool.free),
+        num_free_blocks=pool.num_free,
+        free_blocks=pool.free,
         distinct_keys=pool.count_keys(),
-        keys=tuple(_keys(replica)),
-        requests=tuple(_requests(replica)),
+        keys=_keys(replica),
+        requests=_requests(replica),
         usage=1.0 - pool.num_free / usable,
     )
 
@@ -85,25 +93,41 @@ def digest(replica: Replica) -> str:
     Equal operations on equal replicas give equal digests.
     """
     pool, tracker, managers = replica.coordinator.pool, replica.tracker, replica.coordinator.managers
-    hashed = hashlib.sha256()
-    state = (
+    shared = (entry for entry in _index(pool) if len(entry[1]) > 1)
+    columns: tuple[Iterable[object], ...] = (
         (replica.seq, pool.executed_through, pool.epoch, pool.generation, pool.last_counter),
-        list(pool.free),
+        pool.free,
         pool.references,
-        [(one.block, one.key, one.num_tokens) for one in _keys(replica)],
-        sorted((key, blocks) for key, blocks in _index(pool) if len(blocks) > 1),
-        list(pool.key_step),
+        ((one.block, one.key, one.num_tokens) for one in _keys(replica)),
+        (sum(_number_of(entry) for entry in shared),),  # the index has no order
+        pool.key_step,
         pool.stamp,
-        [_request_columns(replica, slot) for slot in replica.requests.slots()],
-        [(manager.copies, manager.step_state()) for manager in managers],
+        (_request_columns(replica, slot) for slot in replica.requests.slots()),
+        ((manager.copies, manager.step_state()) for manager in managers),
         sorted(tracker.held.items()),
         sorted(pool.busy),
-        list(tracker.waiting),
-        [sorted(book.items()) for book in (tracker.grants, tracker.tentative, tracker.adoptions, tracker.filling)],
+        tracker.waiting,
+        *(sorted(book.items()) for book in (tracker.grants, tracker.filling)),
+        *_entries(tracker.tentative),
+        *_entries(tracker.adoptions),
     )
-    for part in state:
-        hashed.update(repr(part).encode())
+    hashed = hashlib.sha256()
+    for column in columns:
+        for piece in pieces(column):
+            hashed.update(repr(piece).encode())
+        hashed.update(b"end of a column")
     return hashed.hexdigest()
+
+
+def _number_of(entry: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(entry).encode()).digest())
+
+
+def _entries(book: Mapping[int, Mapping[Any, list[Any]]]) -> Iterator[Iterable[object]]:
+    """Yield the entries of each step of a record of the tracker, in order of steps."""
+    for step, entries in sorted(book.items()):
+        yield (step,)
+        yield entries.items()
 
 
 def check(replica: Replica) -> None:
@@ -120,24 +144,22 @@ def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
             yield key, [block]
 
 
-def _keys(replica: Replica) -> list[CachedKey]:
+def _keys(replica: Replica) -> Iterator[CachedKey]:
     pool = replica.coordinator.pool
-    found = []
     for block in range(pool.num_blocks):
         key = pool.key_of(block)
         if key is None:
             continue
         tentative = pool.key_step[block] > pool.executed_through
-        found.append(CachedKey(block, *key, pool.key_tokens[block], tentative))
-        more = pool.more_keys.get(block, {})
-        found.extend(CachedKey(block, *further, count, tentative) for further, count in more.items())
-    return found
+        yield CachedKey(block, *key, pool.key_tokens[block], tentative)
+        for further, count in pool.more_keys.get(block, {}).items():
+            yield CachedKey(block, *further, count, tentative)
 
 
-def _requests(replica: Replica) -> list[RequestState]:
+def _requests(replica: Replica) -> Iterator[RequestState]:
     requests = replica.requests
-    return [
-        RequestState(
+    for slot in requests.slots():
+        yield RequestState(
             slot,
             requests.request_id[slot],
             requests.num_tokens[slot],
@@ -145,8 +167,6 @@ def _requests(replica: Replica) -> list[RequestState]:
             tuple(tuple(table) for table in replica.coordinator.tables(slot)),
             requests.running[slot],
         )
-        for slot in requests.slots()
-    ]
 
 
 def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
@@ -171,7 +191,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.granted_step[slot],
         requests.single_group_hit[slot],
         requests.running[slot] and requests.launch_end(slot),
-        content.digests,
+        b"".join(content.digests),
         content.hasher.tail if content.hasher else None,
         [manager.slot_state(slot) for manager in replica.coordinator.managers],
     )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
-from itertools import chain, islice
-from typing import TypeVar
+from collections.abc import Generator, Iterator
+from itertools import chain
 
 from kvplane.base.groups import CommitRule
-from kvplane_service.core.columns import SLICE_BLOCKS, U32, find_equal, zeros
+from kvplane_service.core.columns import SLICE_BLOCKS, U32, find_equal, pieces, zeros
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.in_flight import Stay
 from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
@@ -21,13 +20,11 @@ from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import NO_FAST_PATH
 
-_ITEMS = 1024  # blocks, keys or grants checked in one slice, some microseconds each at most
 _REQUESTS = 16  # requests checked in one slice; each has one table per group
 _ZEROS = 1 << 16  # entries of the column of counts that are created in one slice
 _NO_SLOT = -1
 
 Slices = Generator[None]
-_T = TypeVar("_T")
 
 
 class BrokenInvariant(AssertionError):
@@ -81,19 +78,13 @@ def indexed_keys(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
                 yield (domain, group, value), [entry] if isinstance(entry, int) else entry
 
 
-def _pieces(items: Iterable[_T], count: int = _ITEMS) -> Iterator[list[_T]]:
-    iterator = iter(items)
-    while piece := list(islice(iterator, count)):
-        yield piece
-
-
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 def check_free_list(free: FreeList, is_free: bytearray) -> Slices:
     """Check that the links agree in both directions and with the count; sets `is_free[block]` for each free block."""
     count, before = 0, free.sentinel
-    for piece in _pieces(free.links()):
+    for piece in pieces(free.links()):
         for block, previous in piece:
             if block != free.sentinel and is_free[block]:
                 raise BrokenInvariant("free_list", f"free list: block {block} twice")
@@ -110,7 +101,7 @@ def check_free_list(free: FreeList, is_free: bytearray) -> Slices:
 
 
 def _count_holders(replica: Replica, holders: array[int]) -> Slices:
-    for piece in _pieces(_held_blocks(replica)):
+    for piece in pieces(_held_blocks(replica)):
         for slot, block in piece:
             if not 0 <= block < len(holders):
                 name = "a record" if slot == _NO_SLOT else f"slot {slot}"
@@ -143,7 +134,7 @@ def _check_references(pool: BlockPool, is_free: bytearray, holders: array[int]) 
     if is_free[NULL_BLOCK]:
         raise BrokenInvariant("references", "the null block is free")
     references = pool.references
-    for piece in _pieces(range(1, pool.num_blocks)):
+    for piece in pieces(range(1, pool.num_blocks)):
         for block in piece:
             count = holders[block]
             if references[block] != count:
@@ -153,7 +144,7 @@ def _check_references(pool: BlockPool, is_free: bytearray, holders: array[int]) 
                 text = f"block {block}: {count} holders, free: {bool(is_free[block])}"
                 raise BrokenInvariant("references", text)
         yield
-    for piece in _pieces(pool.busy):
+    for piece in pieces(pool.busy):
         for block in piece:
             text = f"block {block} is under a load of an earlier engine life and has"
             if holders[block] != 1:
@@ -173,7 +164,7 @@ def _check_lazy_keys(pool: BlockPool) -> Slices:
     if pool.key[NULL_BLOCK] is not None:
         raise BrokenInvariant("keys", "the null block has a key")
     table, num_blocks = pool.lazy_keys, 0
-    for piece in _pieces(range(pool.num_blocks)):
+    for piece in pieces(range(pool.num_blocks)):
         for block in piece:
             if pool.key[block] is not LAZY_KEY:
                 continue
@@ -200,7 +191,7 @@ def _check_lazy_keys(pool: BlockPool) -> Slices:
 def _check_index(pool: BlockPool) -> Slices:
     """Check that the index has every key with its blocks, and no other entries."""
     num_indexed = pool.count_lazy_keys()
-    for piece in _pieces(indexed_keys(pool)):
+    for piece in pieces(indexed_keys(pool)):
         for key, blocks in piece:
             if not len(set(blocks)) == len(blocks) > 0:
                 raise BrokenInvariant("key_index", f"key {key[2].hex()}: blocks {blocks[:9]}")
@@ -210,10 +201,10 @@ def _check_index(pool: BlockPool) -> Slices:
             num_indexed += len(blocks)
         yield
     on_blocks = 0
-    for keys in _pieces(pool.key, SLICE_BLOCKS):
+    for keys in pieces(pool.key, SLICE_BLOCKS):
         on_blocks += len(keys) - keys.count(None)
         yield
-    for piece_of_further in _pieces(pool.more_keys.values()):
+    for piece_of_further in pieces(pool.more_keys.values()):
         on_blocks += sum(map(len, piece_of_further))
         yield
     if num_indexed != on_blocks:
@@ -225,7 +216,7 @@ def _check_index(pool: BlockPool) -> Slices:
 def _check_further_keys(replica: Replica) -> Slices:
     """Check that only blocks with a primary key have further keys, and that a block of recurrent state has none."""
     pool, safe = replica.coordinator.pool, replica.spec.commit is CommitRule.SAFE
-    for piece in _pieces(pool.more_keys.items()):
+    for piece in pieces(pool.more_keys.items()):
         for block, more in piece:
             primary = pool.key[block]
             if primary is None or not more:
@@ -244,7 +235,7 @@ def _check_key_columns(replica: Replica, is_free: bytearray) -> Slices:
     pool, num_evictable = replica.coordinator.pool, 0
     safe = replica.spec.commit is CommitRule.SAFE
     recorded = yield from _tentative_blocks(replica)
-    for piece in _pieces(range(1, pool.num_blocks)):
+    for piece in pieces(range(1, pool.num_blocks)):
         for block in piece:
             is_keyed = pool.key[block] is not None
             if (pool.key_tokens[block] > 0) != is_keyed:
@@ -268,7 +259,7 @@ def _tentative_blocks(replica: Replica) -> Generator[None, None, set[tuple[int, 
     """Return (step, block) of each key that a step in flight registered."""
     recorded: set[tuple[int, int]] = set()
     for step, tentative in replica.tracker.tentative.items():
-        for piece in _pieces(chain.from_iterable(tentative.values())):
+        for piece in pieces(chain.from_iterable(tentative.values())):
             recorded.update((step, block) for block, _ in piece)
             yield
     return recorded
@@ -290,7 +281,7 @@ def _check_requests(replica: Replica) -> Slices:
     running = sum(1 for slot in requests.slots() if requests.running[slot])
     if running != requests.num_running:
         raise BrokenInvariant("running_count", f"{running} run, the count says {requests.num_running}")
-    for piece in _pieces(range(len(requests.live)), _REQUESTS):
+    for piece in pieces(range(len(requests.live)), _REQUESTS):
         for slot in piece:
             _check_tables(replica, slot)
             if requests.live[slot]:
@@ -357,12 +348,12 @@ def _check_grants(replica: Replica) -> Slices:
     for step, grants in sorted(replica.tracker.grants.items()):
         if not len(grants.slot) == len(grants.serial) == len(grants.num_tokens):
             raise BrokenInvariant("grants", f"grants of step {step}: columns of different lengths")
-        for piece in _pieces(zip(grants.stays(), grants.num_tokens, strict=True)):
+        for piece in pieces(zip(grants.stays(), grants.num_tokens, strict=True)):
             for stay, count in piece:
                 granted[stay] += count
                 last[stay] = step
             yield
-    for slots in _pieces(requests.slots()):
+    for slots in pieces(requests.slots()):
         for slot in slots:
             stay, step = Stay(slot, requests.serial[slot]), requests.granted_step[slot]
             expected = granted[stay] if requests.running[slot] else 0
@@ -396,7 +387,7 @@ def _check_records(replica: Replica) -> Slices:
     recorded = yield from _tentative_blocks(replica)
     requests = replica.requests
     for step, adoptions in tracker.adoptions.items():
-        for piece in _pieces((block, stay) for block, stays in adoptions.items() for stay in stays):
+        for piece in pieces((block, stay) for block, stays in adoptions.items() for stay in stays):
             for block, (slot, serial) in piece:
                 runs = requests.running[slot] and requests.serial[slot] == serial
                 if runs and (step, block) not in recorded:
@@ -410,7 +401,7 @@ def _check_records(replica: Replica) -> Slices:
 
 
 def _check_fast_paths(replica: Replica) -> Slices:
-    for slots in _pieces(replica.requests.slots(), _REQUESTS):
+    for slots in pieces(replica.requests.slots(), _REQUESTS):
         for slot in slots:
             _check_fast_path(replica, slot)
         yield

@@ -6,6 +6,7 @@ The messages of calls are decoded and encoded only here and in `kvplane.wire`.
 server, ports, methods   addresses and certificates, and the wrapper around every method
 allocation, session      the Allocation service: unary calls, and the stream of an engine
 lookups                  FindCacheHit: how many tokens of a prompt are cached; long look-ups run on a thread
+reads                    long reads of a replica's state on a thread, while it does not change
 workers, events, admin   the other services
 health                   gRPC Health
 decode, encode, sources  messages to the service's types and back; the cache plan of a registration

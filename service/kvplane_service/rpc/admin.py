@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 
 from google.protobuf.message import Message
 
@@ -23,6 +24,7 @@ from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
+from kvplane_service.rpc.reads import LongReads
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.calls import Content
@@ -31,6 +33,7 @@ from kvplane_service.unary.hashing import hash_tokens
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
 MAX_EXPLANATIONS = 32  # calls that may wait
+MAX_SNAPSHOTS = 4  # calls that may wait; an answer may have hundreds of megabytes
 _WITHOUT_ENGINE = "wait until its engine reconnects, or name a request to explain a past admission"
 _LOOK_S = 0.5  # interval at which a recording checks that its replica still exists
 
@@ -43,6 +46,7 @@ class AdminServicer:
         self._about = about
         self._explaining = Turns("explanations", MAX_EXPLANATIONS)
         self._offload = Executor("explanations")
+        self._snapshots = LongReads("snapshots", MAX_SNAPSHOTS)
 
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
         """Return version, uptime and number of replicas by state."""
@@ -67,20 +71,14 @@ class AdminServicer:
         self._about.drain_asked.set()
         return pb.DrainResponse()
 
-    async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
-        """Return the whole allocator state of a replica. Runs on the event loop, because the state must not change
-        meanwhile: takes seconds for a million blocks, which is why only operators may call it.
+    async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> bytes:  # noqa: N802
+        """Return the whole allocator state of a replica, read and encoded on a thread. Takes seconds for a million
+        blocks, in which the replica's engine waits, which is why only operators may call it. Raises Busy if too many
+        calls wait.
         """
         host = self._registry.get(request.replica).host
         await host.idle()
-        try:
-            snapshot = take_snapshot(host.replica)
-        except AssertionError as error:
-            raise InternalError(
-                f"the state of {request.replica} violates an invariant: {error}",
-                remedy="report this bug, with the log of the service",
-            ) from error
-        return encode_snapshot(snapshot, request.summary)
+        return await self._snapshots.run(host, lambda: partial(_snapshot, host, request.summary))
 
     async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
         """Explain why the hit of a prompt or a request is not longer. Raises Busy if too many calls wait."""
@@ -177,6 +175,16 @@ class _Waiting:
             what = f"more than {MAX_UNRECORDED} decisions wait for the client"
             raise LimitExceeded(what, remedy="read the stream faster")
         return await asyncio.wait_for(self._queue.get(), timeout_s)
+
+
+def _snapshot(host: ReplicaHost, summary: bool) -> bytes:
+    try:
+        return encode_snapshot(take_snapshot(host.replica), summary)
+    except AssertionError as error:
+        raise InternalError(
+            f"the state of {host.name} violates an invariant: {error}",
+            remedy="report this bug, with the log of the service",
+        ) from error
 
 
 def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent) -> Prompt:

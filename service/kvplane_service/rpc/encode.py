@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvplane import wire
 from kvplane.base.step import Orders, StepResult
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.columns import pieces
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.replica import Replica
@@ -234,27 +235,38 @@ def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
     )
 
 
-def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResponse:
-    """Return the allocator's state; with `summary`, without its lists of free blocks, keys and requests."""
-    message = admin_pb2.SnapshotResponse(
+def encode_snapshot(snapshot: Snapshot, summary: bool) -> bytes:
+    """Return the serialized SnapshotResponse; with `summary`, without its lists of free blocks, keys and requests.
+
+    The lists are serialized in pieces, because protobuf does not let other threads run meanwhile.
+    """
+    head = admin_pb2.SnapshotResponse(
         digest=snapshot.digest,
         distinct_keys=snapshot.distinct_keys,
         usage=snapshot.usage,
-        num_free_blocks=len(snapshot.free_blocks),
+        num_free_blocks=snapshot.num_free_blocks,
     )
-    if summary:
-        return message
-    message.free_blocks.extend(snapshot.free_blocks)
-    for one in snapshot.keys:
-        message.keys.add(
-            block=one.block,
-            group=one.group,
-            domain=one.domain,
-            hash=one.digest,
-            num_tokens=one.num_tokens,
-            tentative=one.tentative,
-        )
+    lists = () if summary else _snapshot_lists(snapshot)
+    return b"".join([head.SerializeToString(), *(message.SerializeToString() for message in lists)])
+
+
+def _snapshot_lists(snapshot: Snapshot) -> Iterator[admin_pb2.SnapshotResponse]:
+    for blocks in pieces(snapshot.free_blocks):
+        yield admin_pb2.SnapshotResponse(free_blocks=blocks)
+    for keys in pieces(snapshot.keys):
+        message = admin_pb2.SnapshotResponse()
+        for one in keys:
+            message.keys.add(
+                block=one.block,
+                group=one.group,
+                domain=one.domain,
+                hash=one.digest,
+                num_tokens=one.num_tokens,
+                tentative=one.tentative,
+            )
+        yield message
     for request in snapshot.requests:
+        message = admin_pb2.SnapshotResponse()
         message.requests.add(
             slot=request.slot,
             request_id=request.request_id,
@@ -263,7 +275,7 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResp
             tables=[admin_pb2.BlockTable(block_ids=table) for table in request.tables],
             running=request.running,
         )
-    return message
+        yield message
 
 
 def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.ExplainResponse:

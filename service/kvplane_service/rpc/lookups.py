@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -16,8 +14,7 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
-from kvplane_service.runtime.executors import Executor
-from kvplane_service.runtime.slices import Turns
+from kvplane_service.rpc.reads import LongReads
 from kvplane_service.unary.calls import Content, Hashes
 
 _MAX_WAITING = 64  # long look-ups that may wait; each keeps its message in memory
@@ -40,17 +37,10 @@ Planned: TypeAlias = Callable[[Replica], LookUp]
 
 
 class LookUps:
-    """Runs the look-ups of all replicas of a service.
-
-    A thread that reads a replica delays the steps of the replica's engine, so it must not wait for long work of other
-    replicas. Therefore long look-ups have their own thread, and each waits for this thread before it blocks its
-    replica. A running look-up takes the thread until the look-up ends, even if its caller is cancelled. A look-up that
-    waits for its replica does not take the thread. A look-up that waits for the thread ends if its caller is cancelled.
-    """
+    """Runs the look-ups of all replicas of a service, long ones on a thread of their own."""
 
     def __init__(self) -> None:
-        self._turns = Turns("long look-ups", _MAX_WAITING)
-        self._offload = Executor("long look-ups")
+        self._reads = LongReads("long look-ups", _MAX_WAITING)
 
     async def find(self, host: ReplicaHost, plan: Planned) -> pb.FindCacheHitResponse:
         """Run the look-up that `plan` prepares for the current state of the replica, and return its answer.
@@ -64,20 +54,7 @@ class LookUps:
         lookup = _planned(host, plan)
         if not _is_long(host, lookup):
             return lookup.find()
-        with self._turns.place():
-            await self._turns.begin(host.steps)
-            return await host.steps.aside(self._begun(host, plan))  # begins before anything else: nothing is awaited
-
-    def _begun(self, host: ReplicaHost, plan: Planned) -> asyncio.Future[pb.FindCacheHitResponse]:
-        """Start the look-up on the thread and return its future, which releases the lock for the thread when the
-        look-up ends. Raises what `plan` raises.
-        """
-        with ExitStack() as raising:
-            raising.callback(self._turns.end)
-            work = asyncio.ensure_future(self._offload(_planned(host, plan).find))
-            raising.pop_all()
-        work.add_done_callback(lambda _: self._turns.end())
-        return work
+        return await self._reads.run(host, lambda: _planned(host, plan).find)
 
 
 def _planned(host: ReplicaHost, plan: Planned) -> LookUp:
