@@ -32,7 +32,7 @@ Work = Generator[None]
 Clock = Callable[[], int]  # monotonic nanoseconds
 
 SLICE_NS = 5_000_000
-_RUNS_PER_BATCH, _RUNS_FORGOTTEN = 64, 4  # runs of removed keys that are published, and freed, in one slice
+_RUNS_PER_BATCH, _RUNS_FORGOTTEN = 16, 4  # runs of removed keys that are published, and freed, in one slice
 _DONE = object()
 
 
