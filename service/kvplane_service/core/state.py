@@ -39,7 +39,7 @@ from kvplane.base.stamps import Stamp
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, Residency
-from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay, TentativeKeys
+from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
 from kvplane_service.core.packed_values import ValueReader, pack_value
 from kvplane_service.core.pool import BlockPool
@@ -194,8 +194,13 @@ def _hasher_state(hasher: RequestHasher) -> list[object]:
 def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
     return {
         "grants": {seq: [one.slot[:], one.serial[:], one.num_tokens[:]] for seq, one in tracker.grants.items()},
-        "tentative": {seq: [one.keys[:], one.slot[:], one.serial[:]] for seq, one in tracker.tentative.items()},
-        "adoptions": {seq: [(block, *stay) for block, stay in book] for seq, book in tracker.adoptions.items()},
+        "tentative": {
+            seq: [(*stay, keys[:]) for stay, keys in book.items()] for seq, book in tracker.tentative.items()
+        },
+        "adoptions": {
+            seq: [(block, *stay) for block, stays in book.items() for stay in stays]
+            for seq, book in tracker.adoptions.items()
+        },
         "waiting": [(step, blocks[:]) for step, blocks in tracker.waiting],
         **{name: _copied(getattr(tracker, name)) for name in ("held", "under_load", "filling")},
     }
@@ -269,10 +274,14 @@ def _hasher(state: list[Any], scheme: HashScheme) -> RequestHasher:
 
 def _load_tracker(tracker: InFlightTracker, state: dict[str, Any]) -> None:
     tracker.grants = {seq: Grants(*columns) for seq, columns in state["grants"].items()}
-    tracker.tentative = {seq: TentativeKeys(*columns) for seq, columns in state["tentative"].items()}
-    tracker.adoptions = {
-        seq: [(block, Stay(slot, serial)) for block, slot, serial in book] for seq, book in state["adoptions"].items()
+    tracker.tentative = {
+        seq: {Stay(slot, serial): keys for slot, serial, keys in book} for seq, book in state["tentative"].items()
     }
+    tracker.adoptions = {}
+    for seq, book in state["adoptions"].items():
+        of_block = tracker.adoptions.setdefault(seq, {})
+        for block, slot, serial in book:
+            of_block.setdefault(block, []).append(Stay(slot, serial))
     tracker.waiting.clear()
     tracker.waiting.extend(state["waiting"])
     tracker.held, tracker.under_load, tracker.filling = state["held"], state["under_load"], state["filling"]
