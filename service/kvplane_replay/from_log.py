@@ -30,6 +30,7 @@ from kvplane.base.step import (
 )
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import load_state
 from kvplane_service.decisions.recording import Frames, result_digest, step_of
 
 _FIRST_EPOCH = 1
@@ -111,7 +112,15 @@ class _Replayed:
         self._too_long: set[int] = set()  # slots of these requests while they are known
 
     def begin_life(self, life: RecordedLife) -> None:
-        if self._outcome.is_what_if:  # the recorded busy blocks are ids of another pool
+        if life.state:
+            if self._outcome.is_what_if:
+                raise InvalidArgument(
+                    "the recording has an image of an engine, which fits only a pool of the recorded size",
+                    field="--blocks",
+                    remedy="replay it with the recorded number of blocks",
+                )
+            self._replica = load_state(self._replica.spec, life.state)
+        elif self._outcome.is_what_if:  # the recorded busy blocks are ids of another pool
             self._replica.begin_epoch(life.epoch, memory_is_new=True)
         else:
             stamps, busy = array("Q", life.stamp_table), array("I", life.busy_blocks)

@@ -15,8 +15,12 @@ from kvplane.base.errors import (
 )
 from kvplane.base.groups import CommitRule
 from kvplane.base.session import CORE_VERSION
+from kvplane_replay.from_log import replay_log
 from kvplane_service.config import Config
+from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.replicas.step_order import UnaryStep
+from kvplane_service.store.interface import LogName
+from kvplane_service.store.journal import ReplicaJournal
 from tests.core.follower import Follower, _published
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld
@@ -257,3 +261,53 @@ class TestLag:
         with pytest.raises(LimitExceeded):
             await run_on()
         assert one.host.state.value == "diverged"
+
+
+class TestRecords:
+    async def test_a_recording_replays_from_the_image(self, tmp_path):
+        one = Mirrored("hits inside blocks")
+        await one.start()
+        await one.run(6)
+        one.engine.run_step()
+        await one.send(planted(one.engine.message()))
+        await one.send_image()
+        await one.run(4)
+        path = tmp_path / "log"
+        with path.open("wb") as file:
+            file.write(MAGIC)
+            write_frame(file, header_of("r", one.engine.spec))
+            for entry in one.host.decisions:
+                write_frame(file, message_of(entry, one.host.scheme.digest.size))
+        outcome = replay_log(path)
+        assert (outcome.decisions, outcome.identical, outcome.first_difference) == (10, 10, "")
+        with pytest.raises(InvalidArgument, match="recorded size"):
+            replay_log(path, 30)
+
+    async def test_a_journal_drops_what_it_has_of_a_diverged_replica_and_writes_it_again(self):
+        one = Mirrored()
+        log = LogName("r", b"", 9)
+        journal = ReplicaJournal(log, one.host.replica, 1000, lambda: 0)
+        one.host.decisions.follow(journal.follow)
+        dropped = []
+        one.mirror.on_lost.append(lambda: dropped.append(journal.drop_all()))
+        await one.start()
+        await one.run(8)
+        first = drain(journal)
+        assert first
+        one.engine.run_step()
+        await one.send(planted(one.engine.message()))
+        assert dropped[-1] == log
+        assert drain(journal) == []
+        await one.send_image()
+        again = drain(journal)
+        assert sum(batch.rows for batch in again) >= one.host.replica.count_keys() > 0
+        assert again[0].chunk.seq > first[-1].chunk.seq
+
+
+def drain(journal):
+    """The chunks that a writer would store now."""
+    found = []
+    while journal.has_work and (batch := journal.take()) is not None:
+        journal.wrote(batch, len(journal._chunks))
+        found.append(batch)
+    return found

@@ -2,6 +2,9 @@
 
 KVPLANE_REPORT names a file that gets, by test, whether kvplane managed a cache ("kvplane"), or vLLM's own manager did,
 for a model that kvplane does not support ("stock").
+
+KVPLANE_MIRROR names the address of a service. Every manager then sends its steps there, and a test in which an answer
+differs, or does not come, is reported as "differs".
 """
 
 from __future__ import annotations
@@ -16,11 +19,29 @@ import vllm.v1.core.kv_cache_manager as managers
 import vllm.v1.core.sched.scheduler as schedulers
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from kvplane.rpc.channel import open_channel
+from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
+from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.spec import UnsupportedModel
 
 USED: dict[str, set[str]] = {}
 CURRENT = [""]
+ADDRESS = os.environ.get("KVPLANE_MIRROR", "")
+MIRRORS: list[Any] = []  # of the test that runs
+STEPS = [0]  # steps compared
+WAIT_S = 60
+
+
+def build(*args: Any, **options: Any) -> InProcessManager:
+    """Return kvplane's manager; with KVPLANE_MIRROR, one whose steps a service follows."""
+    if not ADDRESS:
+        return InProcessManager(*args, **options)
+    from kvplane_vllm.mirror import Target, mirroring
+
+    name = f"own/{os.getpid()}/{len(USED)}/{len(MIRRORS)}"
+    MIRRORS.append(mirroring(Target(ADDRESS, name))(*args, **options))
+    return MIRRORS[-1]
 
 
 class Either(InProcessManager):
@@ -30,7 +51,7 @@ class Either(InProcessManager):
         """Return an object that is already built, of another class."""
         used = USED.setdefault(CURRENT[0], set())
         try:
-            manager: Any = InProcessManager(*args, **options)
+            manager: Any = build(*args, **options)
             used.add("kvplane")
         except UnsupportedModel:
             manager = KVCacheManager(*args, **options)
@@ -47,7 +68,25 @@ def pytest_runtest_setup(item: Any) -> None:
     CURRENT[0] = item.nodeid
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Compare what the service has with the managers of the test, and remove their replicas."""
+    for manager in MIRRORS:
+        manager.close_step()
+        sender = manager.sender
+        is_applied = sender.wait_applied(WAIT_S)
+        if not is_applied or sender.ended or sender.state.divergences or sender.state.images != 1:
+            USED[CURRENT[0]].add(f"differs: {sender.ended} {sender.state}")
+        STEPS[0] += sender.state.applied_through
+        sender.close()
+        with open_channel(ADDRESS) as channel:
+            AllocationStub(channel).DeregisterReplica(DeregisterReplicaRequest(replica=manager.target.replica))
+    MIRRORS.clear()
+
+
 def pytest_sessionfinish() -> None:
     """Write the report."""
+    if ADDRESS:
+        USED["steps compared"] = {str(STEPS[0])}
     if target := os.environ.get("KVPLANE_REPORT"):
         Path(target).write_text(json.dumps({name: sorted(used) for name, used in USED.items()}))

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.service.rig import running
 from tests.vllm import environment
 
 KNOWN = json.loads(Path(__file__).with_name("known.json").read_text())
@@ -30,12 +31,12 @@ FILES = (
 )
 
 
-def outcomes(folder, *options):
+def outcomes(folder, *options, address=""):
     """By test: whether it passed; skipped tests are left out."""
     report = folder / "junit.xml"
     paths = [f"tests/v1/core/{name}" for name in FILES]
     command = [str(environment.PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-    env = environment.variables() | {"KVPLANE_REPORT": str(folder / "used.json")}
+    env = environment.variables() | {"KVPLANE_REPORT": str(folder / "used.json"), "KVPLANE_MIRROR": address}
     subprocess.run([*command, *options, *paths], cwd=environment.SOURCE, env=env, capture_output=True, check=False)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -72,3 +73,21 @@ def test_vllms_own_tests_pass_but_for_the_known_ones(tmp_path):
     (tmp_path / "failed.json").write_text(json.dumps(sorted(failed), indent=1))
     assert failed - known == set(), "fail now: fix them, or give the reason in known.json"
     assert known - failed == set(), "pass now: remove them from known.json"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_a_service_answers_every_step_of_vllms_own_tests_equally(tmp_path):
+    """Mode mirror: the same tests fail as in process, and no answer of the service differs."""
+    environment.set_up()
+    with running() as service:
+        ours = outcomes(tmp_path, "-p", "own_tests_plugin", address=service.address)
+    used = json.loads((tmp_path / "used.json").read_text())
+    print(f"{used.pop('steps compared')[0]} steps compared")
+    assert {name: found for name, found in used.items() if set(found) - {"kvplane", "stock"}} == {}
+    known = {name for reasons in KNOWN.values() for names in reasons.values() for name in names}
+    failed = {name for name, passed in ours.items() if not passed}
+    assert sum(ours.values()) > 500
+    assert known - failed == set()
+    print(f"{len(failed - known)} tests fail that are not known: compare with stock")
+    (tmp_path / "failed.json").write_text(json.dumps(sorted(failed - known), indent=1))

@@ -20,6 +20,9 @@ from typing import Any
 import vllm.model_executor.models.registry as registry
 from vllm import LLM, SamplingParams
 
+from kvplane.rpc.channel import open_channel
+from kvplane.v1.admin_pb2 import SnapshotRequest
+from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_service.core import inspect
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
@@ -66,13 +69,16 @@ def prompts(model: str, seed: int) -> list[dict[str, list[int]]]:
     return found
 
 
-def mirror_state(manager: Any) -> dict[str, int]:
-    """How far the service is, once it has applied everything."""
+def mirror_state(manager: Any, address: str, replica: str) -> dict[str, Any]:
+    """How far the service is, once it has applied everything, and whether it has the engine's state."""
     manager.close_step()
     manager.send_steps()
     assert manager.sender.wait_applied(60), manager.sender.state
     state = manager.sender.state
-    return {"steps": state.newest, "images": state.images, "divergences": state.divergences}
+    with open_channel(address) as channel:
+        digest = AdminStub(channel).Snapshot(SnapshotRequest(replica=replica, summary=True)).digest
+    is_same = digest == inspect.digest(manager.replica)
+    return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 
 def main(model: str, kind: str, seed: int, num_blocks: int, target: list[str]) -> None:
@@ -119,9 +125,8 @@ def main(model: str, kind: str, seed: int, num_blocks: int, target: list[str]) -
         "schedule_us": round(statistics.median(times) * 1e6),
     }
     if kind == "mirror":
-        result["mirror"] = mirror_state(manager)
         result["messages"] = manager.sender.num_submitted
-        result["digest"] = inspect.digest(manager.replica)
+        result["mirror"] = mirror_state(manager, *target)
     print("RESULT " + json.dumps(result))
 
 

@@ -52,6 +52,7 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
     if not isinstance(entry, Decision):
         stamps = words_of(entry.stamp_table).tobytes()
         life = RecordedLife(epoch=entry.epoch, stamp_table=stamps, memory_is_new=entry.memory_is_new)
+        life.state = entry.state
         life.busy_blocks = array("I", entry.busy).tobytes()
         return RecordResponse(life=life)
     step = hashed_step(entry, digest_size)

@@ -171,6 +171,18 @@ _FAMILIES = (
     ),
     _counter("kvplane_lives", "Engine lives begun by sessions.", lambda host: host.tally.lives),
     _counter("kvplane_lapses", "Session leases that lapsed.", lambda host: host.events.num_withdrawals),
+    _gauge("kvplane_mirror_lag_steps", "Steps of the mirrored engine not applied.", lambda host: host.mirror.lag_steps),
+    _gauge(
+        "kvplane_mirror_lag_seconds",
+        "Age of the last message of the mirrored engine.",
+        lambda host: host.mirror.lag_ms / 1000,
+    ),
+    _counter(
+        "kvplane_mirror_divergences",
+        "Steps whose result differed from the mirrored engine's.",
+        lambda host: host.mirror.divergences,
+    ),
+    _counter("kvplane_mirror_images", "Images of mirrored engines loaded.", lambda host: host.mirror.images),
     Family(
         GaugeMetricFamily,
         "kvplane_lease_left_seconds",

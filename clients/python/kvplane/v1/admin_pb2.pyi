@@ -261,13 +261,15 @@ class RecordedDecision(_message.Message):
     def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result_digest: _Optional[bytes] = ..., took_ns: _Optional[int] = ...) -> None: ...
 
 class RecordedLife(_message.Message):
-    __slots__ = ("epoch", "stamp_table", "busy_blocks", "memory_is_new")
+    __slots__ = ("epoch", "stamp_table", "busy_blocks", "memory_is_new", "state")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_IS_NEW_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stamp_table: bytes
     busy_blocks: bytes
     memory_is_new: bool
-    def __init__(self, epoch: _Optional[int] = ..., stamp_table: _Optional[bytes] = ..., busy_blocks: _Optional[bytes] = ..., memory_is_new: bool = ...) -> None: ...
+    state: bytes
+    def __init__(self, epoch: _Optional[int] = ..., stamp_table: _Optional[bytes] = ..., busy_blocks: _Optional[bytes] = ..., memory_is_new: bool = ..., state: _Optional[bytes] = ...) -> None: ...
