@@ -174,6 +174,8 @@ def admits(draw):
         on_refusal=draw(st.sampled_from([OnRefusal.STOP, OnRefusal.SKIP])),
         only_if_no_preemption=draw(st.booleans()),
         hit_limit=draw(column(rows, u32)),
+        skip_zero_groups=draw(column(rows, u64)),
+        single_group_hit=draw(column(rows, u32)),
         min_new=draw(column(rows, u32)),
     )
 

@@ -11,6 +11,7 @@ after launches, failed steps, ends with any fence, parts, budgets, caps, victims
 from __future__ import annotations
 
 from kvplane.base.step import (
+    ALL_GROUPS,
     ANY_HIT,
     UNCHANGED,
     UNLIMITED,
@@ -438,6 +439,8 @@ class RandomScheduler(Answers):
             if self.limits_rows:
                 admit.hit_limit.append(self.rng.choice([UNLIMITED, UNLIMITED, UNLIMITED, self.rng.randint(0, LONGEST)]))
                 admit.min_new.append(self.rng.choice([1, 1, 1, 0, 3]))
+                admit.skip_zero_groups.append(self.rng.choice([ALL_GROUPS, ALL_GROUPS, self.rng.randint(0, 7)]))
+                admit.single_group_hit.append(self.rng.choice([UNLIMITED, UNLIMITED, self.rng.randint(0, LONGEST)]))
                 if not admit.min_new[-1] and self._chance(50):
                     admit.cap[-1] = 0  # the row only adopts
         return admit

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, IntFlag
 
 from kvplane.base.step import (
+    ALL_GROUPS,
     UNLIMITED,
     Admit,
     AdmitStatus,
@@ -38,7 +39,12 @@ VALUES: dict[str, type[IntEnum | IntFlag]] = {
     "admit.on_refusal": OnRefusal,
     "admit.watermark": Watermark,
 }
-DEFAULTS = {"hit_limit": UNLIMITED, "min_new": 1}  # of a row; else 0, -1 or ""
+DEFAULTS = {
+    "hit_limit": UNLIMITED,
+    "min_new": 1,
+    "skip_zero_groups": ALL_GROUPS,
+    "admit.single_group_hit": UNLIMITED,
+}  # of a row; else 0, -1 or ""
 LOAD, DEATH, PREEMPTED, LATE = "transfer writes", "engine dies", "core preempts", "admit.flags=DELAY_CACHING"
 # What happens to blocks, in the order of sections: each pair of them is a cell.
 ACTS = (
@@ -261,5 +267,5 @@ def _said(section: object, row: int | None) -> Iterator[str]:
                 yield from (f"{name}={flag.name}" for flag in kind if flag & value)
             else:
                 yield from (f"{name}={one.name}" for one in kind if one == value and one.name != "NONE")
-        elif value != DEFAULTS.get(name, 0) and value not in (-1, ""):
+        elif value != DEFAULTS.get(name, DEFAULTS.get(f"{where}.{name}", 0)) and value not in (-1, ""):
             yield name

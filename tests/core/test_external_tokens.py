@@ -113,6 +113,24 @@ def test_blocks_of_a_load_are_zeroed_only_where_it_fails():
     assert again.result.orders.zero_block == again.new[0][0], "only the block that is new now"
 
 
+def test_groups_that_a_load_does_not_write_are_zeroed():
+    """The load writes the pages of group 0 only."""
+    engine = Engine(full(zero_new_blocks=True), full(zero_new_blocks=True, lookup_class=5))
+    late = {"external": 8, "cap": 0, "flags": DELAY}
+    admitted = engine.admit(0, "a" * 12, skip_zero_groups=1, **late)
+    assert admitted.result.orders.zero_block == admitted.table[1][:2]
+    assert engine.admit(1, "b" * 12, **late).result.orders.zero_block == []
+
+
+def test_an_admission_may_give_the_single_group_hit():
+    """A window keeps what a hit there needs; the look-up found none."""
+    for given, kept in (({}, 0), ({"single_group_hit": 8}, 8)):
+        engine = Engine(window(4), full(), retention_interval=0, num_blocks=60)
+        engine.admit(0, "a" * 16, **given)
+        engine.end(0)
+        assert engine.would_hit("a" * 8 + "b" * 8).num_tokens == kept
+
+
 @pytest.mark.parametrize(
     ("parts", "zeroed"),
     [

@@ -316,7 +316,6 @@ class InProcessManager(KVCacheManager):
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
         """See vLLM's KVCacheManager."""
-        del skip_zeroing_group_ids  # pages that a load writes are zeroed in no group
         if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
         known = self._find(request)
@@ -345,6 +344,8 @@ class InProcessManager(KVCacheManager):
                 reserved=reserved_blocks,
                 watermark=Watermark.ALWAYS if has_scheduled_reqs and waits else Watermark.NEVER,
                 flags=flags,
+                skip_zero_groups=sum(1 << group for group in skip_zeroing_group_ids),
+                single_group_hit=request.shared_prefix_boundary,
             )
             new = self._admit(known, num_new_computed_tokens, num_new_tokens, terms)
         if new is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
-from kvplane.base.step import Orders
+from kvplane.base.step import ALL_GROUPS, Orders
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
@@ -36,6 +36,8 @@ class Admission:
         full_fit: require free blocks for the whole sequence, not only for the tokens of this step.
         leave_free: number of blocks that must stay free, in addition to `watermark`.
         watermark: number of blocks that every admission must leave free.
+        loaded_groups: the groups (bit = number of the group) whose external tokens a late load writes; their blocks
+            are not zeroed.
     """
 
     slot: int
@@ -48,6 +50,7 @@ class Admission:
     full_fit: bool = False
     leave_free: int = 0
     watermark: int = 0
+    loaded_groups: int = ALL_GROUPS
 
 
 class FastPathBounds(NamedTuple):
@@ -195,7 +198,7 @@ class Coordinator:
         self._adopt(admission, local, total)
         new = [manager.allocate(slot, num_slots, num_main, admission.num_encoder) for manager in self.managers]
         if admission.num_external and admission.delay_caching and spec.commit is CommitRule.SAFE:
-            self._leave_to_load(slot, local, total, zeroes)
+            self._leave_to_load(admission, local, total, zeroes)
         self.requests.ends_at[slot] = num_main
         if not admission.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
@@ -281,12 +284,13 @@ class Coordinator:
             for manager in self.managers:
                 manager.allocate_external(admission.slot, local, total)
 
-    def _leave_to_load(self, slot: int, local: int, total: int, first_zero: int) -> None:
+    def _leave_to_load(self, admission: Admission, local: int, total: int, first_zero: int) -> None:
         """Remove blocks that a load will fill from the orders to zero blocks, beginning with order `first_zero`.
 
         The load writes whole pages, so these blocks need no zeroing before.
         """
-        loaded = {block for manager in self.managers for block in manager.blocks_between(slot, local, total)}
+        managers = [manager for manager in self.managers if admission.loaded_groups >> manager.group & 1]
+        loaded = {block for manager in managers for block in manager.blocks_between(admission.slot, local, total)}
         orders = self._orders
         rows = list(zip(orders.zero_block[first_zero:], orders.zero_group[first_zero:], strict=True))
         orders.zero_block[first_zero:] = [block for block, _ in rows if block not in loaded]

@@ -20,6 +20,7 @@ from enum import IntEnum
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import (
+    ALL_GROUPS,
     UNCHANGED,
     UNLIMITED,
     Admit,
@@ -61,6 +62,8 @@ class AdmitTerms:
     reserved: int = 0
     watermark: Watermark = Watermark.AUTO
     flags: int = 0
+    skip_zero_groups: int = ALL_GROUPS
+    single_group_hit: int = UNLIMITED
 
 
 class _Section(IntEnum):
@@ -333,6 +336,8 @@ class OpenStep:
             on_refusal=OnRefusal.SKIP,
             hit_limit=[terms.hit_limit],
             min_new=[0],
+            skip_zero_groups=[terms.skip_zero_groups],
+            single_group_hit=[terms.single_group_hit],
         )
         self._validator.check_row(Part(admit=row), self.seq)
         if not 0 <= num_new <= self._replica.spec.max_model_len - num_hit - terms.external:
@@ -397,7 +402,7 @@ def _admit(rows: Sequence[Admit]) -> Admit:
     merged = Admit(on_refusal=OnRefusal.SKIP)
     for name in ("slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark"):
         setattr(merged, name, [getattr(row, name)[0] for row in rows])
-    for name in ("hit_limit", "min_new", "flags"):
+    for name in ("hit_limit", "min_new", "flags", "skip_zero_groups", "single_group_hit"):
         setattr(merged, name, [getattr(row, name)[0] for row in rows])
     return merged
 

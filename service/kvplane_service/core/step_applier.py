@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvplane.base.step import (
+    ALL_GROUPS,
     ANY_HIT,
     UNLIMITED,
     Admit,
@@ -246,24 +247,30 @@ class StepApplier:
                 result.admit_status[row] = int(AdmitStatus.NOT_WAITING)
                 continue
             terms = RowTerms(which, tuple([column[row] for column in columns]), self._requests.num_running > 0)
-            status = self._refused_before(row, slot, terms)
+            status = self._refused_before(rows, row, terms)
             if status is None:
                 status = self._admit_row(rows, row, slot, terms)
             result.admit_status[row] = int(status)
             if status is not AdmitStatus.GRANTED and rows.on_refusal is not OnRefusal.SKIP:
                 break
 
-    def _refused_before(self, row: int, slot: int, terms: RowTerms) -> AdmitStatus | None:
+    def _refused_before(self, rows: Admit, row: int, terms: RowTerms) -> AdmitStatus | None:
         """Return the status of the last refusal of this row, if it still holds; None if the row must be looked up."""
-        pool, result = self._blocks.pool, self._result
+        pool, result, slot = self._blocks.pool, self._result, rows.slot[row]
         refused = pool.refusals.find(slot)
         if refused is None or refused.row != terms or refused.asked != self._asked(slot):
             return None
         if pool.num_free >= refused.free_wanted or self._room() < refused.room or slot in self._requests.loading:
             return None
         result.admit_hit[row] = refused.hit_tokens
-        result.admit_single_group_hit[row] = self._requests.single_group_hit[slot] = refused.single_group_hit
+        result.admit_single_group_hit[row] = refused.single_group_hit
+        self._set_single_group_hit(rows, row, refused.single_group_hit)
         return refused.status
+
+    def _set_single_group_hit(self, rows: Admit, row: int, found: int) -> None:
+        """Set the request's single-group hit as the row gives it, or as the look-up found it."""
+        given = rows.single_group_hit[row] if rows.single_group_hit else UNLIMITED
+        self._requests.single_group_hit[rows.slot[row]] = found if given == UNLIMITED else given
 
     def _note_refusal(self, slot: int, terms: RowTerms, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
         """Store a refusal, unless the budget limited the row: with another budget the row could need fewer blocks, and
@@ -291,7 +298,7 @@ class StepApplier:
         expected = rows.expected_hit[row] if rows.expected_hit else ANY_HIT
         if expected not in (ANY_HIT, hit.num_tokens) or hit.num_tokens + external > requests.num_tokens[slot]:
             return AdmitStatus.STALE_HIT
-        requests.single_group_hit[slot] = hit.single_group_hit
+        self._set_single_group_hit(rows, row, hit.single_group_hit)
         wanted = self._wanted_at_admission(rows, row, slot, hit.num_tokens + external)
         if wanted < self._least(rows, row, hit.num_tokens + external):
             return AdmitStatus.NO_ROOM
@@ -365,6 +372,7 @@ class StepApplier:
             full_fit=self._flag(rows, row, RowFlag.FULL_FIT),
             leave_free=rows.reserved[row] if rows.reserved else 0,
             watermark=self._blocks.spec.watermark_blocks if leaves else 0,
+            loaded_groups=rows.skip_zero_groups[row] if rows.skip_zero_groups else ALL_GROUPS,
         )
 
     def _refusal(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
@@ -392,6 +400,8 @@ def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
         rows.flags,
         rows.hit_limit,
         rows.min_new,
+        rows.skip_zero_groups,
+        rows.single_group_hit,
     )
 
 

@@ -16,6 +16,7 @@ from operator import add, gt, or_
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.step import (
+    ALL_GROUPS,
     UNCHANGED,
     UNLIMITED,
     Admit,
@@ -43,7 +44,8 @@ DIGEST_SIZES = (16, 32)
 _FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
 _NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
 _ADMIT_COLUMNS = (
-    "extra cap lookahead external expected_hit encoder_tokens reserved watermark flags hit_limit min_new"
+    "extra cap lookahead external expected_hit encoder_tokens reserved watermark flags hit_limit min_new "
+    "skip_zero_groups single_group_hit"
 ).split()
 _EMPTY = Part()  # sections equal to those of an empty part are skipped
 
@@ -391,6 +393,8 @@ class StepValidator:
         self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
         self._range(admit.hit_limit, 0, UNLIMITED, "admit.hit_limit")
         self._range(admit.min_new, 0, UNLIMITED, "admit.min_new")
+        self._range(admit.skip_zero_groups, 0, ALL_GROUPS, "admit.skip_zero_groups")
+        self._range(admit.single_group_hit, 0, UNLIMITED, "admit.single_group_hit")
         self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
         self._bits(admit.flags, ADMIT_FLAGS, "admit.flags")
         self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")

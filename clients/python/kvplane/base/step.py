@@ -21,6 +21,7 @@ from kvplane.base.typed import check
 
 STEP_VERSION = 2  # version of the meaning of the columns; in version 1 only rows with flag bit 1 were aligned
 UNLIMITED = 0xFFFFFFFF
+ALL_GROUPS = 0xFFFFFFFFFFFFFFFF  # a bit for each group
 ANY_HIT = -1
 UNCHANGED = -1
 
@@ -248,6 +249,8 @@ class Admit:
     only_if_no_preemption: bool = False
     hit_limit: list[int] = field(default_factory=list)  # default UNLIMITED: longest hit to adopt, in tokens
     min_new: list[int] = field(default_factory=list)  # default 1: fewest tokens to grant; 0 = a hit alone is enough
+    skip_zero_groups: list[int] = field(default_factory=list)  # u64 of bits, default ALL_GROUPS: groups of a late load
+    single_group_hit: list[int] = field(default_factory=list)  # default UNLIMITED: as the look-up finds it
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
 from kvplane.base.step import (
+    ALL_GROUPS,
     ANY_HIT,
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -123,6 +124,8 @@ class AdmitRow(Row):
     flags: RowFlag = RowFlag.NONE
     hit_limit: int = UNLIMITED
     min_new: int = 1
+    skip_zero_groups: int = ALL_GROUPS
+    single_group_hit: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ class Run(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., in_flight: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., victims: _Optional[bytes] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., reserved: _Optional[bytes] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("slot", "extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags", "max_running", "on_refusal", "only_if_no_preemption", "hit_limit", "min_new")
+    __slots__ = ("slot", "extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags", "max_running", "on_refusal", "only_if_no_preemption", "hit_limit", "min_new", "skip_zero_groups", "single_group_hit")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     CAP_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +172,8 @@ class Admit(_message.Message):
     ONLY_IF_NO_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
     HIT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_FIELD_NUMBER: _ClassVar[int]
+    SKIP_ZERO_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     extra: bytes
     cap: bytes
@@ -187,7 +189,9 @@ class Admit(_message.Message):
     only_if_no_preemption: bool
     hit_limit: bytes
     min_new: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., external: _Optional[bytes] = ..., expected_hit: _Optional[bytes] = ..., encoder_tokens: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., watermark: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., max_running: _Optional[int] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., only_if_no_preemption: bool = ..., hit_limit: _Optional[bytes] = ..., min_new: _Optional[bytes] = ...) -> None: ...
+    skip_zero_groups: bytes
+    single_group_hit: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., external: _Optional[bytes] = ..., expected_hit: _Optional[bytes] = ..., encoder_tokens: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., watermark: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., max_running: _Optional[int] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., only_if_no_preemption: bool = ..., hit_limit: _Optional[bytes] = ..., min_new: _Optional[bytes] = ..., skip_zero_groups: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ...) -> None: ...
 
 class Peek(_message.Message):
     __slots__ = ("slot", "with_blocks", "limit")

@@ -100,6 +100,8 @@ _ADMIT = (
     Column("flags"),
     Column("hit_limit"),
     Column("min_new"),
+    Column("skip_zero_groups", U64),
+    Column("single_group_hit"),
 )
 _PEEK = (Column("slot"), Column("limit"))
 _ON_RUN_REFUSAL = tuple(OnRefusal)
