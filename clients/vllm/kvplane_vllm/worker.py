@@ -18,6 +18,8 @@ import torch
 import vllm
 from torch import Tensor
 from vllm import platforms
+from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.model_loader.base_loader import process_weights_after_loading
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
@@ -76,6 +78,30 @@ class Worker(PlatformWorker):
     """The platform's worker of vLLM. With `pages: own` it changes nothing."""
 
     kvplane_pages: LentPages | None = None
+    kvplane_weights: list[str] | None = None  # digests of the models, as they were loaded
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        """See vLLM's worker. With `pages: worker`, the weights are summed before kernels repack or remove them."""
+        if not worker_addresses(self.vllm_config, options_of(self.vllm_config)):
+            super().load_model(*args, **options)
+            return
+        digests = self.kvplane_weights = list[str]()
+
+        def process(model: torch.nn.Module, *more: Any, **rest: Any) -> None:
+            digests.append(weights_digest(model))
+            process_weights_after_loading(model, *more, **rest)
+
+        base_loader.process_weights_after_loading = process
+        try:
+            super().load_model(*args, **options)
+        finally:
+            base_loader.process_weights_after_loading = process_weights_after_loading
+        if not digests:
+            raise InvalidArgument(
+                f"the weights of load_format {self.vllm_config.load_config.load_format} cannot be identified",
+                field="load_config.load_format",
+                remedy="give pages: own, or load_format auto",
+            )
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """See vLLM's worker. With `pages: worker`, the KV cache is the memory of this rank's kvplane worker.
@@ -176,7 +202,6 @@ def layout_digest(worker: Any, config: Any, layout: Any, kernel_block_sizes: Any
     vllm_config, runner = worker.vllm_config, worker.model_runner
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     architecture = {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"}
-    models = [runner.get_model(), *filter(None, [worker.get_draft_model()])]
     parts = {
         "vllm": vllm.__version__,
         "tensors": list(map(repr, config.kv_cache_tensors)),
@@ -186,7 +211,7 @@ def layout_digest(worker: Any, config: Any, layout: Any, kernel_block_sizes: Any
         "rank": [worker.rank, parallel.world_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "dtypes": [str(model.dtype), str(cache.cache_dtype), str(model.quantization)],
         "model": architecture,
-        "weights": [weights_digest(one) for one in models],
+        "weights": worker.kvplane_weights,
         "hashes": [cache.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), config.hash_block_size],
     }
     text = json.dumps(parts, sort_keys=True, default=str)
