@@ -150,7 +150,9 @@ class HangingChaos(Chaos):
     def heal(self) -> None:
         """See Chaos."""
         super().heal()
-        self._world.store.hanging.clear()
+        store = self._world.store
+        for faults in (store.hanging, store.unreadable, store.busy):
+            faults.clear()
         for stream in self._world.network.streams:
             stream.held.clear()
 
@@ -191,6 +193,23 @@ class HangingChaos(Chaos):
         yield seconds
         self._world.store.hanging.subtract(addresses)
 
+    def one_log_is_unreadable(self) -> Iterator[float]:
+        """A service begins while the log of one replica cannot be read; the others are read."""
+        store, name = self._world.store, self._site().name
+        self._crash(self._service().process)
+        store.unreadable[name] += 1
+        yield self._rng.uniform(1.0, 8.0)
+        store.unreadable[name] -= 1
+
+    def calls_of_the_store_are_refused(self) -> Iterator[float]:
+        """Too many calls wait for the store of a service, which often begins: its executor refuses some of them."""
+        service = self._service()
+        if self._rng.random() < 0.5:
+            self._crash(service.process)
+        self._world.store.busy[service.address] += 1
+        yield self._rng.uniform(0.5, 6.0)
+        self._world.store.busy[service.address] -= 1
+
     def service_reads_no_messages(self) -> Iterator[float]:
         """The service reads no messages of a session; the stream stays open, and other calls are answered."""
         return self._hold("reads")
@@ -226,6 +245,8 @@ HANGING: dict[str, Callable[[HangingChaos], Iterator[float]]] = {
         HangingChaos.service_begins_while_its_store_hangs,
         HangingChaos.service_drains_while_its_store_hangs,
         HangingChaos.service_drains_when_it_continues,
+        HangingChaos.one_log_is_unreadable,
+        HangingChaos.calls_of_the_store_are_refused,
         HangingChaos.service_reads_no_messages,
         HangingChaos.answers_of_a_service_are_stuck,
         HangingChaos.worker_stands_still,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from kvplane_service.runtime.executors import Busy
 from kvplane_service.store.errors import RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore
@@ -40,6 +41,8 @@ class Access:
     async def _carry_out(self, call: Callable[[], Any], owned: Collection[str]) -> Any:
         """Execute a call, with delays before and after."""
         store = self.store
+        if store.is_busy(self.address):
+            raise Busy("too many calls wait for the store")
         await asyncio.sleep(store.draw_delay())
         if store.is_away(self.address):
             await asyncio.sleep(2.0)  # the driver's timeout
@@ -56,6 +59,9 @@ class WildStore(MemoryStore):
     Attributes:
         away: it is unavailable.
         cut_off: addresses of services that it refuses.
+        unreadable: names of replicas whose log cannot be read.
+        busy: number of faults by address: the executor of these services refuses some calls.
+        num_refused: number of calls that these two refused.
         hanging: number of faults by address: it does not answer these services, and executes their calls later.
         damages: number of times its content was damaged.
         loses_answers: probability that a call is executed but fails.
@@ -69,6 +75,9 @@ class WildStore(MemoryStore):
         self.away = False
         self.cut_off = set[str]()
         self.hanging = Counter[str]()
+        self.unreadable = Counter[str]()
+        self.busy = Counter[str]()
+        self.num_refused = Counter[str]()
         self.damages = 0
         self._caller = ""
         self._wrote: Callable[[str, bytes], None] = lambda replica, raw: None
@@ -82,6 +91,12 @@ class WildStore(MemoryStore):
     def is_away(self, address: str) -> bool:
         """For the service at this address."""
         return self.away or address in self.cut_off
+
+    def is_busy(self, address: str) -> bool:
+        """Whether the executor of the service at this address refuses the next call."""
+        refuses = self.busy[address] > 0 and self._rng.random() < 0.5
+        self.num_refused["busy"] += refuses
+        return refuses
 
     def do(self, call: Callable[[], Any], address: str, wrote: Callable[[str, bytes], None]) -> Any:
         """A call of the service at this address."""
@@ -102,6 +117,9 @@ class WildStore(MemoryStore):
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
         self._answer()
+        if self.unreadable[log.replica] > 0:
+            self.num_refused["unreadable"] += 1
+            raise StoreUnavailable(f"the log of {log.replica} cannot be read")
         yield from super().load(log)
 
     def drop(self, log: LogName) -> None:

@@ -31,6 +31,16 @@ def test_bystanders_make_every_call():
     assert asked["step"] > 10
 
 
+def test_calls_of_the_store_are_refused_and_one_log_is_unreadable():
+    """Seeds in which both are met."""
+    refused = Counter[str]()
+    for seed in (3, 5):
+        world = World(seed, hangs=True)
+        world.run()
+        refused += world.store.num_refused
+    assert set(refused) == {"busy", "unreadable"}
+
+
 @pytest.mark.parametrize(
     ("twin", "by"),
     [
