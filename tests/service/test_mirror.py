@@ -132,6 +132,7 @@ class TestDivergence:
         progress = await one.send(planted(one.engine.message()))
         assert (progress.applied_through, progress.reason) == (9, "DIVERGED")
         assert progress.image_wanted
+        assert (await one.send(one.engine.message())).image_wanted  # the core has applied the step already
         assert one.host.decisions.num_entries == decisions
         batches = one.host.events.after(events)
         assert [batch.withdrawn for batch in batches] == [True]
