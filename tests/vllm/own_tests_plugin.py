@@ -9,8 +9,10 @@ differs, or does not come, is reported as "differs".
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from kvplane.rpc.channel import open_channel
 from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane_vllm import views
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.spec import UnsupportedModel
 
@@ -52,6 +55,7 @@ class Either(InProcessManager):
         used = USED.setdefault(CURRENT[0], set())
         try:
             manager: Any = build(*args, **options)
+            manager.built_with = args, options
             used.add("kvplane")
         except UnsupportedModel:
             manager = KVCacheManager(*args, **options)
@@ -59,6 +63,19 @@ class Either(InProcessManager):
         return manager
 
 
+def set_retention(coordinator: Any, interval: int | None) -> None:
+    """Build the manager again with another retention interval: tests set it after the manager is built."""
+    manager = coordinator._manager
+    args, options = manager.built_with
+    named = dict(zip(inspect.signature(InProcessManager).parameters, args, strict=False)) | options
+    named["kv_cache_config"] = replace(named["kv_cache_config"], prefix_cache_retention_interval=interval)
+    manager.__init__(**named)
+    manager.built_with = (), named
+
+
+views.Coordinator.retention_interval = property(  # type: ignore[attr-defined]
+    lambda coordinator: coordinator._real.retention_interval, set_retention
+)
 managers.KVCacheManager = schedulers.KVCacheManager = Either  # type: ignore[misc]
 
 

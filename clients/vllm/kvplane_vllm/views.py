@@ -279,6 +279,15 @@ class Manager:
         """The block pool that all groups share."""
         return self._manager.block_pool
 
+    @property
+    def _checkpoints(self) -> dict[str, tuple[int, int]]:
+        """The states inside the chunks of the last launches, by request: length in tokens, index in the table."""
+        manager, requests = self._manager.managers[self._group], self._manager.replica.requests
+        made = getattr(manager, "last_checkpoints", {})
+        slots = {request_id: known.slot for request_id, known in self._manager.known.items()}
+        now = {one: made[slot] for one, slot in slots.items() if slot in made}
+        return {one: state[:2] for one, state in now.items() if state[2] == requests.launch_end(slots[one])}
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return how many leading tokens the token at position `num_computed_tokens` does not attend to."""
         return self._manager.managers[self._group].skipped_tokens(num_computed_tokens)

@@ -39,7 +39,7 @@ class AlignedStateManager(GroupManager):
         # repeat of a prompt resumes one hash block lower.
         self._rule = CheckpointRule.of(setup.replica, setup.spec)
         # slot -> state inside the chunk of its last launch: length in tokens, index in the table, end of the chunk
-        self._checkpoints: dict[int, tuple[int, int, int]] = {}
+        self.last_checkpoints: dict[int, tuple[int, int, int]] = {}
         self._registered_this_step: set[Key] = set()  # keys of states that this step's launch writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class AlignedStateManager(GroupManager):
         self.num_retired[slot] = 0
         self.has_allocated[slot] = False
         self._stopped_at.pop(slot, None)
-        self._checkpoints.pop(slot, None)
+        self.last_checkpoints.pop(slot, None)
         return super().take_all(slot)
 
     def new_step(self) -> None:
@@ -69,7 +69,7 @@ class AlignedStateManager(GroupManager):
         """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
         own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
         ends = sorted(self._stopped_at.get(slot, {}).items())
-        return *super().slot_state(slot), *own, ends, self._checkpoints.get(slot)
+        return *super().slot_state(slot), *own, ends, self.last_checkpoints.get(slot)
 
     def step_state(self) -> tuple[object, ...]:
         """Return the keys that the current step registered, for the digest of the replica."""
@@ -145,7 +145,7 @@ class AlignedStateManager(GroupManager):
         gap_end = required - drafts - 1
         if position:
             gap_end -= 1
-            self._checkpoints[slot] = (position, gap_end, num_main)
+            self.last_checkpoints[slot] = (position, gap_end, num_main)
             self._stopped_at.setdefault(slot, {})[gap_end] = position
         table.extend([NULL_BLOCK] * (gap_end - before))
         if self.has_allocated[slot]:
@@ -386,7 +386,7 @@ class AlignedStateManager(GroupManager):
             index for index, end in left.items() if end > verified or index > num_computed // self.block_size
         ]:
             del left[index]
-        self._checkpoints.pop(slot, None)
+        self.last_checkpoints.pop(slot, None)
 
     def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
         """Register only blocks whose state is that at the end of the block: a launch that went further left a later
@@ -434,9 +434,9 @@ class AlignedStateManager(GroupManager):
         start = max(self.num_cached[slot], 0)
         super().register_blocks(slot, num_tokens, boundaries)
         end = max(self.num_cached[slot], 0)
-        position, index, launch_end = self._checkpoints.get(slot, (0, 0, 0))
-        if position and launch_end == self.requests.launch_end(slot):
-            self._register_checkpoint(slot, position, self.table[slot][index])
+        checkpoint = self.last_checkpoints.get(slot)
+        if checkpoint is not None and checkpoint[2] == self.requests.launch_end(slot):
+            self._register_checkpoint(slot, checkpoint[0], self.table[slot][checkpoint[1]])
         else:
             self._register_chunk_end(slot, num_tokens)
         self._note_registered(self.table[slot][start:end])
