@@ -26,7 +26,7 @@ class Engine:
         self.replica, self.follower = Replica(spec), Replica(spec)
         self.text: dict[int, str] = {}  # by slot: the tokens of each live request
         self.executed = 0
-        self.parts = self.preempted = self.loads = self.load_after = 0
+        self.parts = self.preempted = self.decoded = self.loads = self.load_after = 0
 
     def run_step(self):
         step = self.step = OpenStep(self.replica, self.executed)
@@ -35,7 +35,7 @@ class Engine:
             self.random.choice(
                 [self.add, self.admit, self.admit, self.run, self.run, self.run, self.change, self.end]
             )()
-        sent, result = step.close()
+        result, sent = step.close(), step.recorded()
         assert self.follower.apply(sent) == result
         assert inspect.digest(self.follower) == inspect.digest(self.replica)
         inspect.check(self.replica)
@@ -90,16 +90,25 @@ class Engine:
             with pytest.raises(InvalidArgument, match="cannot have started"):
                 self.step.extend(slot, 1)
             return
-        known = len(self.text[slot]) - requests.computed[slot]
-        if known <= 0:
-            grown = self.text[slot] + self.random.choice("xyz")
+        gained = []
+        if len(self.text[slot]) <= requests.computed[slot]:
             old = len(self.hashes(self.text[slot]))
-            self.text[slot] = grown
-            self.step.update(Update(slot, appended=1, digests=self.hashes(grown)[old:]))
-            known = len(grown) - requests.computed[slot]
+            self.text[slot] += self.random.choice("xyz")
+            gained = self.hashes(self.text[slot])[old:]
+        num_tokens = len(self.text[slot])
+        known = num_tokens - requests.computed[slot]
+        lookahead, in_flight = self.random.choice([0, 0, 1]), requests.in_flight[slot]
+        new = self.step.decode(slot, num_tokens, gained, known, lookahead, in_flight) if known == 1 else False
+        if new is not False:
+            self.decoded += 1
+            if new is not None:
+                self.ran.add(slot)
+            return
+        if gained or num_tokens > requests.num_tokens[slot]:
+            self.step.update(Update(slot, appended=num_tokens - requests.num_tokens[slot], digests=gained))
         num_new = self.random.randint(1, known)
         more = {"reserved": self.random.choice([0, 0, 2]), "flags": self.random.choice([0, 0, RowFlag.FULL_FIT])}
-        while self.step.extend(slot, num_new, self.random.choice([0, 0, 1]), **more) is None:
+        while self.step.extend(slot, num_new, lookahead, **more) is None:
             victim = self.pick(True)
             self.preempted += 1
             self.ran -= {victim, *self.step.update(Update(victim, end=End.PREEMPTED))}
@@ -143,6 +152,7 @@ def test_an_open_step_equals_the_recorded_step_applied_whole(mix, commit):
     assert sum(engine.parts for engine in engines) > 12 * 25  # rows of earlier sections start further parts
     assert sum(engine.preempted for engine in engines)
     assert sum(engine.loads for engine in engines)
+    assert sum(engine.decoded for engine in engines) > 100
     assert commit is REFERENCE or sum(engine.load_after for engine in engines)
 
 
@@ -152,7 +162,7 @@ def test_an_open_step_that_does_not_record_a_refused_row_is_caught(monkeypatch):
     def unrecorded(self, slot, num_new, lookahead=0, in_flight=-1, flags=0, reserved=0):
         new = extend(self, slot, num_new, lookahead, in_flight, flags, reserved)
         if new is None:
-            self._runs.pop()
+            self._rows.runs.pop()
             self._result.granted.pop()
         return new
 
@@ -178,7 +188,7 @@ def test_a_row_may_adopt_less_than_the_longest_hit(step):
     assert (step.look_up(1).num_tokens, step.look_up(1, 11).num_tokens) == (12, 8)
     assert step.admit(1, 8, 4) is STALE_HIT  # the longest hit has 12
     assert step.admit(1, 8, 4, AdmitTerms(hit_limit=8)) is GRANTED
-    first, second = step.close()[1].parts  # a slot has one row in a section
+    first, second = step.close().parts  # a slot has one row in a section
     assert (first.admit_hit, second.admit_hit, second.admit_granted) == ([12], [8], [4])
 
 
@@ -240,7 +250,8 @@ def test_rows_without_their_request_are_refused_by_field(step, row, field):
     with pytest.raises(InvalidArgument) as refused:
         row(step)
     assert refused.value.field == field
-    assert step.close()[0].parts[0].facts.slot == []
+    step.close()
+    assert step.recorded().parts[0].facts.slot == []
 
 
 def test_a_slot_runs_once_in_a_step(step):
@@ -249,6 +260,55 @@ def test_a_slot_runs_once_in_a_step(step):
     assert step.extend(0, 1) is not None
     with pytest.raises(InvalidArgument, match="tokens of this step already"):
         step.extend(0, 1)
+
+
+def test_growth_between_the_rows_of_other_requests_stays_in_one_part(step):
+    for slot in (1, 2):
+        step.add(slot, 7, [])
+        assert step.admit(slot, 0, 7) is GRANTED
+    step.close()
+    step = OpenStep(step._replica, step.seq)
+    assert step.decode(0, 13, [], 1, 0, 0) == [[8]]
+    assert step.decode(1, 8, [], 1, 0, 0) == [[]]
+    step.update(Update(2, appended=1))
+    assert step.extend(2, 1) == [[]]
+    step.close()
+    (part,) = step.recorded().parts
+    assert (part.facts.slot, part.run.slot) == ([0, 1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (0, 12, [], 1, 0, 0),  # drafts only, after tokens that are all computed: its states
+        (0, 13, [], 0, 0, 0),
+        (0, 14, [], 1, 0, 0),  # computes one of two tokens
+        (0, 11, [], 1, 0, 0),
+        (0, 13, [], 5000, 0, 0),
+        (0, 13, [], 1, -1, 0),
+        (0, 13, [], 1, 0, -1),
+        (0, 13, [b"short"], 1, 0, 0),
+        (0, 13, [bytes(32)], 1, 0, 0),  # no block is full
+        (1, 5, [], 1, 0, 0),  # waits
+        (2, 13, [], 1, 0, 0),  # ran in this step
+    ],
+)
+def test_an_unusual_row_is_left_to_the_methods_that_check_it(row):
+    replica = Replica(replica_spec(full(), num_blocks=20))
+    step = OpenStep(replica, 0)
+    for slot in (0, 2):
+        step.add(slot, 12, [])
+        assert step.admit(slot, 0, 12) is GRANTED
+    step.close()
+    step = OpenStep(replica, 1)
+    step.add(1, 4, [])
+    assert step.decode(2, 13, [], 1, 0, 0)
+    before = inspect.digest(replica)
+    if row[1] == 12:
+        replica.coordinator.has_states = True
+    assert step.decode(*row) is False
+    assert inspect.digest(replica) == before
+    assert step.decode(0, 13, [], 1, 0, 0)
 
 
 def test_the_first_row_of_a_part_states_when_its_load_may_start():
@@ -266,4 +326,4 @@ def test_the_first_row_of_a_part_states_when_its_load_may_start():
         step.update(Update(1, commit=8))
     with pytest.raises(InvalidArgument, match="a load of this step"):
         step.change_cache(Cache(released=[1]))
-    assert step.close()[1].parts[-1].admit_load_after == [1]
+    assert step.close().parts[-1].admit_load_after == [1]

@@ -37,9 +37,10 @@ class DecidingEngine(Engine):
         with pytest.MonkeyPatch.context() as patched:
             before = OpenStep.close
 
-            def close(step: OpenStep) -> tuple[Step, StepResult]:
-                self.sent.append(before(step))
-                return self.sent[-1]
+            def close(step: OpenStep) -> StepResult:
+                result = before(step)
+                self.sent.append((step.recorded(), result))
+                return result
 
             patched.setattr(OpenStep, "close", close)
             super().run_step()

@@ -8,7 +8,7 @@ copy. Calls between two steps, such as the frees of finished requests, belong to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
@@ -23,7 +23,6 @@ from kvplane.base.step import (
     End,
     PartResult,
     RowFlag,
-    Step,
     StepResult,
     Watermark,
 )
@@ -104,7 +103,6 @@ class InProcessManager(KVCacheManager):
         self._popped: dict[tuple[int, ...], int] = {}  # blocks of `pop_blocks_for_free`, in order -> slot
         self._step: OpenStep | None = None
         self._taken = 0  # parts of the open step whose results were taken
-        self._ran: set[int] = set()  # slots that were granted tokens in the open step
         self._zero: list[tuple[int, int]] = []  # (group, block)
         self._copies: list[tuple[int, int, int]] = []  # (group, source, target)
         self._events: list[Any] = []
@@ -129,7 +127,6 @@ class InProcessManager(KVCacheManager):
         if self._step is None:
             self._step = OpenStep(self.replica, self.replica.seq if self.executed is None else self.executed)
             self._taken = 0
-            self._ran.clear()
         return self._step
 
     def step_executed(self, seq: int) -> None:
@@ -142,11 +139,11 @@ class InProcessManager(KVCacheManager):
         """
         if self._step is not None:
             step, self._step = self._step, None
-            recorded, result = step.close()
+            result = step.close()
             self._take(result.parts[self._taken :])
-            self.step_closed(recorded, result)
+            self.step_closed(step, result)
 
-    def step_closed(self, step: Step, result: StepResult) -> None:
+    def step_closed(self, step: OpenStep, result: StepResult) -> None:
         """Called with each step that ended, and its result."""
         del step, result
 
@@ -176,21 +173,21 @@ class InProcessManager(KVCacheManager):
                     self._events.append(converted)
 
     def new_step_starts(self) -> None:
-        """Begin a step; see `report_progress`."""
-        if self.executed is None and self._ran:
-            self.close_step()
-        self.report_progress()
+        """Begin a step, if the engine does not report which steps are executed. Else its scheduler does this, see
+        `scheduler.OnKvplane`.
+        """
+        if self.executed is None:
+            if self._step is not None and self._step.granted:
+                self.close_step()
+            self.report_progress()
 
     def report_progress(self) -> None:
-        """Report what changed in each request since the last step: tokens that were appended, and drafts that were
-        rejected.
+        """Report which requests went back since the last step, because drafts were rejected. Other changes are
+        reported with the next call for the request.
         """
-        computed, running = self.replica.requests.computed, self.replica.requests.running
-        for known in self.known.values():
-            request, slot = known.request, known.slot
-            goes_back = running[slot] and request.num_computed_tokens < computed[slot]
-            if goes_back or request.num_tokens > known.num_tokens:
-                self._update(self._progress(known, request.num_computed_tokens if goes_back else UNCHANGED))
+        computed = self.replica.requests.computed  # 0 for requests that do not run
+        for known in [one for one in self.known.values() if one.request.num_computed_tokens < computed[one.slot]]:
+            self._update(self._progress(known, known.request.num_computed_tokens))
 
     def _update(self, update: Update) -> None:
         """Apply what happened to one request, and record which requests the allocator preempts because of it."""
@@ -200,12 +197,8 @@ class InProcessManager(KVCacheManager):
     def _progress(self, known: Known, computed: int = UNCHANGED, commit: int = UNCHANGED) -> Update:
         """Return the row that reports the tokens and hashes that a request gained since its last report."""
         request, appended = known.request, known.request.num_tokens - known.num_tokens
-        digests: Sequence[bytes] = ()
-        if self.enable_caching:
-            complete = min(request.num_tokens // self.spec.hash_block_size, len(request.block_hashes))
-            if complete > known.num_hashes:
-                digests = request.block_hashes[known.num_hashes : complete]
-                known.num_hashes = complete
+        digests = self._new_hashes(known)
+        known.num_hashes += len(digests)
         known.num_tokens = request.num_tokens
         return Update(known.slot, computed=computed, appended=appended, digests=digests, commit=commit)
 
@@ -221,14 +214,15 @@ class InProcessManager(KVCacheManager):
             known = None
         if known is None:
             return self._add(request)
-        if request.num_tokens > known.num_tokens or self._has_new_hashes(known):
+        if request.num_tokens > known.num_tokens or self._new_hashes(known):
             self._update(self._progress(known))
         return known
 
-    def _has_new_hashes(self, known: Known) -> bool:
+    def _new_hashes(self, known: Known) -> Sequence[bytes]:
+        """Return the hashes of full blocks that were not reported yet."""
         request = known.request
         complete = min(request.num_tokens // self.spec.hash_block_size, len(request.block_hashes))
-        return self.enable_caching and complete > known.num_hashes
+        return request.block_hashes[known.num_hashes : complete] if self.enable_caching else ()
 
     def _add(self, request: Request) -> Known:
         known = self.known[request.request_id] = Known(self._take_slot(), request)
@@ -247,10 +241,9 @@ class InProcessManager(KVCacheManager):
         return self._num_slots - 1
 
     def _end(self, known: Known, end: End) -> None:
-        if self.executed is None and known.slot in self._ran:
+        if self.executed is None and self._step is not None and known.slot in self._step.granted:
             self.close_step()  # launches are not reported: the one of this step has run
         self._update(Update(known.slot, end=end))
-        self._ran.discard(known.slot)
         if end is not End.PREEMPTED:
             del self.known[known.request.request_id]
         if end is End.FREE:
@@ -318,14 +311,25 @@ class InProcessManager(KVCacheManager):
         """See vLLM's KVCacheManager."""
         if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
+        known = self.known.get(request.request_id)
+        new: Sequence[Sequence[int]] | Literal[False] | None
+        if known is not None and not (
+            num_new_computed_tokens
+            or num_external_computed_tokens
+            or delay_cache_blocks
+            or full_sequence_must_fit
+            or reserved_blocks
+        ):
+            new = self._decode(known, request, num_new_tokens, num_lookahead_tokens)
+            if new is not False:
+                return self._view(new) if new else self.empty_kv_cache_blocks if new is not None else None
         known = self._find(request)
         slot = known.slot
-        if slot in self._ran and self.commit is CommitRule.SAFE:  # a request runs once in a step
-            self.close_step()
+        if self._step is not None and slot in self._step.granted and self.commit is CommitRule.SAFE:
+            self.close_step()  # a request runs once in a step
         flags = RowFlag.DELAY_CACHING if delay_cache_blocks else RowFlag.NONE
         if full_sequence_must_fit:
             flags |= RowFlag.FULL_FIT
-        new: Sequence[Sequence[int]] | None
         if self.replica.requests.running[slot]:
             if has_scheduled_reqs and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 reserved_blocks += self.watermark_blocks
@@ -350,8 +354,28 @@ class InProcessManager(KVCacheManager):
             new = self._admit(known, num_new_computed_tokens, num_new_tokens, terms)
         if new is None:
             return None
-        self._ran.add(slot)
         return self._view(new) if new else self.empty_kv_cache_blocks
+
+    def _decode(
+        self, known: Known, request: Request, num_new: int, lookahead: int
+    ) -> Sequence[Sequence[int]] | Literal[False] | None:
+        """Grant tokens to a request as `OpenStep.decode`; returns False for a row that it does not accept."""
+        num_tokens, slot = request.num_tokens, known.slot
+        if (
+            known.request is not request
+            or request.num_computed_tokens != self.replica.requests.computed[slot]
+            or request.status is not RequestStatus.RUNNING  # the watermark is for requests that wait
+        ):
+            return False
+        digests: Sequence[bytes] = ()
+        if len(request.block_hashes) != known.num_hashes:
+            digests = self._new_hashes(known)
+        step = self._step or self._open()
+        new = step.decode(slot, num_tokens, digests, num_new, lookahead, request.num_in_flight_tokens)
+        if new is not False:
+            known.num_tokens = num_tokens
+            known.num_hashes += len(digests)
+        return new
 
     def _go_back(self, known: Known) -> None:
         computed = known.request.num_computed_tokens

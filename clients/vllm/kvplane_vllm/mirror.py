@@ -24,6 +24,7 @@ from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.allocation_pb2 import DescribeReplicaRequest
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.core import state
+from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_vllm.manager import InProcessManager
 
@@ -77,11 +78,11 @@ class MirrorManager(InProcessManager):
     def _export(self) -> tuple[int, Iterator[bytes]]:
         return self.replica.seq, state.slices(self.replica)
 
-    def step_closed(self, step: Step, result: StepResult) -> None:
+    def step_closed(self, step: OpenStep, result: StepResult) -> None:
         """Keep the step until the end of schedule(); send it at once if no scheduler of kvplane uses this manager."""
         if self.sender is None:
             return  # the image has it
-        self._closed.append((step, result))
+        self._closed.append((step.recorded(), result))
         if self.executed is None:
             self.send_steps()
 

@@ -5,8 +5,8 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.hashing import pack_tokens, split_hashes
@@ -15,8 +15,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One row of `Facts`: changes of one request, applied in the order of these fields.
 
     `digests` are the hashes of the blocks that became full.
@@ -59,7 +58,7 @@ class FactApplier:
         for slot, count in zip(facts.slot, facts.appended, strict=False):
             num_tokens[slot] += count
         for row, digests in _given_hashes(facts).items():
-            self._add_digests(facts.slot[row], digests)
+            self.add_digests(facts.slot[row], digests)
 
     def _facts_by_row(self, part: Part, seq: int, result: PartResult) -> None:
         facts = part.facts
@@ -92,7 +91,7 @@ class FactApplier:
         requests.num_tokens[slot] += update.appended
         if tokens:
             result.hashed_facts.append(self._append_tokens(slot, tokens))
-        self._add_digests(slot, update.digests)
+        self.add_digests(slot, update.digests)
         if update.commit != UNCHANGED:
             self._commit(slot, update.commit, seq)
         if update.release_skipped != UNCHANGED and requests.running[slot]:
@@ -121,7 +120,7 @@ class FactApplier:
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.invalidate_fast_path(slot)
 
-    def _add_digests(self, slot: int, digests: Sequence[bytes]) -> None:
+    def add_digests(self, slot: int, digests: Sequence[bytes]) -> None:
         """Add the hashes of blocks that became full, and let the next row of the request check whether these blocks can
         be registered.
         """
@@ -136,7 +135,7 @@ class FactApplier:
         if content.hasher is None:
             return b""
         made = content.hasher.append(pack_tokens(tokens))
-        self._add_digests(slot, split_hashes(made, self._digest_size))
+        self.add_digests(slot, split_hashes(made, self._digest_size))
         return made
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:

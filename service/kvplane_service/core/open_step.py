@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule
@@ -28,13 +29,11 @@ from kvplane.base.step import (
     Budget,
     Cache,
     End,
-    Facts,
     News,
     OnRefusal,
     Part,
     PartResult,
     RowFlag,
-    Run,
     Step,
     StepResult,
     Watermark,
@@ -42,12 +41,14 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Growth
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.part_rows import PartRows, facts_section, run_section
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 from kvplane_service.core.step_applier import StepApplier
-from kvplane_service.core.validate import StepValidator
+from kvplane_service.core.validate import MAX_LOOKAHEAD, StepValidator
 
 NO_SLOT = -1
+NO_END = End.NONE  # an enum's attribute costs more than a global
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 
 
@@ -74,6 +75,9 @@ class _Section(IntEnum):
     ADMIT = 4
 
 
+RUN = _Section.RUN
+
+
 class OpenStep:
     """A step of a replica that is applied row by row, while the scheduler decides the rows.
 
@@ -90,72 +94,65 @@ class OpenStep:
         self._safe = replica.spec.commit is CommitRule.SAFE
         self.seq = replica.seq + 1
         self._executed_through = executed_through
-        self._parts: list[Part] = []
+        self._parts: list[PartRows] = []
         self._results: list[PartResult] = []
         self._begun = False  # `new_step` was called
         self.new_blocks: list[list[int]] = []  # of the last admit row, per group
-        self._granted: set[int] = set()  # slots that run in this step
+        self.granted: set[int] = set()  # slots that run in this step; read only
         self._loads: set[int] = set()  # slots whose load begins in this step
+        self._row_in: dict[int, int] = {}  # by slot: number of the part with its last run or admit row
+        self._decode_flags = UNALIGNED if self._aligns else 0
         pool = self._blocks.pool
         through = max(executed_through, pool.executed_through)
         self._validator = StepValidator(replica.spec, replica.requests, through, pool.busy)
         replica.begin_step(self.seq, executed_through)
         self._open_part()
 
-    def close(self) -> tuple[Step, StepResult]:
-        """End the step; returns the recorded step and the result of the step."""
+    def close(self) -> StepResult:
+        """End the step; returns the result of the step."""
         self._close_part()
         self._replica.complete_step(self.seq, self._results[-1])
-        epoch, through = self._blocks.pool.epoch, self._blocks.pool.executed_through
-        step = Step(epoch, self.seq, self._parts, executed_through=self._executed_through)
-        return step, StepResult(self.seq, 0, self._results, through)
+        return StepResult(self.seq, 0, self._results, self._blocks.pool.executed_through)
+
+    def recorded(self) -> Step:
+        """Return the step that has the rows of this closed step."""
+        parts = [rows.part() for rows in self._parts]
+        return Step(self._blocks.pool.epoch, self.seq, parts, executed_through=self._executed_through)
 
     def flush(self) -> list[PartResult]:
         """Complete the results of the rows so far, with their orders and events; further rows start the next part."""
-        if self._has_rows():
+        if self._rows:
             self._close_part()
             self._open_part()
         return self._results
-
-    def _has_rows(self) -> bool:
-        return bool(self._updates or self._runs or self._admits or self._part.news.slot or self._part.cache != Cache())
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _open_part(self) -> None:
         self._section = _Section.FACTS
-        self._slots: set[int] = set()  # slots with a row in this section, kept for run and admit
-        self._updates: list[Update] = []
-        self._runs: list[tuple[int, int, int, int, int, int]] = []  # rows of Run: slot, extra, lookahead, ...
-        self._admits: list[Admit] = []
-        self._part = Part(run=Run(on_refusal=OnRefusal.SKIP), admit=Admit(on_refusal=OnRefusal.SKIP))
+        self._rows = PartRows()
         self._result = PartResult()
 
     def _close_part(self) -> None:
         self._leave_section()
-        part, result = self._part, self._result
-        part.facts = _facts(self._updates)
-        part.run = _run(self._runs)
-        part.admit = _admit(self._admits)
         if not self._begun:
             self._begin_to_allocate()
-        self._replica.complete_part(result, StepApplier(self._blocks, self._tracker, Budget(), result, self.seq))
-        self._parts.append(part)
-        self._results.append(result)
+        self._replica.complete_part(self._result)
+        self._parts.append(self._rows)
+        self._results.append(self._result)
 
     def _enter(self, section: _Section, slot: int = NO_SLOT) -> None:
         """Begin a row of this section. Starts the next part if this part is past the section, or already has a row of
         this slot.
         """
-        if section < self._section or (section is self._section and slot in self._slots):
+        if section < self._section or (section is self._section and self._row_in.get(slot) == len(self._parts)):
             self._close_part()
             self._open_part()
         if section > self._section:
             self._leave_section()
             self._section = section
-            self._slots.clear()
         if slot != NO_SLOT:
-            self._slots.add(slot)
+            self._row_in[slot] = len(self._parts)
         if section >= _Section.RUN and not self._begun:
             self._begin_to_allocate()
 
@@ -165,45 +162,52 @@ class OpenStep:
 
     def _leave_section(self) -> None:
         """Record the grants of the run section at the end of the section, in one call, as `Replica.apply` does."""
-        if self._section is not _Section.RUN or not self._runs:
+        runs = self._rows.runs
+        if self._section is not RUN or not runs:
             return
         granted = self._result.granted
-        if self._blocks.has_states and any(row[1] for row in self._runs):
-            for slot, extra, *_ in self._runs:
+        if self._blocks.has_states and any(row[1] for row in runs):
+            for slot, extra, *_ in runs:
                 self._requests.asked[slot] = (self.seq, self._requests.num_tokens[slot] + extra)
-        rows = [(row[0], tokens) for row, tokens in zip(self._runs, granted, strict=True) if tokens]
-        if rows:
-            self._tracker.note_grants([slot for slot, _ in rows], [tokens for _, tokens in rows], self.seq)
+        slots = [row[0] for row in runs]
+        if 0 in granted:
+            slots = [slot for slot, tokens in zip(slots, granted, strict=True) if tokens]
+            granted = [tokens for tokens in granted if tokens]
+        if slots:
+            self._tracker.note_grants(slots, granted, self.seq)
 
     # -- facts, cache, news ------------------------------------------------------------------------------------------
 
     def update(self, update: Update) -> list[int]:
         """Apply one row of facts; returns the slots that are preempted by it."""
         if not self._is_plain_growth(update):
-            self._validator.check_row(Part(facts=_facts([update])), self.seq)
-        self._enter(_Section.FACTS)
+            self._validator.check_row(Part(facts=facts_section([update])), self.seq)
+            self._enter(_Section.FACTS)
+        elif self._row_in.get(update.slot) == len(self._parts):
+            self._enter(_Section.FACTS)
         before = len(self._result.preempted)
         self._replica.facts.apply_update(update, (), self.seq, self._result)
-        self._updates.append(update)
+        self._rows.facts.append(update)
         if update.end is not End.NONE:
-            self._granted.discard(update.slot)
+            self.granted.discard(update.slot)
         return self._taken_back(before)
 
     def _is_plain_growth(self, update: Update) -> bool:
-        """Whether the row only adds tokens and block hashes within the limits, as most rows do."""
+        """Whether the row only adds tokens and block hashes to a running request, within the limits, as most rows do.
+
+        Such a row is recorded among the facts of the open part even if the part has rows of later sections: it changes
+        what only rows of this request read, and the request has none in this part.
+        """
         slot, requests = update.slot, self._requests
         if not 0 <= slot < len(requests.running) or not requests.running[slot] or requests.by_service[slot]:
             return False
         others = (update.computed, update.commit, update.release_skipped)
         if others != (UNCHANGED, UNCHANGED, UNCHANGED) or update.end or update.fence:
             return False
-        num_tokens, known = requests.num_tokens[slot] + update.appended, requests.content[slot].digests
+        num_tokens = requests.num_tokens[slot] + update.appended
         if not 0 <= update.appended <= requests.limit[slot] - requests.num_tokens[slot]:
             return False
-        if not update.digests:
-            return True
-        is_due = len(known) + len(update.digests) <= num_tokens // self._replica.spec.hash_block_size
-        return is_due and bool(known) and all(len(one) == len(known[0]) for one in update.digests)
+        return not update.digests or self._are_next(slot, num_tokens, update.digests)
 
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it. If it resets the cache, read `reset_done`
@@ -212,18 +216,18 @@ class OpenStep:
         self._validator.check_row(Part(cache=cache), self.seq)
         if self._loads.intersection(cache.released):
             raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
-        if self._section > _Section.CACHE or self._part.cache != Cache():
+        if self._section > _Section.CACHE or self._rows.cache is not None:
             self._close_part()
             self._open_part()
         self._enter(_Section.CACHE)
         before = len(self._result.preempted)
-        self._part.cache = cache
+        self._rows.cache = cache
         self._replica.facts.apply_cache(cache, self._result)
         return self._taken_back(before)
 
     def _taken_back(self, before: int) -> list[int]:
         preempted = self._result.preempted[before:]
-        self._granted.difference_update(preempted)
+        self.granted.difference_update(preempted)
         self._result.taken_back += len(preempted)
         return preempted
 
@@ -247,9 +251,78 @@ class OpenStep:
         self._validator.check_row(Part(news=news), self.seq)
         self._enter(_Section.NEWS)
         self._replica.apply_news(news, [Content(list(digests))])
-        _append_news(self._part.news, news)
+        self._rows.news.append(news)
 
     # -- run, admit --------------------------------------------------------------------------------------------------
+
+    def decode(
+        self, slot: int, num_tokens: int, digests: Sequence[bytes], num_new: int, lookahead: int, in_flight: int
+    ) -> Sequence[list[int]] | Literal[False] | None:
+        """Append what a running request gained, and grant it tokens: `update` and `extend` in one call.
+
+        Returns what `extend` returns. Returns False, and changes nothing, for a row that needs the checks of these two
+        methods: the conditions here permit only a row that computes all tokens of a request, without flags.
+
+        Args:
+            slot: slot of a request that `add` put there and that has not ended.
+            num_tokens: number of tokens of the request.
+            digests: hashes of the blocks that became full.
+            num_new: number of tokens to grant: all that are not computed, and drafts behind them.
+            lookahead: further token positions that must have a block.
+            in_flight: as in the columns of `Run`.
+        """
+        requests = self._requests
+        computed, before = requests.computed[slot], requests.num_tokens[slot]
+        end = computed + num_new
+        if (
+            not requests.running[slot]
+            or not before <= num_tokens <= end <= requests.limit[slot]
+            or not (num_new > 0 and 0 <= lookahead <= MAX_LOOKAHEAD and in_flight >= 0)
+            or slot in self._row_in  # a second row: perhaps a second grant
+            or slot in requests.loading
+            or (end > num_tokens and self._blocks.has_states)  # drafts are limited by the states that are kept for them
+            or (digests and not self._are_next(slot, num_tokens, digests))
+        ):
+            return False
+        if self._section is not RUN:
+            self._enter(RUN)
+        rows, granted = self._rows, self._result.granted
+        if num_tokens > before or digests:
+            requests.num_tokens[slot] = num_tokens
+            if digests:
+                self._replica.facts.add_digests(slot, digests)
+            # Recorded before the rows of other requests, which neither read nor change what this row changes.
+            rows.facts.append((slot, UNCHANGED, num_tokens - before, digests, UNCHANGED, UNCHANGED, NO_END, 0))
+        new: Sequence[list[int]] | None = ()
+        if end + lookahead > requests.fast_path_until[slot]:
+            new = self._blocks.extend(slot, Growth(num_new, lookahead, in_flight))
+            if new is not None:
+                self._tracker.note_keys(slot, self.seq)
+        else:
+            in_flight = -1  # not read
+        self._row_in[slot] = len(self._parts)
+        rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
+        if new is None:
+            granted.append(0)
+            return None
+        if new:
+            self._report_new_blocks(new)
+        granted.append(num_new)
+        requests.computed[slot] = end
+        self.granted.add(slot)
+        return new
+
+    def _are_next(self, slot: int, num_tokens: int, digests: Sequence[bytes]) -> bool:
+        """Whether the request may append these hashes when it has `num_tokens` tokens."""
+        known = self._requests.content[slot].digests
+        is_due = len(known) + len(digests) <= num_tokens // self._replica.spec.hash_block_size
+        return is_due and bool(known) and all(len(one) == len(known[0]) for one in digests)
+
+    def _report_new_blocks(self, new: Sequence[list[int]]) -> None:
+        """Add the new blocks of a run row to the result, before the row's grant."""
+        for group, ids in enumerate(new):
+            if ids:
+                self._result.new_blocks.add(len(self._result.granted), group, ids)
 
     def extend(
         self,
@@ -272,7 +345,7 @@ class OpenStep:
             flags |= UNALIGNED
         if lookahead or flags or reserved or slot in requests.loading or (extra > 0 and self._blocks.has_states):
             row = (slot, extra, lookahead, in_flight, flags, reserved)
-            self._validator.check_row(Part(run=_run([row])), self.seq)
+            self._validator.check_row(Part(run=run_section([row])), self.seq)
         self._enter(_Section.RUN, slot)
         new: Sequence[list[int]] | None = ()
         if end + lookahead > requests.fast_path_until[slot] or reserved or flags & FULL_FIT:
@@ -281,18 +354,15 @@ class OpenStep:
             new = self._blocks.extend(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
             if new is not None:
                 self._tracker.note_keys(slot, self.seq)
-        self._runs.append((slot, extra, lookahead, in_flight, flags, reserved))
+        self._rows.runs.append((slot, extra, lookahead, in_flight, flags, reserved))
         result = self._result
         if new is None:
             result.granted.append(0)
             return None
-        if new:
-            for group, ids in enumerate(new):
-                if ids:
-                    result.new_blocks.add(len(result.granted), group, ids)
+        self._report_new_blocks(new)
         result.granted.append(num_new)
         requests.computed[slot] = end
-        self._granted.add(slot)
+        self.granted.add(slot)
         return new
 
     def _check_run(self, slot: int, num_new: int) -> int:
@@ -302,7 +372,7 @@ class OpenStep:
         requests = self._requests
         if not (requests.is_live(slot) and requests.running[slot]):
             raise InvalidArgument(f"slot {slot} has no running request", field="slot")
-        if self._safe and slot in self._granted:
+        if self._safe and slot in self.granted:
             raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
         computed = requests.computed[slot]
         if not 0 < num_new <= self._replica.spec.max_model_len - computed:
@@ -346,86 +416,18 @@ class OpenStep:
         self._enter(_Section.ADMIT, slot)
         answer, result = PartResult(), self._result
         StepApplier(self._blocks, self._tracker, Budget(), answer, self.seq).admit(row)
-        _append_admission(result, answer, len(result.granted) + len(self._admits))
+        _append_admission(result, answer, len(result.granted) + len(self._rows.admits))
         if answer.admit_status[0] == AdmitStatus.GRANTED:
-            self._granted.add(slot)
+            self.granted.add(slot)
             if terms.external and flags & DELAY_CACHING:
                 self._loads.add(slot)
-        self._admits.append(row)
+        self._rows.admits.append(row)
         blocks = answer.new_blocks.by_row().get(0, {})
         self.new_blocks = [blocks.get(group, []) for group in range(len(self._blocks.managers))]
         return AdmitStatus(answer.admit_status[0])
 
     def _num_tokens(self, slot: int) -> int:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
-
-
-def _column(entries: Sequence[int], default: int) -> list[int]:
-    """Return the entries as a column of a section; an empty column if every entry is the default."""
-    return [] if entries.count(default) == len(entries) else list(entries)
-
-
-def _facts(updates: Sequence[Update]) -> Facts:
-    if not updates:
-        return Facts()
-    return Facts(
-        slot=[one.slot for one in updates],
-        computed=_column([one.computed for one in updates], UNCHANGED),
-        appended=_column([one.appended for one in updates], 0),
-        num_hashes=_column([len(one.digests) for one in updates], 0),
-        hashes=b"".join([digest for one in updates for digest in one.digests]),
-        commit=_column([one.commit for one in updates], UNCHANGED),
-        end=_column([one.end for one in updates], End.NONE),
-        fence=_column([one.fence for one in updates], 0),
-        release_skipped=_column([one.release_skipped for one in updates], UNCHANGED),
-    )
-
-
-def _run(rows: Sequence[tuple[int, int, int, int, int, int]]) -> Run:
-    if not rows:
-        return Run()
-    slot, extra, lookahead, in_flight, flags, reserved = zip(*rows, strict=True)
-    return Run(
-        list(slot),
-        extra=_column(extra, 0),
-        lookahead=_column(lookahead, 0),
-        in_flight=_column(in_flight, -1),
-        flags=_column(flags, 0),
-        on_refusal=OnRefusal.SKIP,
-        reserved=_column(reserved, 0),
-    )
-
-
-def _admit(rows: Sequence[Admit]) -> Admit:
-    if not rows:
-        return Admit()
-    merged = Admit(on_refusal=OnRefusal.SKIP)
-    for name in ("slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark"):
-        setattr(merged, name, [getattr(row, name)[0] for row in rows])
-    for name in ("hit_limit", "min_new", "flags", "skip_zero_groups", "single_group_hit"):
-        setattr(merged, name, [getattr(row, name)[0] for row in rows])
-    return merged
-
-
-def _append_news(news: News, row: News) -> None:
-    """Append one row to the news; a column that only some rows have gets its default in the other rows."""
-    count = len(news.slot)
-    for name, default in (
-        ("request_id", ""),
-        ("domain", ""),
-        ("traceparent", ""),
-        ("skip_reading", 0),
-        ("max_tokens", 0),
-    ):
-        column, entries = getattr(news, name), getattr(row, name)
-        if entries and not column:
-            column.extend([default] * count)
-        if column or entries:
-            column.extend(entries or [default])
-    news.slot += row.slot
-    news.num_tokens += row.num_tokens
-    news.num_hashes += row.num_hashes
-    news.hashes += row.hashes
 
 
 def _append_admission(result: PartResult, answer: PartResult, row: int) -> None:

@@ -323,7 +323,9 @@ class Replica:
         self._peek(part.peek, result)
         if part.with_tables:
             self._add_all_tables(part, result)
-        self.complete_part(result, applier)
+        self.counters.unaligned_chunks += applier.unaligned_chunks
+        self.counters.starved_chunks += applier.starved_chunks
+        self.complete_part(result)
         return result
 
     def begin_step(self, seq: int, executed_through: int) -> None:
@@ -332,11 +334,9 @@ class Replica:
         self._pool.step = seq
         self.tracker.executed(executed_through)
 
-    def complete_part(self, result: PartResult, applier: StepApplier) -> None:
-        """Count the rows of a part; add the part's orders and events, and the number of free blocks, to its result."""
+    def complete_part(self, result: PartResult) -> None:
+        """Count the refusals of a part; add its orders and events, and the number of free blocks, to its result."""
         self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
-        self.counters.unaligned_chunks += applier.unaligned_chunks
-        self.counters.starved_chunks += applier.starved_chunks
         result.orders = self.coordinator.take_orders()
         result.events = self.take_events()
         result.free_blocks = self._pool.num_free

@@ -1,0 +1,123 @@
+"""CPU time of schedule() of vLLM's scheduler with a fake model: stock and kvplane take turns in one process.
+
+python tests/vllm/schedule_times.py NUM_REQUESTS GROUPS even|phase [STEPS]
+
+Runs in the environment of vLLM, with the folder of vLLM's sources as first entry of PYTHONPATH and without that of this
+script (-P), since `tests` is the package of vLLM's tests here; see `tests.bench.vllm_schedule`. All requests decode;
+one group is full attention, the others are sliding windows. "even": in each step 1 of 16 requests fills a block;
+"phase": all requests fill a block in the same step, every 16 steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvplane_vllm.scheduler import Scheduler as OnKvplane
+from tests.v1.core.utils import create_scheduler  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+BLOCK, PROMPT, WINDOW, TURN = 16, 512, 128, 8  # tokens of a block, a prompt and a window; steps of a turn
+WARM_UP = 16  # steps
+
+
+@dataclass
+class Side:
+    """One scheduler and its times in nanoseconds."""
+
+    scheduler: Any
+    schedule: list[int] = field(default_factory=list)
+    update: list[int] = field(default_factory=list)
+    steps: int = 0
+    grants: list[tuple[str, int]] = field(default_factory=list)
+
+    def step(self, measured: bool) -> None:
+        """Schedule a step and give each request one token."""
+        before = time.thread_time_ns()
+        output = self.scheduler.schedule()
+        scheduled = time.thread_time_ns()
+        ids = list(output.num_scheduled_tokens)
+        self.grants.append((str(ids), output.total_num_scheduled_tokens))
+        sampled = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={one: row for row, one in enumerate(ids)},
+            sampled_token_ids=[[self.steps % 900 + 5]] * len(ids),
+        )
+        begin = time.thread_time_ns()
+        self.scheduler.update_from_output(output, sampled)
+        end = time.thread_time_ns()
+        self.steps += 1
+        if measured:
+            self.schedule.append(scheduled - before)
+            self.update.append(end - begin)
+
+
+def side(cls: type[Scheduler], num_requests: int, num_groups: int, load: str, steps: int) -> Side:
+    """A scheduler of this class with its requests, after their prompts are computed."""
+    longest = PROMPT + BLOCK + WARM_UP + steps + 8
+    sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": num_requests * (PROMPT + BLOCK)}
+    model = create_scheduler(max_model_len=2048, enable_prefix_caching=True, block_size=BLOCK, **sizes)
+    attention = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**attention)]
+    specs += [SlidingWindowSpec(**attention, sliding_window=WINDOW) for _ in range(num_groups - 1)]
+    scheduler = cls(
+        vllm_config=model.vllm_config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_requests * num_groups * (longest // BLOCK + 2) + 1,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)],
+        ),
+        block_size=BLOCK,
+        log_stats=True,
+        structured_output_manager=model.structured_output_manager,
+    )
+    scheduler.use_v2_model_runner = False
+    for number in range(num_requests):
+        length = PROMPT + (number % BLOCK if load == "even" else 0)
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=[number % 900 + 3] * length,
+            sampling_params=SamplingParams(max_tokens=1000, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+        scheduler.add_request(request)
+    return Side(scheduler)
+
+
+def main(num_requests: int, num_groups: int, load: str, steps: int) -> None:
+    """Measure and print the times as JSON."""
+    init_none_hash(sha256)
+    sides = {
+        name: side(cls, num_requests, num_groups, load, steps)
+        for name, cls in (("stock", Scheduler), ("kvplane", OnKvplane))
+    }
+    for one in sides.values():
+        for _ in range(WARM_UP):
+            one.step(False)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for _ in range(0, steps, TURN):
+        for one in sides.values():
+            for _ in range(TURN):
+                one.step(True)
+    assert sides["stock"].grants == sides["kvplane"].grants
+    result = {name: {"schedule": one.schedule, "update": one.update} for name, one in sides.items()}
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else 160)
