@@ -14,18 +14,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request, RequestStatus
 
-from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.step import (
-    UNCHANGED,
-    UNLIMITED,
-    AdmitStatus,
-    Cache,
-    End,
-    PartResult,
-    RowFlag,
-    StepResult,
-    Watermark,
-)
+from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
+from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, StepResult, Watermark
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.open_step import AdmitTerms, OpenStep
@@ -180,6 +170,11 @@ class InProcessManager(KVCacheManager):
             if self._step is not None and self._step.granted:
                 self.close_step()
             self.report_progress()
+
+    @property
+    def only_full_attention(self) -> bool:
+        """Whether no request that goes back is preempted, since its tables keep all their blocks."""
+        return all(manager.spec.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA) for manager in self.managers)
 
     def report_progress(self) -> None:
         """Report which requests went back since the last step, because drafts were rejected. Other changes are

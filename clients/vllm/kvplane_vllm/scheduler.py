@@ -56,6 +56,7 @@ class OnKvplane:
 
     kv_cache_manager: Any
     running: list[Any]
+    num_spec_tokens: int
     _preempt_request: Callable[..., None]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **options: Any) -> None:
@@ -73,11 +74,14 @@ class OnKvplane:
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
             self.kv_cache_manager.executed = 0
+            # Without drafts, a request goes back only after a failed load or a turn of a session: its next row says so.
+            self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         """See vLLM's scheduler. The output also has the number of its step."""
-        if self._managed:
+        if self._managed and self._reports:
             self.kv_cache_manager.report_progress()
+        if self._managed and self.kv_cache_manager.preempted:
             self._take_preemptions()
         output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
         if self._managed:

@@ -230,8 +230,10 @@ class Coordinator:
         registers = known >= requests.register_bound[slot] and not delay_caching
         if registers:
             self.register(slot, known)
-        if grows or registers:
+        if grows or (registers and self.has_states):
             self._find_fast_path(slot, processed, num_main)
+        elif registers:
+            self._find_next_key(slot, num_main)
         return new
 
     def _grow_tables(
@@ -323,19 +325,32 @@ class Coordinator:
         requests.alloc_bound[slot], requests.window_bound[slot], requests.register_bound[slot] = bounds
         requests.fast_path_until[slot] = min(bounds.blocks, bounds.window, bounds.keys - 1)
 
+    def _find_next_key(self, slot: int, num_main: int) -> None:
+        """Do what `_find_fast_path` does after a registration that changed no table: the other two bounds are valid.
+
+        Only the registration of a recurrent state can change them.
+        """
+        requests = self.requests
+        if num_main < requests.num_prompt[slot]:
+            requests.invalidate_fast_path(slot)
+            return
+        keys = requests.register_bound[slot] = self._register_bound(slot)
+        requests.fast_path_until[slot] = min(requests.alloc_bound[slot], requests.window_bound[slot], keys - 1)
+
     def fast_path_bounds(self, slot: int, processed: int) -> FastPathBounds:
         """Return the bounds of the request's fast path (see `Requests`).
 
         `processed`: number of tokens that are computed and whose steps are executed.
         """
-        blocks = window = keys = FOREVER
-        for manager in self.managers:
-            blocks = min(blocks, manager.alloc_bound(slot))
-            window = min(window, manager.window_bound(slot, processed))
-            keys = min(keys, manager.register_bound(slot))
+        blocks = min([manager.alloc_bound(slot) for manager in self.managers])
+        window = min([manager.window_bound(slot, processed) for manager in self.managers])
+        return FastPathBounds(blocks, window, self._register_bound(slot))
+
+    def _register_bound(self, slot: int) -> int:
         if not self.spec.enable_caching:
-            return FastPathBounds(blocks, window, FOREVER)
-        return FastPathBounds(blocks, window, -(-keys // self._cache_unit) * self._cache_unit)
+            return FOREVER
+        keys = min([manager.register_bound(slot) for manager in self.managers])
+        return -(-keys // self._cache_unit) * self._cache_unit
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 

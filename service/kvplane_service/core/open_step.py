@@ -316,7 +316,7 @@ class OpenStep:
         """Whether the request may append these hashes when it has `num_tokens` tokens."""
         known = self._requests.content[slot].digests
         is_due = len(known) + len(digests) <= num_tokens // self._replica.spec.hash_block_size
-        return is_due and bool(known) and all(len(one) == len(known[0]) for one in digests)
+        return is_due and bool(known) and set(map(len, digests)) == {len(known[0])}
 
     def _report_new_blocks(self, new: Sequence[list[int]]) -> None:
         """Add the new blocks of a run row to the result, before the row's grant."""

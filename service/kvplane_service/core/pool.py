@@ -135,11 +135,13 @@ class BlockPool:
             references[block] -= 1
             if references[block] == 0:
                 (unkeyed if key[block] is None else keyed).append(block)
-        self.num_evictable += len(keyed)
-        if self.refusals.by_block:
-            self.refusals.forget_blocks(keyed)
-        self.free.prepend(unkeyed)
-        self.free.append(keyed)
+        if unkeyed:
+            self.free.prepend(unkeyed)
+        if keyed:
+            self.num_evictable += len(keyed)
+            if self.refusals.by_block:
+                self.refusals.forget_blocks(keyed)
+            self.free.append(keyed)
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
         """Record that launches or copies up to this step may still use the blocks; a request releases them now."""

@@ -290,7 +290,8 @@ class GroupManager(ABC):
                 break  # safe: earlier calls released from `first` on, and a hit has its nulls in front
             freed.append(table[index])
             table[index] = NULL_BLOCK
-        self._give_up(slot, freed)
+        if freed:
+            self._give_up(slot, freed)
 
     def _give_up(self, slot: int, blocks: list[int]) -> None:
         """Release blocks that a running request does not need any more; records that launches in flight may still read
