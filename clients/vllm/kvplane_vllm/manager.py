@@ -22,20 +22,10 @@ from kvplane_service.core.open_step import AdmitTerms, OpenStep
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_vllm import events, views
+from kvplane_vllm.known import Known
 from kvplane_vllm.spec import Limits, replica_spec
 
 DENIED = {AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS, AdmitStatus.DEFERRED}
-
-
-class Known:
-    """A request that the allocator knows: its slot, and how many of its tokens and hashes were reported."""
-
-    __slots__ = ("num_hashes", "num_tokens", "request", "slot")
-
-    def __init__(self, slot: int, request: Request) -> None:
-        self.slot = slot
-        self.request = request
-        self.num_tokens = self.num_hashes = 0
 
 
 class InProcessManager(KVCacheManager):
@@ -192,7 +182,7 @@ class InProcessManager(KVCacheManager):
     def _progress(self, known: Known, computed: int = UNCHANGED, commit: int = UNCHANGED) -> Update:
         """Return the row that reports the tokens and hashes that a request gained since its last report."""
         request, appended = known.request, known.request.num_tokens - known.num_tokens
-        digests = self._new_hashes(known)
+        digests = known.new_hashes(self.spec.hash_block_size)
         known.num_hashes += len(digests)
         known.num_tokens = request.num_tokens
         return Update(known.slot, computed=computed, appended=appended, digests=digests, commit=commit)
@@ -209,18 +199,12 @@ class InProcessManager(KVCacheManager):
             known = None
         if known is None:
             return self._add(request)
-        if request.num_tokens > known.num_tokens or self._new_hashes(known):
+        if request.num_tokens > known.num_tokens or known.new_hashes(self.spec.hash_block_size):
             self._update(self._progress(known))
         return known
 
-    def _new_hashes(self, known: Known) -> Sequence[bytes]:
-        """Return the hashes of full blocks that were not reported yet."""
-        request = known.request
-        complete = min(request.num_tokens // self.spec.hash_block_size, len(request.block_hashes))
-        return request.block_hashes[known.num_hashes : complete] if self.enable_caching else ()
-
     def _add(self, request: Request) -> Known:
-        known = self.known[request.request_id] = Known(self._take_slot(), request)
+        known = self.known[request.request_id] = Known(self._take_slot(), request, self.enable_caching)
         self._by_slot[known.slot] = known
         prompt = max(1, min(request.num_prompt_tokens, request.num_tokens))
         skips = int(request.skip_reading_prefix_cache)
@@ -364,7 +348,7 @@ class InProcessManager(KVCacheManager):
             return False
         digests: Sequence[bytes] = ()
         if len(request.block_hashes) != known.num_hashes:
-            digests = self._new_hashes(known)
+            digests = known.new_hashes(self.spec.hash_block_size)
         step = self._step or self._open()
         new = step.decode(slot, num_tokens, digests, num_new, lookahead, request.num_in_flight_tokens)
         if new is not False:
