@@ -126,8 +126,7 @@ class BlockPool:
         back. So among blocks with a key, and among those without, the first one in `blocks` is evicted first.
         """
         references, key = self.references, self.key
-        unkeyed: list[int] = []
-        keyed: list[int] = []
+        unkeyed, keyed = list[int](), list[int]()
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
