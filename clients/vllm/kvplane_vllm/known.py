@@ -1,4 +1,4 @@
-"""What the allocator was told of a request of vLLM."""
+"""What was reported to the allocator about a request of vLLM."""
 
 from __future__ import annotations
 

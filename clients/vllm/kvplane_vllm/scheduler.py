@@ -74,7 +74,7 @@ class OnKvplane:
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
             self.kv_cache_manager.executed = 0
-            # Without drafts, a request goes back only after a failed load or a turn of a session: its next row says so.
+            # Without drafts, a request goes back only after a failed load or a turn of a session; its next row reports it.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
