@@ -74,7 +74,7 @@ class OnKvplane:
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
             self.kv_cache_manager.executed = 0
-            # Without drafts, a request goes back only after a failed load or a turn of a session; its next row reports it.
+            # Without drafts, only a failed load or a session sets a request back; its next row reports that.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
