@@ -8,6 +8,7 @@ import pytest
 
 from kvplane.base.errors import (
     FailedPrecondition,
+    InternalError,
     InvalidArgument,
     LimitExceeded,
     OtherWriter,
@@ -17,6 +18,7 @@ from kvplane.base.groups import CommitRule
 from kvplane.base.session import CORE_VERSION
 from kvplane_replay.from_log import replay_log
 from kvplane_service.config import Config
+from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.store.interface import LogName
@@ -180,6 +182,24 @@ class TestDivergence:
         assert one.host.state.value == "diverged"
         await one.send_image()
         await one.run(2)
+
+    async def test_an_image_replaces_a_state_that_an_exception_left_undefined(self, monkeypatch):
+        one = Mirrored()
+        await one.start()
+        one.engine.run_step()
+        with monkeypatch.context() as broken:
+            broken.setattr(Replica, "apply", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                await one.send(one.engine.message())
+        with pytest.raises(InternalError):
+            one.host.heartbeat(one.nonce)
+        with pytest.raises(FailedPrecondition):
+            one.attach(core_version=CORE_VERSION + 1)
+        with pytest.raises(InternalError):
+            one.host.heartbeat(one.nonce)
+        assert one.attach().image_wanted
+        await one.send_image()
+        await one.run(3)
 
 
 class TestAttach:

@@ -214,8 +214,17 @@ class ReplicaHost(HostState):
 
         Raises as `check_open` and `Mirror.check_attach`.
         """
-        self.check_open(replace(request, epoch=NEW_EPOCH))
-        self.mirror.check_attach(request)
+        is_broken = self.steps.in_core and not self.steps.is_aside  # an exception left the state undefined
+        if is_broken:
+            self.steps.in_core = False
+        try:
+            self.check_open(replace(request, epoch=NEW_EPOCH))
+            self.mirror.check_attach(request)
+        except KvplaneError:
+            self.steps.in_core = is_broken
+            raise
+        if is_broken:
+            self.mirror.leave()  # so that the engine's image replaces the state
         session, before, self._lives.opening = self._session, self._lives.opening, None
         slot = request.nonce, request.with_events, request.client, on_end, self._deadline_ns()
         self._session, self._resumable = SessionSlot(*slot), False

@@ -442,7 +442,7 @@ class Keeper:
         """Return True if an engine has, or is opening, a session with the replica here; False while the replica is
         being released to other services.
         """
-        has_session = (ReplicaState.LIVE, ReplicaState.OPENING)
+        has_session = (ReplicaState.LIVE, ReplicaState.OPENING, ReplicaState.DIVERGED)
         return name in self._registry and self._registry.get(name).host.state in has_session
 
     def wrote(self, record: ReplicaRecord) -> bool:
