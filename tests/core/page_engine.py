@@ -220,8 +220,11 @@ class RandomEngine(RandomScheduler):
                 written = self._transfer(row.tables, row.script, row.loaded, row.start).blocks(self.spec)
                 unknown = written.difference(self.replica.tracker.filling.get(self.seq, ()))
                 assert not unknown, f"step {self.seq} loads blocks {unknown} of slot {row.life[0]}, which are not noted"
+        references = self.replica.coordinator.pool.references
         loads = [(slot, one.load) for slot, one in self.requests.items() if one.load is not None]
         for slot, load in loads:
+            free = [block for block in load.blocks(self.spec) if not references[block]]
+            assert not free, f"the load of slot {slot} may write blocks {free}, which are free"
             for launch in self.pending:
                 if load.after < launch.seq:
                     others = [row for row in launch.rows if isinstance(row, PlannedRow) and row.load is not load]

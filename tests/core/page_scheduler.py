@@ -136,7 +136,15 @@ class RandomScheduler(Answers):
                 is_unsure = self.ends_loads_by_rows and request.may_hold
                 if self._chance(30 if is_unsure else 8):
                     self._row(facts, slot, end=End.PREEMPTED if is_unsure else End.FREE)
+                elif self.limits_rows and self._chance(25):
+                    self._append(facts, slot, request)
         return facts
+
+    def _append(self, facts: Facts, slot: int, request: Request) -> None:
+        """Tokens join a request that waits."""
+        known = self.rng.randint(request.known, max(request.known, request.limit - 1))
+        text, request.known = request.script[request.known : known], known
+        self._row(facts, slot, text=text)
 
     def _is_due(self, request: Request) -> bool:
         """Whether executed_through passes a launch whose rejected drafts are not reported."""
@@ -150,6 +158,8 @@ class RandomScheduler(Answers):
             if self._chance(6):  # it was preempted meanwhile, and is not wanted any more
                 self._give_up(request)
                 self._row(facts, slot, end=End.FREE)
+            else:
+                self._release_skipped(facts, slot)
             return
         if self._may_end(request) and self._chance(50):
             self._end_load(request)
@@ -163,6 +173,14 @@ class RandomScheduler(Answers):
         elif self._chance(10):
             self._give_up(request)
             self._row(facts, slot, end=self.rng.choice([End.FREE, End.PREEMPTED]))
+        else:
+            self._release_skipped(facts, slot)
+
+    def _release_skipped(self, facts: Facts, slot: int) -> None:
+        """A row that only asks for this, while a load writes blocks that the position given here does not need."""
+        if self.limits_rows and self._chance(60):
+            self._row(facts, slot)
+            facts.release_skipped[-1] = self.rng.randint(0, LONGEST)
 
     def _fail_load(self, facts: Facts, slot: int, request: Request, first: int, end: int) -> None:
         """Only the first tokens came."""
@@ -443,6 +461,10 @@ class RandomScheduler(Answers):
                 admit.single_group_hit.append(self.rng.choice([UNLIMITED, UNLIMITED, self.rng.randint(0, LONGEST)]))
                 if not admit.min_new[-1] and self._chance(50):
                     admit.cap[-1] = 0  # the row only adopts
+                if external and self._chance(50):  # most of the request is loaded, tokens that it generated too
+                    admit.hit_limit[-1] = 0
+                    admit.external[-1] = self.rng.randint(external, max(external, self.requests[slot].known))
+                    self.asked[slot] = admit.external[-1], late
         return admit
 
     def _admit_flags(self, loads: bool) -> int:
