@@ -87,6 +87,7 @@ class RandomEngine(RandomScheduler):
         inspect.check(self.replica)
         self._check_loads()
         self._check_new_loads()
+        self._check_hits()
         self.check_keys()
         while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(self.launches)):
             self._stride()
@@ -231,6 +232,13 @@ class RandomEngine(RandomScheduler):
                     used = set[int]().union(*(row.used_blocks(self.spec) for row in others))
                     used &= load.blocks(self.spec)
                     assert not used, f"the load of slot {slot} may start while step {launch.seq} uses its blocks {used}"
+
+    def _check_hits(self) -> None:
+        """A limit equal to the length of a hit finds this hit."""
+        for slot in [slot for slot, one in self.requests.items() if not (one.running or one.is_held)]:
+            hit = self.replica.peek_slot(slot)
+            again = self.replica.coordinator.find_hit(slot, hit.num_tokens)
+            assert again.num_tokens == hit.num_tokens, f"slot {slot}: {hit}, and {again} within its length"
 
     def _check_busy(self) -> None:
         """A new engine life hands out no block that a load of an earlier one may still write."""

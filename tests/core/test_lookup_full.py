@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.base.step import ExtraKeys, Facts, Multimodal, News, Part, Peek
-from tests.core.builders import Engine, digests, full, run_rows, tokens
+from kvplane.base.step import UNLIMITED, ExtraKeys, Facts, Multimodal, News, Part, Peek
+from tests.core.builders import GRANTED, REFERENCE, Engine, digests, full, run_rows, tokens
 
 LONG = "aaaabbbbccccd"
 
@@ -225,3 +225,29 @@ def test_common_prefix_counts_blocks_shared_by_all_running_requests():
     assert engine.replica.common_prefix_blocks() == [2]
     engine.admit(2, "zzzz")
     assert engine.replica.common_prefix_blocks() == [0]
+
+
+@pytest.mark.parametrize(("limit", "hit"), [(UNLIMITED, 8), (12, 8), (8, 8), (7, 4), (4, 4), (3, 0)])
+def test_a_limit_counts_the_tokens_of_the_hit_and_not_the_block_that_a_drafter_computes_again(limit, hit):
+    engine = Engine(full(drops_last_block=True))
+    engine.serve(0, "aaaabbbbccccdddd")
+    engine.add(1, "aaaabbbbcccce")
+    assert engine.step(Part(peek=Peek([1], limit=[limit])))[0].peek_hit == [hit]
+    admitted = engine.admit(1, hit_limit=[limit], expected_hit=hit)
+    assert (admitted.status, admitted.hit) == (GRANTED, hit)
+
+
+def test_a_limit_inside_a_block_finds_the_part_of_the_block_that_is_within_it():
+    """The block has one key, that of its end."""
+    engine = Engine(full(8), full(4, lookup_class=5), hash_block_size=4, partial_hits=True)
+    engine.serve(0, "aaaabbbbc")
+    for slot, limit, hit in (1, 8, 8), (2, 7, 4), (3, 3, 0):
+        engine.add(slot, "aaaabbbbc")
+        assert engine.step(Part(peek=Peek([slot], limit=[limit])))[0].peek_hit == [hit]
+
+
+def test_the_reference_counts_the_block_that_it_leaves_out_towards_a_limit():
+    engine = Engine(full(drops_last_block=True), commit=REFERENCE)
+    engine.serve(0, "aaaabbbbccccdddd")
+    engine.add(1, "aaaabbbbcccce")
+    assert engine.step(Part(peek=Peek([1, 1], limit=[UNLIMITED, 8])))[0].peek_hit == [8, 4]

@@ -68,6 +68,7 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         [state(speculative_blocks=2, zero_new_blocks=True), full(), window(6, zero_new_blocks=True)],
         {"align": AlignSpec(4, 4096)},
     ),
+    "drafts, one group": ([full(is_draft=True, drops_last_block=True)], {}),
     "prompt and window": ([prompt_and_window(5), full(lookup_class=5)], {}),
     "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
 }

@@ -245,9 +245,9 @@ class InProcessManager(KVCacheManager):
 
     # -- look-ups ----------------------------------------------------------------------------------------------------
 
-    def find_hit(self, digests: Sequence[bytes], limit: int) -> Hit:
-        """Return the longest cached prefix of at most `limit` tokens."""
-        return self.replica.coordinator.lookup.find(digests, "", limit, INSIDE)
+    def find_hit(self, digests: Sequence[bytes], max_tokens: int, longest: int = UNLIMITED) -> Hit:
+        """Return the longest cached prefix of at most `longest` tokens; at most `max_tokens` tokens are looked up."""
+        return self.replica.coordinator.lookup.find(digests, "", max_tokens, INSIDE, longest)
 
     def blocks_of_key(self, digest: bytes, group: int) -> list[int]:
         """Return the blocks of this group that have this digest as a key of the prefix cache."""
@@ -259,9 +259,9 @@ class InProcessManager(KVCacheManager):
         """See vLLM's KVCacheManager."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        limit = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
-        hit = self.find_hit(request.block_hashes, limit)
-        self._looked_up = request, UNLIMITED if max_cache_hit_length is None else limit, hit.num_tokens
+        limit = UNLIMITED if max_cache_hit_length is None else max_cache_hit_length
+        hit = self.find_hit(request.block_hashes, request.num_tokens - 1, limit)
+        self._looked_up = request, limit, hit.num_tokens
         return self._view(hit.blocks), hit.num_tokens, hit.single_group_hit
 
     def get_computed_blocks_for_connector(

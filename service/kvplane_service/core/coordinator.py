@@ -132,10 +132,10 @@ class Coordinator:
         A hit never includes the last token of the prompt, which must be computed for its logits. Changes nothing.
         """
         requests = self.requests
-        limit = 0 if requests.skip_reading[slot] else min(limit, requests.num_tokens[slot] - 1)
+        most = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
         if self._hits_end_in_prompt:
-            limit = min(limit, requests.num_prompt[slot])
-        return self.lookup.find(requests.content[slot].digests, requests.domain[slot], limit, INSIDE)
+            most = min(most, requests.num_prompt[slot])
+        return self.lookup.find(requests.content[slot].digests, requests.domain[slot], most, INSIDE, limit)
 
     def hit_is_ready(self, hit: Hit) -> bool:
         """Whether the request may take references to the blocks of the hit, in every group, in this step; otherwise the

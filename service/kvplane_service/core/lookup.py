@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane_service.core.managers import GroupManager
+from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import Query
 from kvplane_service.core.setup import is_cached
 
@@ -47,6 +48,13 @@ class LookupClass:
     drops_last_block: bool
     downward_closed: bool
 
+    def reach(self, longest: int) -> int:
+        """Return how many tokens must be looked up to find a hit of `longest` tokens, without a block to leave out: the
+        key of a whole block may be the only one for a prefix that ends inside the block.
+        """
+        size = self.manager.block_size
+        return -(-longest // size) * size if self.downward_closed else longest
+
 
 class PrefixLookup:
     """Looks prefixes up in all groups of a replica. Changes nothing."""
@@ -56,20 +64,29 @@ class PrefixLookup:
         self._managers = managers
         self._classes = _classes(managers)
 
-    def find(self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int) -> Hit:
-        """Find the longest prefix of at most `max_tokens` tokens that is cached in every group.
+    def find(
+        self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int, longest: int = FOREVER
+    ) -> Hit:
+        """Find the longest prefix of at most `longest` tokens that is cached in every group.
 
-        Keys that were registered by steps after `horizon` are ignored.
+        At most `max_tokens` tokens are looked up: those behind `longest` can prove a hit, so a limit equal to the
+        length of a hit finds this hit. Keys that were registered by steps after `horizon` are ignored.
         """
         empty: tuple[list[int], ...] = tuple([] for _ in self._managers)
-        if not self._spec.enable_caching or max_tokens <= 0 or not self._classes:
+        if self._spec.commit is CommitRule.REFERENCE:  # as in vLLM, nothing behind the limit is looked up
+            max_tokens = min(max_tokens, longest)
+        if not self._spec.enable_caching or min(max_tokens, longest) <= 0 or not self._classes:
             return Hit(0, 0, empty)
+        if longest < max_tokens:
+            longest -= longest % self._spec.hit_alignment
         search = Search(self, digests, domain, horizon)
-        if len(self._managers) == 1:
-            only = self._classes[0]
-            rows, length = only.manager.find(search.query(only, max_tokens, only.drops_last_block))
-            return Hit(length, 0, tuple(rows))
-        return search.run(max_tokens)
+        if len(self._managers) > 1:
+            return search.run(max_tokens, longest)
+        only = self._classes[0]
+        reach = only.reach(longest) + (only.manager.drop_margin() if only.drops_last_block else 0)
+        rows, length = only.manager.find(search.query(only, min(max_tokens, reach), only.drops_last_block))
+        length = min(length, longest)
+        return Hit(length, 0, tuple(row[: -(-length // only.manager.block_size)] for row in rows))
 
     @property
     def classes(self) -> tuple[LookupClass, ...]:
@@ -104,16 +121,18 @@ class Search:
         self._lengths: dict[int, int] = {}  # by class
         self._dropped: set[int] = set()  # classes whose dropped block the candidate already excludes
         self._longest = 0
+        self._readable = 0  # tokens that may be looked up behind a candidate that is shorter by a limit
 
     def query(self, one: LookupClass, max_tokens: int, drop: bool) -> Query:
         """Make the query for a look-up of at most `max_tokens` tokens in one class."""
         return Query(self._digests, self._domain, one.groups, max_tokens, drop, self._horizon)
 
-    def run(self, max_tokens: int) -> Hit:
+    def run(self, max_tokens: int, longest: int = FOREVER) -> Hit:
         """Shorten the candidate length until all classes accept it; returns the hit."""
+        self._readable = max_tokens if longest < max_tokens else 0
         classes = self._lookup.classes
         two_pass_enough = len(classes) == 2 and classes[0].downward_closed
-        candidate = max_tokens
+        candidate = min(max_tokens, longest)
         while True:
             length = candidate
             for number, one in enumerate(classes):
@@ -133,10 +152,10 @@ class Search:
         if one.downward_closed and number in self._lengths:
             return min(length, self._lengths[number])  # every shorter length is cached too, so one look-up is enough
         drop = one.drops_last_block and number not in self._dropped
-        reach = length
+        reach = max(length, min(one.reach(length), self._readable))
         if drop:
             hashed = len(self._digests) * one.manager.hash_size
-            reach = min(length + one.manager.drop_margin(), hashed)
+            reach = min(reach + one.manager.drop_margin(), hashed)
         rows, found = one.manager.find(self.query(one, reach, drop))
         if drop:
             self._dropped.add(number)
@@ -144,6 +163,7 @@ class Search:
             self._dropped.clear()
         self._lengths[number] = found
         self._rows.update(zip(one.groups, rows, strict=True))
+        found = min(found, length)
         self._longest = max(self._longest, found)
         return found
 
