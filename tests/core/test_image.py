@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -42,7 +41,8 @@ def drain(engine: RandomEngine) -> None:
     requests.not_zeroed &= requests.loading  # what an image does not have as loading was loaded, and cannot fail
     for slot in (slot for slot in requests.slots() if requests.running[slot]):
         for manager in coordinator.managers:
-            manager.release_skipped(slot, requests.computed[slot])
+            if slot not in requests.loading or manager.spec.kind is not GroupKind.R_SWA:
+                manager.release_skipped(slot, requests.computed[slot])
         requests.invalidate_fast_path(slot)
     for request in engine.requests.values():
         if request.load is not None:
@@ -96,33 +96,14 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
     return given
 
 
-def decides_as_before(mix: str, seed: int) -> bool:
-    """Whether an image was accepted; asserts that the replica made of it is in the same state, and answers the same."""
+def decides_as_before(mix: str, seed: int) -> None:
+    """A replica made of the image of another one is in the same state, and answers the same."""
     engine = run(mix, seed, BEFORE, deaths=0)
     drain(engine)
     other = deepcopy(engine)
-    try:
-        go_on(other)
-    except InvalidArgument:
-        assert counts_shared_blocks_in_part(image_of(engine.replica)), "the image is refused"
-        return False
+    go_on(other)
     assert decisive_state(other.replica) == decisive_state(engine.replica)
     assert answers(other, AFTER) == answers(engine, AFTER)
-    return True
-
-
-def counts_shared_blocks_in_part(image: Image) -> bool:
-    """Whether some request went back to a place before the end of a block that it shares: its image is refused."""
-    resume, groups = image.resume, image.spec.groups
-    in_tables, held = Counter(block for block in resume.blocks if block), set(resume.held_blocks)
-    start = 0
-    for number, count in enumerate(resume.num_blocks):
-        whole = resume.computed[number // len(groups)] // groups[number % len(groups)].block_size
-        written = resume.blocks[start + whole : start + count]
-        start += count
-        if any(in_tables[block] > 1 or block in held for block in written):
-            return True
-    return False
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -130,11 +111,6 @@ def counts_shared_blocks_in_part(image: Image) -> bool:
 @given(seed=st.integers(0, 2**32))
 def test_a_resumed_replica_decides_as_the_original(mix, seed):
     decides_as_before(mix, seed)
-
-
-def test_at_least_18_of_20_images_are_accepted():
-    """Otherwise the test above proves nothing."""
-    assert sum(decides_as_before("chunks and full", seed) for seed in range(20)) >= 18
 
 
 # A mix and a seed that find each planted fault.
@@ -148,7 +124,7 @@ FOUND = {
 @pytest.mark.parametrize("twin", FOUND)
 def test_an_image_twin_is_caught(twin):
     mix, seed = FOUND[twin]
-    assert decides_as_before(mix, seed)
+    decides_as_before(mix, seed)
     with weakened(twin), pytest.raises(AssertionError):
         decides_as_before(mix, seed)
 

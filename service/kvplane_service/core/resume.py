@@ -38,7 +38,6 @@ class _Row:
     slot: int
     progress: RequestProgress
     single_group_hit: int
-    loading: bool
     tables: list[list[int]]
     num_cached_blocks: Sequence[int | None]
 
@@ -205,7 +204,7 @@ class Resumption:
         """
         found = set[int]()
         for row in self._rows(resume) if self._pool.busy else ():
-            if not row.loading:
+            if not row.progress.loading:
                 for manager, table in zip(self._blocks.managers, row.tables, strict=True):
                     found.update(manager.normalize_table(table, row.progress) or ())
         for slot, blocks, loading in _held(resume):
@@ -219,15 +218,16 @@ class Resumption:
         tables = [resume.blocks[start:end] for start, end in ends]
         for number, slot in enumerate(resume.slot):
             computed, num_tokens = resume.computed[number], self._requests.num_tokens[slot]
+            loading = bool(resume.loading and resume.loading[number])
             yield _Row(
                 slot,
                 RequestProgress(
                     computed,
                     resume.launch_end[number] if resume.launch_end else computed,
                     resume.num_prompt[number] if resume.num_prompt else num_tokens,
+                    loading,
                 ),
                 resume.single_group_hit[number] if resume.single_group_hit else 0,
-                bool(resume.loading and resume.loading[number]),
                 tables[number * groups : (number + 1) * groups],
                 resume.num_cached_blocks[number * groups : (number + 1) * groups] or [None] * groups,
             )
@@ -246,7 +246,7 @@ class Resumption:
         requests.start(slot)
         requests.computed[slot], requests.ends_at[slot] = progress.computed, progress.launch_end
         requests.num_prompt[slot], requests.single_group_hit[slot] = progress.num_prompt, row.single_group_hit
-        if row.loading:
+        if row.progress.loading:
             requests.loading.add(slot)
             requests.not_zeroed.add(slot)
         for manager, table, num_cached in zip(self._blocks.managers, row.tables, row.num_cached_blocks, strict=True):

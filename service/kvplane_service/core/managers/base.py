@@ -220,14 +220,15 @@ class GroupManager(ABC):
         return [NULL_BLOCK] * first + table[first:]
 
     def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
-        """Return the digest of the prefix that ends with the block at `index`; b"" if the request may still write this
-        block.
+        """Return the digest of the prefix that ends with the block at `index`; b"" if the request may write other
+        content into this block.
+
+        A request that computes known tokens again writes the content that the page has.
         """
-        end = (index + 1) * self.block_size
-        if not is_cached(self.spec) or end > at.computed:
-            return b""
+        del at
         digests = self.requests.content[slot].digests
-        return self._digest(digests, index) if end <= len(digests) * self.hash_size else b""
+        known = is_cached(self.spec) and (index + 1) * self.block_size <= len(digests) * self.hash_size
+        return self._digest(digests, index) if known else b""
 
     def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int | None) -> None:
         """Continue a request with a table from `normalize_table`; removes keys that do not match the content of their

@@ -204,9 +204,13 @@ class RetainedWindowManager(FullAttentionManager):
         return any(self.table[slot][self._blocks_for(prompt) : window_start // self.block_size])
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
-        """Return the table with null blocks in the gap between prompt and window; None if another block is missing."""
+        """Return the table with null blocks in the gap between prompt and window; None if another block is missing.
+
+        A load writes blocks in the gap too. In groups of other kinds a load has no block that no token attends to.
+        """
         start = min(self._blocks_for(at.num_prompt), len(table))
-        stop = max(start, min(len(table), max(at.num_prompt, at.computed - self.spec.window) // self.block_size))
+        gap_end = 0 if at.loading else max(at.num_prompt, at.computed - self.spec.window) // self.block_size
+        stop = max(start, min(len(table), gap_end))
         normalized = table[:start] + [NULL_BLOCK] * (stop - start) + table[stop:]
         needed = table[:start] + table[stop:]
         return normalized if len(table) >= self._blocks_for(at.computed) and NULL_BLOCK not in needed else None

@@ -223,7 +223,8 @@ class AlignedStateManager(GroupManager):
 
     def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
         """Return the digest of the prefix that ends with this block; b"" if the next launch may write the block."""
-        stays = index < self._running_index(at) or at.launch_end == at.computed
+        ends = (index + 1) * self.block_size <= at.computed
+        stays = ends and (index < self._running_index(at) or at.launch_end == at.computed)
         return super().sealed_prefix(slot, index, at) if stays else b""
 
     def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int | None) -> None:

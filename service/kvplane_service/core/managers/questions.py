@@ -65,11 +65,13 @@ class RequestProgress:
         computed: leading tokens whose pages are written.
         launch_end: position in tokens where the last launch ended, rejected drafts included.
         num_prompt: tokens of the request when it was added.
+        loading: a load may still write its pages; no block has been released since the admission.
     """
 
     computed: int
     launch_end: int
     num_prompt: int
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
