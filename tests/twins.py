@@ -505,6 +505,47 @@ def count_to_the_last_key(real: Real) -> Real:
     return resume
 
 
+def lose_blocks_behind_computed(real: Real) -> Real:
+    """After an image, assume that the whole prompt of a request has blocks."""
+
+    def normalize_table(self: Any, table: list[int], at: Any) -> list[int] | None:
+        start = min(self._blocks_for(at.num_prompt), len(table))
+        stop = max(start, at.num_prompt // self.block_size)
+        normalized = real(self, table, at)
+        return normalized and normalized[:start] + [0] * (stop - start) + normalized[stop:]
+
+    return normalize_table
+
+
+def release_while_loading(_: Real) -> Real:
+    """Release what the request does not attend to, although a load may still write it."""
+
+    def release_skipped(self: Any, slot: int, num_processed: int) -> None:
+        processed = min(num_processed, self.requests.computed[slot] - self.requests.in_flight[slot])
+        for manager in self.managers:
+            manager.release_skipped(slot, max(0, processed))
+        self.requests.invalidate_fast_path(slot)
+
+    return release_skipped
+
+
+def lose_load_after(real: Real) -> Real:
+    """An open step does not say when a load may start."""
+
+    def append_admission(result: Any, answer: Any, row: int) -> None:
+        answer.admit_load_after = []
+        real(result, answer, row)
+
+    return append_admission
+
+
+def limit_what_is_read(real: Real) -> Real:
+    """The limit of a hit counts the block that a look-up leaves out."""
+    return lambda self, digests, domain, most, horizon, longest=FAR: real(
+        self, digests, domain, min(most, longest), horizon
+    )
+
+
 def keep_copy_of_evicted_state(_: Real) -> Real:
     """A running state is copied before it is overwritten, although its key has gone."""
 
@@ -688,6 +729,22 @@ TWINS: dict[str, Twin] = {
     "image skips blocks before a key": Twin(
         "after an image, a block that lost its key is registered again, although later ones kept theirs",
         (Patch(f"{CORE}.managers.base:GroupManager.resume", count_to_the_last_key),),
+    ),
+    "image loses blocks behind the computed tokens": Twin(
+        "an image of a request in the middle of its prompt keeps the blocks behind the computed tokens",
+        (Patch(f"{CORE}.managers.full:RetainedWindowManager.normalize_table", lose_blocks_behind_computed),),
+    ),
+    "skipped blocks released during a load": Twin(
+        "no block that a load may write is released before the load has ended",
+        (Patch(f"{CORE}.coordinator:Coordinator.release_skipped", release_while_loading),),
+    ),
+    "open step without load_after": Twin(
+        "a step that is applied row by row is answered as the step that is sent whole",
+        (Patch(f"{CORE}.open_step:_append_admission", lose_load_after),),
+    ),
+    "limit of a hit counts what is left out": Twin(
+        "a limit equal to the length of a hit finds this hit",
+        (Patch(f"{CORE}.lookup:PrefixLookup.find", limit_what_is_read),),
     ),
     "copy of an evicted state": Twin(
         "a running state whose key was evicted is overwritten without a copy, as after an image",

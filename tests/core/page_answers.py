@@ -165,7 +165,9 @@ class Answers:
             first = first_seen(group, request.reached) // group.block_size
             for index, block in list(enumerate(request.tables[number]))[first:]:
                 stop = min((index + 1) * group.block_size, end)
-                if block and stop > index * group.block_size:
+                begin = index * group.block_size
+                in_gap = begin >= request.prompt and begin + group.block_size <= request.reached - group.window
+                if block and stop > begin and not (group.kind is GroupKind.R_SWA and in_gap):
                     self._check_held(request, number, block, stop)
 
     def _check_held(self, request: Request, number: int, block: int, end: int) -> None:

@@ -26,6 +26,8 @@ PLANTED = (
     "zero after load",
     "new life during a load",
     "failed orders forgotten",
+    "image loses blocks behind the computed tokens",
+    "limit of a hit counts what is left out",
 )
 
 

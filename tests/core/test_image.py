@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import AlignSpec, GroupKind
+from kvplane.base.groups import AlignSpec, GroupKind, ReplicaSpec
 from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run, Step, StepResult
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
-from tests.core.builders import admit_row, full, replica_spec, state, tokens
+from tests.core.builders import admit_row, full, prompt_and_window, replica_spec, state, tokens
 from tests.core.follower import Followed
 from tests.core.image import Image, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
@@ -115,9 +115,10 @@ def test_a_resumed_replica_decides_as_the_original(mix, seed):
 
 # A mix and a seed that find each planted fault.
 FOUND = {
-    "image skips shared blocks": ("window and full", 11),
-    "image skips blocks before a key": ("window and full", 3),
-    "copy of an evicted state": ("states, hits inside blocks", 40),
+    "image skips shared blocks": ("states and full", 1),
+    "image skips blocks before a key": ("chunks and full", 1),
+    "copy of an evicted state": ("states, hits inside blocks", 87),
+    "image loses blocks behind the computed tokens": ("prompt and window", 1),
 }
 
 
@@ -334,3 +335,20 @@ def test_a_resumed_running_state_is_not_proven_by_an_older_stored_key():
     third.recover(3, [stamps], [stored])
     assert third.coordinator.pool.key_of(tables[0][0]) is None
     assert third.coordinator.pool.key_of(tables[1][0]) is not None, "an attention page only grows"
+
+
+def retained_under_load() -> tuple[ReplicaSpec, Resume]:
+    """A request with a prompt of 4 tokens and 25 tokens now; a load writes 24 of them, also between prompt and window."""
+    spec = replica_spec(prompt_and_window(5), num_blocks=20)
+    row = Resume(slot=[1], computed=[24], num_prompt=[4], num_blocks=[6], blocks=[5, 6, 7, 8, 9, 10], loading=[1])
+    return spec, row
+
+
+@pytest.mark.parametrize("loading", [0, 1])
+def test_an_image_keeps_blocks_between_prompt_and_window_while_a_load_may_write_them(loading):
+    spec, row = retained_under_load()
+    replica = Replica(spec)
+    replica.begin_epoch(2, STAMPS)
+    replica.apply(Step(2, 1, [Part(news=News([1], [25], tokens("a" * 25)))]))
+    replica.apply(image_step(replace(row, loading=[loading]), 2))
+    assert replica.coordinator.tables(1) == [[5, 6, 7, 8, 9, 10] if loading else [5, 0, 0, 0, 9, 10]]

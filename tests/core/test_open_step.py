@@ -14,6 +14,7 @@ from kvplane_service.core.open_step import AdmitTerms, OpenStep
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, REFERENCE, REFUSED, SAFE, STALE_HIT, digests, full, replica_spec, window
 from tests.core.test_step_law import MIXES
+from tests.twins import weakened
 
 PREFIXES = ["a" * 24, "b" * 40, "a" * 12 + "c" * 20]
 
@@ -170,6 +171,12 @@ def test_an_open_step_that_does_not_record_a_refused_row_is_caught(monkeypatch):
     monkeypatch.setattr(OpenStep, "extend", unrecorded)
     with pytest.raises(AssertionError):
         any(play("window and full", SAFE, seed) is None for seed in range(30))
+
+
+def test_an_open_step_without_load_after_is_caught():
+    play("chunks, drafts", SAFE, 0)
+    with weakened("open step without load_after"), pytest.raises(AssertionError):
+        play("chunks, drafts", SAFE, 0)
 
 
 @pytest.fixture

@@ -64,9 +64,7 @@ class PrefixLookup:
         self._managers = managers
         self._classes = _classes(managers)
 
-    def find(
-        self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int, longest: int = FOREVER
-    ) -> Hit:
+    def find(self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int, longest: int = FOREVER) -> Hit:
         """Find the longest prefix of at most `longest` tokens that is cached in every group.
 
         At most `max_tokens` tokens are looked up: those behind `longest` can prove a hit, so a limit equal to the
