@@ -16,13 +16,13 @@ from tests.twins import weakened
 FOUND = {
     "state of rejected drafts": ("states and drafts", 98),
     "load before launches": ("states and full", 1),
-    "load behind writers only": ("chunks and full", 4),
+    "load behind writers only": ("checkpoints inside chunks", 15),
     "load into a block of the hit": ("states, hits inside blocks", 1),
-    "load before stamps": ("three sizes, hits inside blocks", 13),
+    "load before stamps": ("states, drafts and windows", 4),
     "zero after load": ("states, drafts and windows", 2),
     "new life during a load": ("three sizes, hits inside blocks", 3),
     "failed orders forgotten": ("states and full", 73),
-    "image loses blocks behind the computed tokens": ("prompt and window", 15),
+    "image loses blocks behind the computed tokens": ("prompt and window", 21),
     "limit of a hit counts what is left out": ("drafts, one group", 1),
 }
 
