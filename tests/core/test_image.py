@@ -248,7 +248,7 @@ def two(first: list[int], second: list[int]) -> Resume:
         ("computed", replace(ROW, computed=[0])),
         ("launch_end", replace(ROW, launch_end=[8])),
         ("num_prompt", replace(ROW, num_prompt=[11])),
-        ("single_group_hit", replace(ROW, single_group_hit=[11])),
+        ("single_group_hit", replace(ROW, single_group_hit=[4097])),
         ("num_blocks", replace(ROW, num_blocks=[])),
         ("num_cached_blocks", replace(ROW, num_cached_blocks=[1, 2])),
         ("blocks", replace(ROW, blocks=[5, 6])),

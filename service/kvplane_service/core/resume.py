@@ -145,9 +145,9 @@ class Resumption:
                 f"{at.num_prompt} tokens are not 1 to {num_tokens}, the tokens of the request",
             )
             _require(
-                0 <= row.single_group_hit <= num_tokens,
+                0 <= row.single_group_hit <= longest,
                 "single_group_hit",
-                f"{row.single_group_hit} tokens are not 0 to {num_tokens}, the tokens of the request",
+                f"{row.single_group_hit} tokens are not 0 to {longest} (max_model_len)",
             )
 
     def _check_held(self, resume: Resume, names: dict[int, _Name]) -> list[int]:
