@@ -338,7 +338,7 @@ def test_a_resumed_running_state_is_not_proven_by_an_older_stored_key():
 
 
 def retained_under_load() -> tuple[ReplicaSpec, Resume]:
-    """A request with a prompt of 4 tokens and 25 tokens now; a load writes 24 of them, also between prompt and window."""
+    """A prompt of 4 of 25 tokens; a load writes 24 tokens, also those between prompt and window."""
     spec = replica_spec(prompt_and_window(5), num_blocks=20)
     row = Resume(slot=[1], computed=[24], num_prompt=[4], num_blocks=[6], blocks=[5, 6, 7, 8, 9, 10], loading=[1])
     return spec, row

@@ -174,9 +174,8 @@ def test_an_open_step_that_does_not_record_a_refused_row_is_caught(monkeypatch):
 
 
 def test_an_open_step_without_load_after_is_caught():
-    play("chunks, drafts", SAFE, 0)
     with weakened("open step without load_after"), pytest.raises(AssertionError):
-        play("chunks, drafts", SAFE, 0)
+        any(play(mix, SAFE, seed) is None for seed in range(6) for mix in MIXES)
 
 
 @pytest.fixture
