@@ -102,10 +102,10 @@ def test_pieces_have_a_bounded_number_of_tokens():
 def test_adopted_loads_are_the_blocks_of_loads_in_the_image():
     """Blocks of loading rows, of slots that ended as HELD during a load, and of preempted requests in the news."""
     resume = Resume(
-        slot=[1, 2, 3],
-        loading=[0, 1, 1],
-        num_blocks=[2, 1, 1, 2, 0, 1],
-        blocks=[10, 11, 12, 20, 21, 22, 30],
+        slot=[1, 2, 3, 4],
+        loading=[0, 1, 1, 2],
+        num_blocks=[2, 1, 1, 2, 0, 1, 1, 0],
+        blocks=[10, 11, 12, 20, 21, 22, 30, 40],
         held_slot=[5, 6, 7],
         held_count=[1, 1, 2],
         held_blocks=[50, 60, 70, 71],

@@ -133,7 +133,7 @@ def resumes(draw):
     names_of_lists = ("num_cached_blocks", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks")
     return Resume(
         slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
-        loading=draw(column(rows, st.integers(0, 1))),
+        loading=draw(column(rows, st.integers(0, 2))),
         held_loading=draw(st.lists(st.integers(0, 1), max_size=3)),
         **{name: draw(column(rows, u32)) for name in names_of_rows},
         **{name: draw(flat()) for name in names_of_lists},

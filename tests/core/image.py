@@ -143,7 +143,7 @@ def _resume_of(replica: Replica) -> Resume:
         resume.launch_end.append(requests.launch_end(slot))
         resume.num_prompt.append(requests.num_prompt[slot])
         resume.single_group_hit.append(requests.single_group_hit[slot])
-        resume.loading.append(int(slot in requests.loading))
+        resume.loading.append(1 if slot in requests.loading else 2 * (slot in requests.not_zeroed))
         resume.num_cached_blocks.extend(max(manager.num_cached[slot], 0) for manager in replica.coordinator.managers)
         for table in replica.coordinator.tables(slot):
             resume.num_blocks.append(len(table))

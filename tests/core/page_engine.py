@@ -366,9 +366,8 @@ class RandomEngine(RandomScheduler):
         load = request.load
         if load is not None:
             load.after, load.seq = 0, 0
-        return ResumeRow(
-            slot, request.computed, self._tables(slot), request.known, launch_end=end, loading=load is not None
-        )
+        loading = 1 if load is not None else 2 * request.may_hold
+        return ResumeRow(slot, request.computed, self._tables(slot), request.known, launch_end=end, loading=loading)
 
 
 __all__ = ["MOST_IN_FLIGHT", "RandomEngine", "RandomScheduler", "Request", "Texts"]

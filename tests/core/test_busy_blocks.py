@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import Cache, End, Facts, Part, Resume, RowFlag, Step
+from kvplane.base.step import Cache, End, Facts, Orders, Part, Resume, RowFlag, Run, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.core.builders import (
@@ -240,10 +240,42 @@ def test_a_failed_load_of_a_resumed_request_is_zeroed():
     assert result.orders.zero_block == loaded
 
 
-def test_resume_refuses_busy_blocks_of_a_request_that_does_not_load():
+def released_and_resumed(loading: int | None = None) -> tuple[Replica, Orders, list[int]]:
+    """A load ended, and its request came to another replica before a grant: the orders when its `computed` is lowered
+    from 8 to 4, and its blocks.
+    """
+    engine = Engine(full(zero_new_blocks=True), num_blocks=9)
+    loaded = engine.admit(1, PROMPT, external=8, cap=0, flags=DELAY).table[0]
+    engine.cache(released=[1])
+    engine.idle()
+    image = image_of(engine.replica)
+    assert image.resume.loading == [2]
+    if loading is not None:
+        image.resume.loading = [loading]
+    other, _ = replica_of(image, 5, tuple(engine.pool.stamp))
+    inspect.check(other)
+    (result,) = other.apply(Step(5, 2, [Part(facts=Facts([1], computed=[4]))], executed_through=1)).parts
+    return other, result.orders, loaded
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_a_load_that_was_over_before_the_image_may_have_failed(weak):
+    """Its blocks were not zeroed when they were allocated; what it left unwritten is zeroed, and only that."""
+    replica, orders, loaded = released_and_resumed(0 if weak else None)
+    assert orders.zero_block == ([] if weak else loaded[1:])
+    assert (replica.requests.loading, replica.busy_blocks) == (set(), ())
+    with pytest.raises(InvalidArgument, match="has no load"):
+        replica.apply(Step(5, 3, [Part(cache=Cache(released=[1]))], executed_through=2))
+    (result,) = replica.apply(Step(5, 3, [Part(run=Run([1]))], executed_through=2)).parts
+    assert not set(loaded) & set(result.orders.zero_block), "a zero order now would erase a loaded page"
+    assert replica.requests.not_zeroed == set()
+
+
+@pytest.mark.parametrize("loading", [0, 2])
+def test_resume_refuses_busy_blocks_of_a_request_that_does_not_load(loading):
     engine = with_a_load()
     resume = image_of(engine.replica).resume
-    resume.loading = [0]
+    resume.loading = [loading]
     news = Part(news=engine.news(1, PROMPT))
     engine.replica.begin_epoch(5, tuple(engine.pool.stamp))
     engine.replica.apply(Step(5, 1, [news]))

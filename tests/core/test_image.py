@@ -38,7 +38,6 @@ def drain(engine: RandomEngine) -> None:
     engine.apply([Part(cache=Cache(evicted=evicted(engine)))])
     engine.launched = engine.stamped = engine.moved = engine.seq
     requests, coordinator = engine.replica.requests, engine.replica.coordinator
-    requests.not_zeroed &= requests.loading  # what an image does not have as loading was loaded, and cannot fail
     for slot in (slot for slot in requests.slots() if requests.running[slot]):
         for manager in coordinator.managers:
             if slot not in requests.loading or manager.spec.kind is not GroupKind.R_SWA:
@@ -249,6 +248,7 @@ def two(first: list[int], second: list[int]) -> Resume:
         ("launch_end", replace(ROW, launch_end=[8])),
         ("num_prompt", replace(ROW, num_prompt=[11])),
         ("single_group_hit", replace(ROW, single_group_hit=[4097])),
+        ("loading", replace(ROW, loading=[3])),
         ("num_blocks", replace(ROW, num_blocks=[])),
         ("num_cached_blocks", replace(ROW, num_cached_blocks=[1, 2])),
         ("blocks", replace(ROW, blocks=[5, 6])),

@@ -28,6 +28,7 @@ from kvplane_service.core.managers.questions import RequestProgress
 from kvplane_service.core.requests import MAX_SLOTS, Content
 
 _BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")
+_LOADS, _LOADED = 1, 2  # values of Resume.loading
 _Name = tuple[object, ...]
 
 
@@ -38,6 +39,7 @@ class _Row:
     slot: int
     progress: RequestProgress
     single_group_hit: int
+    is_zeroed: bool  # its new blocks were zeroed, or written by a load or a launch
     tables: list[list[int]]
     num_cached_blocks: Sequence[int | None]
 
@@ -108,6 +110,8 @@ class Resumption:
             column = getattr(resume, name)
             given = len(column) == rows or (not column and name != "computed")
             _require(given, name, f"{len(column)} entries for {rows} rows, expected one per row")
+        known = {0, _LOADS, _LOADED}.issuperset(resume.loading)
+        _require(known, "loading", "a value is not 0, 1 (a load writes) or 2 (it is over, no grant since)")
         sizes = len(resume.num_blocks) == rows * len(self._blocks.managers)
         _require(
             sizes and min(resume.num_blocks, default=0) >= 0,
@@ -218,16 +222,17 @@ class Resumption:
         tables = [resume.blocks[start:end] for start, end in ends]
         for number, slot in enumerate(resume.slot):
             computed, num_tokens = resume.computed[number], self._requests.num_tokens[slot]
-            loading = bool(resume.loading and resume.loading[number])
+            loading = resume.loading[number] if resume.loading else 0
             yield _Row(
                 slot,
                 RequestProgress(
                     computed,
                     resume.launch_end[number] if resume.launch_end else computed,
                     resume.num_prompt[number] if resume.num_prompt else num_tokens,
-                    loading,
+                    loading == _LOADS,
                 ),
                 resume.single_group_hit[number] if resume.single_group_hit else 0,
+                loading == 0,
                 tables[number * groups : (number + 1) * groups],
                 resume.num_cached_blocks[number * groups : (number + 1) * groups] or [None] * groups,
             )
@@ -248,6 +253,7 @@ class Resumption:
         requests.num_prompt[slot], requests.single_group_hit[slot] = progress.num_prompt, row.single_group_hit
         if row.progress.loading:
             requests.loading.add(slot)
+        if not row.is_zeroed:
             requests.not_zeroed.add(slot)
         for manager, table, num_cached in zip(self._blocks.managers, row.tables, row.num_cached_blocks, strict=True):
             normalized = manager.normalize_table(table, progress)

@@ -199,7 +199,7 @@ class Resume:
     launch_end: list[int] = field(default_factory=list)  # default computed: tokens of the last launch, drafts included
     num_prompt: list[int] = field(default_factory=list)  # default all tokens: its number of tokens when first admitted
     single_group_hit: list[int] = field(default_factory=list)  # default 0: as the admission reported
-    loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
+    loading: list[int] = field(default_factory=list)  # default 0; 1 = a load fills its pages; 2 = over, no grant since
     num_cached_blocks: list[int] = field(default_factory=list)  # per group; default up to the last block with a key
     num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
     blocks: list[int] = field(default_factory=list)  # the tables, concatenated

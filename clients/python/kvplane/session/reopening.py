@@ -35,7 +35,7 @@ class Revival:
         held: slots whose requests ended as HELD (transfers use their blocks) and were not released. A slot that
             `resume` omits loses its pages: a transfer that reads such a page finds a changed stamp afterwards.
         busy_blocks: blocks that loads (transfers into pages from outside) in progress may still write, including loads
-            of requests that `resume` lists as loading. The session adds the blocks of its own `busy_blocks` that no
+            of requests with `Resume.loading` 1. The session adds the blocks of its own `busy_blocks` that no
             step listed in `Cache.loads_over`.
         owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new engine life gets a higher
             epoch.
@@ -111,7 +111,7 @@ class Revival:
         blocks, groups = iter(resume.blocks), len(resume.num_blocks) // max(1, len(resume.slot))
         for row, loading in enumerate(resume.loading):
             table = list(islice(blocks, sum(resume.num_blocks[row * groups : (row + 1) * groups])))
-            found.update(table if loading else ())
+            found.update(table if loading == 1 else ())
         blocks = iter(resume.held_blocks)
         flags = resume.held_loading or [0] * len(resume.held_slot)
         for slot, count, loading in zip(resume.held_slot, resume.held_count, flags, strict=True):

@@ -85,8 +85,8 @@ class ResumeRow(Row):
     Attributes:
         tables: block ids of each group, as in `BlockTables`.
         launch_end: number of tokens after the last launch; None = `computed`.
-        loading: whether a load, a transfer from outside, may still write the request's pages; list their blocks in
-            `Revival.busy_blocks` too.
+        loading: 1 or True = a load, a transfer from outside, may still write the request's pages; list their blocks in
+            `Revival.busy_blocks` too. 2 = the load is over, and the request has been granted no tokens since.
     """
 
     computed: int
@@ -94,7 +94,7 @@ class ResumeRow(Row):
     num_prompt: int
     launch_end: int | None = None
     single_group_hit: int = 0
-    loading: bool = False
+    loading: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ _RESUME = (
     Column("launch_end"),
     Column("num_prompt"),
     Column("single_group_hit"),
-    Column("loading", highest=1),
+    Column("loading", highest=2),
     Column("num_cached_blocks", by_row=False),
     Column("num_blocks", by_row=False),
     Column("blocks", by_row=False),
