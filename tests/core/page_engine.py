@@ -235,11 +235,7 @@ class RandomEngine(RandomScheduler):
                     assert not used, f"the load of slot {slot} may start while step {launch.seq} uses its blocks {used}"
 
     def _check_hits(self) -> None:
-        """A limit equal to the length of a hit finds this hit. Groups with states are left out: with checkpoints and
-        drafts, a shorter limit can find a shorter hit.
-        """
-        if self.has_states:
-            return
+        """A limit equal to the length of a hit finds this hit."""
         for slot in [slot for slot, one in self.requests.items() if not (one.running or one.is_held)]:
             hit = self.replica.peek_slot(slot)
             again = self.replica.coordinator.find_hit(slot, hit.num_tokens)

@@ -246,6 +246,16 @@ def test_a_limit_inside_a_block_finds_the_part_of_the_block_that_is_within_it():
         assert engine.step(Part(peek=Peek([slot], limit=[limit])))[0].peek_hit == [hit]
 
 
+@pytest.mark.parametrize(("limit", "hit"), [(UNLIMITED, 12), (12, 12), (8, 8), (7, 6), (6, 6)])
+def test_a_limit_finds_the_hit_where_what_is_left_out_begins_a_block_with_one_key(limit, hit):
+    """Behind 8 tokens a drafter leaves out two, which only the key of the block up to 16 proves."""
+    drafts = full(8, is_draft=True, drops_last_block=True)
+    engine = Engine(drafts, full(4, lookup_class=5), hash_block_size=2, partial_hits=True)
+    engine.serve(0, "aabbccddeeffgghhi")
+    engine.add(1, "aabbccddeeffgghhi")
+    assert engine.step(Part(peek=Peek([1], limit=[limit])))[0].peek_hit == [hit]
+
+
 def test_the_reference_counts_the_block_that_it_leaves_out_towards_a_limit():
     engine = Engine(full(drops_last_block=True), commit=REFERENCE)
     engine.serve(0, "aaaabbbbccccdddd")

@@ -48,12 +48,12 @@ class LookupClass:
     drops_last_block: bool
     downward_closed: bool
 
-    def reach(self, longest: int) -> int:
-        """Return how many tokens must be looked up to find a hit of `longest` tokens, without a block to leave out: the
-        key of a whole block may be the only one for a prefix that ends inside the block.
+    def reach(self, longest: int, margin: int) -> int:
+        """Return how many tokens must be looked up to find a hit of `longest` tokens behind which a block of `margin`
+        tokens is left out: the key of a whole block may be the only one for a prefix that ends inside the block.
         """
         size = self.manager.block_size
-        return -(-longest // size) * size if self.downward_closed else longest
+        return -(-(longest + margin) // size) * size if self.downward_closed else longest + margin
 
 
 class PrefixLookup:
@@ -81,7 +81,7 @@ class PrefixLookup:
         if len(self._managers) > 1:
             return search.run(max_tokens, longest)
         only = self._classes[0]
-        reach = only.reach(longest) + (only.manager.drop_margin() if only.drops_last_block else 0)
+        reach = only.reach(longest, only.manager.drop_margin() if only.drops_last_block else 0)
         rows, length = only.manager.find(search.query(only, min(max_tokens, reach), only.drops_last_block))
         length = min(length, longest)
         return Hit(length, 0, tuple(row[: -(-length // only.manager.block_size)] for row in rows))
@@ -150,10 +150,10 @@ class Search:
         if one.downward_closed and number in self._lengths:
             return min(length, self._lengths[number])  # every shorter length is cached too, so one look-up is enough
         drop = one.drops_last_block and number not in self._dropped
-        reach = max(length, min(one.reach(length), self._readable))
+        margin = one.manager.drop_margin() if drop else 0
+        reach = max(length, min(one.reach(length, margin) - margin, self._readable)) + margin
         if drop:
-            hashed = len(self._digests) * one.manager.hash_size
-            reach = min(reach + one.manager.drop_margin(), hashed)
+            reach = min(reach, len(self._digests) * one.manager.hash_size)
         rows, found = one.manager.find(self.query(one, reach, drop))
         if drop:
             self._dropped.add(number)
