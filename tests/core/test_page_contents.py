@@ -46,10 +46,15 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     ),
     "checkpoints and drafts": (
         [
-            state(8, speculative_blocks=2, checkpoint_alignment=2, checkpoints_single_group_hits=True),
-            full(8, is_draft=True, drops_last_block=True),
+            state(4, speculative_blocks=2, checkpoint_alignment=2, checkpoints_single_group_hits=True),
+            full(4, is_draft=True, drops_last_block=True),
         ],
-        {"hash_block_size": 2, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
+        {
+            "hash_block_size": 2,
+            "partial_hits": True,
+            "align": AlignSpec(4, 4096, stop_at_tail=True),
+            "num_blocks": 60,
+        },
     ),
     "three sizes, hits inside blocks": (
         [window(5, 2), full(8), full(4, lookup_class=5)],
@@ -100,7 +105,7 @@ def test_a_page_holds_what_its_key_says(mix, seed):
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_engines_reach_hits(mix):
     """Without hits the test above proves nothing."""
-    engines = [run(mix, seed) for seed in range(18)]
+    engines = [run(mix, seed) for seed in range(12)]
     assert sum(engine.hits for engine in engines) > 5
     assert sum(engine.keys_seen for engine in engines) > 1000
 
