@@ -20,6 +20,7 @@ _SEEDS_AT_ONCE = 4  # per task of a process
 # Seeds that found a fault of the product, with the fault.
 KEPT = {
     8: "an engine that had counted less than a new service named steps by mistake",
+    70131: "a service announced keys of blocks under a load, and dropped them when the engine life began",
 }
 
 # Twins that the simulation must catch, with the first seed that catches each, so that a test need not search for it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvplane.base.errors import KvplaneError, LimitExceeded
 from kvplane.base.session import OpenRequest
@@ -80,7 +80,9 @@ class Opening:
         work, self.work = self.work, None
         mine, other = self.request, request
         if work is not None and (
-            mine.incarnation != other.incarnation or not are_equal(mine.stamp_table, other.stamp_table)
+            mine.incarnation != other.incarnation
+            or mine.busy_blocks != other.busy_blocks
+            or not are_equal(mine.stamp_table, other.stamp_table)
         ):
             work.close()
             return None
@@ -192,7 +194,7 @@ class EngineLives:
             loss.shown += self._hold.add(0, [run])
             yield
         if self._came_back:
-            yield from self._announce()
+            yield from self._announce(frozenset(request.busy_blocks))
             loss.shown.clear()  # the snapshot already excludes them
         yield from self._show(loss)
         self._enter(stamp_table, is_other, began)
@@ -230,20 +232,23 @@ class EngineLives:
         all_new = is_other and self._num_ranks == 1  # with several ranks, some may have kept their pages
         self.kept_keys = self._replica.enter_epoch(epoch, stamp_table, busy, all_new)
         self._incarnation = request.incarnation or self._incarnation
-        self._loss, self._came_back = _Loss(), False
         busy_lost = self._replica.take_events().runs
         loss.runs += busy_lost
+        shown = self._hold.begin_life(busy_lost)
         began(Life(epoch, stamp_table, CacheEvents(loss.runs), self._clock(), request.incarnation, busy, all_new))
         self.lost = loss.runs if len(loss.runs) > _RUNS_PER_BATCH else []
-        for _ in self._publish(self._hold.begin_life(busy_lost)):
-            pass
+        if not self._came_back:  # else the keys of busy blocks were not announced
+            for _ in self._publish(shown):
+                pass
+        self._loss, self._came_back = _Loss(), False
 
-    def _announce(self) -> Work:
-        """Publish all recovered keys, after a CLEARED event: subscribers then discard the keys that they have of the
-        replica.
+    def _announce(self, busy: frozenset[int]) -> Work:
+        """Publish all recovered keys except those of busy blocks: a load may overwrite these, and the life drops them.
+        A CLEARED event comes first: subscribers then discard the keys that they have of the replica.
         """
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
-        yield from self._publish(self._replica.replay_events())
+        announced = (_without(event, busy) for event in self._replica.replay_events())
+        yield from self._publish(event for event in announced if event.hashes)
 
     def _publish(self, events: Iterable[CacheEvent]) -> Work:
         """Publish the events in batches that fit into a message; yields between batches."""
@@ -257,3 +262,16 @@ class EngineLives:
             batch.append(event)
             num_hashes += len(event.hashes)
         self._events.publish(self.opening.epoch, batch)
+
+
+def _without(event: CacheEvent, blocks: frozenset[int]) -> CacheEvent:
+    """Return a STORED event without the keys of these blocks."""
+    if blocks.isdisjoint(event.blocks):
+        return event
+    kept = [at for at, block in enumerate(event.blocks) if block not in blocks]
+    return replace(
+        event,
+        hashes=[event.hashes[at] for at in kept],
+        blocks=[event.blocks[at] for at in kept],
+        block_starts=[event.block_starts[at] for at in kept] if event.block_starts else (),
+    )
