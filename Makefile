@@ -111,7 +111,7 @@ faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their 
 vllm-env: $(DEV)  ## set up vLLM 0.33.0 for a CPU, in an environment of its own (5 GB, ten minutes)
 	@$(PYTHON) -m tests.vllm.environment
 
-test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock
+test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock (KVPLANE_VLLM_SEEDS=20)
 	@$(PYTHON) -m pytest tests/vllm -m "vllm or not vllm" -rP --timeout 1800
 
 soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one service process: no resource may grow (STORE=sqlite|redis)

@@ -1,24 +1,29 @@
 """One engine answers requests under memory pressure and prints what it did as JSON: stock, or with kvplane.
 
-python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror SEED NUM_BLOCKS [ADDRESS REPLICA]
+python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror SEEDS NUM_BLOCKS [--ngram] [ADDRESS REPLICA]
 
-Runs in the environment of vLLM (`environment`). Prompts share prefixes; the pool is so small that requests are
-preempted and cached blocks evicted. "overwritten" is kvplane with all pages overwritten between the two rounds;
-"mirror" is kvplane with a service at ADDRESS that follows the engine.
+Runs in the environment of vLLM (`environment`). SEEDS is the first seed and the last, as 1-20; each seed is two rounds
+of the same prompts. Prompts share prefixes; the pool is so small that requests are preempted and cached blocks evicted.
+"overwritten" is kvplane with all pages overwritten after the first round; "mirror" is kvplane with a service at ADDRESS
+that follows the engine; "--ngram" adds n-gram speculation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import vllm.model_executor.models.registry as registry
 from vllm import LLM, SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvplane.rpc.channel import open_channel
 from kvplane.v1.admin_pb2 import SnapshotRequest
@@ -36,6 +41,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 REQUESTS = {"qwen3next": (16, 200, 1500, 24)}  # number, shortest and longest prompt, new tokens
 DEFAULT = 48, 40, 400, 48
+ROUND = {"qwen3next": (10, 24)}  # of one seed: number of prompts, new tokens
+FEW = 8, 32
+SMALL = 8  # requests in a batch, of which the times are reported
+EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 def engine(model: str, kind: str, num_blocks: int, **more: Any) -> LLM:
@@ -56,16 +66,16 @@ def engine(model: str, kind: str, num_blocks: int, **more: Any) -> LLM:
     )
 
 
-def prompts(model: str, seed: int) -> list[dict[str, list[int]]]:
+def prompts(model: str, seed: int, count: int | None = None, words: int = 900) -> list[dict[str, list[int]]]:
     """Prompts of random lengths, each with a random part of one of six prefixes."""
-    count, shortest, longest, _ = REQUESTS.get(model, DEFAULT)
+    default, shortest, longest, _ = REQUESTS.get(model, DEFAULT)
     rng = random.Random(seed)
-    prefixes = [[rng.randrange(3, 900) for _ in range(longest)] for _ in range(6)]
+    prefixes = [[rng.randrange(3, words) for _ in range(longest)] for _ in range(6)]
     found = []
-    for _ in range(count):
+    for _ in range(count or default):
         length = rng.randint(shortest, longest)
         prefix = rng.choice(prefixes)[: rng.randint(0, length)]
-        found.append({"prompt_token_ids": prefix + [rng.randrange(3, 900) for _ in range(length - len(prefix))]})
+        found.append({"prompt_token_ids": prefix + [rng.randrange(3, words) for _ in range(length - len(prefix))]})
     return found
 
 
@@ -81,49 +91,105 @@ def mirror_state(manager: Any, address: str, replica: str) -> dict[str, Any]:
     return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 
-def main(model: str, kind: str, seed: int, num_blocks: int, target: list[str]) -> None:
-    """Run the workload twice, and print the result."""
-    more: dict[str, Any] = {}
+class Observed:
+    """An engine whose decisions are recorded: everything that stock and kvplane have in common, by seed.
+
+    Attributes:
+        times: seconds of each schedule(), with the number of requests in its batch.
+        stored: number of keys of the prefix cache that the KV events announced, over all seeds; `removed`: withdrew.
+    """
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self.llm, self.model = llm, model
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.times: list[tuple[int, float]] = []
+        self.stored = self.removed = self.zeroed = self.copied = self.drafted = 0
+        self._decisions, self._events, self._preempted = hashlib.sha256(), hashlib.sha256(), 0
+        schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            output = schedule(*args, **options)
+            self.times.append((len(output.num_scheduled_tokens), time.perf_counter() - begin))
+            self._scheduled(output)
+            return output
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self._preempted += 1
+            return preempt(*args, **options)
+
+        self.scheduler.schedule, self.scheduler._preempt_request = timed, counted
+        self.scheduler.kv_event_publisher.publish = self._published
+
+    def _scheduled(self, output: Any) -> None:
+        zeroed, copied = output.new_block_ids_to_zero or [], output.kv_cache_block_copies or []
+        self.zeroed += len(zeroed)
+        self.copied += len(copied)
+        self.drafted += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        blocks = [one.block_ids for one in new], cached.new_block_ids
+        decision = list(output.num_scheduled_tokens.values()), blocks, cached.num_computed_tokens, zeroed, copied
+        self._decisions.update(repr(decision).encode())
+
+    def _published(self, batch: Any) -> None:
+        for event in batch.events:
+            if isinstance(event, BlockStored) and not event.block_hashes:
+                continue  # stock announces no keys where a group keeps none of the blocks
+            self._events.update(repr(event).encode())
+            self.stored += len(event.block_hashes) if isinstance(event, BlockStored) else 0
+            self.removed += len(event.block_hashes) if isinstance(event, BlockRemoved) else 0
+
+    def round(self, chosen: list[Any]) -> tuple[list[list[int]], list[int]]:
+        """Answer these prompts; returns the tokens and the cached tokens of each."""
+        most = ROUND.get(self.model, FEW)[1]
+        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
+        answers = self.llm.generate(chosen, sampling, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in answers], [one.num_cached_tokens or 0 for one in answers]
+
+    def seed(self, seed: int, between: Callable[[], None] = lambda: None, words: int = 900) -> dict[str, Any]:
+        """Answer the prompts of a seed twice, with a call between the rounds; returns what was decided."""
+        if seed % 2:
+            assert self.llm.reset_prefix_cache()
+        self._decisions, self._events, self._preempted = hashlib.sha256(), hashlib.sha256(), 0
+        steps, chosen = len(self.times), prompts(self.model, seed, ROUND.get(self.model, FEW)[0], words)
+        first = self.round(chosen)
+        between()
+        second = self.round(chosen)
+        return {
+            "tokens": first[0] + second[0],
+            "cached": first[1] + second[1],
+            "steps": len(self.times) - steps,
+            "preempted": self._preempted,
+            "free": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "events": self._events.hexdigest(),
+            "decisions": self._decisions.hexdigest(),
+        }
+
+    def overwrite(self) -> None:
+        """Overwrite all pages."""
+        for pages in self.core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            for tensor in pages if isinstance(pages, list | tuple) else [pages]:
+                tensor.fill_(0.5)
+
+
+def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> None:
+    """Run the seeds, and print the result."""
+    more: dict[str, Any] = dict(EVENTS)
+    words = 900
+    if target and target[0] == "--ngram":
+        more["speculative_config"], target, words = NGRAM, target[1:], 30
     if kind == "mirror":
         address, replica = target
-        more = {"additional_config": {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}}
-    llm = engine(model, kind, num_blocks, **more)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    times, preempted = list[float](), list[str]()
-    schedule, preempt = scheduler.schedule, scheduler._preempt_request
-
-    def timed(*args: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        output = schedule(*args, **options)
-        times.append(time.perf_counter() - begin)
-        return output
-
-    def counted(request: Any, *args: Any, **options: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **options)
-
-    scheduler.schedule, scheduler._preempt_request = timed, counted
-    tokens, cached = [], []
-    most = REQUESTS.get(model, DEFAULT)[3]
-    sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-    for _ in range(2):
-        for output in llm.generate(prompts(model, seed), sampling, use_tqdm=False):
-            tokens.append(list(output.outputs[0].token_ids))
-            cached.append(output.num_cached_tokens)
-        if kind == "overwritten":
-            worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-            for pages in worker.model_runner.kv_caches:
-                pages.fill_(0.5)
-    manager = scheduler.kv_cache_manager
-    result = {
-        "manager": type(manager).__name__,
-        "tokens": tokens,
-        "cached": cached,
-        "steps": len(times),
-        "preempted": len(preempted),
-        "free_at_end": manager.block_pool.get_num_free_blocks(),
-        "schedule_us": round(statistics.median(times) * 1e6),
-    }
+        more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}
+    observed = Observed(engine(model, kind, num_blocks, **more), model)
+    between = observed.overwrite if kind == "overwritten" else lambda: None
+    first, last = map(int, seeds.split("-"))
+    found = [observed.seed(seed, between, words) for seed in range(first, last + 1)]
+    manager = observed.scheduler.kv_cache_manager
+    result = {name: getattr(observed, name) for name in ("stored", "removed", "zeroed", "copied", "drafted")}
+    result |= {"manager": type(manager).__name__, "seeds": found}
+    result["schedule_us"] = round(statistics.median(took for batch, took in observed.times if batch <= SMALL) * 1e6)
     if kind == "mirror":
         result["messages"] = manager.sender.num_submitted
         result["mirror"] = mirror_state(manager, *target)
@@ -131,4 +197,4 @@ def main(model: str, kind: str, seed: int, num_blocks: int, target: list[str]) -
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])
