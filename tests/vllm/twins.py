@@ -48,13 +48,13 @@ def adopt_one_more(manager: Any) -> None:
 
 
 def forget_limit(manager: Any) -> None:
-    """A hit is admitted with the length that it has, one block less than what the scheduler was told."""
+    """The allocator admits one block less of a hit than the scheduler has."""
     admit = manager._admit
     manager._admit = lambda known, hit, *rest: admit(known, max(0, hit - manager.spec.hash_block_size), *rest)
 
 
 def lose_denials(manager: Any) -> None:
-    """The scheduler is not told that there are no free blocks, so that it does not preempt."""
+    """The scheduler is not notified that there are no free blocks, so that it does not preempt."""
     allocate = manager.allocate_slots
 
     def granted(*args: Any, **options: Any) -> Any:
@@ -65,7 +65,7 @@ def lose_denials(manager: Any) -> None:
 
 
 def lose_preemptions(manager: Any) -> None:
-    """The allocator is not told of preempted requests."""
+    """The allocator is not notified of preempted requests."""
     free = manager.free_id
     manager.free_id = lambda one: free(one) if manager.known[one].request.is_finished() else None
 
@@ -114,8 +114,8 @@ FAULTS: dict[str, tuple[str, Fault]] = {  # name -> model that shows it, fault
     "zero order lost": ("qwen3next", lose_zeroes),
     "one block too many adopted": ("llama", adopt_one_more),
     "one block too few adopted": ("llama", forget_limit),
-    "denial not told": ("llama", lose_denials),
-    "preemption not told": ("llama", lose_preemptions),
+    "denial not reported": ("llama", lose_denials),
+    "preemption not reported": ("llama", lose_preemptions),
     "block of another request": ("llama", swap_blocks),
     "event lost": ("llama", lose_events),
     "hash not reported": ("llama", lose_hashes),
