@@ -11,6 +11,11 @@ writes the state at the position from which a request with the same tokens can c
 The block table states no position. Allocator and engine both compute it by `CheckpointRule`, from the chunk alone: the
 launch writes the checkpoint if the table has a block at `index`, and the allocator gives this block a key only for
 `position` tokens. A block that one side expected and the other did not write would be a wrong hit.
+
+The chunk is that of the answer: the computed tokens before and after the grant. A launch planned behind drafts that are
+rejected meanwhile starts earlier. It uses the planned chunk too; otherwise it could write into a block that has become
+another state. What it leaves in the checkpoint's block is never read, because the rejection removes the checkpoint: its
+position is above every token that was known.
 """
 
 from __future__ import annotations

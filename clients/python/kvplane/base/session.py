@@ -15,7 +15,8 @@ from kvplane.base.step import STEP_VERSION, Step, StepResult
 NEW_EPOCH = 0
 
 # Version of the rules by which the core decides. Raised with every change after which equal steps may have other
-# results, because a mirror needs equal rules in the engine and in the service.
+# results, because a mirror needs equal rules in the engine and in the service. `tests/core/test_core_version.py`
+# fails when recorded steps have other results, or the exported state has other bytes.
 CORE_VERSION = 1
 
 # Defaults of a transport: seconds that a call waits for the service.
@@ -47,6 +48,21 @@ class Progress:
     image_wanted: bool = False
     reason: str = ""
     message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """A change of the prefix cache that a caller of the service asks of a mirror's engine. It may come twice.
+
+    Attributes:
+        number: names it in the step that carries it out.
+        blocks: blocks whose keys are removed, in order.
+        reset: remove all keys, if no request holds a block.
+    """
+
+    number: int
+    blocks: tuple[int, ...] = ()
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

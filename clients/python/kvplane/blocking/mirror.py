@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import cast
@@ -27,7 +27,7 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import OPEN_TIMEOUT_S, Opened, OpenRequest, Progress
+from kvplane.base.session import OPEN_TIMEOUT_S, CacheRequest, Opened, OpenRequest, Progress
 from kvplane.base.step import Step, StepResult
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
@@ -37,7 +37,14 @@ from kvplane.session.options import draw_nonce
 from kvplane.v1.allocation_pb2 import RegisterReplicaRequest, SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import encode_spec
-from kvplane.wire.mirror import Mirrored, answer_digest, decode_progress, mirrored_message, slice_message
+from kvplane.wire.mirror import (
+    Mirrored,
+    answer_digest,
+    decode_cache_request,
+    decode_progress,
+    mirrored_message,
+    slice_message,
+)
 from kvplane.wire.stream import close_message, heartbeat_message, open_message, opened_of
 
 MOST_ITERATIONS = 1024
@@ -102,6 +109,7 @@ class MirrorSender:
         self._logged = MirrorLog(most_iterations)
         self._logged.begin_image(*export())
         self._stop = False
+        self._requests: dict[int, CacheRequest] = {}  # that the engine has not taken
         self._divergences = 0
         self._problem: KvplaneError | None = Unavailable("the service has not been reached yet")
         self.ended: KvplaneError | None = None
@@ -109,16 +117,31 @@ class MirrorSender:
         self._thread = threading.Thread(target=self._run, name=f"kvplane-mirror-{request.replica}", daemon=True)
         self._thread.start()
 
-    def submit(self, steps: Sequence[tuple[Step, StepResult]]) -> None:
-        """Send the steps of one iteration; call it between two steps. Never waits for the service."""
+    def submit(
+        self, steps: Sequence[tuple[Step, StepResult]], cache_requests: Mapping[int, int] | None = None
+    ) -> None:
+        """Send the steps of one iteration; call it between two steps. Never waits for the service.
+
+        `cache_requests`: by number of a step, the number of the CacheRequest that it carries out.
+        """
         if not steps or self.ended is not None:
             return
         self.num_submitted += 1
         with self._changed:
-            self._logged.add(Iteration(tuple(steps), time.monotonic_ns()))
+            self._logged.add(Iteration(tuple(steps), time.monotonic_ns(), cache_requests or {}))
             if self._logged.image_wanted:
                 self._logged.begin_image(*self._export())
             self._changed.notify_all()
+
+    def take_cache_requests(self) -> list[CacheRequest]:
+        """Return the changes of the cache that callers of the service ask for, for the engine to carry out, each in a
+        step of its own.
+        """
+        if not self._requests:
+            return []
+        with self._changed:
+            taken, self._requests = list(self._requests.values()), {}
+        return taken
 
     @property
     def state(self) -> MirrorState:
@@ -129,9 +152,13 @@ class MirrorSender:
             return MirrorState(*counts, self._problem)
 
     def wait_applied(self, timeout_s: float) -> bool:
-        """Wait until the service has applied all steps; returns whether it has. For tests and a clean end."""
+        """Wait until the service has applied all steps; returns whether it has. For tests and a clean end.
+
+        Returns at once when the replica is not mirrored any more.
+        """
         with self._changed:
-            return self._changed.wait_for(self._is_applied, timeout_s)
+            self._changed.wait_for(lambda: self.ended or self._is_applied(), timeout_s)
+            return self._is_applied()
 
     def _is_applied(self) -> bool:
         log = self._logged
@@ -160,7 +187,9 @@ class MirrorSender:
                     self._address = error.metadata.get("address", self._address)
                 if not isinstance(error, _TRIES_AGAIN):
                     _log.error("%s is not mirrored any more: %s", self._request.replica, error)
-                    self.ended = error
+                    with self._changed:
+                        self.ended = error
+                        self._changed.notify_all()
                     return
             with self._changed:
                 self._changed.wait_for(lambda: self._stop, pause_s)
@@ -180,7 +209,7 @@ class MirrorSender:
             stub.RegisterReplica(register, timeout=OPEN_TIMEOUT_S)
         except grpc.RpcError as error:
             raise error_of_rpc(cast(RpcOutcome, error)) from None
-        stream = _MirrorStream(stub, replace(self._request, nonce=draw_nonce()), self._changed, self._answered)
+        stream = _MirrorStream(stub, replace(self._request, nonce=draw_nonce()), self._changed, self._take)
         try:
             opened = stream.opened()
             with self._changed:
@@ -210,12 +239,19 @@ class MirrorSender:
             stream.send(slice_message(message.data, message.first, message.last))
         else:
             age_ms = (time.monotonic_ns() - message.at_ns) // 1_000_000
-            steps = [Mirrored(step, answer_digest(result)) for step, result in message.steps]
+            asked = message.cache_requests
+            steps = [Mirrored(step, answer_digest(result), asked.get(step.seq, 0)) for step, result in message.steps]
             stream.send(mirrored_message(steps, newest, min(age_ms, 2**32 - 1)))
         return True
 
+    def _take(self, message: Progress | CacheRequest) -> None:
+        """Process a message of the service; called with the lock held, on the reader's thread."""
+        if isinstance(message, CacheRequest):
+            self._requests[message.number] = message
+        else:
+            self._answered(message)
+
     def _answered(self, progress: Progress) -> None:
-        """Process an answer; called with the lock held, on the reader's thread."""
         self._divergences += progress.reason == "DIVERGED" and not self._logged.image_wanted
         self._logged.answered(progress)
 
@@ -228,10 +264,10 @@ class _MirrorStream:
         stub: AllocationStub,
         request: OpenRequest,
         changed: threading.Condition,
-        answered: Callable[[Progress], None],
+        taken: Callable[[Progress | CacheRequest], None],
     ) -> None:
         self.error: KvplaneError | None = None
-        self._changed, self._answered = changed, answered
+        self._changed, self._taken = changed, taken
         self._opened: Opened | None = None
         self._is_closed = False
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
@@ -282,6 +318,8 @@ class _MirrorStream:
         if self._opened is None:
             self._opened = opened_of(response)
         elif kind == "progress":
-            self._answered(decode_progress(response.progress))
+            self._taken(decode_progress(response.progress))
+        elif kind == "cache_request":
+            self._taken(decode_cache_request(response.cache_request))
         elif kind == "closed":
             self._is_closed = True

@@ -10,8 +10,8 @@ emptied, and the service needs an image.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvplane.base.session import Progress
 from kvplane.base.step import Step, StepResult
@@ -21,10 +21,16 @@ PIECE_BYTES = 256 << 10  # of an image, per message
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The steps of one iteration of the engine with their answers, and when the engine applied them, in nanoseconds."""
+    """The steps of one iteration of the engine with their answers.
+
+    Attributes:
+        at_ns: when the engine applied them, in nanoseconds.
+        cache_requests: by number of a step, the number of the CacheRequest that it carries out.
+    """
 
     steps: tuple[tuple[Step, StepResult], ...]
     at_ns: int
+    cache_requests: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -44,9 +50,9 @@ class Piece:
 class _Image:
     """An image: pieces that are encoded when they are first sent, and kept for another stream."""
 
-    def __init__(self, seq: int, slices: Iterator[bytes]) -> None:
+    def __init__(self, seq: int, slices: Iterator[bytes], piece_bytes: int) -> None:
         self.seq = seq
-        self._slices = slices
+        self._slices, self._piece_bytes = slices, piece_bytes
         self._pieces: list[Piece] = []
         self._at = 0
 
@@ -63,7 +69,7 @@ class _Image:
             is_last = True
             for one in self._slices:
                 data += one
-                if len(data) >= PIECE_BYTES:
+                if len(data) >= self._piece_bytes:
                     is_last = False
                     break
             self._pieces.append(Piece(bytes(data), not self._pieces, is_last))
@@ -81,11 +87,11 @@ class MirrorLog:
         num_images: images begun.
     """
 
-    def __init__(self, most: int) -> None:
-        """At most `most` iterations are kept."""
+    def __init__(self, most: int, piece_bytes: int = PIECE_BYTES) -> None:
+        """At most `most` iterations are kept; a piece of an image has about `piece_bytes`."""
         self.newest = self.applied_through = self.num_images = 0
         self.image_wanted = True
-        self._most = most
+        self._most, self._piece_bytes = most, piece_bytes
         self._kept: deque[Iteration] = deque()
         self._num_sent = 0  # of the kept ones, on this stream
         self._image: _Image | None = None
@@ -114,7 +120,8 @@ class MirrorLog:
 
     def begin_image(self, seq: int, slices: Iterator[bytes]) -> None:
         """Send the engine's state after step `seq` instead of all steps up to it."""
-        self._image, self.image_wanted, self.newest = _Image(seq, slices), False, max(self.newest, seq)
+        self._image = _Image(seq, slices, self._piece_bytes)
+        self.image_wanted, self.newest = False, max(self.newest, seq)
         self.num_images += 1
         self._kept.clear()
         self._num_sent = 0

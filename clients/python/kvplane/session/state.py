@@ -26,7 +26,8 @@ class SessionState:
     answered.
 
     Attributes:
-        epoch, spec, kept_keys, lease_ms, max_rows: as the service answered when the session opened; see Opened.
+        epoch, spec, kept_keys, lease_ms, max_rows, max_steps: as the service answered when the session opened, see
+            Opened.
         free_blocks: number of free blocks, exact after the last answer.
         busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write;
             ascending. The service does not allocate these blocks.
@@ -40,7 +41,7 @@ class SessionState:
         self.max_rows = opened.max_rows
         self.free_blocks = opened.free_blocks
         self.busy_blocks = opened.busy_blocks
-        self._max_steps = opened.max_steps_in_flight
+        self.max_steps = opened.max_steps_in_flight
         self._next = (opened.seq + 1, opened.next_part)
         self._answered_seq = opened.seq
         self._executed_through = 0
@@ -79,9 +80,9 @@ class SessionState:
                 field="parts",
                 remedy="send Part() for a step without rows",
             )
-        if part == 0 and self.in_flight >= self._max_steps:
+        if part == 0 and self.in_flight >= self.max_steps:
             raise LimitExceeded(
-                f"{self.in_flight} steps are in flight, the maximum is {self._max_steps}",
+                f"{self.in_flight} steps are in flight, the maximum is {self.max_steps}",
                 remedy="receive an answer first",
             )
         if len(self._unanswered) >= self.max_rows:
@@ -181,7 +182,7 @@ class SessionState:
         that began the new life.
         """
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
-        self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
+        self.lease_ms, self.max_rows, self.max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.adopted_loads)
         self._num_lost = len(self._unanswered)
         lost = self.unanswered()

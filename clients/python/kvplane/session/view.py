@@ -30,6 +30,16 @@ class SessionView:
         return self._machine.state.spec
 
     @property
+    def max_rows(self) -> int:
+        """The most rows of a step that the service accepts."""
+        return self._machine.state.max_rows
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """The most steps that may be sent and not executed."""
+        return self._machine.state.max_steps
+
+    @property
     def free_blocks(self) -> int:
         """The number of free blocks of the pool; exact after the last answer."""
         return self._machine.state.free_blocks

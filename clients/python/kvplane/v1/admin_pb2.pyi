@@ -223,10 +223,12 @@ class ExplainResponse(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("replica",)
+    __slots__ = ("replica", "divergence")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
     replica: str
-    def __init__(self, replica: _Optional[str] = ...) -> None: ...
+    divergence: bool
+    def __init__(self, replica: _Optional[str] = ..., divergence: bool = ...) -> None: ...
 
 class RecordResponse(_message.Message):
     __slots__ = ("header", "decision", "life")

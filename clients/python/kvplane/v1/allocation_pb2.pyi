@@ -246,18 +246,22 @@ class DescribeReplicaResponse(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ...) -> None: ...
 
 class MirrorStatus(_message.Message):
-    __slots__ = ("lag_steps", "lag_ms", "hidden", "images", "divergences")
+    __slots__ = ("lag_steps", "lag_ms", "hidden", "images", "divergences", "diverged_seq", "diverged")
     LAG_STEPS_FIELD_NUMBER: _ClassVar[int]
     LAG_MS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     DIVERGENCES_FIELD_NUMBER: _ClassVar[int]
+    DIVERGED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    DIVERGED_FIELD_NUMBER: _ClassVar[int]
     lag_steps: int
     lag_ms: int
     hidden: str
     images: int
     divergences: int
-    def __init__(self, lag_steps: _Optional[int] = ..., lag_ms: _Optional[int] = ..., hidden: _Optional[str] = ..., images: _Optional[int] = ..., divergences: _Optional[int] = ...) -> None: ...
+    diverged_seq: int
+    diverged: str
+    def __init__(self, lag_steps: _Optional[int] = ..., lag_ms: _Optional[int] = ..., hidden: _Optional[str] = ..., images: _Optional[int] = ..., divergences: _Optional[int] = ..., diverged_seq: _Optional[int] = ..., diverged: _Optional[str] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("epoch", "seq", "took_ns", "rows", "age_ms")
@@ -631,12 +635,14 @@ class MirrorTerms(_message.Message):
     def __init__(self, core_version: _Optional[int] = ..., commit: _Optional[_Union[_replica_pb2.CommitRule, str]] = ...) -> None: ...
 
 class MirroredStep(_message.Message):
-    __slots__ = ("step", "digest")
+    __slots__ = ("step", "digest", "cache_request")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     step: _step_pb2.Step
     digest: bytes
-    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    cache_request: int
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., digest: _Optional[bytes] = ..., cache_request: _Optional[int] = ...) -> None: ...
 
 class MirroredSteps(_message.Message):
     __slots__ = ("steps", "newest", "age_ms")
@@ -669,6 +675,16 @@ class MirrorProgress(_message.Message):
     reason: str
     message: str
     def __init__(self, applied_through: _Optional[int] = ..., image_wanted: bool = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class CacheRequest(_message.Message):
+    __slots__ = ("number", "block_ids", "reset")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    reset: bool
+    def __init__(self, number: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., reset: bool = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close", "mirrored_steps", "image")
@@ -735,17 +751,19 @@ class SessionClosed(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("opened", "result", "error", "draining", "closed", "progress")
+    __slots__ = ("opened", "result", "error", "draining", "closed", "progress", "cache_request")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     opened: SessionOpened
     result: _step_pb2.StepResult
     error: _step_pb2.StepError
     draining: Draining
     closed: SessionClosed
     progress: MirrorProgress
-    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StepError, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ..., progress: _Optional[_Union[MirrorProgress, _Mapping]] = ...) -> None: ...
+    cache_request: CacheRequest
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StepError, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ..., progress: _Optional[_Union[MirrorProgress, _Mapping]] = ..., cache_request: _Optional[_Union[CacheRequest, _Mapping]] = ...) -> None: ...

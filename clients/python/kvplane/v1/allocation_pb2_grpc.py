@@ -172,14 +172,16 @@ class AllocationServicer(object):
 
     def EvictBlocks(self, request, context):
         """Removes all keys of blocks; requests keep the blocks. INVALID_ARGUMENT: a block outside the pool; other errors as
-        in AllocateSlots.
+        in AllocateSlots. Of a mirrored replica: answered when the engine has removed them; UNAVAILABLE if it has not in
+        time, and may do so later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots.
+        """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
+        for EvictBlocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

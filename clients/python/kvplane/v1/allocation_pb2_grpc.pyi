@@ -67,10 +67,13 @@ class AllocationStub:
     """Ends or preempts a request, or releases the blocks of a held request. Errors as in AllocateSlots."""
     EvictBlocks: _grpc.UnaryUnaryMultiCallable[_allocation_pb2.EvictBlocksRequest, _allocation_pb2.EvictBlocksResponse]
     """Removes all keys of blocks; requests keep the blocks. INVALID_ARGUMENT: a block outside the pool; other errors as
-    in AllocateSlots.
+    in AllocateSlots. Of a mirrored replica: answered when the engine has removed them; UNAVAILABLE if it has not in
+    time, and may do so later.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_allocation_pb2.ResetPrefixCacheRequest, _allocation_pb2.ResetPrefixCacheResponse]
-    """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots."""
+    """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
+    for EvictBlocks.
+    """
     Session: _grpc.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
     A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -117,10 +120,13 @@ class AllocationAsyncStub(AllocationStub):
     """Ends or preempts a request, or releases the blocks of a held request. Errors as in AllocateSlots."""
     EvictBlocks: _aio.UnaryUnaryMultiCallable[_allocation_pb2.EvictBlocksRequest, _allocation_pb2.EvictBlocksResponse]  # type: ignore[assignment]
     """Removes all keys of blocks; requests keep the blocks. INVALID_ARGUMENT: a block outside the pool; other errors as
-    in AllocateSlots.
+    in AllocateSlots. Of a mirrored replica: answered when the engine has removed them; UNAVAILABLE if it has not in
+    time, and may do so later.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_allocation_pb2.ResetPrefixCacheRequest, _allocation_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots."""
+    """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
+    for EvictBlocks.
+    """
     Session: _aio.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]  # type: ignore[assignment]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
     A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -218,7 +224,8 @@ class AllocationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocation_pb2.EvictBlocksResponse, _abc.Awaitable[_allocation_pb2.EvictBlocksResponse]]:
         """Removes all keys of blocks; requests keep the blocks. INVALID_ARGUMENT: a block outside the pool; other errors as
-        in AllocateSlots.
+        in AllocateSlots. Of a mirrored replica: answered when the engine has removed them; UNAVAILABLE if it has not in
+        time, and may do so later.
         """
 
     @_abc_1.abstractmethod
@@ -227,7 +234,9 @@ class AllocationServicer(metaclass=_abc_1.ABCMeta):
         request: _allocation_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocation_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_allocation_pb2.ResetPrefixCacheResponse]]:
-        """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots."""
+        """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
+        for EvictBlocks.
+        """
 
     @_abc_1.abstractmethod
     def Session(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplane.base.session import Progress
+from kvplane.base.session import CacheRequest, Progress
 from kvplane.base.step import Blocks, CacheEvent, EventKind, PartResult, Step, StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.step import decode_step, encode_step
@@ -26,10 +26,13 @@ _ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_b
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """A step that an engine has applied, and the digest of its answer."""
+    """A step that an engine has applied, the digest of its answer, and the number of the CacheRequest that it carries
+    out.
+    """
 
     step: Step
     digest: bytes
+    cache_request: int = 0
 
 
 def answer_digest(result: StepResult) -> bytes:
@@ -75,13 +78,16 @@ def _packed_events(events: Sequence[CacheEvent]) -> Iterator[bytes]:
 
 def mirrored_message(steps: Iterable[Mirrored], newest: int, age_ms: int) -> pb.SessionRequest:
     """Return the message with the steps of one iteration of the engine."""
-    packed = [pb.MirroredStep(step=encode_step(one.step), digest=one.digest) for one in steps]
+    packed = [
+        pb.MirroredStep(step=encode_step(one.step), digest=one.digest, cache_request=one.cache_request)
+        for one in steps
+    ]
     return pb.SessionRequest(mirrored_steps=pb.MirroredSteps(steps=packed, newest=newest, age_ms=age_ms))
 
 
 def decode_mirrored(message: pb.MirroredSteps, digest_size: int) -> list[Mirrored]:
     """Return the steps of a message. Raises InvalidArgument for a step that is malformed."""
-    return [Mirrored(decode_step(one.step, digest_size), one.digest) for one in message.steps]
+    return [Mirrored(decode_step(one.step, digest_size), one.digest, one.cache_request) for one in message.steps]
 
 
 def slice_message(data: bytes, first: bool, last: bool) -> pb.SessionRequest:
@@ -104,3 +110,14 @@ def progress_message(progress: Progress) -> pb.SessionResponse:
 def decode_progress(message: pb.MirrorProgress) -> Progress:
     """Return the progress of the service in a message."""
     return Progress(message.applied_through, message.image_wanted, message.reason, message.message)
+
+
+def cache_request_message(request: CacheRequest) -> pb.SessionResponse:
+    """Return the message with a change that the engine carries out."""
+    asked = pb.CacheRequest(number=request.number, block_ids=request.blocks, reset=request.reset)
+    return pb.SessionResponse(cache_request=asked)
+
+
+def decode_cache_request(message: pb.CacheRequest) -> CacheRequest:
+    """Return the change that a message asks for."""
+    return CacheRequest(message.number, tuple(message.block_ids), message.reset)
