@@ -97,7 +97,7 @@ def find_equal(values: array[int]) -> Generator[None, None, tuple[int, ...]]:
     return ()
 
 
-def put_zeros(target: array[int], at: Sequence[int] | Ints) -> None:
+def put_zeros(target: array[int], at: Ints) -> None:
     """Set the entries at these positions to 0."""
     np.frombuffer(target, target.typecode)[at] = 0
 

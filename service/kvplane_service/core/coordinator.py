@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from kvplane.base.checkpoints import CheckpointRule
@@ -16,7 +15,7 @@ from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
-from kvplane_service.core.setup import is_cached, states_for_drafts
+from kvplane_service.core.setup import is_cached, replay_boundaries, states_for_drafts
 
 NO_HIT = Hit(0, 0, ())
 
@@ -109,11 +108,17 @@ class Coordinator:
         self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
         self.checkpoints_single_group_hits = any(group.checkpoints_single_group_hits for group in spec.groups)
         self._caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
+        # An allocation changes no other bound of these groups' fast path.
+        self._only_tables_grow = all(
+            group.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SLIDING_WINDOW)
+            and group.block_size == spec.hash_block_size
+            for group in spec.groups
+        )
         self._drops_last_block = any(manager.drops_last_block for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
         # A request with a retained window computes its tokens behind the prompt without those in the gap.
         retains = any(group.kind is GroupKind.R_SWA for group in spec.groups)
-        self._hits_end_in_prompt = retains and spec.commit is CommitRule.SAFE
+        self.hits_end_in_prompt = retains and spec.commit is CommitRule.SAFE
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
 
     def _find_cache_unit(self) -> int:
@@ -133,7 +138,7 @@ class Coordinator:
         """
         requests = self.requests
         most = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
-        if self._hits_end_in_prompt:
+        if self.hits_end_in_prompt:
             most = min(most, requests.num_prompt[slot])
         return self.lookup.find(requests.content[slot].digests, requests.domain[slot], most, INSIDE, limit)
 
@@ -219,9 +224,14 @@ class Coordinator:
         num_slots = min(num_main + lookahead, self.spec.max_model_len)
         processed = max(0, computed - in_flight)
         new: Sequence[list[int]] | None = ()
-        grows = num_slots > requests.alloc_bound[slot] or processed >= requests.window_bound[slot] or leave_free > 0
+        slides = processed >= requests.window_bound[slot] or leave_free > 0
+        grows = slides or num_slots > requests.alloc_bound[slot]
         if grows:
-            new = self._grow_tables(slot, num_slots, num_main, processed, leave_free)
+            is_plain = self._only_tables_grow and requests.alloc_bound[slot] and not (slides or delay_caching)
+            if is_plain:
+                new, grows = self._append_blocks(slot, num_slots, num_main), False
+            else:
+                new = self._grow_tables(slot, num_slots, num_main, processed, leave_free)
             if new is None:
                 requests.invalidate_fast_path(slot)
                 return None
@@ -234,6 +244,22 @@ class Coordinator:
             self._find_fast_path(slot, processed, num_main)
         elif registers:
             self._find_next_key(slot, num_main)
+        return new
+
+    def _append_blocks(self, slot: int, num_slots: int, num_main: int) -> list[list[int]] | None:
+        """Do what `_grow_tables` and `_find_fast_path` do where no block leaves a window: of the bounds of the fast
+        path, only that of the tables moves.
+        """
+        requests = self.requests
+        missing = [manager.blocks_to_extend(slot, num_slots, num_main) for manager in self.managers]
+        if sum(missing) > self.pool.num_free:
+            return None
+        new = [
+            manager.allocate(slot, num_slots, num_main, 0) if count else []
+            for manager, count in zip(self.managers, missing, strict=True)
+        ]
+        bound = requests.alloc_bound[slot] = min([manager.alloc_bound(slot) for manager in self.managers])
+        requests.fast_path_until[slot] = min(bound, requests.window_bound[slot], requests.register_bound[slot] - 1)
         return new
 
     def _grow_tables(
@@ -358,7 +384,7 @@ class Coordinator:
         """Register the full blocks of the request's first `num_tokens` tokens, so that look-ups find them."""
         if not self.spec.enable_caching:
             return
-        boundaries = _replay_boundaries(
+        boundaries = replay_boundaries(
             self.requests.num_prompt[slot],
             self.spec.scheduler_block_size,
             self._drops_last_block,
@@ -436,23 +462,27 @@ class Coordinator:
 
         The caller must release the references that kept these blocks until the copies ran.
         """
-        held = [block for manager in self.managers for pair in manager.copies for block in pair]
+        held: list[int] = []
         for manager in self.managers:
-            manager.copies.clear()
+            if manager.copies:
+                held += [block for pair in manager.copies for block in pair]
+                manager.copies.clear()
         return held
 
     def take_orders(self) -> Orders:
         """Return and clear the orders (copy or zero blocks, write stamps) that ranks must carry out, collected since
         the last call.
         """
-        orders, taken = self._orders, Orders()
-        for name in ("copy_src", "copy_dst", "copy_group", "zero_block", "zero_group"):
-            column = getattr(orders, name)
-            setattr(taken, name, column[:])
-            column.clear()
-        taken.stamp_block = list(self.pool.stamped)
-        taken.stamp = [self.pool.stamp[block] for block in taken.stamp_block]
-        self.pool.stamped.clear()
+        orders, taken, pool = self._orders, Orders(), self.pool
+        if orders.copy_src or orders.zero_block:
+            for name in ("copy_src", "copy_dst", "copy_group", "zero_block", "zero_group"):
+                column = getattr(orders, name)
+                setattr(taken, name, column[:])
+                column.clear()
+        if pool.stamped:
+            taken.stamp_block = list(pool.stamped)
+            taken.stamp = [pool.stamp[block] for block in taken.stamp_block]
+            pool.stamped.clear()
         return taken
 
     def tables(self, slot: int) -> list[list[int]]:
@@ -462,22 +492,3 @@ class Coordinator:
 
 def _has_aligned_states(group: GroupSpec) -> bool:
     return group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.ALIGN
-
-
-@lru_cache(maxsize=4096)
-def _replay_boundaries(num_prompt: int, unit: int, drops_last_block: bool, keep_divergence: bool) -> tuple[int, ...]:
-    """Return the positions, in tokens, at which the computation of a later request that repeats this prompt can begin.
-
-    An identical prompt begins at the latest with its last token; a longer prompt at the end of this one. Where look-ups
-    leave out the last matched block, both positions are one block lower. `keep_divergence` adds the position one
-    alignment unit lower, for prompts that differ inside their last block (vLLM #57610).
-    """
-    if not drops_last_block:
-        boundaries = {num_prompt - 1}
-    else:
-        resend = (num_prompt - 1) // unit * unit
-        extension = num_prompt // unit * unit
-        boundaries = {max(resend - unit, 0), max(extension - unit, 0)}
-    if keep_divergence:
-        boundaries |= {max(boundary // unit * unit - unit, 0) for boundary in boundaries}
-    return tuple(sorted(boundaries))

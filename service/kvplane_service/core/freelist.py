@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvplane_service.core.columns import SLICE_BLOCKS, U32, Ints, column
 
@@ -54,10 +55,11 @@ class FreeList:
 
     def __iter__(self) -> Iterator[int]:
         """Yield the block ids in eviction order."""
-        block = self._next[self.sentinel]
-        while block != self.sentinel:
-            yield block
-            block = self._next[block]
+        return _walk(self._next, self.sentinel)
+
+    def copy(self) -> Iterator[int]:
+        """Return an iterator over the block ids in the present order, whatever changes before it is read."""
+        return _walk(self._next[:], self.sentinel)
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks. The caller must check that the list has at least
@@ -96,7 +98,7 @@ class FreeList:
         self.count = 0
         self.append(list(order))
 
-    def put_unkeyed_first(self, key: Sequence[object], num_keyed: int) -> Generator[None]:
+    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None]:
         """Move all blocks without a key to the front of all blocks with a key. Yields between slices; the list is valid
         at each yield.
 
@@ -105,28 +107,43 @@ class FreeList:
         them. Blocks with keys keep their order, even when the generator is closed before its end.
 
         Args:
-            key: one entry per block of the pool; None: the block has no key.
+            key_tokens: one entry per block of the pool; 0: the block has no key.
             num_keyed: number of free blocks that have a key.
         """
-        behind: list[int] = []  # blocks without a key, last one first
-        block, left = self.sentinel, num_keyed
-        while left:
-            for _ in range(SLICE_BLOCKS):
+        tokens = np.frombuffer(key_tokens, np.uint32)
+        walked: list[Ints] = []  # pieces of the list, in its order; the last piece is the front one
+        block, unwalked, first = self.sentinel, self.count, self.sentinel
+        while num_keyed:
+            piece = []
+            for _ in range(min(SLICE_BLOCKS, unwalked)):
                 block = self._previous[block]
-                if key[block] is None:
-                    behind.append(block)
-                    continue
-                left -= 1
-                if not left:
-                    break
+                piece.append(block)
+            unwalked -= len(piece)
+            at = np.array(piece)
+            keyed = np.flatnonzero(tokens[at])
+            if num_keyed <= len(keyed):
+                at = at[: keyed[num_keyed - 1] + 1]
+                first = int(at[-1])
+            num_keyed -= min(num_keyed, len(keyed))
+            walked.append(at[::-1])
             yield
-        while behind:
-            moved = behind[: -SLICE_BLOCKS - 1 : -1]
-            del behind[-SLICE_BLOCKS:]
-            for one in moved:
-                self.remove(one)
-            self._insert(self._previous[block], moved)
+        while walked:
+            self._split(walked.pop(), tokens, first)
             yield
+
+    def _split(self, piece: Ints, tokens: npt.NDArray[np.uint32], first: int) -> None:
+        """Move the blocks without a key of a piece of the list in front of the block `first`."""
+        has_key = tokens[piece] > 0
+        unkeyed = piece[~has_key]
+        if len(unkeyed):
+            before, after = self._previous[int(piece[0])], self._next[int(piece[-1])]
+            self._link([before], piece[has_key], [after])
+            self._link([self._previous[first]], unkeyed, [first])
+
+    def _link(self, *blocks: Ints | list[int]) -> None:
+        chain = np.concatenate(blocks)
+        np.frombuffer(self._next, np.uint32)[chain[:-1]] = chain[1:]
+        np.frombuffer(self._previous, np.uint32)[chain[1:]] = chain[:-1]
 
     def replace(self, links: Links) -> None:
         """Replace the list by links that were built for a pool of the same size; takes ownership of the arrays."""
@@ -151,3 +168,10 @@ class FreeList:
             yield block, self._previous[block]
             if block == self.sentinel:
                 return
+
+
+def _walk(following: Sequence[int], sentinel: int) -> Iterator[int]:
+    block = following[sentinel]
+    while block != sentinel:
+        yield block
+        block = following[block]

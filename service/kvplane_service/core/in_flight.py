@@ -108,12 +108,15 @@ class InFlightTracker:
         if not self._requests.skip_reading[slot]:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
             self._counters.hit_tokens += num_hit
-        pool, stay = self._blocks.pool, self._stay(slot)
+        pool, stay, last = self._blocks.pool, self._stay(slot), 0
         if not self._safe:
             return
         for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
-            if pool.key_step[block] > pool.executed_through:
-                self.adoptions.setdefault(pool.key_step[block], {}).setdefault(block, []).append(stay)
+            step = pool.key_step[block]
+            if step > pool.executed_through:
+                self.adoptions.setdefault(step, {}).setdefault(block, []).append(stay)
+                last = max(last, step)
+        self._requests.adopted_step[slot] = last
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
         """Record that the launch of this step itself loads the request's external tokens: the load ends with
@@ -159,8 +162,7 @@ class InFlightTracker:
             return False
         if requests.granted_step[slot] > self._blocks.pool.executed_through:
             return False  # a row that was granted 0 tokens can order a copy too
-        stay = self._stay(slot)
-        return not any(stay in adopters for book in self.adoptions.values() for adopters in book.values())
+        return requests.adopted_step[slot] <= self._blocks.pool.executed_through
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -178,8 +180,9 @@ class InFlightTracker:
                     left = in_flight[slot] - count
                     in_flight[slot] = left if left > 0 else 0
         for book in (self.tentative, self.adoptions, self.filling):
-            for seq in [seq for seq in book if seq <= through]:
-                del book[seq]
+            if book:
+                for seq in [seq for seq in book if seq <= through]:
+                    del book[seq]
         while self.waiting and self.waiting[0][0] <= through:
             pool.release(self.waiting.popleft()[1])
 
@@ -372,8 +375,9 @@ class InFlightTracker:
         With commit=reference (the replica behaves as vLLM) they are released immediately.
         """
         copies = self._blocks.take_copies()
-        self._blocks.pool.note_use(copies, seq)
-        self.release_later(copies, seq if self._safe else 0)
+        if copies:
+            self._blocks.pool.note_use(copies, seq)
+            self.release_later(copies, seq if self._safe else 0)
 
     def abandon(self) -> Generator[None]:
         """Release the blocks of all requests at the end of an engine life (the time of one epoch): its steps in flight

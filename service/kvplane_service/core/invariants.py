@@ -390,6 +390,10 @@ def _check_records(replica: Replica) -> Slices:
         for piece in pieces((block, stay) for block, stays in adoptions.items() for stay in stays):
             for block, (slot, serial) in piece:
                 runs = requests.running[slot] and requests.serial[slot] == serial
+                last_adopted = requests.adopted_step[slot]
+                if runs and last_adopted < step:
+                    text = f"slot {slot} adopted a key of step {step}, the last recorded is {last_adopted}"
+                    raise BrokenInvariant("adoptions", text)
                 if runs and (step, block) not in recorded:
                     text = f"slot {slot} adopted block {block} of step {step}, which has no record of its key"
                     raise BrokenInvariant("adoptions", text)

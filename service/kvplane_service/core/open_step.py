@@ -14,23 +14,21 @@ a budget; if blocks are missing, the row is refused and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import CommitRule
+from kvplane.base.groups import MAX_TOKENS, CommitRule
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
     UNLIMITED,
-    Admit,
     AdmitStatus,
     Budget,
     Cache,
     End,
     News,
-    OnRefusal,
     Part,
     PartResult,
     RowFlag,
@@ -41,7 +39,7 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Growth
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.part_rows import PartRows, facts_section, run_section
+from kvplane_service.core.part_rows import AdmitRow, PartRows, admit_section, facts_section, run_section
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 from kvplane_service.core.step_applier import StepApplier
@@ -52,8 +50,7 @@ NO_END = End.NONE  # an enum's attribute costs more than a global
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitTerms:
+class AdmitTerms(NamedTuple):
     """Options of one admission: the entries of its row in the columns of `Admit`, where they are explained."""
 
     hit_limit: int = UNLIMITED
@@ -65,6 +62,9 @@ class AdmitTerms:
     flags: int = 0
     skip_zero_groups: int = ALL_GROUPS
     single_group_hit: int = UNLIMITED
+
+
+NO_TERMS = AdmitTerms()
 
 
 class _Section(IntEnum):
@@ -97,16 +97,21 @@ class OpenStep:
         self._parts: list[PartRows] = []
         self._results: list[PartResult] = []
         self._begun = False  # `new_step` was called
-        self.new_blocks: list[list[int]] = []  # of the last admit row, per group
+        self.new_blocks: list[list[int]] = []  # of the last admit row that was granted, per group
         self.granted: set[int] = set()  # slots that run in this step; read only
         self._loads: set[int] = set()  # slots whose load begins in this step
         self._row_in: dict[int, int] = {}  # by slot: number of the part with its last run or admit row
         self._decode_flags = UNALIGNED if self._aligns else 0
         pool = self._blocks.pool
-        through = max(executed_through, pool.executed_through)
-        self._validator = StepValidator(replica.spec, replica.requests, through, pool.busy)
+        self._through = max(executed_through, pool.executed_through)
         replica.begin_step(self.seq, executed_through)
         self._open_part()
+
+    @cached_property
+    def _validator(self) -> StepValidator:
+        """Checks the rows that the methods here do not check themselves; most steps have none."""
+        pool = self._blocks.pool
+        return StepValidator(self._replica.spec, self._requests, self._through, pool.busy)
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
@@ -126,12 +131,18 @@ class OpenStep:
             self._open_part()
         return self._results
 
+    @property
+    def results(self) -> list[PartResult]:
+        """The results that are complete."""
+        return self._results
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _open_part(self) -> None:
         self._section = _Section.FACTS
         self._rows = PartRows()
         self._result = PartResult()
+        self._applier: StepApplier | None = None  # of the admit rows of the open part
 
     def _close_part(self) -> None:
         self._leave_section()
@@ -249,7 +260,9 @@ class OpenStep:
         for name, value in columns.items():
             setattr(news, name, [value])
         self._validator.check_row(Part(news=news), self.seq)
-        self._enter(_Section.NEWS)
+        # The row may be recorded before rows of other requests, which neither read nor change what it changes: its slot
+        # was free in the whole part, since the row that ends a request is the first of its part that names the request.
+        self._section = max(self._section, _Section.NEWS)
         self._replica.apply_news(news, [Content(list(digests))])
         self._rows.news.append(news)
 
@@ -271,18 +284,15 @@ class OpenStep:
             lookahead: further token positions that must have a block.
             in_flight: as in the columns of `Run`.
         """
-        requests = self._requests
+        requests, row_in = self._requests, self._row_in
         computed, before = requests.computed[slot], requests.num_tokens[slot]
         end = computed + num_new
-        if (
-            not requests.running[slot]
-            or not before <= num_tokens <= end <= requests.limit[slot]
-            or not (num_new > 0 and 0 <= lookahead <= MAX_LOOKAHEAD and in_flight >= 0)
-            or slot in self._row_in  # a second row: perhaps a second grant
-            or slot in requests.loading
-            or (end > num_tokens and self._blocks.has_states)  # drafts are limited by the states that are kept for them
-            or (digests and not self._are_next(slot, num_tokens, digests))
-        ):
+        if slot in row_in or not (num_new > 0 and before <= num_tokens <= end <= requests.limit[slot]):
+            return False  # a second row: perhaps a second grant
+        # Below the bound nothing is allocated or registered; it is 0 for a request that does not run or that loads.
+        is_quiet = not digests and end == num_tokens and end + lookahead <= requests.fast_path_until[slot]
+        is_quiet = is_quiet and 0 <= lookahead <= MAX_LOOKAHEAD
+        if not is_quiet and not self._may_grow(slot, num_tokens, digests, end, lookahead, in_flight):
             return False
         if self._section is not RUN:
             self._enter(RUN)
@@ -293,24 +303,38 @@ class OpenStep:
                 self._replica.facts.add_digests(slot, digests)
             # Recorded before the rows of other requests, which neither read nor change what this row changes.
             rows.facts.append((slot, UNCHANGED, num_tokens - before, digests, UNCHANGED, UNCHANGED, NO_END, 0))
+        row_in[slot] = len(self._parts)
         new: Sequence[list[int]] | None = ()
-        if end + lookahead > requests.fast_path_until[slot]:
-            new = self._blocks.extend(slot, Growth(num_new, lookahead, in_flight))
-            if new is not None:
-                self._tracker.note_keys(slot, self.seq)
+        if is_quiet or end + lookahead <= requests.fast_path_until[slot]:
+            rows.runs.append((slot, end - num_tokens, lookahead, -1, self._decode_flags, 0))
         else:
-            in_flight = -1  # not read
-        self._row_in[slot] = len(self._parts)
-        rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
-        if new is None:
-            granted.append(0)
-            return None
-        if new:
-            self._report_new_blocks(new)
+            rows.runs.append((slot, end - num_tokens, lookahead, in_flight, self._decode_flags, 0))
+            new = self._blocks.extend(slot, Growth(num_new, lookahead, in_flight))
+            if new is None:
+                granted.append(0)
+                return None
+            self._tracker.note_keys(slot, self.seq)
+            if new:
+                self._report_new_blocks(new)
         granted.append(num_new)
         requests.computed[slot] = end
         self.granted.add(slot)
         return new
+
+    def _may_grow(
+        self, slot: int, num_tokens: int, digests: Sequence[bytes], end: int, lookahead: int, in_flight: int
+    ) -> bool:
+        """Whether a request may append tokens and hashes, and compute up to position `end`, without further checks."""
+        requests = self._requests
+        return (
+            requests.running[slot]
+            and 0 <= lookahead <= MAX_LOOKAHEAD
+            and in_flight >= 0
+            and slot not in requests.loading
+            # Drafts are limited by the states that are kept for them.
+            and not (end > num_tokens and self._blocks.has_states)
+            and (not digests or self._are_next(slot, num_tokens, digests))
+        )
 
     def _are_next(self, slot: int, num_tokens: int, digests: Sequence[bytes]) -> bool:
         """Whether the request may append these hashes when it has `num_tokens` tokens."""
@@ -386,58 +410,58 @@ class OpenStep:
             raise InvalidArgument(f"slot {slot} has no request", field="slot")
         return self._blocks.find_hit(slot, limit)
 
-    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = AdmitTerms()) -> AdmitStatus:
+    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more.
 
         `num_hit` must be what `look_up` returned for `terms.hit_limit`; if the hit has changed since, the status is
         STALE_HIT. `new_blocks` has the new blocks of a granted row per group.
         """
-        flags = terms.flags | UNALIGNED if self._aligns else terms.flags
-        row = Admit(
-            [slot],
-            extra=[num_hit + terms.external + num_new - self._num_tokens(slot)],
-            lookahead=[terms.lookahead],
-            external=[terms.external],
-            expected_hit=[num_hit],
-            encoder_tokens=[terms.encoder_tokens],
-            reserved=[terms.reserved],
-            watermark=[terms.watermark],
-            flags=[flags],
-            on_refusal=OnRefusal.SKIP,
-            hit_limit=[terms.hit_limit],
-            min_new=[0],
-            skip_zero_groups=[terms.skip_zero_groups],
-            single_group_hit=[terms.single_group_hit],
+        row = AdmitRow(
+            slot,
+            num_hit + terms.external + num_new - self._num_tokens(slot),
+            lookahead=terms.lookahead,
+            external=terms.external,
+            expected_hit=num_hit,
+            encoder_tokens=terms.encoder_tokens,
+            reserved=terms.reserved,
+            watermark=int(terms.watermark),
+            flags=int(terms.flags) | self._decode_flags,
+            hit_limit=terms.hit_limit,
+            min_new=0,
+            skip_zero_groups=terms.skip_zero_groups,
+            single_group_hit=terms.single_group_hit,
         )
-        self._validator.check_row(Part(admit=row), self.seq)
+        if not self._is_plain_admission(row):
+            self._validator.check_row(Part(admit=admit_section([row])), self.seq)
         if not 0 <= num_new <= self._replica.spec.max_model_len - num_hit - terms.external:
             message = f"{num_new} new tokens after {num_hit} + {terms.external}: give 0 to max_model_len in all"
             raise InvalidArgument(message, field="num_new")
         self._enter(_Section.ADMIT, slot)
-        answer, result = PartResult(), self._result
-        StepApplier(self._blocks, self._tracker, Budget(), answer, self.seq).admit(row)
-        _append_admission(result, answer, len(result.granted) + len(self._rows.admits))
-        if answer.admit_status[0] == AdmitStatus.GRANTED:
-            self.granted.add(slot)
-            if terms.external and flags & DELAY_CACHING:
-                self._loads.add(slot)
+        if self._applier is None:
+            self._applier = StepApplier(self._blocks, self._tracker, Budget(), self._result, self.seq)
+        status = self._applier.admit_row(row)
         self._rows.admits.append(row)
-        blocks = answer.new_blocks.by_row().get(0, {})
-        self.new_blocks = [blocks.get(group, []) for group in range(len(self._blocks.managers))]
-        return AdmitStatus(answer.admit_status[0])
+        if status is AdmitStatus.GRANTED:
+            self.granted.add(slot)
+            self.new_blocks = self._applier.new_blocks
+            if row.external and row.flags & DELAY_CACHING:
+                self._loads.add(slot)
+        return status
+
+    def _is_plain_admission(self, row: AdmitRow) -> bool:
+        """Whether all entries of the row are within the validator's limits, and it loads nothing, as most rows."""
+        return (
+            self._requests.is_live(row.slot)
+            and row.external == row.encoder_tokens == row.reserved == 0
+            and -MAX_TOKENS <= row.extra <= MAX_TOKENS
+            and 0 <= row.lookahead <= MAX_LOOKAHEAD
+            and 0 <= row.expected_hit <= self._replica.spec.max_model_len
+            and 0 <= row.watermark <= Watermark.NEVER
+            and not row.flags & ~(UNALIGNED | FULL_FIT)
+            and 0 <= row.hit_limit <= UNLIMITED
+            and 0 <= row.skip_zero_groups <= ALL_GROUPS
+            and 0 <= row.single_group_hit <= UNLIMITED
+        )
 
     def _num_tokens(self, slot: int) -> int:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
-
-
-def _append_admission(result: PartResult, answer: PartResult, row: int) -> None:
-    """Append the answer to one admit row to the result of the part; `row` is the row's number in the part."""
-    before = len(result.admit_status)
-    if result.admit_load_after or answer.admit_load_after:
-        missing = [0] * (before - len(result.admit_load_after))
-        result.admit_load_after = [*result.admit_load_after, *missing, *(answer.admit_load_after or [0])]
-    for name in ("admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "preempted"):
-        getattr(result, name).extend(getattr(answer, name))
-    for blocks, given in ((result.new_blocks, answer.new_blocks), (result.tables, answer.tables)):
-        for group, ids in given.by_row().get(0, {}).items():
-            blocks.add(row, group, ids)

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
-from kvplane.base.step import UNCHANGED, Admit, Cache, End, Facts, News, OnRefusal, Part, Run
+from kvplane.base.step import (
+    ALL_GROUPS,
+    ANY_HIT,
+    UNCHANGED,
+    UNLIMITED,
+    Admit,
+    Cache,
+    End,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    Run,
+    Watermark,
+)
 
 FactsRow = tuple[int, int, int, Sequence[bytes], int, int, End, int]  # an `Update`
 RunRow = tuple[int, int, int, int, int, int]  # slot, extra, lookahead, in_flight, flags, reserved
+
+
+class AdmitRow(NamedTuple):
+    """One row of `Admit`, with the default of each column that the section leaves out."""
+
+    slot: int
+    extra: int = 0
+    cap: int = UNLIMITED
+    lookahead: int = 0
+    external: int = 0
+    expected_hit: int = ANY_HIT
+    encoder_tokens: int = 0
+    reserved: int = 0
+    watermark: int = int(Watermark.AUTO)
+    flags: int = 0
+    hit_limit: int = UNLIMITED
+    min_new: int = 1
+    skip_zero_groups: int = ALL_GROUPS
+    single_group_hit: int = UNLIMITED
+
+
+_ADMIT_COLUMNS = AdmitRow._fields[1:]
+
+
+def admit_rows(section: Admit) -> Iterator[AdmitRow]:
+    """Yield the rows of a section."""
+    defaults = AdmitRow._field_defaults
+    columns = [getattr(section, name) or repeat(defaults[name]) for name in _ADMIT_COLUMNS]
+    return map(AdmitRow._make, zip(section.slot, *columns, strict=False))
 
 
 class PartRows:
@@ -20,7 +65,7 @@ class PartRows:
         self.cache: Cache | None = None
         self.news: list[News] = []
         self.runs: list[RunRow] = []
-        self.admits: list[Admit] = []
+        self.admits: list[AdmitRow] = []
 
     def __bool__(self) -> bool:
         return bool(self.facts or self.cache or self.news or self.runs or self.admits)
@@ -75,14 +120,14 @@ def run_section(rows: Sequence[RunRow]) -> Run:
     )
 
 
-def admit_section(rows: Sequence[Admit]) -> Admit:
-    """Return one section with the rows of sections of one row each."""
-    merged = Admit(on_refusal=OnRefusal.SKIP)
-    for name in ("slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark"):
-        setattr(merged, name, [getattr(row, name)[0] for row in rows])
-    for name in ("hit_limit", "min_new", "flags", "skip_zero_groups", "single_group_hit"):
-        setattr(merged, name, [getattr(row, name)[0] for row in rows])
-    return merged
+def admit_section(rows: Sequence[AdmitRow]) -> Admit:
+    """Return rows of waiting requests as a section: columns without entries where all rows have the default."""
+    section = Admit(on_refusal=OnRefusal.SKIP)
+    if rows:
+        section.slot, *columns = map(list, zip(*rows, strict=True))
+        for name, column in zip(_ADMIT_COLUMNS, columns, strict=True):
+            setattr(section, name, _column(column, AdmitRow._field_defaults[name]))
+    return section
 
 
 def news_section(rows: Sequence[News]) -> News:

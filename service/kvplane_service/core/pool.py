@@ -7,7 +7,7 @@ computed content which is already cached keeps its own block, since block tables
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
@@ -17,7 +17,7 @@ from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, z
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
-from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
+from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, DigestMap, Key, new_map
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.refusals import Refusals
 
@@ -47,7 +47,7 @@ class BlockPool:
         self.key_tokens = zeros(U32, num_blocks)  # tokens of the primary key's prefix; 0: no key
         self.key_step = zeros(U64, num_blocks)  # step that registered the key; tentative until it is executed
         self.more_keys: dict[int, dict[Key, int]] = {}  # keys of prefixes that end inside the block: their tokens
-        self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
+        self.index: dict[str, list[DigestMap]] = {}  # by domain, one map per group
         self.lazy_keys: KeyTable | None = None  # recovered keys of blocks not used since; not in `index`
         self.num_groups = num_groups
         self.stamp = zeros(U64, num_blocks)
@@ -275,7 +275,7 @@ class BlockPool:
         if not table.num_keys:
             return
         self.lazy_keys, self.num_evictable = table, table.num_keys
-        self.index = {domain: [{} for _ in range(self.num_groups)] for domain in table.domains()}
+        self.index = {domain: [new_map(self.num_blocks) for _ in range(self.num_groups)] for domain in table.domains()}
         for blocks in state.shared:
             for block in blocks:
                 self._move_to_index(block)
@@ -306,7 +306,7 @@ class BlockPool:
             self.refusals.forget_keys((key,))
         maps = self.index.get(domain)
         if maps is None:
-            maps = self.index[domain] = [{} for _ in range(self.num_groups)]
+            maps = self.index[domain] = [new_map(self.num_blocks) for _ in range(self.num_groups)]
         by_digest = maps[group]
         entry = by_digest.get(digest)
         if entry is None:
@@ -335,32 +335,31 @@ class BlockPool:
         self.num_evictable -= self.references[block] == 0
         return keys
 
-    def unregister_lazy_keys(self, blocks: list[int]) -> Iterator[tuple[str, int, Sequence[bytes], Sequence[int]]]:
-        """Remove the keys of blocks whose key is still in the packed table of recovered keys (`KeyTable`).
+    def take_lazy_keys(self, blocks: list[int]) -> Sequence[tuple[str, int, Sequence[bytes], Sequence[int]]]:
+        """Remove the keys of blocks from the packed table of recovered keys (`KeyTable`), before `lose_primary`.
 
-        Yields (domain, group, digests, blocks) per domain and group. Emits no event; the stamps are kept.
+        Returns (domain, group, digests, blocks) per domain and group.
         """
-        table = self.lazy_keys
-        assert table is not None, "the pool has no lazy keys"
-        taken = list(table.take_all(blocks))
+        assert self.lazy_keys is not None, "the pool has no lazy keys"
+        taken = list(self.lazy_keys.take_all(blocks))
         self._drop_empty_table()
-        self.lose_primary("", blocks)
-        yield from taken
+        return taken
 
-    def lose_primary(self, domain: str, blocks: list[int]) -> None:
-        """Mark blocks as having no key: their only keys, all of this domain, were removed from the index."""
+    def lose_primary(self, blocks: list[int], at: Ints) -> None:
+        """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more."""
         self.refusals.clear()
         key = self.key
         for block in blocks:
             key[block] = None
-        put_zeros(self.key_tokens, blocks)
-        put_zeros(self.key_step, blocks)
+        put_zeros(self.key_tokens, at)
+        put_zeros(self.key_step, at)
         self.num_evictable -= list(map(self.references.__getitem__, blocks)).count(0)
-        self._drop_empty(domain)
 
-    def _drop_empty(self, domain: str) -> None:
+    def drop_empty(self, domain: str) -> list[DigestMap]:
+        """Remove the domain from the index if no key of it is left; returns its maps, one per group, or []."""
         if self.lazy_keys is None and domain in self.index and not any(self.index[domain]):
-            del self.index[domain]
+            return self.index.pop(domain)
+        return []
 
     def _forget(self, block: int, key: Key) -> None:
         domain, group, digest = key
@@ -369,7 +368,7 @@ class BlockPool:
         if isinstance(entry, int):
             assert entry == block, f"the index has block {entry} for a key of block {block}"
             del by_digest[digest]
-            self._drop_empty(domain)
+            self.drop_empty(domain)
             return
         entry.remove(block)
         if len(entry) == 1:
@@ -421,7 +420,8 @@ class BlockPool:
     def clear(self) -> None:
         """Remove all keys of all blocks, and give these blocks a new stamp (version number). Emits no events."""
         for blocks in keyed_blocks(self):
-            forget_all_keys(self, blocks)
+            for _ in forget_all_keys(self, blocks):
+                pass
             self.stamped.update(dict.fromkeys(blocks.tolist()))
 
     def _evict(self, block: int) -> None:

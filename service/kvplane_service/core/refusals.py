@@ -9,27 +9,17 @@ answer equals that of a new look-up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplane.base.step import AdmitStatus
 from kvplane_service.core.keys import Key
+from kvplane_service.core.part_rows import AdmitRow
+
+if TYPE_CHECKING:
+    from kvplane_service.core.lookup import Hit
 
 MOST_WATCHED = 512  # most keys, and most blocks, that a stored refusal may depend on
 MOST_WATCHED_OF_ALL = 1 << 18  # keys and blocks of all refusals; above this all refusals are dropped
-
-
-class RowTerms(NamedTuple):
-    """What the engine sent in the row of an admission.
-
-    Attributes:
-        which: indices of the columns of `Admit` that are not empty.
-        entries: the row's entries in these columns.
-        runs: whether any request is running, so that the watermark applies.
-    """
-
-    which: tuple[int, ...]
-    entries: tuple[int, ...]
-    runs: bool
 
 
 class RequestVersion(NamedTuple):
@@ -51,19 +41,25 @@ class Refusal(NamedTuple):
 
     Attributes:
         asked: state of the request when it was refused.
-        row: what the engine sent in the row of the admission.
+        row: what the engine sent.
+        runs: whether any request was running, so that the watermark applied.
         free_wanted: number of blocks that must be free for the admission.
         room: the row does not depend on the budget if the budget has at least this number of tokens.
-        hit_tokens, single_group_hit, status: the answer to the row.
+        hit: what the look-up found.
+        status: the answer to the row.
     """
 
     asked: RequestVersion
-    row: RowTerms
+    row: AdmitRow
+    runs: bool
     free_wanted: int
     room: int
-    hit_tokens: int
-    single_group_hit: int
+    hit: Hit
     status: AdmitStatus
+
+    def finds(self, limit: int, asked: tuple[int, int, int]) -> bool:
+        """Whether `hit` answers a look-up with this limit for a request in this state (a `RequestVersion`)."""
+        return self.row.hit_limit == limit and self.asked == asked
 
 
 class Refusals:

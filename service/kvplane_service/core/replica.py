@@ -126,7 +126,7 @@ class Replica:
                 if self.spec.events:
                     pool.events.append(CacheEvent(EventKind.CLEARED))
             yield from self._drop_unproven(stamp_table) if self._keeps_keys else self._drop_all()
-            yield from pool.free.put_unkeyed_first(pool.key, pool.num_evictable)
+            yield from pool.free.put_unkeyed_first(pool.key_tokens, pool.num_evictable)
 
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
@@ -184,13 +184,11 @@ class Replica:
     def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
         shown = words_of(stamp_table)
         for blocks in keyed_blocks(self._pool):
-            drop_all_keys(self._pool, confirm(self._pool, blocks, shown), RemoveReason.UNVERIFIED)
-            yield
+            yield from drop_all_keys(self._pool, confirm(self._pool, blocks, shown), RemoveReason.UNVERIFIED)
 
     def _drop_all(self) -> Generator[None]:
         for blocks in keyed_blocks(self._pool):
-            forget_all_keys(self._pool, blocks)
-            yield
+            yield from forget_all_keys(self._pool, blocks)
 
     def store_empty_ranges(self) -> None:
         """Make empty registrations emit STORED events without hashes, which is needed to replay recordings of version

@@ -49,6 +49,7 @@ class Requests:
         self.in_flight: list[int] = []
         self.single_group_hit: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
+        self.adopted_step: list[int] = []  # last of the steps whose tentative keys its hit had
         self.load_after: list[int] = []  # the load of its external tokens must not start before this step is executed
         self.content: list[Content] = []
         self.ends_at: list[int] = []  # position where the last launch ends, drafts included; see `launch_end`
@@ -89,6 +90,7 @@ class Requests:
             self.in_flight,
             self.single_group_hit,
             self.granted_step,
+            self.adopted_step,
             self.load_after,
             self.ends_at,
             self.fast_path_until,
@@ -130,7 +132,7 @@ class Requests:
         if self.running[slot]:
             self.running[slot] = False
             self.num_running -= 1
-        self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = 0
+        self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = self.adopted_step[slot] = 0
         self.not_zeroed.discard(slot)
         self.unserved.pop(slot, None)
         self.invalidate_fast_path(slot)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
@@ -132,3 +134,22 @@ def states_for_drafts(spec: ReplicaSpec) -> int | None:
     states.
     """
     return min((group.speculative_blocks for group in spec.groups if group.kind is GroupKind.MAMBA), default=None)
+
+
+@lru_cache(maxsize=4096)
+def replay_boundaries(num_prompt: int, unit: int, drops_last_block: bool, keep_divergence: bool) -> tuple[int, ...]:
+    """Return the positions, in tokens, at which the computation of a later request that repeats this prompt can begin.
+
+    An identical prompt begins at the latest with its last token; a longer prompt at the end of this one. Where look-ups
+    leave out the last matched block, both positions are one block lower. `keep_divergence` adds the position one
+    alignment unit lower, for prompts that differ inside their last block (vLLM #57610).
+    """
+    if not drops_last_block:
+        boundaries = {num_prompt - 1}
+    else:
+        resend = (num_prompt - 1) // unit * unit
+        extension = num_prompt // unit * unit
+        boundaries = {max(resend - unit, 0), max(extension - unit, 0)}
+    if keep_divergence:
+        boundaries |= {max(boundary // unit * unit - unit, 0) for boundary in boundaries}
+    return tuple(sorted(boundaries))

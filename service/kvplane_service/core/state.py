@@ -55,8 +55,8 @@ POOL_VALUES = (
 )  # fmt: skip
 REQUEST_COLUMNS = (
     "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
-    "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "load_after", "ends_at",
-    "fast_path_until", "alloc_bound", "window_bound", "register_bound",
+    "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "adopted_step", "load_after",
+    "ends_at", "fast_path_until", "alloc_bound", "window_bound", "register_bound",
 )  # fmt: skip
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
 # Attributes of managers that the spec determines. Every other attribute is part of the state.
@@ -129,8 +129,8 @@ def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
         ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
         ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
         *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
-        ("free", array("I", pool.free)),
     ]
+    free = pool.free.copy()
     columns = {name: list(getattr(requests, name)) for name in REQUEST_COLUMNS}
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
     contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
@@ -148,6 +148,7 @@ def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
 
     def entries() -> Iterator[tuple[str, object]]:
         yield from before
+        yield "free", array("I", free)
         for start in range(0, len(keys), SLICE_BLOCKS):
             yield "keys", _key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
         yield from after

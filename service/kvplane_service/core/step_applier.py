@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvplane.base.step import (
-    ALL_GROUPS,
     ANY_HIT,
     UNLIMITED,
     Admit,
@@ -25,11 +24,14 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Admission, Coordinator, Growth
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.refusals import Refusal, RequestVersion, RowTerms
+from kvplane_service.core.part_rows import AdmitRow, admit_rows
+from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
 
 # Plain integers: an enum's operators cost more than the rest of a row.
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
+WHOLE = int(RowFlag.WHOLE)
+GRANTED_OR_NOT_WAITING = AdmitStatus.GRANTED, AdmitStatus.NOT_WAITING
 
 PATIENT_ROWS = 64  # more rows than this in sequence without room for a state block count as starved
 
@@ -59,6 +61,7 @@ class StepApplier:
         self._aligns = coordinator.spec.align.block_size > 0
         self._unnoted: list[int] = []  # tokens of run rows that the tracker has not recorded yet
         self.unaligned_chunks = self.starved_chunks = 0
+        self.new_blocks: list[list[int]] = []  # of the last admit row that was granted, per group
         self._run_slots: list[int] = []
         self._row_of: dict[int, int] = {}  # by slot: its run row that got tokens, of the rows before `_num_indexed`
         self._num_indexed = 0
@@ -231,178 +234,158 @@ class StepApplier:
 
     def admit(self, rows: Admit) -> None:
         """Admit waiting requests in row order, each with the longest prefix that is cached at that moment."""
-        result, count = self._result, len(rows.slot)
-        result.admit_status = [int(AdmitStatus.NOT_REACHED)] * count
-        result.admit_hit = [0] * count
-        result.admit_granted = [0] * count
-        result.admit_single_group_hit = [0] * count
-        if rows.only_if_no_preemption and result.preempted:
-            return
-        given = [(number, column) for number, column in enumerate(_columns(rows)) if column]
-        which, columns = tuple([number for number, _ in given]), [column for _, column in given]
-        for row, slot in enumerate(rows.slot):
+        result = self._result
+        reached = not (rows.only_if_no_preemption and result.preempted)
+        for row in admit_rows(rows) if reached else ():
             if self._room() <= 0 or self._requests.num_running >= rows.max_running:
                 break
-            if self._requests.running[slot] or self._requests.held[slot]:
-                result.admit_status[row] = int(AdmitStatus.NOT_WAITING)
-                continue
-            terms = RowTerms(which, tuple([column[row] for column in columns]), self._requests.num_running > 0)
-            status = self._refused_before(rows, row, terms)
-            if status is None:
-                status = self._admit_row(rows, row, slot, terms)
-            result.admit_status[row] = int(status)
-            if status is not AdmitStatus.GRANTED and rows.on_refusal is not OnRefusal.SKIP:
+            status = self.admit_row(row)
+            if status not in GRANTED_OR_NOT_WAITING and rows.on_refusal is not OnRefusal.SKIP:
                 break
+        left = len(rows.slot) - len(result.admit_status)
+        result.admit_status += [int(AdmitStatus.NOT_REACHED)] * left
+        for column in (result.admit_hit, result.admit_granted, result.admit_single_group_hit):
+            column += [0] * left
+        if result.admit_load_after:
+            result.admit_load_after += [0] * left
 
-    def _refused_before(self, rows: Admit, row: int, terms: RowTerms) -> AdmitStatus | None:
+    def admit_row(self, row: AdmitRow) -> AdmitStatus:
+        """Admit one waiting request, or refuse it; appends the answer to the result."""
+        result, slot = self._result, row.slot
+        at = len(result.admit_status)
+        result.admit_status.append(0)
+        result.admit_hit.append(0)
+        result.admit_granted.append(0)
+        result.admit_single_group_hit.append(0)
+        if result.admit_load_after:
+            result.admit_load_after.append(0)
+        if self._requests.running[slot] or self._requests.held[slot]:
+            status = AdmitStatus.NOT_WAITING
+        else:
+            status = self._refused_before(row, at) or self._admit_row(row, at)
+        result.admit_status[at] = int(status)
+        return status
+
+    def _refused_before(self, row: AdmitRow, at: int) -> AdmitStatus | None:
         """Return the status of the last refusal of this row, if it still holds; None if the row must be looked up."""
-        pool, result, slot = self._blocks.pool, self._result, rows.slot[row]
+        pool, slot = self._blocks.pool, row.slot
         refused = pool.refusals.find(slot)
-        if refused is None or refused.row != terms or refused.asked != self._asked(slot):
+        if refused is None or pool.num_free >= refused.free_wanted or refused.row != row:
             return None
-        if pool.num_free >= refused.free_wanted or self._room() < refused.room or slot in self._requests.loading:
+        if refused.runs != (self._requests.num_running > 0) or refused.asked != self._asked(slot):
             return None
-        result.admit_hit[row] = refused.hit_tokens
-        result.admit_single_group_hit[row] = refused.single_group_hit
-        self._set_single_group_hit(rows, row, refused.single_group_hit)
+        if self._room() < refused.room or slot in self._requests.loading:
+            return None
+        self._result.admit_hit[at] = refused.hit.num_tokens
+        self._set_single_group_hit(row, at, refused.hit.single_group_hit)
         return refused.status
 
-    def _set_single_group_hit(self, rows: Admit, row: int, found: int) -> None:
-        """Set the request's single-group hit as the row gives it, or as the look-up found it."""
-        given = rows.single_group_hit[row] if rows.single_group_hit else UNLIMITED
-        self._requests.single_group_hit[rows.slot[row]] = found if given == UNLIMITED else given
+    def _set_single_group_hit(self, row: AdmitRow, at: int, found: int) -> None:
+        """Report the single-group hit that the look-up found, and set that of the request: as the row gives it, or as
+        found.
+        """
+        self._result.admit_single_group_hit[at] = found
+        given = row.single_group_hit
+        self._requests.single_group_hit[row.slot] = found if given == UNLIMITED else given
 
-    def _note_refusal(self, slot: int, terms: RowTerms, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
+    def _note_refusal(self, row: AdmitRow, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
         """Store a refusal, unless the budget limited the row: with another budget the row could need fewer blocks, and
         fit.
         """
-        requests, room = self._requests, self._requests.num_tokens[slot]
+        requests, slot = self._requests, row.slot
+        room = requests.num_tokens[slot] + row.extra
         if self._room() >= room:
             keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
             blocks = [block for blocks in hit.blocks for block in blocks]
-            refused = Refusal(self._asked(slot), terms, free_wanted, room, hit.num_tokens, hit.single_group_hit, status)
+            refused = Refusal(self._asked(slot), row, requests.num_running > 0, free_wanted, room, hit, status)
             self._blocks.pool.refusals.note(slot, refused, keys, blocks)
 
     def _asked(self, slot: int) -> RequestVersion:
         requests = self._requests
         return RequestVersion(requests.serial[slot], requests.num_tokens[slot], len(requests.content[slot].digests))
 
-    def _admit_row(self, rows: Admit, row: int, slot: int, terms: RowTerms) -> AdmitStatus:
-        requests, result, unaligned = self._requests, self._result, self.unaligned_chunks
+    def _admit_row(self, row: AdmitRow, at: int) -> AdmitStatus:
+        requests, result, unaligned, slot = self._requests, self._result, self.unaligned_chunks, row.slot
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
-        hit = self._blocks.find_hit(slot, rows.hit_limit[row] if rows.hit_limit else UNLIMITED)
-        result.admit_hit[row] = hit.num_tokens
-        result.admit_single_group_hit[row] = hit.single_group_hit
-        external = rows.external[row] if rows.external else 0
-        expected = rows.expected_hit[row] if rows.expected_hit else ANY_HIT
-        if expected not in (ANY_HIT, hit.num_tokens) or hit.num_tokens + external > requests.num_tokens[slot]:
+        hit = self._blocks.find_hit(slot, row.hit_limit)
+        result.admit_hit[at] = hit.num_tokens
+        result.admit_single_group_hit[at] = hit.single_group_hit
+        start = hit.num_tokens + row.external
+        if row.expected_hit not in (ANY_HIT, hit.num_tokens) or start > requests.num_tokens[slot]:
             return AdmitStatus.STALE_HIT
-        self._set_single_group_hit(rows, row, hit.single_group_hit)
-        wanted = self._wanted_at_admission(rows, row, slot, hit.num_tokens + external)
-        if wanted < self._least(rows, row, hit.num_tokens + external):
+        self._set_single_group_hit(row, at, hit.single_group_hit)
+        wanted = self._wanted_at_admission(row, start)
+        late = bool(row.external and row.flags & DELAY_CACHING)
+        # The fewest tokens: 0 if the row waits for a load, or if its `min_new` is 0 and it has tokens to adopt.
+        if wanted < (0 if late else row.min_new if start else max(1, row.min_new)):
             return AdmitStatus.NO_ROOM
         if not self._blocks.hit_is_ready(hit):
             return AdmitStatus.DEFERRED
-        admission = self._admission(rows, row, wanted, hit)
+        admission = self._admission(row, wanted, hit)
         free_wanted = self._blocks.free_wanted(admission)
         if free_wanted > self._blocks.pool.num_free:
-            status = self._refusal(rows, row, slot)
-            if self.unaligned_chunks == unaligned and not rows.extra:
-                self._note_refusal(slot, terms, hit, free_wanted, status)
+            status = self._refusal(row)
+            if self.unaligned_chunks == unaligned:
+                self._note_refusal(row, hit, free_wanted, status)
             return status
-        new = self._blocks.admit(admission)
+        self.new_blocks = new = self._blocks.admit(admission)
         requests.start(slot)
-        requests.computed[slot] = hit.num_tokens + external + wanted
+        requests.computed[slot] = start + wanted
         self._spend(wanted)
         self._tracker.note_grants([slot], [wanted], self._seq)
-        if external and self._flag(rows, row, RowFlag.DELAY_CACHING):
-            self._note_load(row, self._tracker.note_load(slot, hit.blocks))
-        elif external:
+        if late:
+            self._note_load(at, self._tracker.note_load(slot, hit.blocks))
+        elif row.external:
             self._tracker.note_filling(slot, hit.blocks, self._seq)
         self._tracker.note_keys(slot, self._seq)
         self._tracker.note_admission(slot, hit.num_tokens, hit.blocks)
-        result.admit_granted[row] = wanted
-        number = len(result.granted) + row
+        result.admit_granted[at] = wanted
+        number = len(result.granted) + at
         self._report_new_blocks(number, new)
-        for group, table in enumerate(self._blocks.tables(slot)):
-            result.tables.add(number, group, table)
+        for group, manager in enumerate(self._blocks.managers):
+            result.tables.add(number, group, manager.table[slot])
         return AdmitStatus.GRANTED
 
-    def _least(self, rows: Admit, row: int, adopted: int) -> int:
-        """Return the fewest tokens that the row may be granted.
-
-        0 if the row waits for a load, or if its `min_new` is 0 and it has a hit or external tokens.
-        """
-        if self._flag(rows, row, RowFlag.DELAY_CACHING) and rows.external and rows.external[row]:
-            return 0
-        return rows.min_new[row] if rows.min_new and adopted else max(1, rows.min_new[row] if rows.min_new else 1)
-
-    def _note_load(self, row: int, load_after: int) -> None:
+    def _note_load(self, at: int, load_after: int) -> None:
         if load_after:
             result = self._result
             result.admit_load_after = result.admit_load_after or [0] * len(result.admit_status)
-            result.admit_load_after[row] = load_after
+            result.admit_load_after[at] = load_after
 
-    def _wanted_at_admission(self, rows: Admit, row: int, slot: int, start: int) -> int:
+    def _wanted_at_admission(self, row: AdmitRow, start: int) -> int:
         """Return the tokens of the first chunk; -1 if a row with the flag WHOLE exceeds the budget."""
-        wanted = self._requests.num_tokens[slot] + (rows.extra[row] if rows.extra else 0) - start
-        if rows.cap and rows.cap[row] != UNLIMITED:
-            wanted = min(wanted, rows.cap[row])
+        slot = row.slot
+        wanted = min(self._requests.num_tokens[slot] + row.extra - start, row.cap)
         room = self._room()
-        if wanted > room and self._flag(rows, row, RowFlag.WHOLE):
+        if wanted > room and row.flags & WHOLE:
             return -1
         wanted = min(wanted, room)
-        if not self._flag(rows, row, RowFlag.UNALIGNED):
-            wanted = self._aligned(slot, start, wanted, rows.cap[row] if rows.cap else UNLIMITED)
+        if not row.flags & UNALIGNED:
+            wanted = self._aligned(slot, start, wanted, row.cap)
         return min(wanted, self._blocks.spec.max_model_len - start)
 
-    def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Admission:
-        watermark = Watermark(rows.watermark[row]) if rows.watermark else Watermark.AUTO
+    def _admission(self, row: AdmitRow, wanted: int, hit: Hit) -> Admission:
         runs = self._requests.num_running > 0
-        leaves = watermark is Watermark.ALWAYS or (watermark is Watermark.AUTO and runs)
+        leaves = row.watermark == Watermark.ALWAYS or (row.watermark == Watermark.AUTO and runs)
         return Admission(
-            rows.slot[row],
+            row.slot,
             wanted,
             hit,
-            num_external=rows.external[row] if rows.external else 0,
-            lookahead=rows.lookahead[row] if rows.lookahead else 0,
-            num_encoder=rows.encoder_tokens[row] if rows.encoder_tokens else 0,
-            delay_caching=self._flag(rows, row, RowFlag.DELAY_CACHING),
-            full_fit=self._flag(rows, row, RowFlag.FULL_FIT),
-            leave_free=rows.reserved[row] if rows.reserved else 0,
+            num_external=row.external,
+            lookahead=row.lookahead,
+            num_encoder=row.encoder_tokens,
+            delay_caching=bool(row.flags & DELAY_CACHING),
+            full_fit=bool(row.flags & FULL_FIT),
+            leave_free=row.reserved,
             watermark=self._blocks.spec.watermark_blocks if leaves else 0,
-            loaded_groups=rows.skip_zero_groups[row] if rows.skip_zero_groups else ALL_GROUPS,
+            loaded_groups=row.skip_zero_groups,
         )
 
-    def _refusal(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
-        encoder = rows.encoder_tokens[row] if rows.encoder_tokens else 0
-        alone = self._blocks.blocks_when_alone(self._requests.num_tokens[slot], encoder)
+    def _refusal(self, row: AdmitRow) -> AdmitStatus:
+        alone = self._blocks.blocks_when_alone(self._requests.num_tokens[row.slot], row.encoder_tokens)
         usable = self._blocks.spec.num_blocks - 1 - len(self._blocks.pool.reserved)
         return AdmitStatus.NEVER_FITS if alone > usable else AdmitStatus.REFUSED
-
-    @staticmethod
-    def _flag(rows: Admit, row: int, flag: RowFlag) -> bool:
-        return bool(rows.flags and rows.flags[row] & flag)
-
-
-def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
-    """Return the columns of the admit section, except the slots."""
-    return (
-        rows.extra,
-        rows.cap,
-        rows.lookahead,
-        rows.external,
-        rows.expected_hit,
-        rows.encoder_tokens,
-        rows.reserved,
-        rows.watermark,
-        rows.flags,
-        rows.hit_limit,
-        rows.min_new,
-        rows.skip_zero_groups,
-        rows.single_group_hit,
-    )
 
 
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:

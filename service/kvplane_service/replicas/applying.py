@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, OnRefusal, Part, RowFlag, Step, StepResult
+from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
@@ -149,6 +149,10 @@ class Applying:
         self.in_core = False
         return has_more
 
+    def replaced(self) -> None:
+        """Record that the replica has taken over another state; a check that runs is dropped."""
+        self.changes += 1
+
     def _enter(self) -> None:
         self.in_core = True
         self.changes += 1
@@ -186,14 +190,15 @@ def _of_tables(part: Part, replica: Replica) -> int:
     requests, facts, run, admit = replica.requests, part.facts, part.run, part.admit
     known, computed = requests.num_tokens, requests.computed
     waiting = _sum(known, admit.slot) + sum(part.news.num_tokens)
-    running = _sum(known, run.slot) - _sum(computed, run.slot) + sum(facts.appended) + sum(run.extra)
+    lowered, dropped = _rewound(facts, replica)
+    running = _sum(known, run.slot) - _sum(computed, run.slot) + lowered + sum(facts.appended) + sum(run.extra)
     wanted = _capped(running, run.cap) + _capped(waiting + sum(admit.extra), admit.cap)
     granted = max(0, min(wanted, part.budget.tokens))
     granted += sum(run.lookahead) + sum(admit.lookahead) + sum(admit.external)
     granted += sum(count for count in facts.commit if count != UNCHANGED)
     granted += sum(facts.num_hashes) * replica.spec.hash_block_size  # their blocks may be registered only now
     ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
-    seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended)
+    seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended) + dropped
     units = needed = 0
     for manager in replica.coordinator.managers:
         dense = 1 if manager.is_downward_closed() else _SPARSE_BLOCKS
@@ -207,6 +212,19 @@ def _of_tables(part: Part, replica: Replica) -> int:
     if part.with_tables:
         units += _blocks_of(waiting + _sum(known, run.slot), replica) // _IDS_ENCODED
     return units + _blocks_of(seen, replica) // _BLOCKS_SEEN
+
+
+def _rewound(facts: Facts, replica: Replica) -> tuple[int, int]:
+    """Return by how many computed tokens the rows go back, and the computed tokens of requests that such a row preempts
+    because their tables lack blocks.
+    """
+    computed, lowered, dropped = replica.requests.computed, 0, 0
+    for slot, count in zip(facts.slot, facts.computed, strict=False):
+        if count != UNCHANGED and 0 <= slot < len(computed) and count < computed[slot]:
+            lowered += computed[slot] - count
+            if not replica.coordinator.can_rewind(slot, max(count, 0)):
+                dropped += computed[slot]
+    return lowered, dropped
 
 
 def _of_cache(part: Part, replica: Replica) -> int:

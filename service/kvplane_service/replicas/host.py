@@ -238,6 +238,8 @@ class ReplicaHost(HostState):
 
         `events`: STORED events of all keys, each with the step in flight that registered them, 0 = published.
         """
+        self.steps.replaced()
+        self.idle_check.broken = None  # of the state before
         self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self._order.seq = self.replica.seq

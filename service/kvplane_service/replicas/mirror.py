@@ -10,12 +10,20 @@ epoch and incarnation are the engine's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvplane.base.errors import Diverged, FailedPrecondition, InvalidArgument, KvplaneError, LimitExceeded, OtherWriter
+from kvplane.base.errors import (
+    Diverged,
+    FailedPrecondition,
+    InvalidArgument,
+    KvplaneError,
+    LimitExceeded,
+    OtherWriter,
+    Unavailable,
+)
 from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
@@ -23,7 +31,8 @@ from kvplane_service.core.inspect import check as check_invariants
 from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import load_state
-from kvplane_service.decisions.log import Entry, Life
+from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
+from kvplane_service.replicas.cache_requests import CacheRequests
 from kvplane_service.replicas.step_order import count_rows
 from kvplane_service.runtime.executors import Offload
 
@@ -41,16 +50,23 @@ class Divergence:
     """A step whose answer differs from the engine's.
 
     Attributes:
-        step: the step.
-        engine: digest of the engine's answer.
-        result: the service's answer, which was not published.
+        step: the step, and the digest of the engine's answer.
+        how: in words.
+        result: the service's answer, which was not published; None if the core refused the step.
         before: the decision log at that time.
     """
 
     step: Mirrored
-    engine: bytes
+    how: str
     result: StepResult | None
     before: tuple[Entry, ...]
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the decision log, and the step with the service's answer as its last entry."""
+        yield from self.before
+        if self.result is not None:
+            events = tuple(part.events for part in self.result.parts)
+            yield Decision(without_tokens(self.step.step), self.result, events, 0, 0)
 
 
 class Mirror:
@@ -62,6 +78,7 @@ class Mirror:
         lag_ms: age of the first step of the last message when it was sent.
         images, divergences: counts since the registration.
         last: the last divergence.
+        requests: changes of the cache that the engine is to carry out.
         on_lost: called when what the service has of the replica must not be used any more, so that a store drops it.
     """
 
@@ -72,6 +89,7 @@ class Mirror:
         self.lag_steps = self.lag_ms = 0
         self.images = self.divergences = 0
         self.last: Divergence | None = None
+        self.requests = CacheRequests()
         self.on_lost: list[Callable[[], None]] = []
         self._request: OpenRequest | None = None  # of the attached engine
         self._image_wanted = True
@@ -91,6 +109,7 @@ class Mirror:
         """End the mirror: another kind of session, or none, writes the replica from now on."""
         self._request, self.hidden, self._image_wanted = None, None, True
         self._pieces.clear()
+        self.requests.fail(Unavailable(f"the engine of {self._host.name} has left", field="replica"))
 
     # -- attach ------------------------------------------------------------------------------------------------------
 
@@ -179,10 +198,13 @@ class Mirror:
             await host.steps.apply_aside(step, offload, partial(host.advance_mirror, step), compare)
         except KvplaneError as error:
             self._diverge(one, seen[0] if seen else None, error)
+            return
+        if one.cache_request:
+            self.requests.carried_out(one.cache_request, seen[0])
 
     def _diverge(self, one: Mirrored, result: StepResult | None, error: KvplaneError) -> None:
         self.divergences += 1
-        self.last = Divergence(one, one.digest, result, tuple(self._host.decisions))
+        self.last = Divergence(one, error.message, result, tuple(self._host.decisions))
         _log.error("%s diverged from its engine in step %d: %s", self._host.name, one.step.seq, error)
         self._want_image(Diverged(f"step {one.step.seq}: {error.message}"))
 
@@ -241,6 +263,7 @@ class Mirror:
         self.images += 1
         self._image_wanted = False
         self._show()
+        self.requests.send_again()
 
 
 def _load(replica: Replica, raw: bytes) -> tuple[Replica, list[tuple[int, CacheEvent]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
 from google.protobuf.message import Message
@@ -107,11 +107,16 @@ class AdminServicer:
         deregistered.
 
         Raises:
-            FailedPrecondition: the decision log does not reach back to the registration.
+            FailedPrecondition: the decision log does not reach back to the registration, or the replica of which the
+                divergence is asked for has not diverged.
             LimitExceeded: the client reads too slowly.
         """
         host = self._registry.get(request.replica).host
         log, size = host.decisions, host.scheme.digest.size
+        if request.divergence:
+            for message in _divergence_of(host):
+                yield message
+            return
         if not reaches_registration(host):
             how = f"its decision log has dropped the first {log.num_lost} decisions"
             if not log.num_lost:
@@ -133,6 +138,16 @@ class AdminServicer:
                     yield message_of(await waiting.get(_LOOK_S), size)
         finally:
             log.unfollow(waiting.put)
+
+
+def _divergence_of(host: ReplicaHost) -> Iterator[Message]:
+    last = host.mirror.last
+    if last is None:
+        raise FailedPrecondition(
+            f"{host.name} has not diverged from an engine", field="divergence", remedy="see MirrorStatus.divergences"
+        )
+    yield header_of(host.name, host.replica.spec)
+    yield from (message_of(entry, host.scheme.digest.size) for entry in last.entries())
 
 
 class _Waiting:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from io import BytesIO
+from itertools import chain
 
 from kvplane import wire
 from kvplane.base.step import Orders, StepResult
@@ -161,6 +163,8 @@ def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:
         hidden=mirror.hidden.reason if mirror.hidden else "",
         images=mirror.images,
         divergences=mirror.divergences,
+        diverged_seq=mirror.last.step.step.seq if mirror.last else 0,
+        diverged=mirror.last.how if mirror.last else "",
     )
 
 
@@ -238,7 +242,7 @@ def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
 def encode_snapshot(snapshot: Snapshot, summary: bool) -> bytes:
     """Return the serialized SnapshotResponse; with `summary`, without its lists of free blocks, keys and requests.
 
-    The lists are serialized in pieces, because protobuf does not let other threads run meanwhile.
+    The lists are serialized and joined in pieces, because other threads do not run meanwhile.
     """
     head = admin_pb2.SnapshotResponse(
         digest=snapshot.digest,
@@ -247,7 +251,10 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> bytes:
         num_free_blocks=snapshot.num_free_blocks,
     )
     lists = () if summary else _snapshot_lists(snapshot)
-    return b"".join([head.SerializeToString(), *(message.SerializeToString() for message in lists)])
+    whole = BytesIO()  # joins without a last copy of everything
+    for message in chain([head], lists):
+        whole.write(message.SerializeToString())
+    return whole.getvalue()
 
 
 def _snapshot_lists(snapshot: Snapshot) -> Iterator[admin_pb2.SnapshotResponse]:

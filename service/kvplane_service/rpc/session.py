@@ -23,10 +23,10 @@ from kvplane.base.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvplane.base.session import OpenRequest, Progress
+from kvplane.base.session import CacheRequest, OpenRequest, Progress
 from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.wire.mirror import Mirrored, decode_mirrored, progress_message
+from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
 from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
@@ -170,6 +170,7 @@ class _Stream:
         self._may_use_all_domains = ALL in self._call.owner.domains
         self._writing = asyncio.Lock()
         self._task = asyncio.current_task()
+        self._sending: set[asyncio.Task[None]] = set()  # requests to a mirror's engine
         self._ended: KvplaneError | None = None
         self._is_open = False
 
@@ -186,6 +187,8 @@ class _Stream:
         except asyncio.CancelledError:
             self._raise_end()
         finally:
+            if self._host.mirror.requests.send == self._send_cache_request:
+                self._host.mirror.requests.send = None
             self._host.lost(self._request.nonce)
             if self._is_open:
                 self._call.record("session_closed", self._ended.reason if self._ended else "OK")
@@ -194,6 +197,8 @@ class _Stream:
         async with self._writing:  # the answer to open is the first message, before any drain notice
             if self._is_mirror:
                 opened = self._host.attach(self._request, self.end)
+                self._host.mirror.requests.send = self._send_cache_request
+                self._host.mirror.requests.send_again()
             else:
                 opened = await self._host.open_in_slices(self._request, self.end, epoch)
             self._is_open = True
@@ -273,6 +278,17 @@ class _Stream:
                 raise mirror.cut_off(error) from None
         steps = sent.mirrored_steps
         return await mirror.apply(message.mirrored, steps.newest, steps.age_ms, self._offload)
+
+    def _send_cache_request(self, request: CacheRequest) -> None:
+        """Send a change of the cache to the engine, after what is being sent. Does not wait."""
+        task = asyncio.ensure_future(self.write(cache_request_message(request).SerializeToString()))
+        self._sending.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled():
+            task.exception()  # a broken stream: the request is sent again on the next one
 
     def _check_domains(self, step: Step) -> None:
         for at, part in enumerate(step.parts):

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.hashing import HashTail
+from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import (
     UNCHANGED,
     Admit,
@@ -24,10 +25,13 @@ from kvplane.base.step import (
     PartResult,
     RowFlag,
     Run,
+    Step,
     StepResult,
 )
 from kvplane_service.config import Config
+from kvplane_service.core.requests import Requests
 from kvplane_service.core.step_applier import align_chunk
+from kvplane_service.core.validate import StepValidator
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn
 from kvplane_service.runtime.executors import Busy, Offload
@@ -41,9 +45,11 @@ from kvplane_service.unary.calls import (
     Committed,
     Content,
     EndKind,
+    EvictCall,
     FreeCall,
     Hashes,
     Plan,
+    ResetCall,
     UnaryCall,
 )
 from kvplane_service.unary.fields import unary_fields
@@ -94,12 +100,15 @@ class UnaryCalls:
 
         Raises:
             OtherWriter: a session writes to the replica.
+            Unavailable: the engine of a mirrored replica has not evicted blocks, or reset its cache, in time.
             StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
             OpIdReused: `op_id` was used with other content.
             Busy: too many long contents wait to be hashed, or too many long calls to be applied.
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
         host = self.host
+        if isinstance(call, EvictCall | ResetCall) and host.mirror.is_attached:
+            return await self._ask_engine(header, call, encode)
         prepared: UnaryCall[_Answer] | None = None
         while True:
             await host.idle()
@@ -113,6 +122,22 @@ class UnaryCalls:
                 await host.begin_unary()
             else:
                 return await self.apply(header, prepared, encode)
+
+    async def _ask_engine(self, header: CallHeader, call: UnaryCall[Any], encode: Encode[Any]) -> bytes:
+        """Let the engine of a mirrored replica change its cache; returns the answer when it has.
+
+        Raises Unavailable if it has not in time, and InvalidArgument as `do`.
+        """
+        if header.at.epoch != NEW_EPOCH:
+            self.host.check_epoch(header.at.epoch)
+        answer = self._kept_answer(header)
+        if answer is not None:
+            return answer
+        plan = call.plan(self)
+        with unary_fields():
+            StepValidator(self.host.replica.spec, Requests(), 0).check(Step(0, 1, [plan.part]))
+        result = await self.host.mirror.requests.ask(self.host.name, plan.part.cache)
+        return self._keep(header, encode(plan.done(result)))
 
     async def apply(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:
         """Apply a prepared call now; keeps and returns its encoded answer. Raises as `do`.

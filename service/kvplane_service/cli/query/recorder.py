@@ -18,9 +18,9 @@ from kvplane_service.cli.options import given_access
 from kvplane_service.decisions.recording import MAGIC, write_frame
 
 
-def record(service: str, replica: str, path: Path, decisions: int | None) -> int:
+def record(service: str, replica: str, path: Path, decisions: int | None, divergence: bool = False) -> int:
     """Record decisions of a replica until `decisions` decisions are written, the replica is deregistered, or Ctrl-C is
-    pressed; return how many were written.
+    pressed; return how many were written. With `divergence`: those up to the last divergence of a mirror.
 
     Raises:
         AlreadyExists: the file exists.
@@ -32,7 +32,7 @@ def record(service: str, replica: str, path: Path, decisions: int | None) -> int
     channel = open_channel(service, given_access())
     with channel, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         file = None
-        for message in _messages(channel, replica):
+        for message in _messages(channel, RecordRequest(replica=replica, divergence=divergence)):
             if file is None:
                 file = stack.enter_context(_new(path))
             write_frame(file, message)
@@ -43,8 +43,8 @@ def record(service: str, replica: str, path: Path, decisions: int | None) -> int
     return count
 
 
-def _messages(channel: grpc.Channel, replica: str) -> Iterator[RecordResponse]:
-    stream = AdminStub(channel).Record(RecordRequest(replica=replica))
+def _messages(channel: grpc.Channel, request: RecordRequest) -> Iterator[RecordResponse]:
+    stream = AdminStub(channel).Record(request)
     try:
         yield from stream
     except grpc.RpcError:

@@ -15,7 +15,7 @@ from kvplane_service.cli.output import age, by_reason, columns, plain_text, show
 
 if TYPE_CHECKING:
     from kvplane import EventBatch
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, StoreStatus
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, MirrorStatus, StoreStatus
 
 
 def describe_command(
@@ -50,6 +50,8 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     yield f"refused: {by_reason(answer.refusals)}"
     yield f"keys removed: {by_reason(answer.removed_keys)}"
     yield f"store: {', '.join(_store(answer.store))}"
+    if answer.HasField("mirror"):
+        yield from _mirror(answer.mirror)
     yield ""
     yield _groups(answer)
     yield ""
@@ -73,6 +75,14 @@ def _causes(answer: DescribeReplicaResponse) -> Iterator[str]:
         yield f"unaligned: {answer.counters.unaligned_chunks} chunks ended inside a state block: see kvplane doctor"
     if answer.refusals.get("starved"):
         yield f"starved: {answer.refusals['starved']} rows waited for room for a state block: see kvplane doctor"
+
+
+def _mirror(mirror: MirrorStatus) -> Iterator[str]:
+    counts = f"{mirror.images} images, {mirror.divergences} divergences"
+    hidden = f", hidden: {mirror.hidden}" if mirror.hidden else ""
+    yield f"mirror: {mirror.lag_steps} steps behind its engine, {mirror.lag_ms} ms old, {counts}{hidden}"
+    if mirror.diverged:
+        yield f"  last divergence: {mirror.diverged} (step {mirror.diverged_seq}): see kvplane record --divergence"
 
 
 def _store(store: StoreStatus) -> Iterator[str]:
@@ -198,6 +208,9 @@ def record_command(
         int | None,
         typer.Option(min=1, help="Stop after this number of decisions. Default: when the replica is deregistered."),
     ] = None,
+    divergence: Annotated[
+        bool, typer.Option("--divergence", help="Of a mirror: up to the step that last differed from its engine.")
+    ] = False,
     service: Service = DEFAULT_SERVICE,
 ) -> None:
     """Record every decision of a replica since its registration, for `kvplane replay --log`.
@@ -207,5 +220,5 @@ def record_command(
     from kvplane_service.cli.query.recorder import record
 
     with address_remedy():
-        count = record(service, replica, file, decisions)
+        count = record(service, replica, file, decisions, divergence)
     print(f"{count:,} decisions of {replica} in {file}")

@@ -61,6 +61,11 @@ class FullAttentionManager(GroupManager):
         """Return True: a hit needs every block from the start, so a shorter hit needs fewer of the same blocks."""
         return True
 
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Return True: no block leaves a table of full attention."""
+        del slot, num_computed
+        return True
+
     def drop_margin(self) -> int:
         """Return by how many tokens a look-up shortens a hit whose last block the request must compute again: the size
         of a block, or with partial hits the number of tokens per block hash.

@@ -382,10 +382,7 @@ class AlignedStateManager(GroupManager):
         # left a state at an end beyond the tokens that were known before this fact.
         verified = min(num_computed, self.requests.num_tokens[slot])
         left = self._stopped_at.get(slot, {})
-        # A checkpoint can be in a block behind its position: the next launches may write another state there.
-        for index in [
-            index for index, end in left.items() if end > verified or index > num_computed // self.block_size
-        ]:
+        for index in [index for index, end in left.items() if end > verified]:
             del left[index]
         self.last_checkpoints.pop(slot, None)
 
