@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -13,6 +14,16 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.request import Request
 
 from kvplane.base.step import CacheEvent, EventKind
+from kvplane_vllm.known import Known
+
+
+def convert_all(found: Iterable[CacheEvent], by_slot: Mapping[int, Known], lookahead: int) -> Iterator[KVCacheEvent]:
+    """Convert events whose requests are in these slots, see `convert`."""
+    for event in found:
+        known = by_slot.get(event.slot)
+        converted = convert(event, known.request if known else None, lookahead)
+        if converted is not None:
+            yield converted
 
 
 def convert(event: CacheEvent, request: Request | None, lookahead: int) -> KVCacheEvent | None:

@@ -19,10 +19,8 @@ class Known:
         self.is_cached = is_cached
         self.num_tokens = self.num_hashes = 0
 
-    def new_hashes(self, hash_block_size: int) -> Sequence[bytes]:
-        """Return the hashes of full blocks that were not reported yet."""
+    def new_hashes(self, hash_block_size: int, num_tokens: int) -> Sequence[bytes]:
+        """Return the hashes of full blocks of the first `num_tokens` tokens that were not reported yet."""
         if not self.is_cached:
             return ()
-        request = self.request
-        complete = min(request.num_tokens // hash_block_size, len(request.block_hashes))
-        return request.block_hashes[self.num_hashes : complete]
+        return self.request.block_hashes[self.num_hashes : num_tokens // hash_block_size]

@@ -8,7 +8,7 @@ copy. Calls between two steps, such as the frees of finished requests, belong to
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
@@ -22,9 +22,12 @@ from kvplane_service.core.open_step import AdmitTerms, OpenStep
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_vllm import events, views
+from kvplane_vllm.handoffs import Handoffs
 from kvplane_vllm.known import Known
-from kvplane_vllm.spec import Limits, replica_spec
+from kvplane_vllm.spec import limits_of, replica_spec
 
+DELAY_CACHING, FULL_FIT = int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
+RUNNING = RequestStatus.RUNNING
 DENIED = {AdmitStatus.REFUSED, AdmitStatus.NEVER_FITS, AdmitStatus.DEFERRED}
 
 
@@ -40,6 +43,7 @@ class InProcessManager(KVCacheManager):
     """
 
     commit = CommitRule.SAFE
+    hash_algorithm = "sha256"  # of the block hashes that vLLM computes
     needs_events = False  # whether the allocator reports cache events even if vLLM does not publish them
 
     def __init__(
@@ -57,22 +61,16 @@ class InProcessManager(KVCacheManager):
         """
         limits_of_vllm = max_model_len, scheduler_block_size, hash_block_size, max_in_flight_tokens
         super().__init__(kv_cache_config, *limits_of_vllm, *args, **options)
-        limits = Limits(
-            max_model_len=max_model_len,
-            max_in_flight_tokens=max_in_flight_tokens or max_model_len,
-            scheduler_block_size=scheduler_block_size,
-            hash_block_size=hash_block_size,
-            hash_lookahead_tokens=options.get("num_hash_lookahead_tokens", 0),
-            prefill_lookahead=options.get("num_prefill_lookahead", 0),
-            watermark_blocks=self.watermark_blocks,
-            enable_caching=self.enable_caching,
-        )
+        sizes = max_in_flight_tokens, scheduler_block_size, hash_block_size
+        limits = limits_of(self, max_model_len, *sizes, options)
         real = self.coordinator
         has_events = self.enable_kv_cache_events or self.needs_events
         self.spec = replica_spec(kv_cache_config, real, limits, self.commit, has_events)
         self.replica = self.new_replica(self.spec)
         self.pool, self.managers = self.replica.coordinator.pool, self.replica.coordinator.managers
+        self._computed = self.replica.requests.computed  # by slot
         self.blocks = [views.Block(self.pool, block) for block in range(self.spec.num_blocks)]
+        self.empty_kv_cache_blocks = views.Blocks(self.blocks, [()] * len(self.managers))
         self.known: dict[str, Known] = {}
         self.executed: int | None = None
         self._by_slot: dict[int, Known] = {}
@@ -86,6 +84,7 @@ class InProcessManager(KVCacheManager):
         self._zero: list[tuple[int, int]] = []  # (group, block)
         self._copies: list[tuple[int, int, int]] = []  # (group, source, target)
         self._events: list[Any] = []
+        self._handoffs = Handoffs(self.replica)
         self.block_pool: Any = views.Pool(self)
         self.coordinator: Any = views.Coordinator.of(self, real)
         self._open().add(self.spare_slot, 1, [])
@@ -110,7 +109,7 @@ class InProcessManager(KVCacheManager):
         return self._step
 
     def step_executed(self, seq: int) -> None:
-        """Take the report that all ranks have finished this step and all earlier ones."""
+        """Record that all ranks have finished this step and all earlier ones."""
         self.executed = seq
 
     def close_step(self) -> None:
@@ -134,9 +133,9 @@ class InProcessManager(KVCacheManager):
         """Called when the engine ends."""
 
     def _flush(self) -> None:
-        """Collect the orders and cache events of the calls so far; the step stays open."""
+        """Collect the cache events of the calls so far; the step stays open."""
         if self._step is not None:
-            results = self._step.flush()
+            results = self._step.flush() if self.pool.events.runs else self._step.results
             self._take(results[self._taken :])
             self._taken = len(results)
 
@@ -144,13 +143,13 @@ class InProcessManager(KVCacheManager):
         lookahead = self.spec.hash_lookahead_tokens
         for result in results:
             orders = result.orders
-            self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
-            self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
-            for event in result.events if self.enable_kv_cache_events else ():
-                known = self._by_slot.get(event.slot)
-                converted = events.convert(event, known.request if known else None, lookahead)
-                if converted is not None:
-                    self._events.append(converted)
+            if orders.zero_block or orders.copy_src:
+                self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
+                self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+            if self.enable_kv_cache_events:
+                self._events += events.convert_all(result.events, self._by_slot, lookahead)
+            if self._handoffs:
+                self._handoffs.note(result.events)
 
     def new_step_starts(self) -> None:
         """Begin a step, if the engine does not report which steps are executed. Else its scheduler does this, see
@@ -159,7 +158,7 @@ class InProcessManager(KVCacheManager):
         if self.executed is None:
             if self._step is not None and self._step.granted:
                 self.close_step()
-            self.report_progress()
+            self._open()
 
     @property
     def only_full_attention(self) -> bool:
@@ -182,7 +181,7 @@ class InProcessManager(KVCacheManager):
     def _progress(self, known: Known, computed: int = UNCHANGED, commit: int = UNCHANGED) -> Update:
         """Return the row that reports the tokens and hashes that a request gained since its last report."""
         request, appended = known.request, known.request.num_tokens - known.num_tokens
-        digests = known.new_hashes(self.spec.hash_block_size)
+        digests = known.new_hashes(self.spec.hash_block_size, request.num_tokens)
         known.num_hashes += len(digests)
         known.num_tokens = request.num_tokens
         return Update(known.slot, computed=computed, appended=appended, digests=digests, commit=commit)
@@ -199,7 +198,7 @@ class InProcessManager(KVCacheManager):
             known = None
         if known is None:
             return self._add(request)
-        if request.num_tokens > known.num_tokens or known.new_hashes(self.spec.hash_block_size):
+        if request.num_tokens > known.num_tokens or known.new_hashes(self.spec.hash_block_size, request.num_tokens):
             self._update(self._progress(known))
         return known
 
@@ -208,9 +207,12 @@ class InProcessManager(KVCacheManager):
         self._by_slot[known.slot] = known
         prompt = max(1, min(request.num_prompt_tokens, request.num_tokens))
         skips = int(request.skip_reading_prefix_cache)
-        self._open().add(known.slot, prompt, [], request_id=request.request_id, skip_reading=skips)
         known.num_tokens = prompt
-        self._update(self._progress(known))
+        digests = known.new_hashes(self.spec.hash_block_size, prompt)
+        known.num_hashes = len(digests)
+        self._open().add(known.slot, prompt, digests, request_id=request.request_id, skip_reading=skips)
+        if request.num_tokens > prompt:
+            self._update(self._progress(known))
         return known
 
     def _take_slot(self) -> int:
@@ -220,13 +222,19 @@ class InProcessManager(KVCacheManager):
         return self._num_slots - 1
 
     def _end(self, known: Known, end: End) -> None:
-        if self.executed is None and self._step is not None and known.slot in self._step.granted:
-            self.close_step()  # launches are not reported: the one of this step has run
+        self._has_run(known.slot)
         self._update(Update(known.slot, end=end))
+        if self._handoffs:
+            self._flush()
+            self._handoffs.forget(known.slot)
         if end is not End.PREEMPTED:
             del self.known[known.request.request_id]
         if end is End.FREE:
             self._forget_slot(known.slot)
+
+    def _has_run(self, slot: int) -> None:
+        if self.executed is None and self._step is not None and slot in self._step.granted:
+            self.close_step()  # launches are not reported: the one of this step has run
 
     def _forget_slot(self, slot: int) -> None:
         self._flush()  # its events name the request
@@ -238,20 +246,16 @@ class InProcessManager(KVCacheManager):
         return [manager.table[slot] for manager in self.managers]
 
     def _view(self, rows: Sequence[Sequence[int]]) -> KVCacheBlocks:
+        """Return the blocks with these ids, by group. The caller must not change `rows` later."""
         if not any(rows):
             return self.empty_kv_cache_blocks
-        blocks = self.blocks
-        return KVCacheBlocks(tuple([blocks[block] for block in row] for row in rows))  # type: ignore[misc]
+        return views.Blocks(self.blocks, rows)
 
     # -- look-ups ----------------------------------------------------------------------------------------------------
 
     def find_hit(self, digests: Sequence[bytes], max_tokens: int, longest: int = UNLIMITED) -> Hit:
         """Return the longest cached prefix of at most `longest` tokens; at most `max_tokens` tokens are looked up."""
         return self.replica.coordinator.lookup.find(digests, "", max_tokens, INSIDE, longest)
-
-    def blocks_of_key(self, digest: bytes, group: int) -> list[int]:
-        """Return the blocks of this group that have this digest as a key of the prefix cache."""
-        return self.pool.blocks_of(views.key(digest, group))
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -260,9 +264,24 @@ class InProcessManager(KVCacheManager):
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         limit = UNLIMITED if max_cache_hit_length is None else max_cache_hit_length
-        hit = self.find_hit(request.block_hashes, request.num_tokens - 1, limit)
+        hit = self._stored_hit(request, limit)
+        if hit is None:
+            hit = self._hit_of(request, limit)
         self._looked_up = request, limit, hit.num_tokens
         return self._view(hit.blocks), hit.num_tokens, hit.single_group_hit
+
+    def _hit_of(self, request: Request, limit: int) -> Hit:
+        most = request.num_prompt_tokens if self.replica.coordinator.hits_end_in_prompt else UNLIMITED
+        return self.find_hit(request.block_hashes, min(request.num_tokens - 1, most), limit)
+
+    def _stored_hit(self, request: Request, limit: int) -> Hit | None:
+        """Return the hit of the request's refused admission, if a look-up would find it again; else None."""
+        known = self.known.get(request.request_id)
+        refused = self.pool.refusals.find(known.slot) if known is not None and known.request is request else None
+        if refused is None or known is None:
+            return None
+        asked = self.replica.requests.serial[known.slot], request.num_tokens, len(request.block_hashes)
+        return refused.hit if refused.finds(limit, asked) else None
 
     def get_computed_blocks_for_connector(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -288,27 +307,33 @@ class InProcessManager(KVCacheManager):
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
         """See vLLM's KVCacheManager."""
+        known = self.known.get(request.request_id)
+        if (
+            known is not None
+            and known.request is request
+            and request.status is RUNNING  # the watermark is for requests that wait
+            and request.num_computed_tokens == self._computed[known.slot]
+            and not (num_new_computed_tokens or num_external_computed_tokens or delay_cache_blocks)
+            and not (full_sequence_must_fit or reserved_blocks)
+        ):
+            num_tokens, hashes = request.num_tokens, request.block_hashes
+            digests: Sequence[bytes] = ()
+            if len(hashes) != known.num_hashes:
+                digests = known.new_hashes(self.spec.hash_block_size, num_tokens)
+            step, in_flight = self._step or self._open(), request.num_in_flight_tokens
+            new = step.decode(known.slot, num_tokens, digests, num_new_tokens, num_lookahead_tokens, in_flight)
+            if new is not False:
+                known.num_tokens = num_tokens
+                known.num_hashes += len(digests)
+                return self._view(new) if new else self.empty_kv_cache_blocks if new is not None else None
         if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
-        known = self.known.get(request.request_id)
-        new: Sequence[Sequence[int]] | Literal[False] | None
-        if known is not None and not (
-            num_new_computed_tokens
-            or num_external_computed_tokens
-            or delay_cache_blocks
-            or full_sequence_must_fit
-            or reserved_blocks
-        ):
-            new = self._decode(known, request, num_new_tokens, num_lookahead_tokens)
-            if new is not False:
-                return self._view(new) if new else self.empty_kv_cache_blocks if new is not None else None
         known = self._find(request)
         slot = known.slot
+        granted: Sequence[Sequence[int]] | None
         if self._step is not None and slot in self._step.granted and self.commit is CommitRule.SAFE:
             self.close_step()  # a request runs once in a step
-        flags = RowFlag.DELAY_CACHING if delay_cache_blocks else RowFlag.NONE
-        if full_sequence_must_fit:
-            flags |= RowFlag.FULL_FIT
+        flags = (DELAY_CACHING if delay_cache_blocks else 0) | (FULL_FIT if full_sequence_must_fit else 0)
         if self.replica.requests.running[slot]:
             if has_scheduled_reqs and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 reserved_blocks += self.watermark_blocks
@@ -316,7 +341,7 @@ class InProcessManager(KVCacheManager):
             if not self.replica.requests.running[slot]:
                 return None  # it went back behind the blocks that it holds: the scheduler preempts it
             in_flight = request.num_in_flight_tokens
-            new = self._open().extend(slot, num_new_tokens, num_lookahead_tokens, in_flight, flags, reserved_blocks)
+            granted = self._open().extend(slot, num_new_tokens, num_lookahead_tokens, in_flight, flags, reserved_blocks)
         else:
             waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             terms = AdmitTerms(
@@ -330,31 +355,8 @@ class InProcessManager(KVCacheManager):
                 skip_zero_groups=sum(1 << group for group in skip_zeroing_group_ids),
                 single_group_hit=request.shared_prefix_boundary,
             )
-            new = self._admit(known, num_new_computed_tokens, num_new_tokens, terms)
-        if new is None:
-            return None
-        return self._view(new) if new else self.empty_kv_cache_blocks
-
-    def _decode(
-        self, known: Known, request: Request, num_new: int, lookahead: int
-    ) -> Sequence[Sequence[int]] | Literal[False] | None:
-        """Grant tokens to a request as `OpenStep.decode`; returns False for a row that it does not accept."""
-        num_tokens, slot = request.num_tokens, known.slot
-        if (
-            known.request is not request
-            or request.num_computed_tokens != self.replica.requests.computed[slot]
-            or request.status is not RequestStatus.RUNNING  # the watermark is for requests that wait
-        ):
-            return False
-        digests: Sequence[bytes] = ()
-        if len(request.block_hashes) != known.num_hashes:
-            digests = known.new_hashes(self.spec.hash_block_size)
-        step = self._step or self._open()
-        new = step.decode(slot, num_tokens, digests, num_new, lookahead, request.num_in_flight_tokens)
-        if new is not False:
-            known.num_tokens = num_tokens
-            known.num_hashes += len(digests)
-        return new
+            granted = self._admit(known, num_new_computed_tokens, num_new_tokens, terms)
+        return None if granted is None else self._view(granted)
 
     def _go_back(self, known: Known) -> None:
         computed = known.request.num_computed_tokens
@@ -369,15 +371,15 @@ class InProcessManager(KVCacheManager):
             looked_up, limit, found = self._looked_up
             if looked_up is request and found == num_hit:
                 return limit
-        longest = self.find_hit(request.block_hashes, request.num_tokens - 1).num_tokens
+        longest = self._hit_of(request, UNLIMITED).num_tokens
         return UNLIMITED if longest == num_hit else num_hit
 
     def _admit(self, known: Known, num_hit: int, num_new: int, terms: AdmitTerms) -> Sequence[Sequence[int]] | None:
-        step, table = self._open(), self.tables_of(known.slot)
+        step = self._open()
         status = step.admit(known.slot, num_hit, num_new, terms)
         if status is AdmitStatus.GRANTED:
             return step.new_blocks
-        assert status in DENIED, f"{known.request.request_id} with a hit of {num_hit} tokens: {status.name}, {table}"
+        assert status in DENIED, f"{known.request.request_id} with a hit of {num_hit} tokens: {status.name}"
         return None
 
     def free(self, request: Request) -> None:
@@ -415,6 +417,7 @@ class InProcessManager(KVCacheManager):
         del num_prompt_tokens
         known = self.known.get(request_id)
         if known is not None:
+            self._has_run(known.slot)
             self._update(Update(known.slot, release_skipped=processed_computed_tokens))
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
@@ -455,7 +458,9 @@ class InProcessManager(KVCacheManager):
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """See vLLM's KVCacheManager."""
         known = self.known.get(request_id)
-        return self.empty_kv_cache_blocks if known is None else self._view(self.tables_of(known.slot))
+        if known is None:
+            return self.empty_kv_cache_blocks
+        return self._view([row[:] for row in self.tables_of(known.slot)])
 
     def take_new_block_ids(self) -> list[int]:
         """See vLLM's KVCacheManager. Ends the open step."""
@@ -483,14 +488,13 @@ class InProcessManager(KVCacheManager):
         return [KVCacheBlockCopy(src_block_id=source, dst_block_id=target) for _, source, target in in_order], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return nothing: connectors that offload recurrent states at block boundaries are refused. See vLLM's
-        KVCacheManager.
-        """
-        return {}
+        """See vLLM's KVCacheManager."""
+        self._flush()
+        return {self._by_slot[slot].request.request_id: states for slot, states in self._handoffs.take().items()}
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
-        """Do nothing: connectors that offload recurrent states at block boundaries are refused. See vLLM's
-        KVCacheManager.
-        """
-        del request
-        return []
+        """See vLLM's KVCacheManager."""
+        known = self.known.get(request.request_id)
+        if known is None or request.num_in_flight_tokens:
+            return []
+        return self._handoffs.take_running(known.slot, request.num_computed_tokens)

@@ -2,6 +2,14 @@
 
 Every schedule() sends one message, for whose answer the engine never waits. The service then has the index, the events,
 the metrics, the explanations and the store of this replica. It may be away at any time.
+
+    alone:           the pages end with the process; each life begins with an empty cache and an incarnation of its own
+    pages: worker:   incarnation and epoch are those of the page memory; what the new life keeps is in its first image
+
+The first image needs nothing from the service: the key records are in the same memory as the stamps, have the key of
+every block whose step was executed, and end with the pages; the service has at most the keys of the steps that it has
+applied. Only further keys of a block, of prefixes that end inside it, are not recorded: after a restart such a prefix
+hits the blocks before this one.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ import grpc
 
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import MirrorTerms, OpenRequest
+from kvplane.base.session import CacheRequest, MirrorTerms, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.blocking.mirror import MirrorSender
 from kvplane.rpc.channel import open_channel
@@ -27,10 +35,11 @@ from kvplane_service.core import state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_vllm.manager import InProcessManager
+from kvplane_vllm.pages import PagesOfWorker
 
 EPOCH_TIMEOUT_S = 2.0
 
-logger = logging.getLogger("kvplane.vllm")
+logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,14 @@ class MirrorManager(InProcessManager):
     """
 
     target: ClassVar[Target]
+    needs_events = True  # the service has subscribers and a store of its own
     sender: MirrorSender | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take the arguments of vLLM's manager. Waits for the service only to ask for the last epoch, 2 s at most."""
         super().__init__(*args, **options)
         self._closed: list[tuple[Step, StepResult]] = []
+        self._carried_out: dict[int, int] = {}  # by number of a step: the cache request that it carries out
         self.close_step()
         pool, life = self.replica.coordinator.pool, secrets.randbits(64) or 1
         request = OpenRequest(
@@ -63,7 +74,7 @@ class MirrorManager(InProcessManager):
             nonce=0,
             epoch=pool.epoch,
             client="vllm",
-            incarnation=life,  # the pages end with this process
+            incarnation=self.memory_incarnation() or life,  # of its own: the pages end with this process
             life_nonce=life,
             mirror=MirrorTerms(self.commit),
         )
@@ -72,8 +83,16 @@ class MirrorManager(InProcessManager):
     def new_replica(self, spec: ReplicaSpec) -> Replica:
         """Return an empty replica in the epoch after the one that the service knows."""
         replica = Replica(spec)
-        replica.begin_epoch(last_epoch(self.target) + 1)
+        replica.begin_epoch(self.known_epoch() + 1)
         return replica
+
+    def known_epoch(self) -> int:
+        """Return the newest epoch of the replica at the service; 0 if it has none, or cannot be reached."""
+        return last_epoch(self.target)
+
+    def memory_incarnation(self) -> int:
+        """Return the number of the memory that has the pages; 0 if they end with this process."""
+        return 0
 
     def _export(self) -> tuple[int, Iterator[bytes]]:
         return self.replica.seq, state.slices(self.replica)
@@ -87,10 +106,25 @@ class MirrorManager(InProcessManager):
             self.send_steps()
 
     def send_steps(self) -> None:
-        """Send the steps that ended since the last call, in one message."""
+        """Send the steps that ended since the last call, in one message. Before that, carry out what callers of the
+        service ask for.
+        """
         assert self.sender is not None, "the manager is not built yet"
+        for request in self.sender.take_cache_requests():
+            self._carry_out(request)
         closed, self._closed = self._closed, []
-        self.sender.submit(closed)
+        carried_out, self._carried_out = self._carried_out, {}
+        self.sender.submit(closed, carried_out)
+
+    def _carry_out(self, request: CacheRequest) -> None:
+        """Evict blocks, or reset the cache, in a step of its own, whose result is the answer."""
+        self.close_step()
+        self._carried_out[self._open().seq] = request.number
+        if request.reset:
+            self.reset_prefix_cache()
+        else:
+            self.evict_blocks(set(request.blocks))
+        self.close_step()
 
     def shut_down(self) -> None:
         """Notify the service that the engine leaves."""
@@ -100,9 +134,16 @@ class MirrorManager(InProcessManager):
         self.sender.close()
 
 
-def mirroring(target: Target) -> type[MirrorManager]:
+class MirrorOnPages(PagesOfWorker, MirrorManager):
+    """A mirrored manager on pages of a kvplane worker: its first image has the keys that survived the last process."""
+
+    known_epoch = MirrorManager.known_epoch
+
+
+def mirroring(target: Target, has_worker: bool = False) -> type[MirrorManager]:
     """Return the manager's class for this service."""
-    return type("MirrorManager", (MirrorManager,), {"target": target})
+    base = MirrorOnPages if has_worker else MirrorManager
+    return type(base.__name__, (base,), {"target": target})
 
 
 def last_epoch(target: Target) -> int:

@@ -8,15 +8,18 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from kvplane.base.errors import InvalidArgument
+from kvplane_vllm.remote.settings import refuse
 from kvplane_worker.lending.rundir import default_run_dir
 
 # Accepted values; None: any text that is not empty.
 OPTIONS: dict[str, tuple[str, ...] | None] = {
-    "mode": ("inprocess", "mirror"),
+    "mode": ("inprocess", "mirror", "remote"),
     "fallback": ("stock",),
     "pages": ("own", "worker"),
-    "address": None,  # only in mode "mirror", which needs it, and the replica too
+    "address": None,  # only in the modes with a service, which need it, and the replica too
     "replica": None,
+    "pipeline": ("on", "off"),  # only in mode "remote"
+    "step_timeout": None,  # only in mode "remote": seconds
     "worker": None,
 }
 RANK = "{rank}"  # in the option `worker`
@@ -73,18 +76,41 @@ def options_of(config: VllmConfig) -> dict[str, str]:
 
 
 def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
-    is_mirror, has_worker = given.get("mode") == "mirror", given.get("pages") == "worker"
-    if is_mirror and has_worker:
-        raise InvalidArgument("the mode mirror does not support pages: worker", field="additional_config.kvplane.pages")
-    for name, is_used in (("address", is_mirror), ("replica", is_mirror or has_worker), ("worker", has_worker)):
+    mode, has_worker = given.get("mode", "inprocess"), given.get("pages") == "worker"
+    has_service, is_remote = mode != "inprocess", mode == "remote"
+    if is_remote and has_worker:
+        problem = "the mode remote does not support pages: worker"
+        raise InvalidArgument(problem, field="additional_config.kvplane.pages")
+    users = (
+        ("address", has_service),
+        ("replica", has_service or has_worker),
+        ("worker", has_worker),
+        ("pipeline", is_remote),
+        ("step_timeout", is_remote),
+    )
+    for name, is_used in users:
         if name in given and not is_used:
             problem = "given without mode mirror" if name == "address" else "given, but not used with these options"
             raise InvalidArgument(f"{name} is {problem}", field=f"additional_config.kvplane.{name}")
-        if is_mirror and is_used and name not in given:
-            raise InvalidArgument(f"{name} is missing in mode mirror", field=f"additional_config.kvplane.{name}")
+        if has_service and name in ("address", "replica") and name not in given:
+            raise InvalidArgument(f"{name} is missing in mode {mode}", field=f"additional_config.kvplane.{name}")
     hashes = config.cache_config.prefix_caching_hash_algo
-    if is_mirror and hashes not in FIXED_HASHES:
-        raise InvalidArgument(f"{hashes} in mode mirror: use {' or '.join(FIXED_HASHES)}", field="hash_algo")
+    if has_service and hashes not in FIXED_HASHES:
+        raise InvalidArgument(f"{hashes} in mode {mode}: use {' or '.join(FIXED_HASHES)}", field="hash_algo")
+    if is_remote:
+        _check_remote(config, given)
+
+
+def _check_remote(config: VllmConfig, given: dict[str, str]) -> None:
+    if "fallback" in given:
+        raise InvalidArgument("mode remote has no fallback", field="additional_config.kvplane.fallback")
+    try:
+        is_positive = float(given.get("step_timeout", "1")) > 0
+    except ValueError:
+        is_positive = False
+    if not is_positive:
+        raise InvalidArgument("step_timeout is not a number of seconds", field="additional_config.kvplane.step_timeout")
+    refuse(config)
 
 
 def worker_addresses(config: VllmConfig, options: dict[str, str]) -> list[str]:

@@ -35,7 +35,7 @@ from kvplane_vllm.launch import Launch
 from kvplane_vllm.manager import InProcessManager
 from kvplane_worker.attach import attached_pid, map_stamps
 
-logger = logging.getLogger("kvplane.vllm")
+logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 NO_HOOK = "start vLLM with --worker-cls kvplane_vllm.Worker"
 RECORD = np.dtype(
     [("stamp", "<u8"), ("digest", "u1", 32), ("num_tokens", "<u4"), ("group", "<u4"), ("age", "<u4"), ("zero", "<u4")]
@@ -78,9 +78,16 @@ class RankMemory:
         """Return the stamps of each rank."""
         return [table.read_all() for table in self.tables]
 
-    def begin_life(self) -> int:
-        """Make this engine life the only one whose orders the ranks accept. Returns its epoch."""
-        epoch = max(self._group.owner_epoch, *(newest_epoch(stamps) for stamps in self.stamps())) + 1
+    @property
+    def incarnation(self) -> int:
+        """The number of this memory, drawn when it was allocated."""
+        return self._group.incarnation
+
+    def begin_life(self, known_epoch: int = 0) -> int:
+        """Make this engine life the only one whose orders the ranks accept. Returns its epoch, which is above every
+        epoch that the memory shows and above `known_epoch`.
+        """
+        epoch = max(known_epoch, self._group.owner_epoch, *(newest_epoch(stamps) for stamps in self.stamps())) + 1
         for table in self.tables:
             table.begin_life(epoch)
         return epoch
@@ -166,13 +173,21 @@ class PagesOfWorker(InProcessManager):
         """Return the allocator of this engine life, with the recorded keys that are still in memory."""
         replica = Replica(spec)
         self._memory = memory = RankMemory(self._addresses, spec.num_blocks, replica.digest_size)
-        self.epoch = memory.begin_life()
+        self.epoch = memory.begin_life(self.known_epoch())
         stored = self.stored_entries()
         self.recovered = found = replica.recover(self.epoch, memory.stamps(), stored)
         replica.take_events()
         self._age = max((int(max(one.age, default=0)) for one in stored), default=0) + 1
         logger.info("engine life %d: %d keys kept, %d not in memory", self.epoch, found.kept, found.unproven)
         return replica
+
+    def known_epoch(self) -> int:
+        """Return the newest epoch of this replica that is known outside of the page memory; 0 = none."""
+        return 0
+
+    def memory_incarnation(self) -> int:
+        """Return the number of the memory that has the pages."""
+        return self._memory.incarnation
 
     def stored_entries(self) -> list[Entries]:
         """Return the keys that earlier engine lives published, of which the page memory then proves some."""

@@ -22,22 +22,25 @@ from kvplane_vllm.options import options_of, worker_addresses
 from kvplane_vllm.pages import PagesOfWorker
 from kvplane_vllm.spec import UnsupportedModel
 
-logger = logging.getLogger("kvplane.vllm")
+logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
-def manager_factory(chosen: dict[str, str], addresses: Sequence[str] = ()) -> Callable[..., KVCacheManager]:
+def manager_factory(
+    chosen: dict[str, str], addresses: Sequence[str], hash_algorithm: str
+) -> Callable[..., KVCacheManager]:
     """Return the function that builds the KV cache manager for these options. With `fallback`, it builds vLLM's own
     manager for a model that kvplane does not support. With `addresses`, kvplane workers there lend the pages.
     """
-    manager: type[InProcessManager] = InProcessManager
+    manager: type[InProcessManager] = PagesOfWorker if addresses else InProcessManager
     if chosen.get("mode") == "mirror":
         from kvplane_vllm.mirror import Target, mirroring  # needs gRPC
 
-        manager = mirroring(Target(chosen["address"], chosen["replica"]))
+        manager = mirroring(Target(chosen["address"], chosen["replica"]), bool(addresses))
+    manager = type(manager.__name__, (manager,), {"hash_algorithm": hash_algorithm})
 
     def build(*args: Any, **options: Any) -> KVCacheManager:
         if addresses:
-            return PagesOfWorker(*args, addresses=addresses, **options)
+            return manager(*args, addresses=addresses, **options)
         try:
             return manager(*args, **options)
         except UnsupportedModel as error:
@@ -64,13 +67,24 @@ class OnKvplane:
         UnsupportedModel for an unsupported model.
         """
         chosen = options_of(vllm_config)
-        module.KVCacheManager = manager_factory(  # type: ignore[assignment,misc]
-            chosen, worker_addresses(vllm_config, chosen)
-        )
+        is_remote = chosen.get("mode") == "remote"
+        if is_remote:
+            from kvplane_vllm.remote.scheduler import OnService, remote_manager  # needs gRPC
+
+            module.KVCacheManager = remote_manager(vllm_config, chosen)  # type: ignore[assignment,misc]
+        else:
+            addresses = worker_addresses(vllm_config, chosen)
+            algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+            factory = manager_factory(chosen, addresses, algorithm)
+            module.KVCacheManager = factory  # type: ignore[assignment,misc]
         try:
             super().__init__(vllm_config, *args, **options)  # type: ignore[call-arg]
         finally:
             module.KVCacheManager = KVCacheManager  # type: ignore[misc]
+        self.on_service: OnService | None = None
+        if is_remote:
+            is_async = isinstance(self, async_scheduler.AsyncScheduler)
+            self.on_service = OnService(self, vllm_config, chosen, is_async=is_async)
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
             self.kv_cache_manager.executed = 0
@@ -79,10 +93,14 @@ class OnKvplane:
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         """See vLLM's scheduler. The output also has the number of its step."""
+        if self.on_service is not None:
+            throttles = options.get("throttle_prefills", args[0] if args else False)
+            return self.on_service.schedule(super().schedule, self._preempt, throttle_prefills=throttles)  # type: ignore[misc]
         if self._managed and self._reports:
             self.kv_cache_manager.report_progress()
         if self._managed and self.kv_cache_manager.preempted:
-            self._take_preemptions()
+            preempted, self.kv_cache_manager.preempted = self.kv_cache_manager.preempted, []
+            self._preempt(preempted)
         output: SchedulerOutput = super().schedule(*args, **options)  # type: ignore[misc]
         if self._managed:
             manager = self.kv_cache_manager
@@ -94,16 +112,14 @@ class OnKvplane:
                 setattr(output, ATTRIBUTE, manager.take_launch())
         return output
 
-    def _take_preemptions(self) -> None:
-        """Preempt, in vLLM's queues, the requests that the allocator preempted because their computed tokens were
-        reduced below the blocks that they hold.
+    def _preempt(self, requests: list[Any]) -> None:
+        """Preempt, in vLLM's queues, requests that lost their blocks: the allocator preempted them because their
+        computed tokens were reduced below the blocks that they hold, or the service began a new engine life.
         """
-        manager = self.kv_cache_manager
-        for request in manager.preempted:
+        for request in requests:
             if request in self.running:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
-        manager.preempted.clear()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
         """See vLLM's scheduler. vLLM passes the outputs in the order of their steps, each after all ranks have finished
@@ -111,11 +127,16 @@ class OnKvplane:
         """
         if self._managed:
             self.kv_cache_manager.step_executed(scheduler_output.kvplane_step)  # type: ignore[attr-defined]
-        return super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
+        elif self.on_service is not None:
+            self.on_service.executed(scheduler_output)
+        updated = super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
+        if self.on_service is not None:
+            self.on_service.updated()
+        return updated
 
     def shutdown(self) -> None:
         """See vLLM's scheduler."""
-        if self._managed:
+        if self._managed or self.on_service is not None:
             self.kv_cache_manager.shut_down()
         super().shutdown()  # type: ignore[misc]
 

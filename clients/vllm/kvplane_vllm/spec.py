@@ -6,10 +6,13 @@ blocks. A kind of cache that kvplane does not have is refused; the error names t
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowMLASpec
 
 from kvplane.base.errors import InvalidArgument
@@ -53,6 +56,29 @@ class Limits:
     prefill_lookahead: int
     watermark_blocks: int
     enable_caching: bool
+    hash_algorithm: str
+
+
+def limits_of(
+    manager: Any,
+    max_model_len: int,
+    max_in_flight_tokens: int | None,
+    scheduler_block_size: int,
+    hash_block_size: int,
+    options: Mapping[str, Any],
+) -> Limits:
+    """Return the limits of a KVCacheManager that was built with these arguments."""
+    return Limits(
+        max_model_len=max_model_len,
+        max_in_flight_tokens=max_in_flight_tokens or max_model_len,
+        scheduler_block_size=scheduler_block_size,
+        hash_block_size=hash_block_size,
+        hash_lookahead_tokens=options.get("num_hash_lookahead_tokens", 0),
+        prefill_lookahead=options.get("num_prefill_lookahead", 0),
+        watermark_blocks=manager.watermark_blocks,
+        enable_caching=manager.enable_caching,
+        hash_algorithm=manager.hash_algorithm,
+    )
 
 
 def unsupported(config: KVCacheConfig, coordinator: KVCacheCoordinator) -> str:
@@ -88,16 +114,17 @@ def replica_spec(
         hash_block_size=limits.hash_block_size,
         scheduler_block_size=limits.scheduler_block_size,
         max_in_flight_tokens=limits.max_in_flight_tokens,
-        hash_algorithm=HashAlgorithm.SHA256,  # never used: vLLM computes the hashes
-        hash_seed="vllm",
+        # vLLM computes the hashes; a service needs these only for prompts that its own callers ask about.
+        hash_algorithm=HashAlgorithm(limits.hash_algorithm),
+        hash_seed=os.environ.get("PYTHONHASHSEED") or DEFAULT_NONE_HASH_SEED,
         enable_caching=limits.enable_caching,
         retention_interval=DENSE_RETENTION if interval is None else int(interval),
         partial_hits=coordinator.enable_partial_hash_hits,
         watermark_blocks=limits.watermark_blocks,
         commit=commit,
-        hash_lookahead_tokens=limits.hash_lookahead_tokens,
+        hash_lookahead_tokens=int(limits.hash_lookahead_tokens),  # vLLM may give a bool
         prefill_lookahead=limits.prefill_lookahead,
-        events=events,
+        events=events or any(one.kind is GroupKind.MAMBA for one in groups),  # `Handoffs` reads them
     )
     spec.validate()
     return spec

@@ -7,11 +7,12 @@ state of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import Key
 from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.pool import INSIDE, BlockPool
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvplane_vllm.manager import InProcessManager
 
 
-def key(digest: bytes, group: int) -> Key:
+def _key_of(digest: bytes, group: int) -> Key:
     """Return the allocator's key of a block hash. All keys have one domain, since vLLM's hash already covers salt and
     adapter.
     """
@@ -70,6 +71,32 @@ class Block:
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+class Blocks(KVCacheBlocks):
+    """Blocks of a request, by group. Their objects are made when they are read: vLLM's scheduler reads only the ids."""
+
+    def __init__(self, objects: Sequence[Block], ids: Sequence[Sequence[int]]) -> None:
+        """`objects`: all blocks of the pool. `ids`: the blocks of each group; the caller must not change them later."""
+        self._objects, self._ids = objects, ids
+        self._is_empty = not any(ids)
+
+    @cached_property
+    def blocks(self) -> Any:
+        """The blocks of each group."""
+        return tuple([self._objects[block] for block in row] if row else () for row in self._ids)
+
+    def get_block_ids(self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None) -> Any:
+        """See vLLM's KVCacheBlocks."""
+        if allow_none and self._is_empty:
+            return None
+        ids = self._ids if group_ids is None else [self._ids[group] for group in group_ids]
+        return None if allow_none and not any(ids) else tuple([list(row) for row in ids])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KVCacheBlocks) and list(map(list, self.blocks)) == list(map(list, other.blocks))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class FreeList:
@@ -125,7 +152,7 @@ class Index:
 
     def blocks_of(self, key: bytes) -> list[int]:
         """Return the blocks with this key, which is a block hash with vLLM's group suffix."""
-        return self._manager.blocks_of_key(bytes(key[:-4]), int.from_bytes(key[-4:], "big"))
+        return self._manager.pool.blocks_of(_key_of(bytes(key[:-4]), int.from_bytes(key[-4:], "big")))
 
     def get_one_block(self, key: bytes) -> Block | None:
         """Return one of the blocks with this key; None if there is none."""
@@ -137,11 +164,9 @@ class Index:
         return block_id in self.blocks_of(key)
 
     def pop(self, key: bytes, block_id: int | None = None) -> Any:
-        """Remove the key from the given block, or from all blocks if none is given."""
+        """Remove the keys of the given block, or of all blocks with this key if none is given."""
         found = self.blocks_of(key)
-        for block in found:
-            if block_id in (None, block):
-                self._manager.pool.drop_keys(block, RemoveReason.DROPPED)
+        self._manager.evict_blocks({block for block in found if block_id in (None, block)})
         return found
 
     def __len__(self) -> int:
@@ -219,6 +244,25 @@ class Pool:
         self._manager.pool.touch([block.block_id for block in blocks])
 
 
+class Table(Sequence[Block]):
+    """The blocks of a request in one group, as they are now."""
+
+    def __init__(self, manager: InProcessManager, ids: list[int]) -> None:
+        self._blocks, self._ids = manager.blocks, ids
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._ids[index]
+        return [self._blocks[block] for block in found] if isinstance(found, list) else self._blocks[found]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Tables:
     """The blocks of each request in one group, as the mapping `req_to_blocks` of vLLM's manager."""
 
@@ -229,8 +273,8 @@ class Tables:
         known = self._manager.known.get(request_id)
         return [] if known is None else self._manager.tables_of(known.slot)[self._group]
 
-    def __getitem__(self, request_id: str) -> list[Block]:
-        return [self._manager.blocks[block] for block in self._table(request_id)]
+    def __getitem__(self, request_id: str) -> Table:
+        return Table(self._manager, self._table(request_id))
 
     def get(self, request_id: str, default: Any = None) -> Any:
         """Return the blocks of a request; `default` if the request holds none."""

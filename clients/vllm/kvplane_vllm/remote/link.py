@@ -1,0 +1,166 @@
+"""The connection of an engine to the service that decides: a session, opened again when it is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvplane.base.errors import DeadlineExceeded, KvplaneError, Moved, NotFound, ServiceRestarted, Unavailable
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Part, StepResult
+from kvplane.blocking.client import connect
+from kvplane.blocking.session import Session
+from kvplane.sansio.retry import RetryPolicy
+from kvplane_vllm.remote.settings import Settings
+
+logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
+
+AWAY = (Unavailable, DeadlineExceeded)
+ENDED = (ServiceRestarted, NotFound, Moved)  # the service has nothing of this session; a new one can be opened
+
+
+class Away(Exception):
+    """The service does not answer now."""
+
+
+class Lost(Exception):
+    """The session ended: the service knows no request of this engine any more."""
+
+
+class Link:
+    """A session with one replica.
+
+    Attributes:
+        life: number of sessions opened so far; step numbers belong to one of them.
+        answered: number of the last step that was answered in this life.
+        num_messages: steps sent.
+        waited_s: how long the engine's thread waited for answers.
+    """
+
+    def __init__(self, settings: Settings, spec: ReplicaSpec) -> None:
+        """Register the replica and open a session. Raises KvplaneError if the service cannot be reached or refuses."""
+        self._settings, self._spec = settings, spec
+        retry = RetryPolicy(attempts=None, within_s=settings.step_timeout_s)
+        self._client = connect(settings.address, timeout_s=settings.step_timeout_s, retry=retry)
+        self._session: Session | None = None
+        self.life = self.answered = self.num_messages = 0
+        self.waited_s = 0.0
+        self._is_away = False
+        self._thread = ThreadPoolExecutor(1, f"kvplane-{settings.replica}")
+        self._ahead: Future[StepResult] | None = None
+        self._open()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step that was sent has no answer yet."""
+        return self._ahead is not None or (self._session is not None and self._session.in_flight > 0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step that the service accepts."""
+        assert self._session is not None, "the first session was opened"
+        return self._session.max_rows
+
+    @property
+    def max_steps(self) -> int:
+        """The most steps that may be sent and not executed."""
+        assert self._session is not None, "a step is going to be sent"
+        return self._session.max_steps_in_flight
+
+    def reopen(self) -> None:
+        """Open a session, if there is none. Raises Away."""
+        if self._session is None:
+            try:
+                self._open()
+            except (*AWAY, *ENDED) as error:
+                raise self._away(error) from error
+
+    def send(self, parts: Sequence[Part], executed: int) -> None:
+        """Send a step, on another thread, which also waits for its answer. `receive` raises its errors."""
+        assert self._session is not None, "the session is opened before a step is sent"
+        self.num_messages += 1
+        self._ahead = self._thread.submit(_exchange, self._session, parts, executed)
+
+    def receive(self) -> StepResult:
+        """Wait for the answer of the step in flight. Raises Away, after which the step is still in flight, or Lost."""
+        assert self._session is not None, "a step is in flight"
+        begin = time.monotonic()
+        ahead, self._ahead = self._ahead, None
+        try:
+            result = ahead.result() if ahead is not None else self._session.receive()
+        except AWAY as error:
+            raise self._away(error) from error
+        except ENDED as error:
+            raise self._lost(error) from error
+        finally:
+            self.waited_s += time.monotonic() - begin
+        return self._answered(result)
+
+    def exchange(self, parts: Sequence[Part], executed: int) -> StepResult:
+        """Send a step and wait for its answer, as `send` and `receive`."""
+        assert self._session is not None, "the session is opened before a step is sent"
+        begin = time.monotonic()
+        self.num_messages += 1
+        try:
+            result = _exchange(self._session, parts, executed)
+        except AWAY as error:
+            raise self._away(error) from error
+        except ENDED as error:
+            raise self._lost(error) from error
+        finally:
+            self.waited_s += time.monotonic() - begin
+        return self._answered(result)
+
+    def _answered(self, result: StepResult) -> StepResult:
+        if self._is_away:
+            self._is_away = False
+            logger.info("the service answers again")
+        self.answered = result.seq
+        return result
+
+    def close(self) -> None:
+        """End the session."""
+        self._thread.shutdown(wait=False)
+        if self._session is not None:
+            self._session.close()
+        self._client.close()
+
+    def _open(self) -> None:
+        name, wait_s = self._settings.replica, self._settings.step_timeout_s
+        self._client.register_replica(name, self._spec)
+        retry = RetryPolicy(attempts=None, within_s=wait_s)
+        options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
+        self._session = self._client.session(
+            name,
+            with_events=self._spec.events,
+            client="vllm",
+            remember=False,  # the requests are sent again from vLLM's queues
+            **options,  # type: ignore[arg-type]
+        )
+        self.life += 1
+        self.answered = self._session.next_seq - 1
+
+    def _away(self, error: KvplaneError) -> Away:
+        if not self._is_away:
+            logger.warning("the service does not answer, nothing is scheduled until it does: %s", error)
+        self._is_away = True
+        return Away()
+
+    def _lost(self, error: KvplaneError) -> Lost:
+        logger.warning("the session with the service ended, all requests are preempted: %s", error)
+        assert self._session is not None, "it ended now"
+        self._session.abort()
+        self._session = None
+        return Lost()
+
+
+def _exchange(session: Session, parts: Sequence[Part], executed: int) -> StepResult:
+    session.submit(*parts, executed_through=executed)
+    return session.receive()
