@@ -18,6 +18,7 @@ ISSUED = """
     launches without an answer keep their stamps, new life during a load, resume forgets held pages,
     a removal of a held key is swallowed, withdrawn keys stay shown,
     shared executor, releases before notices, lapse by own delay,
+    checkpoint of rejected drafts,
     state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
     load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
     copy of an evicted state, image loses blocks behind the computed tokens,
@@ -27,7 +28,8 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
-    idle check over a change
+    idle check over a change,
+    what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
 
 

@@ -387,6 +387,45 @@ def do_nothing(_: Real) -> Real:
     return lambda self, *given: None
 
 
+# -- mirrors -----------------------------------------------------------------------------------------------------------
+
+
+def show_whatever_the_lag(real: Real) -> Real:
+    """A mirror shows its entries however old they are."""
+
+    def show(self: Any) -> None:
+        self.lag_ms = 0
+        real(self)
+
+    return show
+
+
+def apply_repeats(_: Real) -> Real:
+    """A mirror applies every step that arrives, also one that it has."""
+
+    async def apply(self: Any, steps: Any, newest: int, age_ms: int, offload: Any) -> Any:
+        for step in steps:
+            await self._host.idle()
+            if self._image_wanted:
+                break
+            await self._apply(step, offload)
+        self.lag_steps, self.lag_ms = max(0, newest - self._host.seq), age_ms
+        self._show()
+        return self.progress()
+
+    return apply
+
+
+def publish_unchecked(real: Real) -> Real:
+    """Publish the answer to a step without a check."""
+    return lambda self, step, check=None: real(self, step)
+
+
+def same_object(_: Real) -> Real:
+    """Return the value itself instead of a copy."""
+    return lambda value: value
+
+
 # -- what hangs --------------------------------------------------------------------------------------------------------
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -484,6 +523,18 @@ def keep_ends_behind_drafts(real: Real) -> Real:
     return rewind
 
 
+def keep_checkpoint_behind_drafts(real: Real) -> Real:
+    """The state that a launch left inside its chunk stays recorded when drafts before it are rejected."""
+
+    def rewind(self: Any, slot: int, num_computed: int) -> None:
+        checkpoint = self.last_checkpoints.get(slot)
+        real(self, slot, num_computed)
+        if checkpoint is not None:
+            self.last_checkpoints[slot] = checkpoint
+
+    return rewind
+
+
 def count_shared_blocks(real: Real) -> Real:
     """After an image, register no block that another request has in its table."""
 
@@ -532,11 +583,12 @@ def release_while_loading(_: Real) -> Real:
 def lose_load_after(real: Real) -> Real:
     """An open step does not say when a load may start."""
 
-    def append_admission(result: Any, answer: Any, row: int) -> None:
-        answer.admit_load_after = []
-        real(result, answer, row)
+    def admit(self: Any, *row: Any) -> Any:
+        status = real(self, *row)
+        self._result.admit_load_after = []
+        return status
 
-    return append_admission
+    return admit
 
 
 def limit_what_is_read(real: Real) -> Real:
@@ -722,6 +774,10 @@ TWINS: dict[str, Twin] = {
         "a state gets a key only for a verified length",
         (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
     ),
+    "checkpoint of rejected drafts": Twin(
+        "a state inside a chunk gets a key only for a verified length",
+        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_checkpoint_behind_drafts),),
+    ),
     "image skips shared blocks": Twin(
         "after an image, each request registers the blocks that it would have registered",
         (Patch(f"{CORE}.managers.base:GroupManager.resume", count_shared_blocks),),
@@ -740,7 +796,7 @@ TWINS: dict[str, Twin] = {
     ),
     "open step without load_after": Twin(
         "a step that is applied row by row is answered as the step that is sent whole",
-        (Patch(f"{CORE}.open_step:_append_admission", lose_load_after),),
+        (Patch(f"{CORE}.open_step:OpenStep.admit", lose_load_after),),
     ),
     "limit of a hit counts what is left out": Twin(
         "a limit equal to the length of a hit finds this hit",
@@ -831,6 +887,26 @@ TWINS: dict[str, Twin] = {
     "loads known by name": Twin(
         "the load of an adoption that was given up does not change a later adoption",
         (Patch(f"{SERVICE}.store.keeper:Keeper._is_loading", know_loads_by_name),),
+    ),
+    "what diverged stays shown": Twin(
+        "a mirror that differs from its engine is hidden before anything else happens",
+        (Patch(f"{SERVICE}.replicas.host:ReplicaHost.lose_entries", do_nothing),),
+    ),
+    "lag limit ignored": Twin(
+        "a mirror that lags too far behind its engine is hidden",
+        (Patch(f"{SERVICE}.replicas.mirror:Mirror._show", show_whatever_the_lag),),
+    ),
+    "repeats applied again": Twin(
+        "a mirror drops the steps that it has",
+        (Patch(f"{SERVICE}.replicas.mirror:Mirror.apply", apply_repeats),),
+    ),
+    "answers not compared": Twin(
+        "a mirror publishes a step only if its answer is the engine's",
+        (Patch(f"{SERVICE}.replicas.applying:Applying.apply", publish_unchecked),),
+    ),
+    "image of several steps": Twin(
+        "an image is the state of one step, however late its pieces are read",
+        (Patch(f"{CORE}.state:_copied", same_object),),
     ),
     "lease expiry frees pages": Twin(
         "an expired lease hides keys, and changes nothing else",

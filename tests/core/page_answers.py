@@ -44,7 +44,7 @@ class Answers:
         self.tables = BlockTables(len(self.spec.groups))
         self.pending: list[Launch] = []
         self.failed: list[int] = []
-        self.lost: set[tuple[int, int]] = set()
+        self.lost: dict[tuple[int, int], int] = {}  # lives that may have lost content: from which step on
         self.asked: dict[int, tuple[int, bool]] = {}
         self.luck: dict[int, tuple[bool, ...]] = {}
         self.known: dict[int, int] = {}
@@ -97,8 +97,13 @@ class Answers:
                         load.after = result.admit_load_after[row] if result.admit_load_after else 0
         if self.failed:  # lives that have ended may have lost content to it, and get no further answers
             current = {request.life for request in self.requests.values() if not request.is_held}
-            self.lost |= {row.life for launch in self.pending for row in launch.rows} - current
+            ended = {row.life for launch in self.pending for row in launch.rows} - current
+            self.lost |= dict.fromkeys(ended - self.lost.keys(), min(self.failed))
         self.pending.append(Launch(self.seq, [result.orders for result in results], list(rows.values())))
+
+    def lost_at(self, seq: int) -> set[tuple[int, int]]:
+        """The lives whose launch of this step may read garbage."""
+        return {life for life, since in self.lost.items() if since <= seq}
 
     def _ran(self, slot: int, granted: int) -> Row:
         request = self.requests[slot]

@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from random import Random
 
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.stamps import Stamp
 from kvplane.base.step import End, News, Orders, Part, PartResult, Step
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane.session.tables import BlockTables
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.replica import Replica
 from tests.core.builders import tokens
 from tests.core.follower import Followed
@@ -60,9 +62,14 @@ class RandomEngine(RandomScheduler):
         self.deaths, self.loads = rng.choice([2, 3, 8]), rng.choice([20, 40, 60])
         self.most_external, self.goes_back = rng.choice([9, 9, 24]), 10
         self.accepts, self.limits_rows = rng.choice([70, 70, 30]), rng.randrange(2) == 0
-        if rng.randrange(3) == 0:  # thrashes: requests come back to their own blocks while their launches are in flight
+        self.evicts = rng.choice([8, 40])
+        way = rng.randrange(4)
+        if way == 0:  # requests come back to their own blocks while their launches are in flight
             self.launches = 15
             self.ends, self.ways_to_end = 50, (End.PREEMPTED, End.PREEMPTED, End.PREEMPTED, End.FREE)
+        elif way > 1:  # requests grow far behind their prompts, and load what they generated when they come back
+            self.decodes, self.lags, self.limits_rows, self.loads = True, True, True, 60
+            self.ends, self.ways_to_end = rng.choice([3, 20]), (End.PREEMPTED, End.PREEMPTED, End.FREE, End.HELD)
 
     def begin(self) -> None:
         """The engine before this one died, or there was none."""
@@ -87,9 +94,11 @@ class RandomEngine(RandomScheduler):
         self._check_loads()
         self._check_new_loads()
         self._check_hits()
+        self._check_copies()
         self.check_keys()
         while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(self.launches)):
             self._stride()
+        self._check_stamps()
         self.check_keys()
 
     def _send(self, parts: list[Part]) -> None:
@@ -143,8 +152,8 @@ class RandomEngine(RandomScheduler):
                 self.spoilt.append((self.seq, block, self.memory.pages.pop(block)))
 
     def check_keys(self) -> None:
-        """Every key that others may see names a page that holds just that."""
-        self.keys_seen += self.texts.check_keys(self.replica, [self.memory])
+        """Every key of a step that has run names a page that holds just that."""
+        self.keys_seen += self.texts.check_keys(self.replica, [self.memory], through=self.launched)
 
     # -- launches and transfers --------------------------------------------------------------------------------------
 
@@ -194,7 +203,7 @@ class RandomEngine(RandomScheduler):
         if self.moved < head.seq:
             self._move()
         if head in self.pending:
-            self.memory.run(Launch(head.seq, [], head.rows), self.lost)
+            self.memory.run(Launch(head.seq, [], head.rows), self.lost_at(head.seq))
         self.queue.pop(0)
         self.pending = [launch for launch in self.pending if launch in self.queue]
         self.launched = self.queue[0].seq - 1 if self.queue else self.seq
@@ -240,6 +249,21 @@ class RandomEngine(RandomScheduler):
             hit = self.replica.peek_slot(slot)
             again = self.replica.coordinator.find_hit(slot, hit.num_tokens)
             assert again.num_tokens == hit.num_tokens, f"slot {slot}: {hit}, and {again} within its length"
+
+    def _check_copies(self) -> None:
+        """No running state is copied that has no key: none could be found by the copy."""
+        for manager in self.replica.coordinator.managers:
+            for slot, (_, block) in manager.partial_hit.items():
+                if isinstance(manager, AlignedStateManager) and manager.has_allocated[slot]:
+                    assert manager.pool.key[block] is not None, f"state {block} of slot {slot} is copied without a key"
+
+    def _check_stamps(self) -> None:
+        """Once all orders are carried out, the memory has every stamp that the core gave in this engine life."""
+        if not self.queue:
+            given = enumerate(self.replica.coordinator.pool.stamp)
+            mine = {block: stamp for block, stamp in given if Stamp.unpack(stamp).epoch == self.epoch}
+            missing = [block for block, stamp in mine.items() if self.memory.stamps[block] != stamp]
+            assert not missing, f"the memory lacks the stamps of blocks {missing}"
 
     def _check_busy(self) -> None:
         """A new engine life hands out no block that a load of an earlier one may still write."""
@@ -363,7 +387,7 @@ class RandomEngine(RandomScheduler):
         if load is not None:
             load.after, load.seq = 0, 0
         loading = 1 if load is not None else 2 * request.may_hold
-        return ResumeRow(slot, request.computed, self._tables(slot), request.known, launch_end=end, loading=loading)
+        return ResumeRow(slot, request.computed, self._tables(slot), request.prompt, launch_end=end, loading=loading)
 
 
 __all__ = ["MOST_IN_FLIGHT", "RandomEngine", "RandomScheduler", "Request", "Texts"]

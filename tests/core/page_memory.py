@@ -74,6 +74,7 @@ class Row:
     left: Left | None = None
     certain: int = 1 << 30
     planned: int = 0  # where it was to end by the answer; 0 = there
+    planned_start: int = -1  # and to start; -1 = there
     is_lost: bool = False  # it may read garbage
     prompt: int = 1 << 30
 
@@ -266,11 +267,12 @@ class Memory:
         left = Left(row.tables, row.end, row.planned or row.end)
         for length in range(row.end, max(row.start, min(row.certain, row.end) - 1), -1):
             self._put(number, left.block(number, group.block_size, length), 0, row.launched[:length] if good else None)
-        rule = CheckpointRule.of(self.spec, group)
-        position, index = rule.position(row.start, left.planned), rule.index(left.planned)
+        rule, as_planned = CheckpointRule.of(self.spec, group), row.planned_start in (-1, row.start)
+        start = row.start if as_planned else row.planned_start
+        position, index = rule.position(start, left.planned), rule.index(left.planned)
         block = row.tables[number][index] if position and index < len(row.tables[number]) else 0
         if block:
-            self._put(number, block, 0, row.launched[:position] if good and position <= row.end else None)
+            self._put(number, block, 0, row.launched[:position] if good and as_planned else None)
 
     def _write_attention(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
         for at in range(row.start, row.end):

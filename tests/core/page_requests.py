@@ -75,7 +75,7 @@ class PlannedRow(Row):
         if self.is_resolved:
             return
         self.is_resolved = True
-        truth, self.planned = self.truth, self.start + self.count
+        truth, self.planned_start, self.planned = self.truth, self.start, self.start + self.count
         self.is_lost = self.life in lost or (self.load is not None and self.load.given_up)
         if self.load is not None and self.count and not self.is_lost:
             self.load.write(self.load.end)  # a launch that computes behind a load waits for it
@@ -208,15 +208,17 @@ class Texts:
         replica: Replica,
         memories: list[Memory],
         invalid: Container[int] = (),
+        through: int = 0,
     ) -> int:
         """Every key that others may see names a page that holds just that, on every rank; how many were looked at.
 
-        `invalid` are blocks that ranks have invalidated, so that no stamp proves what their keys say.
+        `invalid` are blocks that ranks have invalidated, so that no stamp proves what their keys say. Keys of steps up
+        to `through`, which have run, are looked at too, though this is not reported.
         """
         pool, seen = replica.coordinator.pool, 0
         for block in range(pool.num_blocks):
             primary = pool.key_of(block)
-            if primary is None or pool.key_step[block] > pool.executed_through or block in invalid:
+            if primary is None or pool.key_step[block] > max(through, pool.executed_through) or block in invalid:
                 continue
             for domain, group, digest in (primary, *pool.more_keys.get(block, ())):
                 seen += 1

@@ -50,8 +50,11 @@ class RandomScheduler(Answers):
     accepts = 70  # percent of drafts
     ends = 15  # percent of requests in each step
     ways_to_end = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
+    evicts = 8  # percent of steps
     goes_back = 6  # percent of requests whose launches have all run, in each step: tokens are taken back
     most_external = 9  # tokens of an admission that come from outside
+    decodes = False  # prompts are short, and every request that may run does
+    lags = False  # reports steps as executed as late as allowed
 
     def plan(self) -> list[Part]:
         """The parts of the next step; sets `executed_through` of it."""
@@ -59,7 +62,7 @@ class RandomScheduler(Answers):
         most = min([self.launched, *(seq - 1 for seq in self.failed)])
         least = min(most, max(self.executed_through, self.seq - MOST_IN_FLIGHT))
         drawn = self.rng.randint(least, most)
-        self.executed_through = least if self._has_rare_in_flight() else drawn
+        self.executed_through = least if self.lags or self._has_rare_in_flight() else drawn
         return self._parts()
 
     def plan_end(self) -> list[Part]:
@@ -136,7 +139,7 @@ class RandomScheduler(Answers):
                 is_unsure = self.ends_loads_by_rows and request.may_hold
                 if self._chance(30 if is_unsure else 8):
                     self._row(facts, slot, end=End.PREEMPTED if is_unsure else End.FREE)
-                elif self.limits_rows and self._chance(25):
+                elif self.limits_rows and self._chance(60 if self.decodes else 25):
                     self._append(facts, slot, request)
         return facts
 
@@ -304,7 +307,7 @@ class RandomScheduler(Answers):
                 released.append(slot)
         return Cache(
             failed_steps=self.failed,
-            evicted=self._evicted() if self._chance(16 if self._busy_blocks() else 8) else [],
+            evicted=self._evicted() if self._chance(max(self.evicts, 16 if self._busy_blocks() else 0)) else [],
             released=released,
             reset=self._chance(3 if any(one.running for one in self.requests.values()) else 30),
             loads_over=self._loads_over(),
@@ -318,17 +321,25 @@ class RandomScheduler(Answers):
         """Whether a step in flight did something rare: it is then reported as executed as late as allowed."""
         return False
 
-    def _is_rare(self, slot: int) -> bool:
+    def _is_rare(self, _slot: int) -> bool:
         """Whether it did so to a block that the slot has now: the request is then ended or set back more often."""
-        del slot
         return False
 
     def _evicted(self) -> list[int]:
-        """Some block, or one of a request."""
-        slots = [slot for slot in self.requests if slot in self.tables]
-        own = [block for slot in slots for table in self.tables[slot] for block in table if block]
+        """Some block, or one of a request, or those that its next launch writes first."""
+        own = [b for slot in self.requests if slot in self.tables for table in self.tables[slot] for b in table if b]
         some = self.rng.randrange(1, self.spec.num_blocks)
-        return [self.rng.choice([some, self.rng.choice(own or [some]), self.rng.choice(self._busy_blocks() or [some])])]
+        kinds = [[some], own, self._busy_blocks(), self._last_blocks()]
+        blocks = self.rng.choice([blocks for blocks in kinds if blocks])
+        return blocks if blocks is kinds[-1] else [self.rng.choice(blocks)]
+
+    def _last_blocks(self) -> list[int]:
+        """The blocks of the last computed token of each request."""
+        last = set[int]()
+        for slot, one in self.requests.items():
+            for group, table in zip(self.spec.groups, self.tables[slot] if one.running else (), strict=False):
+                last.update(table[(one.computed - 1) // group.block_size :][:1])
+        return sorted(last - {0})
 
     def _release_load(self, request: Request) -> bool:
         """The load is over; before it was allowed to start it has failed, and the answer preempts the request."""
@@ -354,10 +365,10 @@ class RandomScheduler(Answers):
             if slot in self.requests or not self._chance(40):
                 continue
             script = self.rng.choice(HEADS) + "".join(self.rng.choices("ab", k=LONGEST))
-            limit = self.rng.randint(4, 46)
+            limit = self.rng.randint(24 if self.decodes else 4, 46)
             domain = OTHER if self._chance(15) else ""
             script = script[:LONGEST].upper() if domain else script[:LONGEST]
-            known = self.rng.randint(limit // 2, limit - 1)
+            known = self.rng.randint(2, 10) if self.decodes else self.rng.randint(limit // 2, limit - 1)
             self.stays += 1
             self.digests[script, domain] = self.texts.learn(script, domain)
             request = self.requests[slot] = Request((slot, self.stays), script, known, limit, domain)
@@ -381,7 +392,8 @@ class RandomScheduler(Answers):
     # -- run and admit -----------------------------------------------------------------------------------------------
 
     def _run(self) -> Run:
-        slots = self._some([slot for slot, one in self.requests.items() if self._may_run(one)])
+        slots = [slot for slot, one in self.requests.items() if self._may_run(one)]
+        slots = slots if self.decodes else self._some(slots)
         victims = self._some([slot for slot in self.requests if self._is_running(slot)])
         if self.ends_loads_by_rows and self._chance(30):
             victims = slots  # who has tokens, and so no load, loses them in the part
@@ -424,7 +436,7 @@ class RandomScheduler(Answers):
         ahead = request.computed - request.known
         if ahead < -1:
             cap = self.rng.choice([1, 4, 6, 100])
-            return drafts if self._chance(20) else 0, cap
+            return drafts if self._chance(60 if self.decodes else 20) else 0, cap
         if ahead < 0:
             return drafts, 1 + self.most_drafts
         if not self._chance(60):
@@ -447,7 +459,8 @@ class RandomScheduler(Answers):
             self.asked[slot] = external, late
             self.luck[slot] = tuple(self._chance(self.accepts) for _ in range(8))
             admit.external.append(external)
-            admit.extra.append(0 if late else self.rng.choice([0, 0, self.rng.randint(0, self.most_drafts)]))
+            drafts = self.rng.randint(0, self.most_drafts)
+            admit.extra.append(0 if late else drafts if self.decodes else self.rng.choice([0, 0, drafts]))
             admit.cap.append(self.rng.choice([0, 0, 0, 4]) if late else self.rng.choice([4, 8, 100, 100]))
             admit.flags.append(DELAY if late else self._admit_flags(bool(external)))
             admit.lookahead.append(self.rng.choice([0, 0, self.most_drafts]))
@@ -461,7 +474,7 @@ class RandomScheduler(Answers):
                 admit.single_group_hit.append(self.rng.choice([UNLIMITED, UNLIMITED, self.rng.randint(0, LONGEST)]))
                 if not admit.min_new[-1] and self._chance(50):
                     admit.cap[-1] = 0  # the row only adopts
-                if external and self._chance(50):  # most of the request is loaded, tokens that it generated too
+                if external and self._chance(80 if self.decodes else 50):  # what it generated is loaded too
                     admit.hit_limit[-1] = 0
                     admit.external[-1] = self.rng.randint(external, max(external, self.requests[slot].known))
                     self.asked[slot] = admit.external[-1], late
@@ -476,9 +489,8 @@ class RandomScheduler(Answers):
 
 def _tail(run: Run, rows: int) -> Run:
     """Take the last rows from a section; the rest stays in it."""
-    columns = {
-        name: getattr(run, name) for name in ("slot", "extra", "cap", "lookahead", "flags", "in_flight", "reserved")
-    }
+    names = ("slot", "extra", "cap", "lookahead", "flags", "in_flight", "reserved")
+    columns = {name: getattr(run, name) for name in names}
     taken = {name: column[rows:] for name, column in columns.items()}
     for column in columns.values():
         del column[rows:]

@@ -93,13 +93,16 @@ def test_a_full_block_leaves_the_fast_path_only_when_its_hash_is_known():
 def grown(engine):
     """The slots whose tables are looked at for blocks from now on, one entry per call."""
     seen, coordinator = [], engine.replica.coordinator
-    grow = coordinator._grow_tables
 
-    def noting(slot, *rest):
-        seen.append(slot)
-        return grow(slot, *rest)
+    def noting(grow):
+        def note(slot, *rest):
+            seen.append(slot)
+            return grow(slot, *rest)
 
-    coordinator._grow_tables = noting
+        return note
+
+    for name in ("_grow_tables", "_append_blocks"):
+        setattr(coordinator, name, noting(getattr(coordinator, name)))
     return seen
 
 

@@ -196,6 +196,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("records", in_flight, lambda engine: tracker(engine).adoptions.setdefault(9, {}), "adoptions of step 9, the last"),
     ("records", plain, lambda engine: tracker(engine).filling.setdefault(1, []), "filling of step 1, 4 is executed"),
     ("adoptions", in_flight, lose_adopted_key, "slot 1 adopted block 9 of step 1, which has no record of its key"),
+    ("adoptions", in_flight, lambda engine: requests(engine).adopted_step.__setitem__(1, 0), "the last recorded is 0"),
     ("fences", plain, lambda engine: tracker(engine).waiting.append((9, [])), "fences \\[9\\], 4 executed"),
     ("fast_path", running, lambda engine: take(engine, "fast_path_until", 400), "wrong bounds, fast path until 400"),
     ("fast_path", running, widen_blocks, "slot 0 needs a block after 8 slots, not 400"),

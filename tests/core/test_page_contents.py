@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.groups import DENSE_RETENTION, AlignSpec, GroupSpec
+from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Left
@@ -40,13 +41,13 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         [state(8, checkpoint_alignment=2), full(8)],
         {"hash_block_size": 2, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
     ),
-    "checkpoints of every chunk": (
-        [state(checkpoint_alignment=4), state(checkpoint_alignment=4), full()],
-        {"retention_interval": DENSE_RETENTION},
+    "checkpoints of every chunk, drafts": (
+        [state(speculative_blocks=4, checkpoint_alignment=4), full()],
+        {"retention_interval": DENSE_RETENTION, "num_blocks": 40},
     ),
     "checkpoints and drafts": (
         [
-            state(4, speculative_blocks=2, checkpoint_alignment=2, checkpoints_single_group_hits=True),
+            state(4, speculative_blocks=4, checkpoint_alignment=2, checkpoints_single_group_hits=True),
             full(4, is_draft=True, drops_last_block=True),
         ],
         {
@@ -74,7 +75,7 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         {"align": AlignSpec(4, 4096)},
     ),
     "drafts, one group": ([full(is_draft=True, drops_last_block=True)], {}),
-    "prompt and window": ([prompt_and_window(5), full(lookup_class=5)], {}),
+    "prompt and window": ([prompt_and_window(5), full(lookup_class=5)], {"num_blocks": 32}),
     "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
 }
 
@@ -85,7 +86,7 @@ def run(mix: str, seed: int, steps: int = STEPS, deaths: int | None = None, cell
     groups, changes = MIXES[mix]
     blocks = {"num_blocks": rng.choice([10, 16, 24, 40]), **changes}
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
-    engine = RandomEngine(spec, rng, most_drafts=2 if "drafts" in mix else 0)
+    engine = RandomEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
     engine.deaths = engine.deaths if deaths is None else deaths
     if cells is not None:
         cells.begin()

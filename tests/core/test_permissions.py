@@ -14,16 +14,19 @@ from tests.twins import weakened
 
 # A mix and a seed that find each planted fault.
 FOUND = {
-    "state of rejected drafts": ("states and drafts", 98),
-    "load before launches": ("states and full", 1),
-    "load behind writers only": ("checkpoints inside chunks", 15),
-    "load into a block of the hit": ("states, hits inside blocks", 1),
-    "load before stamps": ("states, drafts and windows", 4),
-    "zero after load": ("states, drafts and windows", 2),
-    "new life during a load": ("three sizes, hits inside blocks", 3),
-    "failed orders forgotten": ("states and full", 73),
-    "image loses blocks behind the computed tokens": ("prompt and window", 21),
-    "limit of a hit counts what is left out": ("drafts, one group", 1),
+    "state of rejected drafts": ("checkpoints and drafts", 1),
+    "checkpoint of rejected drafts": ("checkpoints and drafts", 13),
+    "copy of an evicted state": ("states, hits inside blocks", 8),
+    "skipped blocks released during a load": ("prompt and window", 1),
+    "load before launches": ("window and full", 1),
+    "load behind writers only": ("checkpoints inside chunks", 4),
+    "load into a block of the hit": ("checkpoints inside chunks", 1),
+    "load before stamps": ("checkpoints inside chunks", 4),
+    "zero after load": ("states, drafts and windows", 1),
+    "new life during a load": ("chunks and full", 1),
+    "failed orders forgotten": ("checkpoints, hits inside blocks", 1),
+    "image loses blocks behind the computed tokens": ("prompt and window", 13),
+    "limit of a hit counts what is left out": ("checkpoints and drafts", 1),
 }
 
 

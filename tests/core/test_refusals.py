@@ -57,17 +57,19 @@ def answered_twice(monkeypatch):
     """Each refusal from memory is held against the one that is given without."""
     remembered = StepApplier._refused_before
 
-    def compare(self, rows, row, terms):
-        status, slot = remembered(self, rows, row, terms), rows.slot[row]
+    def compare(self, row, at):
+        refused, status = self._blocks.pool.refusals.find(row.slot), remembered(self, row, at)
         if status is not None:
             REUSED[status.name] += 1
-            result = self._result
+            result, slot = self._result, row.slot
             column = self._requests.single_group_hit
-            remembered_answer = status, result.admit_hit[row], result.admit_single_group_hit[row], column[slot]
+            remembered_answer = status, result.admit_hit[at], result.admit_single_group_hit[at], column[slot]
             unaligned = self.unaligned_chunks
-            again = self._admit_row(rows, row, slot, terms)
-            assert remembered_answer == (again, result.admit_hit[row], result.admit_single_group_hit[row], column[slot])
+            again = self._admit_row(row, at)
+            assert remembered_answer == (again, result.admit_hit[at], result.admit_single_group_hit[at], column[slot])
             assert unaligned == self.unaligned_chunks
+        if refused is not None and refused.finds(row.hit_limit, self._asked(row.slot)):
+            assert refused.hit == self._blocks.find_hit(row.slot, row.hit_limit)
         return status
 
     monkeypatch.setattr(StepApplier, "_refused_before", compare)

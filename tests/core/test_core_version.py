@@ -1,0 +1,38 @@
+"""The core decides as its CORE_VERSION says."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane import wire
+from kvplane_replay.from_log import replay_log
+from kvplane_service.core.state import export_state, load_state
+from kvplane_service.decisions.recording import Frames
+from tests.core.core_version import STEPS, files
+from tests.twins import weakened
+
+CHANGED = "the core decides otherwise: raise CORE_VERSION, then run python -m tests.core.core_version"
+
+
+def test_the_version_has_recordings():
+    assert len(files()) > 10, "run python -m tests.core.core_version"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_equal_steps_have_the_recorded_results(path):
+    outcome = replay_log(path)
+    assert outcome.decisions == STEPS
+    assert outcome.identical == STEPS, CHANGED
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_the_exported_state_has_the_recorded_bytes(path):
+    header, life, *_ = Frames(path)
+    assert export_state(load_state(wire.decode_spec(header.header.spec), life.life.state)) == life.life.state, CHANGED
+
+
+@pytest.mark.parametrize("twin", ["no restamp on key moves", "zero after load", "load before launches"])
+def test_a_changed_rule_shows(twin):
+    with weakened(twin):
+        outcomes = [replay_log(path) for path in files()]
+    assert any(one.identical < one.decisions for one in outcomes)
