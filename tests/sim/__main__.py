@@ -18,14 +18,15 @@ README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- twins: written by `python -m tests.sim --twins` -->\n", "<!-- end of twins -->\n"
 
 
-def show(outcome: Outcome, hangs: bool) -> None:
+def show(outcome: Outcome, kind: dict[str, bool]) -> None:
     """Print a run with findings, and the command that repeats it."""
     if outcome.findings:
         faults = ", ".join(outcome.faults.elements())
         print(f"seed {outcome.seed} after {outcome.steps} steps ({faults})")
         for finding in outcome.findings[:10]:
             print(f"    {finding[:1000]}")
-        way = "python -m tests.sim --hangs --seeds 1 --base" if hangs else "make sim SEEDS=1 SEED_BASE"
+        options = "".join(f"--{name} " for name, is_set in kind.items() if is_set)
+        way = f"python -m tests.sim {options}--seeds 1 --base" if options else "make sim SEEDS=1 SEED_BASE"
         print(f"    again: {way}={outcome.seed}", flush=True)
 
 
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--twins", action="store_true")
     parser.add_argument("--hangs", action="store_true", help="parts hang instead of half of the other faults")
+    parser.add_argument("--mirrors", action="store_true", help="the engine of one replica decides itself")
     given = parser.parse_args()
     if given.twins:
         text = README.read_text()
@@ -54,7 +56,8 @@ def main() -> int:
         README.write_text(before + BEGIN + table(given.seeds) + END + after)
         return 0
     seeds = range(given.base, given.base + given.seeds)
-    totals = campaign(seeds, partial(show, hangs=given.hangs), given.jobs, given.hangs)
+    kind = {"hangs": given.hangs, "mirrors": given.mirrors}
+    totals = campaign(seeds, partial(show, kind=kind), given.jobs, **kind)
     if given.record:
         records.append(seeds, totals)
     print(f"seeds {seeds[0]}..{seeds[-1]}: ", end="")

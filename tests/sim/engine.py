@@ -141,6 +141,11 @@ class EngineLife(RandomScheduler):
             seq = self._transport.sent_seq
             fingerprint = history.fingerprint(answer.parts)
             self.world.record(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
+        await self._take_result(parts, answer)
+        return answer
+
+    async def _take_result(self, parts: list[Part], answer: StepResult) -> None:
+        """Give the launch of a step to the ranks; wait while too many are in flight."""
         self._last_part[answer.seq] = answer.part + len(answer.parts) - 1
         used = self._used()
         self.take_answer(parts, answer.parts)
@@ -154,7 +159,6 @@ class EngineLife(RandomScheduler):
         while len(self.queue) >= MOST_IN_FLIGHT:
             self._lane.clear()
             await self._lane.wait()
-        return answer
 
     async def _end_all(self) -> None:
         """End every request and wait for all launches: then all blocks must be free."""
@@ -258,7 +262,7 @@ class EngineLife(RandomScheduler):
         orders = tuple(launch.orders)
         rows = Launch(launch.seq, [], launch.rows if runs else [])
         is_ready = partial(self._is_ready, rows)
-        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost), is_ready, self._service)
+        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost_at(launch.seq)), is_ready, self._service)
 
     def _is_ready(self, launch: Launch) -> bool:
         """Whether a launch may start: one after a load waits for it, and the load for the orders of all ranks."""
@@ -319,7 +323,7 @@ class EngineLife(RandomScheduler):
         self.pending = [launch for launch in self.pending if launch in self.queue]
         if self._busy:
             raise Unavailable("a launch is running, or waits")
-        self.failed, self.lost = [], set()
+        self.failed, self.lost = [], {}
         for slot, request in self.requests.items():
             self._give_up(request, keeps_tables=request.is_held)
             if request.is_held:
@@ -368,6 +372,7 @@ class EngineLife(RandomScheduler):
             for request in list(self.requests.values()):
                 load = request.load
                 if load is not None and not load.is_done and self._may_start(load):
+                    self._check_previous_life()
                     load.write(self.rng.randint(1, 6))
 
     def _may_start(self, load: Transfer) -> bool:
@@ -378,8 +383,15 @@ class EngineLife(RandomScheduler):
         except StaleEpoch:
             return False
 
+    def _check_previous_life(self) -> None:
+        """No launch of the previous life runs while a load writes, whichever blocks they use."""
+        if any(rank.runs_launch_before(self.epoch) for rank in self.ranks):
+            self.world.record(history.Wrong(f"{self.site.name}: a load starts during a launch of the previous life"))
+
     def _finish_load(self, request: Request) -> None:
         self._check_owner()
+        if request.load is not None and not request.load.is_done:
+            self._check_previous_life()
         super()._finish_load(request)
 
     def _give_up(self, request: Request, keeps_tables: bool = False) -> None:

@@ -240,6 +240,77 @@ class Emptied:
     usable: int
 
 
+# -- mirrors: an engine that decides itself, and the services that apply its steps; `life` is its nonce ----------------
+
+
+@dataclass(frozen=True)
+class Decided:
+    """An engine applied a step; `state` is a digest of its allocator after it. Step 0 is the start."""
+
+    replica: str
+    life: int
+    seq: int
+    answer: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """A service published a step of a mirrored engine."""
+
+    service: int
+    replica: str
+    life: int
+    seq: int
+    answer: str
+
+
+@dataclass(frozen=True)
+class Imaged:
+    """A service continues from an engine's image. `kept`: blocks whose keys are published, with their stamps."""
+
+    service: int
+    replica: str
+    life: int
+    epoch: int
+    seq: int
+    kept: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The state of a service was changed, so that it decides otherwise than its engine."""
+
+    service: int
+    replica: str
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A mirrored replica in a service, after a message of its engine or a look at the leases. `shows`: a subscriber has
+    entries; `age_ms`: of the last step when it was sent; `state`: digest of the service's allocator.
+    """
+
+    service: int
+    replica: str
+    life: int
+    seq: int
+    is_message: bool
+    status: str
+    shows: bool
+    age_ms: int
+    state: str
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """An engine ends, long after the last fault: its last step, and the last one that its service has applied."""
+
+    replica: str
+    newest: int
+    applied: int
+
+
 Record: TypeAlias = (
     Fault
     | Began
@@ -264,6 +335,12 @@ Record: TypeAlias = (
     | Misled
     | Broken
     | Emptied
+    | Decided
+    | Mirrored
+    | Imaged
+    | Planted
+    | Viewed
+    | CaughtUp
 )
 
 

@@ -80,6 +80,10 @@ class RankProcess:
         self._woken = asyncio.Event()
         self.process.spawn(self._main())
 
+    def runs_launch_before(self, epoch: int) -> bool:
+        """Whether a launch of an earlier engine life has not ended on the device."""
+        return any(begun < epoch for begun, _ in self._queued)
+
     async def has_attached(self) -> None:
         """Wait until it has attached; raises Unavailable if the rank is dead."""
         while not self.attached:

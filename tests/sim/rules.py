@@ -20,6 +20,7 @@ from tests.sim.history import (
     Emptied,
     Executed,
     History,
+    Imaged,
     Invalidated,
     Lapsed,
     Lost,
@@ -34,6 +35,7 @@ from tests.sim.history import (
     Wrong,
     Wrote,
 )
+from tests.sim.mirror_rules import MIRROR_RULES
 
 
 def never_a_wrong_hit(history: History) -> Iterator[str]:
@@ -68,6 +70,8 @@ def executed(history: History) -> Iterator[str]:
             case Stored(service, replica, epoch, seq, group, block, digest):
                 stored[service, replica, epoch, group, block, digest].append(seq)
             case Began(service, replica, epoch, kept):
+                proven[service, replica, epoch] = {block for block, _ in kept}
+            case Imaged(service, replica, _, epoch, _, kept):
                 proven[service, replica, epoch] = {block for block, _ in kept}
             case Published(service, replica, epoch, group, block, digest):
                 steps = stored.get((service, replica, epoch, group, block, digest), [])
@@ -287,6 +291,7 @@ RULES: dict[str, Callable[[History], Iterator[str]]] = {
         one_service_per_epoch,
         allocation_never_waits_for_the_store,
         nothing_hung_takes_its_neighbours_along,
+        *MIRROR_RULES,
     )
 }
 

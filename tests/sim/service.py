@@ -22,6 +22,7 @@ from kvplane_service.registry import Entry, Registration, Registry, UnknownRepli
 from kvplane_service.replicas.events import Batch, Subscription
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
+from kvplane_service.replicas.states import ReplicaState
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.rpc.methods import CallHooks, service_handler
@@ -34,7 +35,8 @@ from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Runtime
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
-from tests.sim import history
+from tests.sim import history, mirror_views
+from tests.sim.mirror_rules import MAX_LAG_MS
 from tests.sim.network import Server
 from tests.sim.store import Access
 from tests.sim.workers import Worker
@@ -53,6 +55,7 @@ _EPOCH_MS = 1_700_000_000_000
 CONFIG = Config(
     store="redis://everybody", lease_ms=LEASE_MS, worker_lease_ms=LEASE_MS, store_flush_ms=40, store_lag_ms=1000,
     store_lag_entries=200, decision_log_steps=8, owner_lease_ms=OWNER_LEASE_MS, drain_grace_ms=GRACE_MS,
+    mirror_max_lag_ms=MAX_LAG_MS,
 )  # fmt: skip
 
 
@@ -193,6 +196,8 @@ class Service:
                 entry.host.expire()
                 if before != _held(entry.host):
                     self.world.record(history.Lapsed(entry.host.name, before, _held(entry.host)))
+                if self._is_mirrored(entry.host.name):
+                    mirror_views.view(self, self._seen[entry.host.name], is_message=False)
 
     async def _check_idle(self) -> None:
         """As App does; a finding is a failure of the run."""
@@ -235,9 +240,16 @@ class Service:
         seen = self._seen[host.name] = Seen(host, self.world.loop.clock_ns())
         host.decisions.follow(partial(self._follow, host))
         seen.subscription = host.events.subscribe(None, lambda: None)
+        if self._is_mirrored(host.name):
+            mirror_views.watch(self, seen)
+
+    def _is_mirrored(self, replica: str) -> bool:
+        return replica in self.world.sites and self.world.sites[replica].is_mirrored
 
     def _follow(self, host: ReplicaHost, entry: decisions.Entry) -> None:
-        if isinstance(entry, decisions.Life):
+        if self._is_mirrored(host.name):
+            mirror_views.follow(self, self._seen[host.name], entry)
+        elif isinstance(entry, decisions.Life):
             self._began(host, entry)
         else:
             self._applied(host, entry)
@@ -246,7 +258,7 @@ class Service:
         except AssertionError as error:
             self.world.record(history.Broken(f"{host.name}: {error}"))
         self._look_at_pages(host)
-        asyncio.get_running_loop().call_soon(self._read_events, self._seen[host.name])
+        asyncio.get_running_loop().call_soon(self.read_events, self._seen[host.name])
         pool = host.replica.coordinator.pool
         keyed = (block for block, key in enumerate(pool.key) if key is not None)
         published = (block for block in keyed if pool.key_step[block] <= pool.executed_through)
@@ -283,7 +295,7 @@ class Service:
                     history.Stored(self.number, host.name, step.epoch, step.seq, event.group, block, digest)
                 )
 
-    def _read_events(self, seen: Seen) -> None:
+    def read_events(self, seen: Seen) -> None:
         """A subscriber reads the events; between two messages its view equals the published keys."""
         host, subscription = seen.host, seen.subscription
         if host.is_retired or subscription is None or not self.process.alive:
@@ -292,7 +304,8 @@ class Service:
         self._show(host, batches)
         try:
             seen.follower.read(batches)
-            seen.follower.check(host.replica, seen.last_stored)
+            if not self._is_mirrored(host.name) or host.state is ReplicaState.LIVE:
+                seen.follower.check(host.replica, seen.last_stored)
         except WrongView as error:
             self.world.record(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -307,6 +320,8 @@ class Service:
         the session; then no engine gets anything from this service.
         """
         site = self.world.sites[host.name]
+        if site.is_mirrored:
+            return  # the engine checks its own, and a service follows later
         owner = max(memory.table.owner_epoch for memory in site.memories)
         if not self.is_current or site.incarnation != self._seen[host.name].incarnation or owner > host.epoch:
             return
@@ -331,6 +346,7 @@ class Seen:
     incarnation: int = 0
     published: frozenset[tuple[int, int]] = frozenset()
     last_stored: int = 0  # newest step that registered a key
+    age_ms: int = 0  # of the last steps of a mirrored engine when they were sent
     follower: Follower = field(default_factory=Follower)
     subscription: Subscription | None = None
 

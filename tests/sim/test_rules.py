@@ -27,8 +27,14 @@ def began(epoch: int = 5, kept=(), due=(), flushed=()) -> h.Began:
     return h.Began(1, "a", epoch, kept, due, flushed, ((0, 8), (0, 8 if epoch == 5 else 7)))
 
 
+def viewed(**changes) -> h.Viewed:
+    given = {"status": "live", "shows": True, "age_ms": 0, "state": "a"}
+    return h.Viewed(1, "a", 3, 1, True, **{**given, **changes})
+
+
 STORED: list[Record] = [*CLAIMED, key(h.Stored, 3), h.Executed(HERE, 5, 3)]
 APPLIED = h.Applied(1, "a", 5, 1, 0, "answer")
+DECIDED, IMAGED = h.Decided("a", 3, 1, "yes", "a"), h.Imaged(1, "a", 3, 5, 0, ())
 BROKEN: dict[str, tuple[list[Record], Record]] = {
     "never a wrong hit": ([], h.Wrong("a page")),
     "sound": ([], h.Broken("a block")),
@@ -58,6 +64,23 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "one service per epoch": ([h.Claimed(HERE, 5, 0, 2), carried(1)], carried(2, service=2)),
     "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
     "nothing hung takes its neighbours along": ([h.Asked(1, "step", 0.1, True)], h.Asked(1, "step", 0.1, False)),
+    "a mirror publishes what its engine decided": (
+        [DECIDED, h.Decided("a", 3, 2, "yes", "b"), IMAGED, h.Mirrored(1, "a", 3, 1, "yes")],
+        h.Mirrored(1, "a", 3, 2, "no"),
+    ),
+    "a mirror has the state of its engine": ([DECIDED, IMAGED, viewed()], viewed(state="other")),
+    "what is not followed is hidden": ([viewed(), viewed(status="diverged", shows=False)], viewed(status="idle")),
+    "a mirror that lags is hidden": ([viewed(age_ms=400), viewed(age_ms=401, shows=False)], viewed(age_ms=401)),
+    "only a difference ends a mirror": (
+        [viewed(), h.Planted(1, "a"), viewed(status="diverged"), viewed(status="diverged"), IMAGED, viewed()],
+        viewed(status="diverged"),
+    ),
+    "a mirror claims nothing": ([DECIDED, began(), h.Claimed(HERE, 5, 0, 1)], h.Claimed(HERE, 6, 0, 2)),
+    "a mirror never goes back": (
+        [h.Decided("a", 3, 0, "77", "a"), h.Decided("a", 4, 0, "77", "a"), IMAGED, h.Imaged(1, "a", 4, 6, 0, ())],
+        IMAGED,
+    ),
+    "a mirror catches up": ([h.CaughtUp("a", 9, 9)], h.CaughtUp("a", 9, 8)),
 }
 
 

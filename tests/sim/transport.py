@@ -127,8 +127,8 @@ class SimTransport:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 self._stream = await self._network.call(address, self._place, _SESSION, None)
                 self.server = self._stream.server
-                self._write(messages.open_message(request))
-                return messages.opened_of(await self._read())
+                self.write(messages.open_message(request))
+                return messages.opened_of(await self.read())
         except TimeoutError:
             self._cut()
             raise Unavailable("no answer") from None
@@ -137,7 +137,7 @@ class SimTransport:
             raise
 
     async def send(self, step: Step) -> None:
-        self._write(messages.step_message(step, MAX_MESSAGE_BYTES))
+        self.write(messages.step_message(step, MAX_MESSAGE_BYTES))
 
     async def receive(self) -> StepResult | KvplaneError:
         while True:
@@ -149,16 +149,16 @@ class SimTransport:
     async def heartbeat(self) -> None:
         if self._stream is None or self._stream.inward.broken:
             await self._read_further()
-        self._write(messages.heartbeat_message())
+        self.write(messages.heartbeat_message())
 
     async def close(self) -> None:
         if self.draining:
             self._owners.instead_of(self._address)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                self._write(messages.close_message())
+                self.write(messages.close_message())
                 while True:
-                    await self._read()
+                    await self.read()
         except (KvplaneError, TimeoutError):
             return
         finally:
@@ -167,18 +167,26 @@ class SimTransport:
     def abort(self) -> None:
         self._cut()
 
-    def _write(self, message: SessionRequest) -> None:
+    def move(self) -> None:
+        """End the stream; the next one is opened at another service."""
+        self._owners.instead_of(self._address)
+        if self._stream is not None:
+            self._stream.cut(server_s=self._network.draw_delay())
+
+    def write(self, message: SessionRequest) -> None:
+        """Send a message, if a stream is open."""
         if self._stream is not None:
             self._stream.outward.send(message.SerializeToString())
 
     async def _read_further(self) -> SessionResponse:
         """Break a stream whose replica another service has taken; a new one is redirected there."""
         try:
-            return await self._read()
+            return await self.read()
         except Moved as moved:
             raise Unavailable(moved.message) from moved
 
-    async def _read(self) -> SessionResponse:
+    async def read(self) -> SessionResponse:
+        """Wait for the next message. Raises the error that ended the stream."""
         if self._stream is None:
             raise Unavailable("no stream is open")
         try:

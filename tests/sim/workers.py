@@ -18,6 +18,7 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.sansio.owners import Owners
 from kvplane.v1 import plan_pb2 as pb
+from kvplane_service.core.entries import Entries
 from kvplane_worker.lending.writer import ProcessName, Writer
 from tests.core.page_memory import Memory
 from tests.sim.loop import Process
@@ -32,7 +33,15 @@ def plan_of(spec: ReplicaSpec) -> RankPlan:
 
 
 class RankMemory:
-    """Memory of one worker. With `stamps` of other memory, these pages have the same stamps by chance."""
+    """Memory of one worker. With `stamps` of other memory, these pages have the same stamps by chance.
+
+    Attributes:
+        records, records_of: the published keys of an engine that decides itself, and the incarnation of all ranks'
+            memory that they belong to.
+    """
+
+    records: Entries | None = None
+    records_of = 0
 
     def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes, stamps: Sequence[int] = ()) -> None:
         self.pages = Memory(spec)

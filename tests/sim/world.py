@@ -22,6 +22,7 @@ from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
 from tests.sim.hanging import HangingChaos, begin_bystanders
 from tests.sim.loop import Process, VirtualLoop
+from tests.sim.mirrored import MirrorChaos, MirroredLife
 from tests.sim.network import Network, Server
 from tests.sim.service import ADDRESSES, Service
 from tests.sim.store import WildStore
@@ -51,13 +52,14 @@ class Site:
     Attributes:
         remote: addresses of services that cannot reach its workers.
         is_alike: new memory has the stamps of the previous one.
-        begun_by: which service began an epoch.
+        begun_by: which service began an epoch; of a mirrored replica, the process of its engine.
+        is_mirrored: its engines decide themselves.
     """
 
-    def __init__(self, name: str, rng: Random) -> None:
+    def __init__(self, name: str, rng: Random, is_mirrored: bool) -> None:
         groups, changes = rng.choice(MIXES)
         blocks = rng.choice([24, 32, 48]) * (2 if len(groups) > 3 else 1)
-        self.name = name
+        self.name, self.is_mirrored = name, is_mirrored
         self.spec: ReplicaSpec = replica_spec(
             *groups, num_blocks=blocks, max_model_len=64, max_in_flight_tokens=256, **changes
         )
@@ -155,8 +157,10 @@ class Outcome:
 class World:
     """All state of one run."""
 
-    def __init__(self, seed: int, hangs: bool = False) -> None:
-        """`hangs`: parts hang, and bystanders measure how long they wait meanwhile."""
+    def __init__(self, seed: int, hangs: bool = False, mirrors: bool = False) -> None:
+        """`hangs`: parts hang, and bystanders measure how long they wait meanwhile; `mirrors`: the engine of one
+        replica decides itself.
+        """
         self.hangs = hangs
         self.store_timeout_ms = 500 if hangs else 2000  # runs are short
         self.seed, self.rng = seed, Random(seed)
@@ -165,8 +169,8 @@ class World:
         self.store = WildStore(self.rng, self.loop.clock_ns)
         self.processes = Processes()
         self.history = history.History()
-        self.sites = {name: Site(name, self.rng) for name in ("a", "b")}
-        self.chaos = HangingChaos(self) if hangs else Chaos(self)
+        self.sites = {name: Site(name, self.rng, mirrors and name == "b") for name in ("a", "b")}
+        self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
         self.steps = self.num_services = 0
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
@@ -254,7 +258,7 @@ class World:
 
     def start_life(self, site: Site) -> None:
         """Start the next life of a replica's engine."""
-        life = EngineLife(self, site)
+        life = MirroredLife(self, site) if site.is_mirrored else EngineLife(self, site)
         life.process.on_death.append(lambda: self.network.note_death(life.process))
         site.lives.append(life)
 
@@ -317,6 +321,6 @@ class World:
         )
 
 
-def run(seed: int, hangs: bool = False) -> Outcome:
+def run(seed: int, hangs: bool = False, mirrors: bool = False) -> Outcome:
     """One run of the simulation."""
-    return World(seed, hangs).run()
+    return World(seed, hangs, mirrors).run()
