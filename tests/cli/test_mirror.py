@@ -6,12 +6,36 @@ import kvplane
 from kvplane.rpc.channel import open_channel
 from kvplane.v1 import admin_pb2
 from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane_replay.from_log import replay_log
 from kvplane_service.core.inspect import digest
 from tests.cli.test_restart import wait_until_stored
 from tests.cli.test_serve import serving
-from tests.client.test_mirror import MirroredEngine
-from tests.service.rig import WAIT_S, until
+from tests.client.test_mirror import MirroredEngine, diverge, engine_on
+from tests.service.rig import WAIT_S, running, until
 from tests.store import servers
+
+
+def test_a_divergence_is_described_and_recorded(kvplane, tmp_path):
+    """The recording ends with the step that differed, and replays the service's answer to it."""
+    with running() as service, engine_on(service) as engine:
+        at = ("r", "--service", service.address)
+        engine.advance(5)
+        engine.check(service)
+        code, _, error = kvplane("record", "r", str(tmp_path / "none"), "--divergence", *at[1:])
+        assert code
+        assert "has not diverged" in error
+        diverge(service, engine)
+        engine.advance(3)
+        engine.check(service)
+        _, out, _ = kvplane("describe", *at)
+        assert "2 images, 1 divergences" in out
+        assert "last divergence: the answer to step" in out
+        code, out, error = kvplane("record", "r", str(tmp_path / "log"), "--divergence", *at[1:])
+        assert not code, error
+        step = service.describe().mirror.diverged_seq
+    outcome = replay_log(tmp_path / "log")
+    assert outcome.decisions == step  # the image is that of step 0
+    assert outcome.identical == step - 1  # the state of the service was changed before the last one
 
 
 def test_a_killed_service_continues_from_an_image(tmp_path):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
+import grpc
 import pytest
 
 from kvplane.base.groups import CommitRule
+from kvplane.base.step import Cache, End
 from kvplane.blocking import mirror as mirrors
 from kvplane.blocking.mirror import MirrorSender
+from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
 from kvplane_service.core import state
+from kvplane_service.core.facts import Update
 from kvplane_service.core.inspect import digest
+from kvplane_service.core.open_step import OpenStep
 from tests.core.test_step_law import MIXES
 from tests.service.mirrors import DecidingEngine, open_request, spec_of
 from tests.service.rig import WAIT_S, held_thread, running, until
@@ -37,6 +42,32 @@ class MirroredEngine(DecidingEngine):
         for _ in range(steps):
             self.run_step()
             self.sender.submit([self.sent[-1]])
+
+    def end_all(self):
+        """End every request, in a step."""
+        step = OpenStep(self.replica, self.executed)
+        for slot in list(self.text):
+            step.update(Update(slot, end=End.FREE))
+            del self.text[slot]
+        result, recorded = step.close(), step.recorded()
+        assert self.follower.apply(recorded) == result
+        self.sender.submit([(recorded, result)])
+
+    def carry_out(self):
+        """Carry out what callers of the service ask for, each in a step of its own; returns how many."""
+        asked = self.sender.take_cache_requests()
+        for one in asked:
+            step = OpenStep(self.replica, self.executed)
+            step.change_cache(Cache(evicted=list(one.blocks), reset=one.reset))
+            result, recorded = step.close(), step.recorded()
+            assert self.follower.apply(recorded) == result
+            self.sender.submit([(recorded, result)], {recorded.seq: one.number})
+        return len(asked)
+
+    def answer(self, call):
+        """Carry out what comes until the call of a caller has its answer."""
+        until(lambda: self.carry_out() < 0 or call.done())
+        return call.result()
 
     def check(self, service):
         assert self.sender.wait_applied(WAIT_S), self.sender.state
@@ -79,13 +110,18 @@ def test_a_service_has_the_state_of_the_engine(service, mix):
         assert service.state() == "LIVE"
 
 
+def diverge(service, engine):
+    """Change the state of the service, and run steps until one differs."""
+    pool = service.app.registry.get("r").host.replica.coordinator.pool
+    service.in_loop(lambda: (pool.restamp(3), pool.stamped.clear()))
+    until(lambda: engine.advance(1) or engine.sender.state.divergences > 0)
+
+
 def test_a_planted_divergence_ends_with_an_image(service):
     with engine_on(service) as engine:
         engine.advance(5)
         engine.check(service)
-        service.in_loop(lambda: service.app.registry.get("r").host.replica.coordinator.pool.restamp(3))
-        service.in_loop(lambda: service.app.registry.get("r").host.replica.coordinator.pool.stamped.clear())
-        until(lambda: engine.advance(1) or engine.sender.state.divergences > 0)
+        diverge(service, engine)
         engine.advance(5)
         engine.check(service)
         assert service.describe().mirror.divergences == 1
@@ -145,6 +181,64 @@ def test_a_full_log_costs_an_image(service, monkeypatch):
             assert engine.sender.state.waiting <= 10
         engine.check(service)
         assert engine.sender.state.images > 1
+
+
+def evict(service, *blocks, **header):
+    request = pb.EvictBlocksRequest(header=pb.MutationHeader(replica="r", **header), block_ids=blocks)
+    return service.allocation.EvictBlocks.future(request, timeout=WAIT_S)
+
+
+def test_an_engine_evicts_blocks_for_a_caller_of_the_service(service):
+    with engine_on(service) as engine:
+        engine.advance(20)
+        engine.check(service)
+        pool = engine.replica.coordinator.pool
+        keyed = [block for block, key in enumerate(pool.key) if key]
+        answer = engine.answer(evict(service, *keyed, op_id="once"))
+        assert answer.result.seq == engine.replica.seq == 21
+        assert keyed
+        assert not any(pool.key)
+        engine.advance(5)
+        engine.check(service)
+        assert evict(service, *keyed, op_id="once").result() == answer
+        assert not engine.carry_out()
+
+
+def test_a_reset_is_answered_with_what_the_engine_did(service):
+    reset = pb.ResetPrefixCacheRequest(header=pb.MutationHeader(replica="r"))
+    with engine_on(service) as engine:
+        engine.advance(20)
+        engine.check(service)
+        for end in (False, True):
+            if end:
+                engine.end_all()
+            assert engine.answer(service.allocation.ResetPrefixCache.future(reset, timeout=WAIT_S)).done is end
+        engine.check(service)
+
+
+def test_a_call_ends_when_the_engine_does_not_carry_it_out(service, monkeypatch):
+    monkeypatch.setattr("kvplane_service.replicas.cache_requests.TIMEOUT_S", 0.2)
+    with engine_on(service) as engine:
+        engine.advance(3)
+        engine.check(service)
+        assert evict(service, 3).code() is grpc.StatusCode.UNAVAILABLE
+        assert evict(service, 99999).code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert engine.carry_out() == 1  # the late one
+        engine.check(service)
+
+
+def test_a_request_is_sent_again_after_an_image(service):
+    """The step that carried it out is in the image only."""
+    with engine_on(service) as engine:
+        engine.advance(3)
+        engine.check(service)
+        call = evict(service, 3)
+        until(lambda: engine.sender._requests)
+        diverge(service, engine)
+        engine.sender.take_cache_requests()
+        engine.advance(1)
+        assert engine.answer(call).result.seq
+        engine.check(service)
 
 
 def test_other_rules_are_refused_by_name(service, caplog):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.faults.campaign import one_thread, run_campaign
+from tests.faults.kinds import KINDS
 from tests.faults.scenarios import SCENARIOS, play
 
 README = Path(__file__).with_name("README.md")
@@ -20,11 +21,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="*", choices=[kind.name for kind in KINDS], default=[], help="only these")
     parser.add_argument("--twins", action="store_true")
     given = parser.parse_args()
     if given.twins:
         return write_table()
-    report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True))
+    report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True), only=given.kinds)
     if report.finding:
         print(f"{report.finding}\nagain: make faults FAULTS={report.faults.total()} SEED={given.seed}")
     print(*report.answers.table(), sep="\n")

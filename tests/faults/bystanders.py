@@ -146,11 +146,13 @@ class Bystanders:
     def _calls(self) -> dict[str, Callable[[], object]]:
         session, client = self.session, self._client(_ONCE)
         assert session is not None
+        # As an engine does: a service that has just begun may still read the replica's log.
+        again = RetryPolicy(within_s=self._deadlines_s["new session"]) if self._is_served else _ONCE
         calls: dict[str, Callable[[], object]] = {
             "metrics": self._scrape,
             "unary call": lambda: client.find_cache_hit(REPLICAS[0], Content(token_ids=TOKENS)),
             "step": session.receive if session.in_flight else lambda: session.apply(Part()),
-            "new session": lambda: self._open(client, REPLICAS[1], _ONCE).close(),
+            "new session": lambda: self._open(client, REPLICAS[1], again).close(),
         }
         if self._is_served:  # its default deadline allows for building a pool
             calls["registration"] = lambda: client.register_replica(GUEST, MODEL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -268,16 +268,23 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run_campaign(num_faults: int, seed: int, say: Callable[[str], None], twin: str = "") -> Report:
-    """Run at least `num_faults` faults, on clusters with each store; `report.finding` names the round that failed."""
+def run_campaign(
+    num_faults: int, seed: int, say: Callable[[str], None], twin: str = "", only: Sequence[str] = ()
+) -> Report:
+    """Run at least `num_faults` faults, on clusters with each store; `report.finding` names the round that failed.
+
+    `only`: the names of the kinds to draw; () = all.
+    """
+    kinds = [kind for kind in KINDS if not only or kind.name in only]
+    stores = [store for store in STORES if any(store in kind.stores for kind in kinds)]
     report, rng, number = Report(), Random(seed), 0
     with one_thread():
         while report.faults.total() < num_faults:
-            store = STORES[number % len(STORES)]
+            store = stores[number % len(stores)]
             left = num_faults - report.faults.total()
-            share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(STORES)))
+            share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(stores)))
             try:
-                run_cluster(Plan(store, twin=twin), share, Random(rng.getrandbits(64)), report, say)
+                run_cluster(Plan(store, twin=twin), share, kinds, Random(rng.getrandbits(64)), report, say)
             except Finding as finding:
                 report.finding = str(finding)
                 return report
@@ -285,12 +292,16 @@ def run_campaign(num_faults: int, seed: int, say: Callable[[str], None], twin: s
     return report
 
 
-def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: Callable[[str], None]) -> None:
+def run_cluster(
+    plan: Plan, num_faults: int, all_kinds: list[Kind], rng: Random, report: Report, say: Callable[[str], None]
+) -> None:
     """Run rounds on one cluster, from start to end."""
     until = report.faults.total() + num_faults
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
         requests = Requests(plan.pool.max_model_len, rng.getrandbits(32))
-        kinds = [kind for kind in KINDS if kind.fits(cluster)]
+        kinds = [kind for kind in all_kinds if kind.fits(cluster)]
+        if not kinds:
+            raise Finding(f"none of the kinds is possible here: {[kind.name for kind in all_kinds]}")
         bag: list[Kind] = []
         while report.faults.total() < until:
             chosen = draw_kinds(bag, kinds, rng)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from redis.exceptions import ResponseError
 
 import kvplane
 from kvplane.base.errors import KvplaneError
@@ -40,6 +43,7 @@ from tests.worker import children
 from tests.worker.rig import FORKS, Child
 
 REPLICA = "r"
+ASIDE = ":aside"  # end of the name of a log that `block_log` moved away
 LEASE_S = 1.0
 LIMIT_S = 120.0  # seconds for an expected event; generous, for overloaded machines
 SETTINGS = {
@@ -309,7 +313,12 @@ class Cluster:
             self.redis.start()
         resume([self.redis.process.pid])
         with self.redis.client() as client:
+            with contextlib.suppress(ResponseError):  # no script runs
+                client.script_kill()
+            wait_until(lambda: not self._is_redis_busy(), "Redis answers", LIMIT_S)
             client.config_set("maxmemory", 0)
+            for aside in client.keys(f"*{ASIDE}"):
+                client.rename(aside, aside.removesuffix(ASIDE.encode()))
 
     def start_service(self) -> None:
         """Start the service as an operator would: a store that it refuses is moved away."""
@@ -352,6 +361,32 @@ class Cluster:
         """Lock the file from another process, until `repair`."""
         self._lock = sqlite3.connect(self.file, isolation_level=None)
         self._lock.execute("BEGIN IMMEDIATE")
+
+    def keep_redis_busy(self) -> None:
+        """Run a script in Redis until `repair`: Redis refuses all other calls with BUSY."""
+        assert self.redis is not None
+        with self.redis.client() as client:
+            client.config_set("busy-reply-threshold", 1)
+        with socket.create_connection(("127.0.0.1", self.redis.port)) as caller:
+            caller.sendall(b"EVAL 'while true do end' 0\r\n")
+            wait_until(self._is_redis_busy, "Redis refuses calls", LIMIT_S)
+
+    def _is_redis_busy(self) -> bool:
+        assert self.redis is not None
+        with self.redis.client() as client:
+            try:
+                client.get("any")
+            except ResponseError as error:
+                return str(error).startswith("BUSY")
+        return False
+
+    def block_log(self) -> None:
+        """Put a text where the log of the replica is, until `repair`: Redis does not read it as a log."""
+        assert self.redis is not None
+        with self.redis.client() as client:
+            for log in client.keys(f"*:{{{REPLICA}}}:*:log"):
+                client.rename(log, log + ASIDE.encode())
+                client.set(log, "no log")
 
     def _let_store_go_on(self) -> None:
         self.disk.go_on()

@@ -199,6 +199,22 @@ def start_without_redis(cluster: Cluster, rng: Random) -> None:
     cluster.start_service()
 
 
+def refuse_in_redis(cluster: Cluster, rng: Random) -> None:
+    """Redis refuses every call with BUSY; a service often starts meanwhile."""
+    cluster.keep_redis_busy()
+    if rng.random() < 0.5:
+        cluster.service.kill()
+        cluster.start_service()
+
+
+def block_log_in_redis(cluster: Cluster, _: Random) -> None:
+    """A service starts while the log of one replica cannot be read; those of the others are read."""
+    cluster.wait_until_stored()
+    cluster.service.kill()
+    cluster.block_log()
+    cluster.start_service()
+
+
 def fill_redis(cluster: Cluster, _: Random) -> None:
     assert cluster.redis is not None
     with cluster.redis.client() as client:
@@ -322,6 +338,8 @@ KINDS = (
     Kind("redis killed", kill_redis, REDIS, forgetful=True),
     Kind("redis stopped", stop_redis, REDIS),
     Kind("service begun without redis", start_without_redis, REDIS, alone=True, forgetful=True),
+    Kind("redis busy", refuse_in_redis, REDIS, alone=True, forgetful=True),
+    Kind("one log unreadable", block_log_in_redis, REDIS, alone=True),
     Kind("redis full", fill_redis, REDIS, alone=True),
     Kind("redis damaged", damage_redis, REDIS, alone=True, is_served=False, forgetful=True),
     Kind("redis forgets", forget_in_redis, REDIS, alone=True, forgetful=True),

@@ -85,11 +85,15 @@ def test_effort_of_pool_operations_follows_the_pool_size():
     assert effort(reset, world.host.replica) > MOST_INLINE >= effort(evict, world.host.replica)
 
 
+SHARED = spec_of(1302, max_model_len=LONG, max_in_flight_tokens=LONG)
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=64, lookup_class=1)
+
+
 class Sharing:
     """A full pool of 300 requests, which share the 1,000 blocks of their prompt."""
 
-    def __init__(self):
-        self.world = HostWorld(spec=spec_of(1302, max_model_len=LONG, max_in_flight_tokens=LONG))
+    def __init__(self, spec=SHARED):
+        self.world = HostWorld(spec=spec)
         self.engine = self.world.open()
         digests = b"".join(number.to_bytes(32, "little") for number in range(1000))
         for slot in range(300):
@@ -124,6 +128,14 @@ def test_effort_of_a_row_that_may_preempt_counts_the_tables_of_its_victims(shari
     assert sharing.is_long(Part(run=row)) == is_long
 
 
+def test_effort_of_rows_that_go_back_counts_the_tables_of_requests_that_they_preempt():
+    sharing = Sharing(replace(SHARED, groups=(*SHARED.groups, WINDOW), num_blocks=4000))
+    near, far = (Part(facts=Facts(sharing.slots, computed=[count] * 300)) for count in (1000 * BLOCK, BLOCK))
+    assert [sharing.is_long(near), sharing.is_long(far)] == [False, True]
+    assert not sharing.engine.step(near).parts[0].preempted
+    assert len(sharing.engine.step(far).parts[0].preempted) == 300
+
+
 def test_effort_of_a_failed_step_counts_the_tables_of_all_requests(sharing):
     assert sharing.is_long(Part(cache=Cache(failed_steps=[sharing.seq])))
 
@@ -148,9 +160,8 @@ def test_effort_of_a_failed_step_counts_its_rows():
 
 
 def test_effort_of_a_chunk_is_lower_with_windows():
-    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=64, lookup_class=1)
     plain = spec_of(2000, max_model_len=LONG)
-    mixed = replace(plain, groups=(plain.groups[0], *[window] * 4))
+    mixed = replace(plain, groups=(plain.groups[0], *[WINDOW] * 4))
     part = Part(news=News([0], [8192]), admit=Admit([0]))
     few, many = (effort(Step(1, 1, [part]), HostWorld(spec=spec).host.replica) for spec in (plain, mixed))
     assert few < many < 3 * few

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWriter, ReplicaLapsed, StaleEpoch
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import End, Part, Step
+from kvplane.base.step import CacheEvent, End, EventKind, Part, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.replicas import engine_lives as lives
@@ -295,3 +296,14 @@ class Schedule:
 @settings(max_examples=60)
 def test_random_openings_and_cancellations_leave_one_life_and_a_correct_view(seed, count):
     asyncio.run(Schedule(seed).run(count))
+
+
+@pytest.mark.parametrize(("busy", "kept"), [((), [1, 2, 3]), ((2,), [1, 3]), ((1, 2, 3), [])])
+def test_recovered_keys_of_busy_blocks_are_left_out_of_an_event(busy, kept):
+    digests, starts = {1: b"one", 2: b"two", 3: b"three"}, {1: 0, 2: 16, 3: 32}
+    event = CacheEvent(EventKind.STORED, hashes=list(digests.values()), blocks=[1, 2, 3], block_starts=[0, 16, 32])
+    shown = lives._without(event, frozenset(busy))
+    assert (list(shown.blocks), list(shown.hashes)) == (kept, [digests[block] for block in kept])
+    assert list(shown.block_starts) == [starts[block] for block in kept]
+    without_starts = lives._without(replace(event, block_starts=()), frozenset(busy))
+    assert (list(without_starts.blocks), list(without_starts.block_starts)) == (kept, [])
