@@ -12,10 +12,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import vllm.v1.core.kv_cache_manager as managers
 import vllm.v1.core.sched.scheduler as schedulers
@@ -63,12 +65,21 @@ class Either(InProcessManager):
         return manager
 
 
+def detach(manager: Any) -> None:
+    """End the mirroring of a manager, and remove its replica."""
+    manager.sender.close()
+    with open_channel(ADDRESS) as channel, suppress(grpc.RpcError):  # perhaps never registered
+        AllocationStub(channel).DeregisterReplica(DeregisterReplicaRequest(replica=manager.target.replica))
+
+
 def set_retention(coordinator: Any, interval: int | None) -> None:
     """Build the manager again with another retention interval: tests set it after the manager is built."""
     manager = coordinator._manager
     args, options = manager.built_with
     named = dict(zip(inspect.signature(InProcessManager).parameters, args, strict=False)) | options
     named["kv_cache_config"] = replace(named["kv_cache_config"], prefix_cache_retention_interval=interval)
+    if ADDRESS:
+        detach(manager)
     manager.__init__(**named)
     manager.built_with = (), named
 
@@ -95,9 +106,7 @@ def pytest_runtest_teardown() -> None:
         if not is_applied or sender.ended or sender.state.divergences or sender.state.images != 1:
             USED[CURRENT[0]].add(f"differs: {sender.ended} {sender.state}")
         STEPS[0] += sender.state.applied_through
-        sender.close()
-        with open_channel(ADDRESS) as channel:
-            AllocationStub(channel).DeregisterReplica(DeregisterReplicaRequest(replica=manager.target.replica))
+        detach(manager)
     MIRRORS.clear()
 
 

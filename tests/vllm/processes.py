@@ -1,15 +1,19 @@
-"""Processes of these tests: scripts in the environment of vLLM, and kvplane workers."""
+"""Processes of these tests: scripts in the environment of vLLM, kvplane workers and services."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Timer
 from typing import Any
 
+from tests.store.servers import free_port
 from tests.vllm import environment
 
 
@@ -29,10 +33,57 @@ def worker_in(folder: Path) -> Iterator[Path]:
         process.stdout.close()
 
 
-def run(script: str, *arguments: object) -> Any:
-    """Run a script of this folder with vLLM; returns its result."""
+class Service:
+    """`kvplane serve`, which can be killed and started again at its address."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.lives = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        self.lives += 1
+        command = "from kvplane_service.cli import main; main()"
+        options = ["serve", "--listen", self.address]
+        self._process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            assert "serving on" in output.readline()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self, seconds: float) -> None:
+        """Stop it for some seconds, without waiting for them."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        Timer(seconds, self._process.send_signal, [signal.SIGCONT]).start()
+
+    def __enter__(self) -> Service:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def run(script: str, *arguments: object, on_step: Callable[[], None] = lambda: None) -> Any:
+    """Run a script of this folder with vLLM; returns its result. `on_step` is called for each line "STEP"."""
     command = [str(environment.PYTHON), str(Path(__file__).with_name(script)), *map(str, arguments)]
-    done = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
+    lines = []
+    with TemporaryFile("w+") as errors:
+        env = environment.variables()
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                if line == "STEP\n":
+                    on_step()
+        errors.seek(0)
+        results = [line for line in lines if line.startswith("RESULT ")]
+        assert results, "".join(lines)[-3000:] + errors.read()[-3000:]
+    return json.loads(results[0].removeprefix("RESULT "))

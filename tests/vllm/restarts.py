@@ -1,11 +1,12 @@
 """Engine lives on the pages of one kvplane worker: each ends by SIGKILL at a random point, and the next one continues.
 
-python tests/vllm/restarts.py MODEL WORKER SEED LIVES [FAULT]
+python tests/vllm/restarts.py MODEL WORKER SEED LIVES [FAULT|mirror ADDRESS]
 
 Runs in the environment of vLLM (`environment`). WORKER is the directory of a `kvplane worker --opaque`. Every token of
 every life is compared with those of a stock engine that is not killed. FAULT is planted in the life before the last:
-"overwritten" (its pages are overwritten and their stamps kept) or "unstamped" (it writes no stamps). Prints the result
-as JSON. A life is a fork of this process, which has imported vLLM already.
+"overwritten" (its pages are overwritten and their stamps kept) or "unstamped" (it writes no stamps). With "mirror" the
+service at ADDRESS follows each life. Prints the result as JSON. A life is a fork of this process, which has imported
+vLLM already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from workload import engine, prompts
+from workload import engine, mirror_state, prompts
 
 from kvplane.base.stamp_table import StampTable
 
@@ -134,13 +135,13 @@ def forked(folder: Path, work: Callable[[], None]) -> dict[str, Any]:
     return found
 
 
-def paged(worker: str) -> dict[str, Any]:
+def paged(worker: str, **more: str) -> dict[str, Any]:
     """The options that put the pages into a kvplane worker."""
-    chosen = {"kvplane": {"pages": "worker", "worker": worker}}
+    chosen = {"kvplane": {"pages": "worker", "worker": worker, **more}}
     return {"worker_cls": "kvplane_vllm.Worker", "additional_config": chosen}
 
 
-def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "") -> None:
+def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "", address: str = "") -> None:
     """Run the reference and the lives, and print the result."""
     rng = random.Random(seed)
     numbered = list(enumerate(prompts(model, seed)))
@@ -163,14 +164,19 @@ def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "") ->
                 planted = fault if number == num_lives - 2 else ""
                 if planted == "unstamped":
                     StampTable.write = lambda *_: None  # type: ignore[method-assign]
-                life = Life(model, folder, **paged(worker))
+                mirror = {"mode": "mirror", "address": address, "replica": "r"} if address else {}
+                life = Life(model, folder, **paged(worker, **mirror))
+                if address:
+                    life.report["mirror"] = mirror_state(life.manager, address, "r")
                 found = set(life.published())
                 life.report["kept"] = sum(tuple(key) in found for key in before)
                 life.report["epoch"] = life.manager.epoch
                 life.report["point"] = at
-                if not fault and number < num_lives - 1:
+                if fault in ("", "mirror") and number < num_lives - 1:
                     life.kill_at(*at)
                 life.run(order, expected)
+                if address:
+                    life.report["mirror_at_end"] = mirror_state(life.manager, address, "r")
                 if planted == "overwritten":
                     life.worker.kvplane_pages.region.fill_(0x11)
                 life.end()

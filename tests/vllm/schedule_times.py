@@ -1,11 +1,12 @@
 """CPU time of schedule() of vLLM's scheduler with a fake model: stock and kvplane take turns in one process.
 
-python tests/vllm/schedule_times.py NUM_REQUESTS GROUPS even|phase [STEPS]
+python tests/vllm/schedule_times.py NUM_REQUESTS GROUPS even|phase ADDRESS [STEPS]
 
 Runs in the environment of vLLM, with the folder of vLLM's sources as first entry of PYTHONPATH and without that of this
 script (-P), since `tests` is the package of vLLM's tests here; see `tests.bench.vllm_schedule`. All requests decode;
 one group is full attention, the others are sliding windows. "even": in each step 1 of 16 requests fills a block;
-"phase": all requests fill a block in the same step, every 16 steps.
+"phase": all requests fill a block in the same step, every 16 steps. "remote" is kvplane with the service at ADDRESS,
+which gets each program ahead and answers it during a pause, as while a model runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from tests.v1.core.utils import create_scheduler  # type: ignore[import-not-foun
 
 BLOCK, PROMPT, WINDOW, TURN = 16, 512, 128, 8  # tokens of a block, a prompt and a window; steps of a turn
 WARM_UP = 16  # steps
+PAUSE_S = 0.02  # of a step in which a service answers
+NAMES = "stock", "kvplane", "remote"
 
 
 @dataclass
@@ -40,14 +43,16 @@ class Side:
     scheduler: Any
     schedule: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)  # seconds
+    pause_s: float = 0.0
     steps: int = 0
     grants: list[tuple[str, int]] = field(default_factory=list)
 
     def step(self, measured: bool) -> None:
         """Schedule a step and give each request one token."""
-        before = time.thread_time_ns()
+        waited, before = self.total_wait(), time.thread_time_ns()
         output = self.scheduler.schedule()
-        scheduled = time.thread_time_ns()
+        scheduled, waited = time.thread_time_ns(), self.total_wait() - waited
         ids = list(output.num_scheduled_tokens)
         self.grants.append((str(ids), output.total_num_scheduled_tokens))
         sampled = ModelRunnerOutput(
@@ -55,6 +60,7 @@ class Side:
             req_id_to_index={one: row for row, one in enumerate(ids)},
             sampled_token_ids=[[self.steps % 900 + 5]] * len(ids),
         )
+        time.sleep(self.pause_s)
         begin = time.thread_time_ns()
         self.scheduler.update_from_output(output, sampled)
         end = time.thread_time_ns()
@@ -62,17 +68,25 @@ class Side:
         if measured:
             self.schedule.append(scheduled - before)
             self.update.append(end - begin)
+            self.waited.append(waited)
+
+    def total_wait(self) -> float:
+        """Return how long schedule() has waited for a service, in seconds."""
+        return float(getattr(getattr(self.scheduler.kv_cache_manager, "link", None), "waited_s", 0.0))
 
 
-def side(cls: type[Scheduler], num_requests: int, num_groups: int, load: str, steps: int) -> Side:
-    """A scheduler of this class with its requests, after their prompts are computed."""
+def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, address: str) -> Side:
+    """A scheduler with its requests, after their prompts are computed."""
     longest = PROMPT + BLOCK + WARM_UP + steps + 8
     sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": num_requests * (PROMPT + BLOCK)}
     model = create_scheduler(max_model_len=2048, enable_prefix_caching=True, block_size=BLOCK, **sizes)
+    if name == "remote":
+        options = {"mode": "remote", "address": address, "replica": f"{num_requests}-{num_groups}-{load}"}
+        model.vllm_config.additional_config = {"kvplane": options}
     attention = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [FullAttentionSpec(**attention)]
     specs += [SlidingWindowSpec(**attention, sliding_window=WINDOW) for _ in range(num_groups - 1)]
-    scheduler = cls(
+    scheduler = (Scheduler if name == "stock" else OnKvplane)(
         vllm_config=model.vllm_config,
         kv_cache_config=KVCacheConfig(
             num_blocks=num_requests * num_groups * (longest // BLOCK + 2) + 1,
@@ -94,16 +108,13 @@ def side(cls: type[Scheduler], num_requests: int, num_groups: int, load: str, st
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         scheduler.add_request(request)
-    return Side(scheduler)
+    return Side(scheduler, pause_s=PAUSE_S if name == "remote" else 0.0)
 
 
-def main(num_requests: int, num_groups: int, load: str, steps: int) -> None:
+def main(num_requests: int, num_groups: int, load: str, address: str, steps: int) -> None:
     """Measure and print the times as JSON."""
     init_none_hash(sha256)
-    sides = {
-        name: side(cls, num_requests, num_groups, load, steps)
-        for name, cls in (("stock", Scheduler), ("kvplane", OnKvplane))
-    }
+    sides = {name: side(name, num_requests, num_groups, load, steps, address) for name in NAMES}
     for one in sides.values():
         for _ in range(WARM_UP):
             one.step(False)
@@ -114,10 +125,13 @@ def main(num_requests: int, num_groups: int, load: str, steps: int) -> None:
         for one in sides.values():
             for _ in range(TURN):
                 one.step(True)
-    assert sides["stock"].grants == sides["kvplane"].grants
-    result = {name: {"schedule": one.schedule, "update": one.update} for name, one in sides.items()}
+    assert sides["stock"].grants == sides["kvplane"].grants == sides["remote"].grants
+    result = {
+        name: {"schedule": one.schedule, "update": one.update, "waited": one.waited} for name, one in sides.items()
+    }
     print("RESULT " + json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else 160)
+    num_steps = int(sys.argv[5]) if len(sys.argv) > 5 else 160
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], num_steps)

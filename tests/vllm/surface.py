@@ -36,7 +36,7 @@ Files = dict[str, str]  # path in the package -> source
 def adapter_imports() -> set[tuple[str, str]]:
     """(module, name) of each import from vLLM in the adapter."""
     found = set()
-    for path in ADAPTER.glob("*.py"):
+    for path in ADAPTER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 found |= {(str(node.module), one.name) for one in node.names}
@@ -47,7 +47,7 @@ def adapter_imports() -> set[tuple[str, str]]:
 
 def adapter_attributes() -> set[str]:
     """Every attribute that the adapter names."""
-    nodes = (node for path in ADAPTER.glob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = (node for path in ADAPTER.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 

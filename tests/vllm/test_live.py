@@ -78,6 +78,8 @@ def test_a_service_follows_the_engine(model):
     mirror, messages, steps = ours["mirror"], ours["messages"], sum(seed["steps"] for seed in ours["seeds"])
     print(f"{model}: {mirror['steps']} digests compared, {messages} messages in {steps} iterations")
     assert mirror["same_state"]
+    keys, left = ours["evicted"]
+    assert keys > left == 0
     assert (mirror["images"], mirror["divergences"]) == (1, 0)
     assert status.epoch == 1
     assert messages <= steps

@@ -1,11 +1,13 @@
 """One engine answers requests under memory pressure and prints what it did as JSON: stock, or with kvplane.
 
-python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror SEEDS NUM_BLOCKS [--ngram] [ADDRESS REPLICA]
+python tests/vllm/workload.py MODEL stock|kvplane|overwritten|mirror|remote SEEDS NUM_BLOCKS
+    [--ngram | --priority] [ADDRESS REPLICA [PIPELINE]]
 
 Runs in the environment of vLLM (`environment`). SEEDS is the first seed and the last, as 1-20; each seed is two rounds
 of the same prompts. Prompts share prefixes; the pool is so small that requests are preempted and cached blocks evicted.
 "overwritten" is kvplane with all pages overwritten after the first round; "mirror" is kvplane with a service at ADDRESS
-that follows the engine; "--ngram" adds n-gram speculation.
+that follows the engine; "remote", with "on" or "off" for its pipeline behind REPLICA, lets that service decide;
+"--ngram" adds n-gram speculation, "--priority" random priorities.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from kvplane.rpc.channel import open_channel
 from kvplane.v1.admin_pb2 import SnapshotRequest
 from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane.v1.allocation_pb2 import EvictBlocksRequest, MutationHeader
+from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.core import inspect
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
@@ -91,6 +95,26 @@ def mirror_state(manager: Any, address: str, replica: str) -> dict[str, Any]:
     return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 
+def evict_by_service(observed: Observed, address: str, replica: str) -> tuple[int, int]:
+    """Ask the service to evict all cached blocks while the engine answers another prompt; returns the number of keys
+    before, and how many of these are left.
+    """
+    manager = observed.scheduler.kv_cache_manager
+
+    def keys() -> set[Any]:
+        return {manager.pool.key_of(block) for block in range(1, manager.pool.num_blocks)} - {None}
+
+    before, blocks = keys(), range(1, manager.pool.num_blocks)
+    with open_channel(address) as channel:
+        request = EvictBlocksRequest(header=MutationHeader(replica=replica), block_ids=blocks)
+        call = AllocationStub(channel).EvictBlocks.future(request, timeout=60)
+        while not (call.done() or manager.sender._requests):
+            time.sleep(0.01)
+        observed.round(prompts(observed.model, 12345, 1))
+        assert call.result().result.seq, "the answer has no step"
+    return len(before), len(before & keys())
+
+
 class Observed:
     """An engine whose decisions are recorded: everything that stock and kvplane have in common, by seed.
 
@@ -106,6 +130,7 @@ class Observed:
         self.times: list[tuple[int, float]] = []
         self.stored = self.removed = self.zeroed = self.copied = self.drafted = 0
         self._decisions, self._events, self._preempted = hashlib.sha256(), hashlib.sha256(), 0
+        self.has_priorities = self.scheduler.scheduler_config.policy == "priority"
         schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -144,7 +169,9 @@ class Observed:
         """Answer these prompts; returns the tokens and the cached tokens of each."""
         most = ROUND.get(self.model, FEW)[1]
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-        answers = self.llm.generate(chosen, sampling, use_tqdm=False)
+        rng = random.Random(str(chosen))
+        priorities = [rng.randrange(3) for _ in chosen] if self.has_priorities else None
+        answers = self.llm.generate(chosen, sampling, use_tqdm=False, priority=priorities)
         return [list(one.outputs[0].token_ids) for one in answers], [one.num_cached_tokens or 0 for one in answers]
 
     def seed(self, seed: int, between: Callable[[], None] = lambda: None, words: int = 900) -> dict[str, Any]:
@@ -179,9 +206,14 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
     words = 900
     if target and target[0] == "--ngram":
         more["speculative_config"], target, words = NGRAM, target[1:], 30
+    if target and target[0] == "--priority":
+        more["scheduling_policy"], target = "priority", target[1:]
     if kind == "mirror":
         address, replica = target
         more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}
+    if kind == "remote":
+        names = "address", "replica", "pipeline"
+        more["additional_config"] = {"kvplane": {"mode": "remote", **dict(zip(names, target, strict=True))}}
     observed = Observed(engine(model, kind, num_blocks, **more), model)
     between = observed.overwrite if kind == "overwritten" else lambda: None
     first, last = map(int, seeds.split("-"))
@@ -192,7 +224,11 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
     result["schedule_us"] = round(statistics.median(took for batch, took in observed.times if batch <= SMALL) * 1e6)
     if kind == "mirror":
         result["messages"] = manager.sender.num_submitted
+        result["evicted"] = evict_by_service(observed, *target)
         result["mirror"] = mirror_state(manager, *target)
+    if kind == "remote":
+        driver = observed.scheduler.on_service.driver
+        result |= {"messages": driver.messages, "unused": manager.books.num_unused, "lives": manager.link.life}
     print("RESULT " + json.dumps(result))
 
 

@@ -1,0 +1,221 @@
+"""`make demo-vllm`: two vLLM engines on one service; one of them is killed and comes back with its cache.
+
+Three engines answer the same conversations over HTTP: "a" and "b" with kvplane (mode mirror, pages of a kvplane
+worker), and a stock one. Then b and the stock engine are killed by SIGKILL and started again, and the conversations
+continue. The table has what was hit and how long the answers took; every token is compared with those of the stock
+engine.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvplane_service.cli.child import ServiceChild
+from tests.vllm import environment
+
+MODEL = "llama"
+KVPLANE = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import main; main()"]
+CONVERSATIONS, TURNS, NEW_TOKENS = 8, 3, 16
+FIRST, FURTHER = 256, 48  # tokens of the first message of a conversation, and of each further one
+START_S = 300.0
+
+
+@dataclass
+class Turn:
+    """What one engine answered in one turn of all conversations."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    answers: list[list[int]] = field(default_factory=list)
+
+
+class Engine:
+    """A `vllm serve` process."""
+
+    def __init__(self, name: str, kvplane: dict[str, str] | None) -> None:
+        self.name, self._kvplane = name, kvplane
+        self._log = tempfile.NamedTemporaryFile(prefix=f"vllm-{name}-", suffix=".log")  # noqa: SIM115
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, without waiting for it."""
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        model = str(environment.MODELS / MODEL)
+        command = [str(environment.PYTHON.with_name("vllm")), "serve", model]
+        command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--block-size", "32"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--max-model-len", "640", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--seed", "0"]
+        command += ["--num-gpu-blocks-override", "200", "--enable-prompt-tokens-details"]
+        command += ["--distributed-executor-backend", "uni"]
+        if self._kvplane is not None:
+            command += ["--scheduler-cls", "kvplane_vllm.Scheduler", "--worker-cls", "kvplane_vllm.Worker"]
+            command += ["--additional-config", json.dumps({"kvplane": self._kvplane})]
+        env = environment.variables() | {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        self._process = subprocess.Popen(
+            command, env=env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait(self) -> None:
+        """Wait until the engine answers. Raises RuntimeError with the end of its log if it does not."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if self._ask("GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                time.sleep(0.3)
+        raise RuntimeError(f"engine {self.name} did not start:\n{Path(self._log.name).read_text()[-3000:]}")
+
+    def _ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"} | (headers or {}))
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def complete(self, prompt: list[int], request_id: str) -> tuple[list[int], int]:
+        """Answer one prompt; returns the new tokens, and how many tokens of the prompt were cached."""
+        body = {"model": str(environment.MODELS / MODEL), "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        status, content = self._ask("POST", "/v1/completions", body, {"X-Request-Id": request_id})
+        if status != 200:
+            raise RuntimeError(f"engine {self.name} answered {status}: {content.decode()[:500]}")
+        answer = json.loads(content)
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def life(self) -> str:
+        """The line of the engine's log that says what its last start kept."""
+        lines = [line for line in Path(self._log.name).read_text().splitlines() if "keys kept" in line]
+        return lines[-1][lines[-1].index("engine life") :] if lines else "no key was kept"
+
+    def kill(self, sign: signal.Signals = signal.SIGKILL) -> None:
+        """End the process and its children."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, sign)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def prompts(turn: int) -> list[list[int]]:
+    """The messages of the clients in this turn, one per conversation."""
+    rng = random.Random(turn)
+    length = FURTHER if turn else FIRST
+    return [[rng.randrange(3, 900) for _ in range(length)] for _ in range(CONVERSATIONS)]
+
+
+def answer(engine: Engine, turn: int, histories: list[list[int]]) -> Turn:
+    """Let the engine answer one message of every conversation, after everything that was said in it before."""
+    asked = [history + new for history, new in zip(histories, prompts(turn), strict=True)]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(CONVERSATIONS) as pool:
+        names = [f"{engine.name}-{number}-{turn}" for number in range(CONVERSATIONS)]
+        found = list(pool.map(engine.complete, asked, names))
+    seconds = time.monotonic() - begin
+    return Turn(sum(map(len, asked)), sum(cached for _, cached in found), seconds, [tokens for tokens, _ in found])
+
+
+def converse(engines: list[Engine], turns: range, histories: list[list[int]], done: list[list[Turn]]) -> None:
+    """Let each engine answer these turns; the stock engine, the last one, decides how the conversations continue."""
+    for turn in turns:
+        for engine, answered in zip(engines, done, strict=True):
+            answered.append(answer(engine, turn, histories))
+        for history, new, reply in zip(histories, prompts(turn), done[-1][-1].answers, strict=True):
+            history += new + reply
+
+
+def main() -> int:
+    """Run the demonstration; returns 1 if a token differs."""
+    console, begin = Console(), time.monotonic()
+    environment.set_up()
+    with ExitStack() as closing:
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="kvplane-demo-")))
+        service = closing.enter_context(ServiceChild())
+        engines = []
+        for name in ("a", "b"):
+            run_dir = str(folder / name)
+            worker = subprocess.Popen([*KVPLANE, "worker", "--opaque", "--replica", name, "--run-dir", run_dir])
+            closing.callback(worker.wait)
+            closing.callback(worker.terminate)
+            options = {"mode": "mirror", "address": service.address, "replica": name}
+            engines.append(Engine(name, options | {"pages": "worker", "worker": run_dir}))
+        engines.append(Engine("stock", None))
+        for engine in engines:
+            closing.callback(engine.kill, signal.SIGTERM)
+        console.print(f"service {service.address}; vLLM engines a and b on kvplane, and a stock one, start (a minute)")
+        for engine in engines:
+            engine.wait()
+        histories = [list[int]() for _ in range(CONVERSATIONS)]
+        done = [list[Turn]() for _ in engines]
+        console.print(f"{CONVERSATIONS} conversations, {TURNS} turns at each engine")
+        converse(engines, range(TURNS), histories, done)
+        console.print("[bold]kill -9[/bold] of engine b and of the stock engine; both are started again")
+        for engine in engines[1:]:
+            engine.kill()
+            engine.start()
+        for engine in engines[1:]:
+            engine.wait()
+        console.print(f"engine b: {engines[1].life()}")
+        converse(engines, range(TURNS, TURNS + 1), histories, done)
+        show(console, engines, done)
+        request = ["b", "--request", f"cmpl-b-0-{TURNS}-0", "--service", service.address]
+        console.print(f"\n[bold]Why did this request hit?[/bold]  kvplane explain {' '.join(request)}", highlight=False)
+        subprocess.run([*KVPLANE, "explain", *request], check=False)
+        console.print("\n[bold]What would this conversation hit at engine a now?[/bold]  kvplane explain a --tokens -")
+        tokens = " ".join(map(str, histories[0]))
+        explain = [*KVPLANE, "explain", "a", "--tokens", "-", "--service", service.address]
+        subprocess.run(explain, input=tokens, text=True, check=False)
+        differing = sum(
+            got != wanted
+            for answered in done[:-1]
+            for turn, stock in zip(answered, done[-1], strict=True)
+            for got, wanted in zip(turn.answers, stock.answers, strict=True)
+        )
+        total = 2 * CONVERSATIONS * (TURNS + 1)
+        took_s = time.monotonic() - begin
+        console.print(f"{differing} of {total} answers differ from those of stock vLLM; {took_s:.0f} s")
+        return int(differing > 0)
+
+
+def show(console: Console, engines: list[Engine], done: list[list[Turn]]) -> None:
+    """Print the table of hits and times."""
+    table = Table("engine", "turn", "prompt tokens", "cached", "answers took")
+    for engine, answered in zip(engines, done, strict=True):
+        for number, turn in enumerate(answered):
+            restarted = number == TURNS and engine.name != "a"
+            share = f"{turn.cached_tokens} ({100 * turn.cached_tokens // turn.prompt_tokens} %)"
+            label = f"{number + 1}" + (", after kill -9" if restarted else "")
+            table.add_row(engine.name, label, str(turn.prompt_tokens), share, f"{turn.seconds:.2f} s")
+        table.add_section()
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Mode remote: a `kvplane serve` process decides for live engines, compared with stock.
+
+KVPLANE_VLLM_REMOTE_SEEDS seeds of each model are run; 1 by default.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, partial
+
+import pytest
+
+from tests.vllm import environment, processes
+from tests.vllm.test_live import NGRAM_MODELS, POOLS, differing
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
+NUM_SEEDS = int(os.environ.get("KVPLANE_VLLM_REMOTE_SEEDS", "1"))
+MOST_MORE_STEPS = 1.03  # with pipeline: on
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm():
+    environment.set_up()
+
+
+def run(model, kind, *more):
+    return processes.run("workload.py", model, kind, f"1-{NUM_SEEDS}", POOLS[model], *more)
+
+
+stock_of = cache(lambda model, *more: run(model, "stock", *more))
+
+
+def remote(model, pipeline, *more):
+    with processes.Service() as service:
+        found = run(model, "remote", *more, service.address, "r", pipeline)
+    assert found["manager"] == "RemoteManager"
+    steps, preempted = (sum(seed[name] for seed in found["seeds"]) for name in ("steps", "preempted"))
+    print(f"{model}, pipeline {pipeline}: {steps} steps, {preempted} preemptions, messages {found['messages']}")
+    return found
+
+
+def most_messages(found):
+    return max(int(number) for number in found["messages"])
+
+
+@pytest.mark.parametrize("model", POOLS)
+def test_all_decisions_equal_those_of_stock_without_a_pipeline(model):
+    """Tokens, hits, steps, preemptions, block tables, orders and KV events; one message per schedule(), rarely two."""
+    found = remote(model, "off")
+    assert differing(stock_of(model), found) == {}
+    assert most_messages(found) <= 2
+    assert found["messages"].get("2", 0) < 0.05 * found["messages"]["1"]
+    assert found["unused"] == 0
+
+
+@pytest.mark.parametrize("model", POOLS)
+def test_tokens_equal_those_of_stock_with_a_pipeline(model):
+    stock, found = stock_of(model), remote(model, "on")
+    assert [seed["tokens"] for seed in found["seeds"]] == [seed["tokens"] for seed in stock["seeds"]]
+    assert [seed["free"] for seed in found["seeds"]] == [seed["free"] for seed in stock["seeds"]]
+    steps = [sum(seed["steps"] for seed in one["seeds"]) for one in (stock, found)]
+    assert steps[1] <= MOST_MORE_STEPS * steps[0]
+    assert most_messages(found) == 2
+    assert found["messages"]["1"] > found["messages"]["2"]
+
+
+@pytest.mark.parametrize("model", NGRAM_MODELS)
+def test_decisions_equal_those_of_stock_with_ngram_speculation(model):
+    """`pipeline: on` is switched off."""
+    stock, found = stock_of(model, "--ngram"), remote(model, "on", "--ngram")
+    assert found["drafted"] > 50 / 3 * NUM_SEEDS
+    assert differing(stock, found) == {}
+    assert most_messages(found) <= 2
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_the_service_preempts_by_priority_as_stock_does(pipeline):
+    stock, found = stock_of("llama", "--priority"), remote("llama", pipeline, "--priority")
+    assert most_messages(found) <= 2
+    if pipeline == "off":
+        assert differing(stock, found) == {}
+    assert [seed["tokens"] for seed in found["seeds"]] == [seed["tokens"] for seed in stock["seeds"]]
+
+
+def aborts(kind, *more):
+    return processes.run("remote_aborts.py", "llama", kind, 1, 60, *more)
+
+
+stock_tokens = cache(lambda: {prompt: one for prompt, (one,) in aborts("stock")["tokens"].items()})
+
+
+def is_as_stock(found):
+    return all(one == stock_tokens()[prompt] for prompt, answers in found["tokens"].items() for one in answers)
+
+
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+def test_tokens_are_right_when_requests_end_behind_their_grants(pipeline):
+    with processes.Service() as service:
+        found = aborts(pipeline, service.address, "r")
+    print({name: found[name] for name in ("aborted", "steps", "cached", "messages", "unused")})
+    assert found["aborted"] > 10
+    assert found["cached"] > 500
+    assert (found["unused"] > 10) == (pipeline == "on")
+    assert most_messages(found) <= 2
+    assert is_as_stock(found)
+
+
+def test_a_restarted_service_loses_no_request():
+    """Killed and restarted under load, without a store: the engine registers again, and the requests start over."""
+    with processes.Service() as service:
+
+        def restart():
+            service.kill()
+            service.start()
+
+        found = processes.run("remote_aborts.py", "llama", "on", 1, 60, service.address, "r", on_step=restart)
+        print(f"{service.lives} lives of the service, {found['lives']} sessions, {found['steps']} steps")
+    assert found["lives"] > 2
+    assert is_as_stock(found)
+
+
+def test_an_engine_waits_for_a_service_that_does_not_answer():
+    """Steps in which nothing is scheduled, until it answers."""
+    with processes.Service() as service:
+        pause = partial(service.pause, 3.0)
+        found = processes.run("remote_aborts.py", "llama", "on", 1, 60, service.address, "r", on_step=pause)
+    print({name: found[name] for name in ("steps", "messages", "lives")})
+    assert found["messages"]["0"] > 4
+    assert is_as_stock(found)
+
+
+FAULTS = {  # name -> pipeline and blocks with which it shows
+    "keys of unwritten blocks kept": ("on", 60),
+    "refused row not reported": ("off", 30),
+    "wrong victims": ("off", 30),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault):
+    pipeline, blocks = FAULTS[fault]
+    try:
+        with processes.Service() as service:
+            found = processes.run("remote_aborts.py", "llama", pipeline, 1, blocks, service.address, "r", fault)
+        shown = "" if is_as_stock(found) else "other tokens"
+        if blocks != 60 and not shown:
+            with processes.Service() as service:
+                good = processes.run("remote_aborts.py", "llama", pipeline, 1, blocks, service.address, "r")
+            shown = "other steps" if (good["steps"], good["cached"]) != (found["steps"], found["cached"]) else ""
+    except AssertionError as error:
+        shown = str(error).strip().splitlines()[-1]
+    print(f"{fault}: {shown}")
+    assert shown
