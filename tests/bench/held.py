@@ -16,15 +16,12 @@ includes other load of the machine.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,74 +29,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import kvplane
 from kvplane import Allocate, Appended, Commit, Content, ExtraKeys, ModelSource, Part
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Run
 from tests.bench.machine import machine, machine_line
+from tests.bench.ticking import TICK_S, noted, service
 
 RESULTS = Path(__file__).parent / "results"
-TICK_S, CHUNK, LONG, WARM, PROMPTS = 0.002, 8192, 32_768, 4, 24
+CHUNK, LONG, WARM, PROMPTS = 8192, 32_768, 4, 24
 MILLION, WAITING, ROUNDS = 1_000_000, 10_000, 5
 MODELS = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-27b", "jamba-v0.1")
-SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
-
-
-# -- in the service ----------------------------------------------------------------------------------------------------
-
-
-def serve(path: str) -> None:
-    """`kvplane serve` that writes the durations of steps and intervals of ticks on SIGUSR1."""
-    from kvplane_service.cli import main, server
-    from kvplane_service.rpc import session
-
-    steps, ticks, together = list[int](), list[int](), list[int]()
-    handle, print_addresses = session._Stream._step, server._print_addresses
-
-    async def timed(self: Any, message: Any) -> bytes:
-        started = time.thread_time_ns()
-        answer = await handle(self, message)
-        steps.append(time.thread_time_ns() - started)
-        return answer
-
-    async def tick() -> None:
-        while True:
-            before, all_before = time.thread_time_ns(), time.process_time_ns()
-            await asyncio.sleep(TICK_S)
-            ticks.append(time.thread_time_ns() - before)
-            together.append(time.process_time_ns() - all_before)
-
-    def print_and_tick(app: Any) -> None:
-        ticking.append(asyncio.get_running_loop().create_task(tick()))
-        print_addresses(app)
-
-    def note(*_: object) -> None:
-        Path(path).write_text(json.dumps({"steps": steps, "ticks": ticks, "together": together}))
-        for noted in (steps, ticks, together):
-            noted.clear()
-
-    ticking = list[asyncio.Task[None]]()
-    session._Stream._step = timed  # type: ignore[method-assign]
-    server._print_addresses = print_and_tick
-    signal.signal(signal.SIGUSR1, note)
-    main()
-
-
-@contextmanager
-def service() -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
-    """Where it listens, its process, and the file of what held it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "held.json"
-        command = [sys.executable, "-c", SERVE, str(path), "serve", "--listen", "127.0.0.1:0"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[-1], process, path
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 # -- the load ----------------------------------------------------------------------------------------------------------
@@ -190,16 +131,6 @@ def measure(model: str, in_flight: int) -> Held:
                     sorted(ticks)[int(len(ticks) * 0.99)], max(ticks))  # fmt: skip
 
 
-def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
-    """Durations of steps and intervals of ticks since the last call, in ns."""
-    path.unlink(missing_ok=True)
-    process.send_signal(signal.SIGUSR1)
-    while not path.exists() or not path.read_text().endswith("}"):
-        time.sleep(0.01)
-    found: dict[str, list[int]] = json.loads(path.read_text())
-    return found
-
-
 # -- long operations ---------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +147,8 @@ BEFORE = {
     "unary: a token of 1 M tokens in 4 groups": (15, 26),
     "1,400 victims of one row, 1,000 blocks shared by all": (114, 429),
     "a failed step of 4,000 rows": (2247, 14),
+    "1,000 requests of 1,000 blocks, set back by a token": (23, 75),  # 2026-11-23, load 26
+    "1,000 requests of 1,000 blocks, set back to 16 tokens": (140, 420),  # 2026-11-23, load 26
     "1 M tokens, admitted in one step": (313, 1927),
     "its end": (20, 79),
     "1 M tokens, all of which hit": (214, 1407),
@@ -408,6 +341,28 @@ def shared_prompts(client: kvplane.Client, meter: Meter) -> None:
             session.apply(Part(cache=Cache(failed_steps=[failing])), executed_through=failing - 1)
 
 
+def set_back(client: kvplane.Client, meter: Meter) -> None:
+    """1,000 requests share a prompt of 1,000 blocks in two groups; all are set back by a token, then behind the window
+    of the second group, which preempts them.
+    """
+    groups = GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64, lookup_class=1)
+    spec = ReplicaSpec(groups, 20_000, 1 << 16, hash_block_size=16, scheduler_block_size=16, max_in_flight_tokens=65536)
+    client.register_replica("back", spec)
+    with client.session("back") as session:
+        prompt, count = os.urandom(32_000), 1000
+        for first in range(0, count, 100):
+            slots = list(range(first, first + 100))
+            news = News(slots, [16_001] * 100, num_hashes=[1000] * 100, hashes=prompt * 100)
+            session.apply(Part(news=news, admit=Admit(slots)))
+        slots = list(range(count))
+        session.apply(Part(facts=Facts(slots, appended=[1] * count), run=Run(slots)))
+        with meter.case("1,000 requests of 1,000 blocks, set back by a token"):
+            session.apply(Part(facts=Facts(slots, computed=[16_001] * count)))
+        with meter.case("1,000 requests of 1,000 blocks, set back to 16 tokens"):
+            lost = session.apply(Part(facts=Facts(slots, computed=[16] * count))).parts[0].preempted
+        assert len(lost) == count, f"{len(lost)} requests were preempted"
+
+
 def medians(rows: list[Long]) -> list[Long]:
     """One row for each case, with the medians of its measurements."""
     cases = dict.fromkeys(row.case for row in rows)
@@ -425,6 +380,7 @@ CASES: dict[str, Callable[[kvplane.Client, Meter], None]] = {
     "table": long_table,
     "prompt": long_prompt,
     "shared": shared_prompts,
+    "back": set_back,
     "llama": partial(many_waiting, model="llama-3.1-8b", num_blocks=3000),
     "gemma": partial(many_waiting, model="gemma-3-27b", num_blocks=9000),
 }
