@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env test-vllm faults fuzz sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -110,6 +110,9 @@ faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their 
 
 vllm-env: $(DEV)  ## set up vLLM 0.33.0 for a CPU, in an environment of its own (5 GB, ten minutes)
 	@$(PYTHON) -m tests.vllm.environment
+
+demo-vllm: vllm-env  ## two vLLM engines on one service; one is killed and comes back with its cache (three minutes)
+	@$(PYTHON) -m tests.vllm.demo
 
 test-vllm: $(DEV)  ## an unmodified vLLM with kvplane's scheduler: its own tests, and live engines compared with stock (KVPLANE_VLLM_SEEDS=20)
 	@$(PYTHON) -m pytest tests/vllm -m "vllm or not vllm" -rP --timeout 1800
