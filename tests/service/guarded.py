@@ -25,6 +25,13 @@ OWNERS: dict[str, dict[str, Any]] = {
 }
 
 
+def replace(path: Path, text: str) -> None:
+    """Replace a file in one step, as docs/operating.md asks: a service that polls it never reads a part."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
 class Guard:
     """The files of who may call, in a folder. A token of each owner is `token-OWNER`."""
 
@@ -34,10 +41,10 @@ class Guard:
         self.write_tokens(*(owners or OWNERS))
 
     def write_owners(self, owners: dict[str, dict[str, Any]]) -> None:
-        self.owners_file.write_text(yaml.safe_dump(owners))
+        replace(self.owners_file, yaml.safe_dump(owners))
 
     def write_tokens(self, *names: str) -> None:
-        self.tokens_file.write_text("".join(f"{line_of(f'token-{name}', name)}\n" for name in names))
+        replace(self.tokens_file, "".join(f"{line_of(f'token-{name}', name)}\n" for name in names))
 
     def config(self, **more: Any) -> Config:
         files = {"auth_owners": str(self.owners_file), "auth_tokens": str(self.tokens_file)}

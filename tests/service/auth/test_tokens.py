@@ -9,7 +9,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument, Unauthenticated
 from kvplane.v1 import admin_pb2, events_pb2
 from kvplane_service.auth.tokens import StaticTokens, line_of, new_token, read_tokens
-from tests.service.guarded import OWNERS, Caller, Guard, guarded
+from tests.service.guarded import OWNERS, Caller, Guard, guarded, replace
 from tests.service.rig import refusal, running, until
 
 STATUS = admin_pb2.StatusRequest()
@@ -86,7 +86,7 @@ def test_added_and_removed_tokens_take_effect_at_once(tmp_path):
 
 def test_unusable_token_files_keep_the_previous_tokens(tmp_path, caplog):
     with guarded(tmp_path) as world:
-        world.guard.tokens_file.write_text("nonsense")
+        replace(world.guard.tokens_file, "nonsense")
         world.acme.admin.Status(STATUS)
         world.guard.tokens_file.unlink()
         world.acme.admin.Status(STATUS)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from kvplane.base.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from kvplane.v1 import admin_pb2
 from kvplane_service.auth.web_tokens import LEEWAY_S, MAX_TOKEN_CHARS, read_web_tokens
-from tests.service.guarded import Caller, Guard
+from tests.service.guarded import Caller, Guard, replace
 from tests.service.rig import refusal, running
 
 ISSUER, AUDIENCE = "https://issuer.test", "kvplane"
@@ -206,9 +206,9 @@ def test_keys_are_changed_under_load(world, keys):
         thread.start()
     try:
         for _ in range(5):
-            keys.write_text(json.dumps({"keys": [public(RSA_KEY, "rsa"), public(fresh, "fresh")]}))
+            replace(keys, json.dumps({"keys": [public(RSA_KEY, "rsa"), public(fresh, "fresh")]}))
             new.admin.Status(STATUS)
-            keys.write_text(json.dumps({"keys": [public(RSA_KEY, "rsa")]}))
+            replace(keys, json.dumps({"keys": [public(RSA_KEY, "rsa")]}))
             with refusal(Unauthenticated):
                 new.admin.Status(STATUS)
     finally:
@@ -217,7 +217,7 @@ def test_keys_are_changed_under_load(world, keys):
             thread.join()
     assert not failures
     assert calls
-    keys.write_text(json.dumps({"keys": [public(fresh, "fresh")]}))
+    replace(keys, json.dumps({"keys": [public(fresh, "fresh")]}))
     new.admin.Status(STATUS)
     with refusal(Unauthenticated):
         old.admin.Status(STATUS)
