@@ -10,7 +10,8 @@ from itertools import permutations
 import pytest
 
 from kvplane_service.core.lookup import PrefixLookup
-from tests.core.builders import Engine, chunked, full, ring, state, window
+from kvplane_service.core.pool import INSIDE
+from tests.core.builders import Engine, chunked, digests, full, ring, state, window
 
 A16 = "aaaabbbbccccdddd"
 
@@ -52,6 +53,40 @@ def test_longest_hit_of_one_group_is_the_single_group_hit():
     engine.cache(evicted=[tables[1][2]])
     assert engine.would_hit(A16).single_group_hit == 12
     assert engine.admit(0, A16).single_group_hit == 12
+
+
+def lengths_of_each(engine, text, max_tokens):
+    lookup = engine.replica.coordinator.lookup
+    return lookup.find_each(digests(engine.spec, text), "", max_tokens, INSIDE)
+
+
+def test_groups_looked_up_each_by_itself_do_not_shorten_each_other():
+    """The state at 12 tokens is found although full attention ends at 8, and the other way round."""
+    engine = Engine(full(), state())
+    attention: list[int] = []
+    states: list[int] = []
+    engine.admit(0, A16, cap=4)
+    for _ in range(3):
+        states.append(engine.table(0, 1)[len(states)])
+        attention = engine.table(0)
+        engine.run(0, cap=4)
+    engine.end(0)
+    assert lengths_of_each(engine, A16, 15) == ([attention, [0, 0, states[2]]], [12, 12])
+    engine.cache(evicted=[attention[2]])
+    assert lengths_of_each(engine, A16, 15) == ([attention[:2], [0, 0, states[2]]], [8, 12])
+    assert engine.would_hit(A16).num_tokens == 8
+    engine.cache(evicted=states[1:])
+    assert lengths_of_each(engine, A16, 15) == ([attention[:2], states[:1]], [8, 4])
+    assert engine.would_hit(A16).num_tokens == 4
+
+
+def test_a_group_looked_up_by_itself_has_at_most_the_tokens_asked_for():
+    """A group that leaves out its last matched block reads one block further for it, as in a look-up of all groups."""
+    engine = Engine(full(drops_last_block=True), window(8), ring())
+    engine.serve(0, A16 + "e")
+    assert lengths_of_each(engine, A16, 8)[1] == [8, 8, 0]
+    assert lengths_of_each(engine, A16, 0)[1] == [0, 0, 0]
+    assert lengths_of_each(engine, "zzzz" + A16, 8)[1] == [0, 0, 0]
 
 
 GROUPS = {"full": full(), "near": window(8), "far": window(12, lookup_class=4), "chunk": chunked(8), "state": state()}

@@ -332,6 +332,11 @@ class Manager:
         now = {one: made[slot] for one, slot in slots.items() if slot in made}
         return {one: state[:2] for one, state in now.items() if state[2] == requests.launch_end(slots[one])}
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the manager that vLLM built: vLLM's code and tests look for it with isinstance."""
+        return type(self._real)
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return how many leading tokens the token at position `num_computed_tokens` does not attend to."""
         return self._manager.managers[self._group].skipped_tokens(num_computed_tokens)
@@ -378,6 +383,11 @@ class Coordinator:
             Manager(manager, group, one) for group, one in enumerate(real.single_type_managers)
         )
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the coordinator that vLLM built: vLLM's connectors and tests look for it with isinstance."""
+        return type(self._real)
+
     @property
     def block_pool(self) -> Pool:
         """The block pool that all groups share."""
@@ -421,6 +431,14 @@ class Coordinator:
         hit = self._manager.find_hit(block_hashes, max_length)
         blocks = tuple([self._manager.blocks[block] for block in row] for row in hit.blocks)
         return blocks, hit.num_tokens, max(0, hit.single_group_hit - hit.num_tokens)
+
+    def find_longest_cache_hit_per_group(
+        self, block_hashes: Sequence[bytes], max_cache_hit_length: int
+    ) -> tuple[tuple[list[Block], ...], tuple[int, ...]]:
+        """Return the longest cached prefix of each group by itself: the blocks, and the lengths in tokens."""
+        lookup = self._manager.replica.coordinator.lookup
+        rows, lengths = lookup.find_each(block_hashes, "", max_cache_hit_length, INSIDE)
+        return tuple([self._manager.blocks[block] for block in row] for row in rows), tuple(lengths)
 
     def free(self, request_id: str) -> None:
         """Free the blocks of a request."""

@@ -86,6 +86,24 @@ class PrefixLookup:
         length = min(length, longest)
         return Hit(length, 0, tuple(row[: -(-length // only.manager.block_size)] for row in rows))
 
+    def find_each(
+        self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """Find, for each group by itself, its longest cached prefix of at most `max_tokens` tokens: the blocks and the
+        length in tokens, by group. The groups of a look-up class have one length.
+
+        A request cannot adopt hits of different lengths; KV connectors use them to limit a load.
+        """
+        rows: list[list[int]] = [[] for _ in self._managers]
+        lengths = [0] * len(self._managers)
+        if self._spec.enable_caching and max_tokens > 0:
+            search = Search(self, digests, domain, horizon)
+            for number, one in enumerate(self._classes):
+                length = search.ask(number, one, max_tokens)
+                for group in one.groups:
+                    rows[group], lengths[group] = search.row(group), length
+        return rows, lengths
+
     @property
     def classes(self) -> tuple[LookupClass, ...]:
         """The look-up classes, in the order in which they are searched."""
@@ -165,6 +183,10 @@ class Search:
         self._longest = max(self._longest, found)
         return found
 
+    def row(self, group: int) -> list[int]:
+        """Return the blocks that the last search in the group's class found."""
+        return self._rows.get(group, [])
+
     def _hit(self, length: int) -> Hit:
         for one in self._lookup.classes:
             if one.downward_closed:
@@ -172,9 +194,7 @@ class Search:
                 for group in one.groups:
                     del self._rows[group][keep:]
         single_group_hit = self._longest if self._longest > length else 0
-        return Hit(
-            length, single_group_hit, tuple(self._rows.get(group, []) for group in range(self._lookup.num_groups))
-        )
+        return Hit(length, single_group_hit, tuple(self.row(group) for group in range(self._lookup.num_groups)))
 
 
 def _classes(managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:
