@@ -6,7 +6,8 @@ Runs in the environment of vLLM, with the folder of vLLM's sources as first entr
 script (-P), since `tests` is the package of vLLM's tests here; see `tests.bench.vllm_schedule`. All requests decode;
 one group is full attention, the others are sliding windows. "even": in each step 1 of 16 requests fills a block;
 "phase": all requests fill a block in the same step, every 16 steps. "remote" is kvplane with the service at ADDRESS,
-which gets each program ahead and answers it during a pause, as while a model runs.
+which gets each program ahead and answers it while the engine pauses; "mirror" is kvplane followed by this service,
+which applies the steps in such a pause. `others` is the CPU time of the process's other threads in a step.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from tests.v1.core.utils import create_scheduler  # type: ignore[import-not-foun
 
 BLOCK, PROMPT, WINDOW, TURN = 16, 512, 128, 8  # tokens of a block, a prompt and a window; steps of a turn
 WARM_UP = 16  # steps
-PAUSE_S = 0.02  # of a step in which a service answers
-NAMES = "stock", "kvplane", "remote"
+WAIT_S = 60  # for the service to apply the last step
+PAUSE_S = 0.02  # in each step of each side, as while a model runs: in it a service answers
+NAMES = "stock", "kvplane", "mirror", "remote"
+WITH_SERVICE = "mirror", "remote"
 
 
 @dataclass
@@ -44,12 +47,13 @@ class Side:
     schedule: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)  # seconds
-    pause_s: float = 0.0
+    others: list[int] = field(default_factory=list)
     steps: int = 0
     grants: list[tuple[str, int]] = field(default_factory=list)
 
     def step(self, measured: bool) -> None:
         """Schedule a step and give each request one token."""
+        all_threads, own = time.process_time_ns(), time.thread_time_ns()
         waited, before = self.total_wait(), time.thread_time_ns()
         output = self.scheduler.schedule()
         scheduled, waited = time.thread_time_ns(), self.total_wait() - waited
@@ -60,7 +64,7 @@ class Side:
             req_id_to_index={one: row for row, one in enumerate(ids)},
             sampled_token_ids=[[self.steps % 900 + 5]] * len(ids),
         )
-        time.sleep(self.pause_s)
+        time.sleep(PAUSE_S)
         begin = time.thread_time_ns()
         self.scheduler.update_from_output(output, sampled)
         end = time.thread_time_ns()
@@ -69,6 +73,7 @@ class Side:
             self.schedule.append(scheduled - before)
             self.update.append(end - begin)
             self.waited.append(waited)
+            self.others.append(time.process_time_ns() - all_threads - (time.thread_time_ns() - own))
 
     def total_wait(self) -> float:
         """Return how long schedule() has waited for a service, in seconds."""
@@ -80,8 +85,8 @@ def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, a
     longest = PROMPT + BLOCK + WARM_UP + steps + 8
     sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": num_requests * (PROMPT + BLOCK)}
     model = create_scheduler(max_model_len=2048, enable_prefix_caching=True, block_size=BLOCK, **sizes)
-    if name == "remote":
-        options = {"mode": "remote", "address": address, "replica": f"{num_requests}-{num_groups}-{load}"}
+    if name in WITH_SERVICE:
+        options = {"mode": name, "address": address, "replica": f"{name}-{num_requests}-{num_groups}-{load}"}
         model.vllm_config.additional_config = {"kvplane": options}
     attention = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [FullAttentionSpec(**attention)]
@@ -108,7 +113,7 @@ def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, a
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         scheduler.add_request(request)
-    return Side(scheduler, pause_s=PAUSE_S if name == "remote" else 0.0)
+    return Side(scheduler)
 
 
 def main(num_requests: int, num_groups: int, load: str, address: str, steps: int) -> None:
@@ -125,10 +130,12 @@ def main(num_requests: int, num_groups: int, load: str, address: str, steps: int
         for one in sides.values():
             for _ in range(TURN):
                 one.step(True)
-    assert sides["stock"].grants == sides["kvplane"].grants == sides["remote"].grants
-    result = {
-        name: {"schedule": one.schedule, "update": one.update, "waited": one.waited} for name, one in sides.items()
-    }
+    assert all(one.grants == sides["stock"].grants for one in sides.values())
+    sender = sides["mirror"].scheduler.kv_cache_manager.sender
+    assert sender.wait_applied(WAIT_S), sender.state
+    assert not sender.state.divergences, sender.state
+    columns = "schedule", "update", "waited", "others"
+    result = {name: {column: getattr(one, column) for column in columns} for name, one in sides.items()}
     print("RESULT " + json.dumps(result))
 
 
