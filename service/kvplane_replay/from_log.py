@@ -180,7 +180,7 @@ class _Replayed:
         """Return the part of a step without its references to blocks, and to slots with held blocks, of the recorded
         pool.
         """
-        held = [slot for slot in part.cache.released if slot in self._replica.tracker.held]
+        held = [slot for slot in part.cache.released if self._replica.count_held(slot)]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
         return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
 

@@ -12,7 +12,7 @@ from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, Li
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
@@ -165,7 +165,7 @@ class Registry:
             )
         return entry
 
-    def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
+    def add(self, name: str, registration: Registration, replica: ReplicaCore) -> Entry:
         """Add a replica that the caller has built; returns the existing replica if an equal one was added meanwhile.
 
         Raises as `find_equal`.

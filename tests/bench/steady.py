@@ -83,7 +83,7 @@ class Side:
         if load != PREFILL:
             self._admit()
             self.turn()  # releases blocks behind windows
-        pool = self.host.replica.coordinator.pool
+        pool = self.host.replica.reference().coordinator.pool
         if way.full:  # blocks without a key would be allocated first
             pool.reserve(pool.num_free - pool.num_evictable)
 
@@ -97,7 +97,7 @@ class Side:
 
     def _fill(self) -> None:
         """Serve prompts until every free block that can have a key has one."""
-        pool, before, tokens = self.host.replica.coordinator.pool, -1, self._chunk
+        pool, before, tokens = self.host.replica.reference().coordinator.pool, -1, self._chunk
         while pool.num_evictable != before or pool.num_evictable < pool.num_free // 2:
             before = pool.num_evictable
             for _ in range(pool.num_free // (tokens // self.unit) + 1):
@@ -114,7 +114,7 @@ class Side:
     @property
     def evicted(self) -> int:
         """Number of keys evicted by new blocks."""
-        return sum(self.host.replica.coordinator.pool.evicted_keys)
+        return sum(self.host.replica.reference().coordinator.pool.evicted_keys)
 
     def turn(self) -> list[int]:
         """CPU nanoseconds of each step of a turn, in which every decoding request fills one block."""

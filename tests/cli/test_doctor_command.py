@@ -117,7 +117,7 @@ def broken_state(service: Service) -> Iterator[None]:
     host = service.in_loop(lambda: service.app.registry.get("r").host)
 
     async def check() -> None:
-        host.replica.coordinator.pool.references[7] += 1
+        host.replica.reference().coordinator.pool.references[7] += 1
         await host.idle_check.run(asyncio.sleep)
         service.app._server.announce_state(False)
 

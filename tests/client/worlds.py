@@ -50,7 +50,7 @@ class InProcessWorld:
 
     def digest(self) -> str:
         """Of the replica's state."""
-        return digest(self.host.replica)
+        return digest(self.host.replica.reference())
 
 
 class ServiceThread:

@@ -167,4 +167,4 @@ class World:
 
     def check(self) -> None:
         """Check the invariants of the core."""
-        inspect.check(self.host.replica)
+        inspect.check(self.host.replica.reference())

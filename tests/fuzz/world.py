@@ -151,7 +151,7 @@ class World:
 
     def digest(self, name: str = "r") -> str:
         """Digest of a replica's state; "" when it is not registered."""
-        return digest(self.registry.get(name).host.replica) if name in self.registry else ""
+        return digest(self.registry.get(name).host.replica.reference()) if name in self.registry else ""
 
     def call(self, method: str, raw: bytes) -> int:
         """Status code of a call."""
@@ -274,7 +274,7 @@ def run(grounds: Grounds, data: bytes) -> None:
                 _check_call(world, METHODS[kind], raw)
         assert world.digest("v") == world.victim, "another owner's replica changed"
     for entry in world.registry:
-        check(entry.host.replica)
+        check(entry.host.replica.reference())
 
 
 def _check_call(world: World, method: str, raw: bytes) -> None:

@@ -128,7 +128,8 @@ def begin(
         for name, transport in zip(names, transports, strict=True)
     ]
     engines = [Engine(session, config or EngineConfig(token_budget=BUDGET), COST) for session in sessions]
-    return Outcome(Fleet(engines, trace, routing), sessions, [registry.get(name).host.replica for name in names])
+    cores = [registry.get(name).host.replica.reference() for name in names]
+    return Outcome(Fleet(engines, trace, routing), sessions, cores)
 
 
 def run(

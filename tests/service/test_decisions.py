@@ -85,7 +85,7 @@ def test_decision_log_has_the_hashes_of_new_requests():
     (decision,) = decisions_of(world)
     size = world.host.scheme.digest.size
     first, second = hashes_of_news(decision, 0, size)
-    assert first == second == world.host.replica.requests.content[0].digests
+    assert first == second == world.host.replica.requests.hashes(0)
     assert hashes_of_news(decision, 1, size) == [[]]
 
 

@@ -206,7 +206,7 @@ def test_explain_eviction_in_an_earlier_life_names_that_life():
     desk.serve("big", "1111222233334444555566667777")
     desk.step()
     life = desk.engine.opened.epoch
-    desk.engine = desk.world.open(stamp_table=tuple(desk.world.host.replica.coordinator.pool.stamp))
+    desk.engine = desk.world.open(stamp_table=tuple(desk.world.host.replica.reference().coordinator.pool.stamp))
     explanation = desk.why("aaaabbbbccccd")
     assert (explanation.why.cause, explanation.why.epoch, explanation.why.seq) == (Cause.EVICTED, life, 3)
 

@@ -67,7 +67,7 @@ class Model:
         replica = self.desk.world.host.replica
         now = {
             (domain, group, digest)
-            for domain, groups in replica.coordinator.pool.index.items()
+            for domain, groups in replica.reference().coordinator.pool.index.items()
             for group, digests in enumerate(groups)
             for digest in digests
         }

@@ -199,7 +199,7 @@ def test_a_removed_replica_drops_the_check():
 
 def test_a_finding_is_reported_once_per_idle_period():
     background = Background()
-    background.host.replica.coordinator.pool.references[7] += 1
+    background.host.replica.reference().coordinator.pool.references[7] += 1
     assert background.run(60) == {"broken": 1}
     ((name, error),) = background.reports
     assert (name, error.invariant, str(error)) == ("r", "references", "block 7: 1 references, 0 holders")
@@ -210,7 +210,7 @@ def test_a_finding_is_reported_once_per_idle_period():
 
 def test_a_state_that_cannot_be_read_is_a_finding():
     background = Background()
-    del background.host.replica.coordinator.pool.references[9:]
+    del background.host.replica.reference().coordinator.pool.references[9:]
     assert background.run(60) == {"broken": 1}
     ((_, error),) = background.reports
     assert error.invariant == "readable"

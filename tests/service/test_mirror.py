@@ -71,12 +71,12 @@ class Mirrored:
             progress = await self.send(self.engine.message(), self.engine.replica.seq)
             assert progress.applied_through == self.engine.replica.seq
             assert not progress.image_wanted
-            assert same_state(self.host.replica, self.engine.replica)
+            assert same_state(self.host.replica.reference(), self.engine.replica)
             self.check_view()
 
     def check_view(self):
         self.follower.read(self.subscription.take())
-        published = set(_published(self.host.replica))
+        published = set(_published(self.host.replica.reference()))
         assert self.follower.view <= published
         assert not self.follower.withdrawn
         if self.host.replica.executed_through >= self.host.seq:
@@ -95,7 +95,7 @@ class TestSteps:
             one = Mirrored(mix, seed)
             progress = await one.start()
             assert (progress.applied_through, progress.image_wanted) == (5, False)
-            assert same_state(one.host.replica, one.engine.replica)
+            assert same_state(one.host.replica.reference(), one.engine.replica)
             await one.run(20)
             assert one.host.epoch == one.engine.epoch
             assert one.host.decisions.num_entries == 21
@@ -107,7 +107,7 @@ class TestSteps:
         for at in (-3, -2, -1):
             progress = await one.send(one.engine.message(at))
             assert (progress.applied_through, progress.image_wanted) == (one.engine.replica.seq, False)
-        assert same_state(one.host.replica, one.engine.replica)
+        assert same_state(one.host.replica.reference(), one.engine.replica)
 
     async def test_a_missing_step_needs_an_image(self):
         one = Mirrored()
@@ -166,7 +166,7 @@ class TestDivergence:
         for seed in range(12):
             one = Mirrored(seed=seed)
             await one.start()
-            pool = one.host.replica.coordinator.pool
+            pool = one.host.replica.reference().coordinator.pool
             found += any(step > pool.executed_through for step in pool.key_step)
             one.check_view()
             await one.run(6)

@@ -44,7 +44,7 @@ def used_world(prompts=6):
         engine.step(part_of(NewsRow(slot, [slot] * 64), AdmitRow(slot)))
         engine.step(part_of(FactRow(slot, end=End.FREE)))
     engine.step()
-    return world, engine, memoryview(bytes(world.host.replica.coordinator.pool.stamp)).cast("Q")
+    return world, engine, memoryview(bytes(world.host.replica.reference().coordinator.pool.stamp)).cast("Q")
 
 
 def request(stamps=(), incarnation=5, epoch=0):

@@ -315,7 +315,7 @@ class TestEnding:
         for content in (None, loads, again):
             answer = world.allocate("a", content)
             assert (answer.status, answer.table, answer.hashes.count) == (AllocationStatus.DEFERRED, [[]], 3)
-            assert not set(pages) & set(world.host.replica.coordinator.pool.free)
+            assert not set(pages) & set(world.host.replica.reference().coordinator.pool.free)
         world.apply(FreeCall("a", EndKind.RELEASED, 0))
         answer = world.allocate("a", again)
         assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 40, 2)

@@ -473,7 +473,7 @@ class EngineLife(RandomScheduler):
         for slot, request in self.requests.items():
             if not request.running:
                 continue
-            for mine, theirs in zip(self.tables[slot], host.replica.coordinator.tables(slot), strict=True):
+            for mine, theirs in zip(self.tables[slot], host.replica.reference().coordinator.tables(slot), strict=True):
                 pairs = zip(mine, theirs, strict=False)
                 if len(mine) != len(theirs) or any(block not in (0, own) for own, block in pairs):
                     self.world.record(history.Broken(f"{self.site.name}, slot {slot}: {mine} here, {theirs} there"))

@@ -44,7 +44,7 @@ def view(service: Service, seen: Seen, is_message: bool = True) -> None:
     shows = bool(seen.follower.view) and not seen.follower.withdrawn
     attached = host.mirror._request
     status, life = host.state.value, attached.life_nonce if attached else host._life_nonce
-    state = inspect.digest(host.replica) if is_message else ""
+    state = inspect.digest(host.replica.reference()) if is_message else ""
     place = service.number, host.name, life, host.seq
     service.world.record(history.Viewed(*place, is_message, status, shows, seen.age_ms, state))
 
@@ -66,7 +66,7 @@ def follow(service: Service, seen: Seen, entry: decisions.Entry) -> None:
 
 
 def _imaged(service: Service, seen: Seen, life: decisions.Life) -> None:
-    host, pool = seen.host, seen.host.replica.coordinator.pool
+    host, pool = seen.host, seen.host.replica.reference().coordinator.pool
     keyed = [block for block, key in enumerate(pool.key) if key is not None]
     kept = tuple((block, pool.stamp[block]) for block in keyed if pool.key_step[block] <= pool.executed_through)
     place = service.number, host.name

@@ -297,7 +297,7 @@ class MirrorChaos(Chaos):
     def service_decides_otherwise(self) -> Iterator[float]:
         """The allocator of a service that follows an engine changes on its own; a later answer differs."""
         for service, host in self._mirrors():
-            pool = host.replica.coordinator.pool
+            pool = host.replica.reference().coordinator.pool
             pool.restamp(self._rng.randrange(1, pool.num_blocks))
             pool.stamped.clear()
             self._world.record(history.Planted(service.number, host.name))

@@ -254,18 +254,18 @@ class Service:
         else:
             self._applied(host, entry)
         try:
-            inspect.check(host.replica)
+            inspect.check(host.replica.reference())
         except AssertionError as error:
             self.world.record(history.Broken(f"{host.name}: {error}"))
         self._look_at_pages(host)
         asyncio.get_running_loop().call_soon(self.read_events, self._seen[host.name])
-        pool = host.replica.coordinator.pool
+        pool = host.replica.reference().coordinator.pool
         keyed = (block for block, key in enumerate(pool.key) if key is not None)
         published = (block for block in keyed if pool.key_step[block] <= pool.executed_through)
         self._seen[host.name].published = frozenset((block, pool.stamp[block]) for block in published)
 
     def _began(self, host: ReplicaHost, life: decisions.Life) -> None:
-        site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.coordinator.pool
+        site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.reference().coordinator.pool
         readings = site.readings_of(life.incarnation)
         shown = agreed_stamps(readings)
 
@@ -305,7 +305,7 @@ class Service:
         try:
             seen.follower.read(batches)
             if not self._is_mirrored(host.name) or host.state is ReplicaState.LIVE:
-                seen.follower.check(host.replica, seen.last_stored)
+                seen.follower.check(host.replica.reference(), seen.last_stored)
         except WrongView as error:
             self.world.record(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -326,7 +326,8 @@ class Service:
         if not self.is_current or site.incarnation != self._seen[host.name].incarnation or owner > host.epoch:
             return
         try:
-            site.texts.check_keys(host.replica, [memory.pages for memory in site.memories], site.invalid_blocks())
+            pages = [memory.pages for memory in site.memories]
+            site.texts.check_keys(host.replica.reference(), pages, site.invalid_blocks())
         except WrongPage as error:
             self.world.record(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -352,11 +353,12 @@ class Seen:
 
     def shown(self) -> frozenset[tuple[int, int]]:
         """Blocks with published keys, and their stamps."""
-        stamps = self.host.replica.coordinator.pool.stamp
+        stamps = self.host.replica.reference().coordinator.pool.stamp
         return frozenset((one.block, stamps[one.block]) for one in self.follower.view)
 
 
 def _held(host: ReplicaHost) -> str:
     """Blocks that requests hold."""
-    coordinator, slots = host.replica.coordinator, host.replica.requests.slots()
-    return str([(slot, coordinator.tables(slot)) for slot in slots] + sorted(host.replica.tracker.held.items()))
+    replica = host.replica.reference()
+    tables = [(slot, replica.coordinator.tables(slot)) for slot in replica.requests.slots()]
+    return str(tables + sorted(replica.tracker.held.items()))

@@ -13,7 +13,7 @@ from kvplane.base.errors import AlreadyExists, NotFound, PermissionDenied
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import Owner
 from kvplane_service.auth.quotas import quota_exceeded
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 
 
@@ -88,7 +88,7 @@ class VisibleReplicas:
             self._check_limits(owner, registration)
         return entry
 
-    def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
+    def add(self, name: str, registration: Registration, replica: ReplicaCore) -> Entry:
         """Register a replica by `Registry.add`, and record the caller as its owner."""
         self.find_equal(name, registration)
         return self._registry.add(name, replace(registration, registered_by=CALL.get().owner.name), replica)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from kvplane.base.groups import ReplicaSpec
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.lookup import Hit, LookupClass, PrefixLookup, Search
-from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
 
 Found: TypeAlias = list[int] | None
@@ -61,7 +61,7 @@ class Prefix(NamedTuple):
     digests: Sequence[bytes]
     domain: str
     max_tokens: int
-    horizon: int
+    horizon: int = INSIDE
 
 
 class LookupExplainer:

@@ -33,15 +33,17 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
 from kvplane_service.core.entries import Entries, collect, replay_events, stored_events
+from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.interface import BlockCounts, GroupView
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
 from kvplane_service.core.setup import check_spec
-from kvplane_service.core.step_applier import StepApplier
+from kvplane_service.core.step_applier import StepApplier, align_chunk
 from kvplane_service.core.validate import StepValidator
 
 
@@ -204,6 +206,10 @@ class Replica:
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
 
+    def reference(self) -> Replica:
+        """Return a reference implementation with this state, to be read only."""
+        return self
+
     def adopt(self, other: Replica) -> None:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
         assert self.spec == other.spec, "the replicas have different specs"
@@ -220,15 +226,36 @@ class Replica:
 
         `num_tokens`: tokens of the prompt; its last token is never part of a hit. Changes nothing.
         """
-        horizon = self._pool.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
-        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, horizon)
+        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._horizon)
+
+    def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
+        """Explain the length of the hit that `lookup` finds with the same arguments. Changes nothing."""
+        prefix = Prefix(digests, domain, num_tokens - 1, self._horizon)
+        return LookupExplainer(self.spec, self.coordinator.lookup, self._pool).explain(prefix)
+
+    @property
+    def _horizon(self) -> int:
+        return self._pool.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
+
+    def blocks_of(self, domain: str, group: int, digest: bytes) -> list[int]:
+        """Return all blocks that have this key (domain, group and hash), published or not."""
+        return self._pool.blocks_of((domain, group, digest))
+
+    def key_step(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the step that registered this key, whether or not it is executed; None if no block has the key."""
+        found = self._pool.find(domain, (group,), digest, INSIDE)
+        return None if found is None else self._pool.key_step[found[0]]
 
     def digests_of(self, content: News) -> list[bytes]:
         """Return the block hashes of a `News` with one row, computed from its tokens, or its hashes. Raises
         InvalidArgument.
         """
-        StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [Part(news=content)]))
+        self.check_alone(Part(news=content))
         return self._hash_news(content, "news")[0].digests
+
+    def check_alone(self, part: Part) -> None:
+        """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
+        StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [part]))
 
     def peek_slot(self, slot: int) -> Hit:
         """Return the hit that an admission of this request would find now. Changes nothing."""
@@ -255,6 +282,27 @@ class Replica:
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""
         return self._pool.count_keys()
+
+    def count_keys_of(self, group: int) -> int:
+        """Count the distinct keys of one group."""
+        return self._pool.count_keys_of(group)
+
+    @property
+    def groups(self) -> Sequence[GroupView]:
+        """The groups of layers, by number."""
+        return self.coordinator.managers
+
+    @property
+    def epoch(self) -> int:
+        """Number of the engine life."""
+        return self._pool.epoch
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        """Number of blocks by state."""
+        pool, busy = self._pool, len(self._pool.busy)
+        held = pool.num_blocks - 1 - pool.num_free - busy
+        return BlockCounts(held, busy, pool.num_evictable, pool.num_free - pool.num_evictable)
 
     @property
     def digest_size(self) -> int:
@@ -291,6 +339,25 @@ class Replica:
     def residency(self) -> Residency:
         """Histograms of block lifetimes; do not change them."""
         return self._pool.residency
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether the request still has all blocks that are needed to compute the tokens after the first `num_computed`
+        again.
+        """
+        return self.coordinator.can_rewind(slot, num_computed)
+
+    def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
+        """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
+        return align_chunk(self.coordinator, slot, start, wanted)
+
+    def count_held(self, slot: int) -> int:
+        """Count the blocks that are held for the transfer of an ended request."""
+        return len(self.tracker.held.get(slot, ()))
+
+    def count_granted(self, seq: int) -> int:
+        """Count the requests to which a step in flight granted tokens; 0 for other steps."""
+        grants = self.tracker.grants.get(seq)
+        return len(grants.slot) if grants else 0
 
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share (for cascade attention)."""

@@ -161,6 +161,10 @@ class Requests:
         self.content[slot] = Content([])
         self.asked.pop(slot, None)
 
+    def hashes(self, slot: int) -> list[bytes]:
+        """Return the hashes of the request's full hash blocks."""
+        return self.content[slot].digests
+
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
         return [slot for slot, live in enumerate(self.live) if live]

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvplane.base.errors import InvalidArgument, NotFound
-from kvplane.base.groups import CommitRule
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, MissingPrefix, Prefix
-from kvplane_service.core.pool import INSIDE
 from kvplane_service.decisions.log import Entry
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.explain.history import Attempt, History, HistoryReader, KeyName
@@ -69,13 +67,10 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     """Explain the hit that FindCacheHit would return now for a prompt; `offload` runs the search for the cause on a
     thread.
     """
-    replica, spec = host.replica, host.replica.spec
-    pool = replica.coordinator.pool
-    horizon = pool.executed_through if spec.commit is CommitRule.SAFE else INSIDE
-    prefix = Prefix(prompt.digests, prompt.domain, prompt.num_tokens - 1, horizon)
-    account = LookupExplainer(spec, replica.coordinator.lookup, pool).explain(prefix)
+    spec = host.replica.spec
+    account = host.replica.explain(prompt.digests, prompt.domain, prompt.num_tokens)
     is_complete = reaches_registration(host)
-    tentative = _tentative(host, prefix, account.missing) if account.missing else None
+    tentative = _tentative(host, prompt, account.missing) if account.missing else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
     history = await _read(host, host.decisions)
@@ -150,7 +145,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
         return found
 
     max_tokens = 0 if request.skip_reading else request.num_tokens - 1
-    prefix = Prefix(request.digests, request.domain, max_tokens, INSIDE)
+    prefix = Prefix(request.digests, request.domain, max_tokens)
     account = LookupExplainer.over(spec, find).explain(prefix)
     reads = not request.skip_reading
     question = Question(
@@ -177,22 +172,19 @@ def _present(host: ReplicaHost, attempt: Attempt) -> Present:
     """Return, by key (hash of a block of the prompt), the blocks that have this key now, for the request of the
     attempt.
     """
-    pool, domain = host.replica.coordinator.pool, attempt.request.domain
+    replica, domain = host.replica, attempt.request.domain
     present: Present = {}
-    for group in range(pool.num_groups):
+    for group in range(len(replica.groups)):
         for digest in attempt.request.digests:
-            blocks = pool.blocks_of((domain, group, digest))
+            blocks = replica.blocks_of(domain, group, digest)
             if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)
     return present
 
 
-def _tentative(host: ReplicaHost, prefix: Prefix, missing: MissingPrefix) -> Why | None:
+def _tentative(host: ReplicaHost, prompt: Prompt, missing: MissingPrefix) -> Why | None:
     """Return TENTATIVE if a block has the missing key (hash under which a block is found), but the step that computes
     the block has not been executed yet, otherwise None.
     """
-    pool, digest = host.replica.coordinator.pool, prefix.digests[missing.num_hashes - 1]
-    found = pool.find(prefix.domain, (missing.group,), digest, INSIDE)
-    if found is None:
-        return None
-    return Why(Cause.TENTATIVE, missing.start, missing.end, epoch=host.epoch, seq=pool.key_step[found[0]])
+    step = host.replica.key_step(prompt.domain, missing.group, prompt.digests[missing.num_hashes - 1])
+    return None if step is None else Why(Cause.TENTATIVE, missing.start, missing.end, epoch=host.epoch, seq=step)

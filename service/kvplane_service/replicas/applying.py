@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
@@ -46,7 +46,7 @@ class Applying:
     """
 
     def __init__(
-        self, replica: Replica, decisions: DecisionLog, events: EventLog, hold: PublicationHold, clock: Clock
+        self, replica: ReplicaCore, decisions: DecisionLog, events: EventLog, hold: PublicationHold, clock: Clock
     ) -> None:
         self.in_core = False
         self.changes = 0
@@ -172,12 +172,12 @@ class Applying:
         return result
 
 
-def effort(step: Step, replica: Replica) -> int:
+def effort(step: Step, replica: ReplicaCore) -> int:
     """Estimate the cost of a step in units (see `MOST_INLINE`). Invalid steps are accepted too."""
     return sum(_of_part(part, replica) for part in step.parts)
 
 
-def _of_part(part: Part, replica: Replica) -> int:
+def _of_part(part: Part, replica: ReplicaCore) -> int:
     facts, news = part.facts, part.news
     rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
     tokens, digests = len(facts.tokens) + len(news.tokens), len(facts.hashes) + len(news.hashes)
@@ -185,7 +185,7 @@ def _of_part(part: Part, replica: Replica) -> int:
     return units + _of_tables(part, replica) + _of_cache(part, replica)
 
 
-def _of_tables(part: Part, replica: Replica) -> int:
+def _of_tables(part: Part, replica: ReplicaCore) -> int:
     """Estimate how many blocks, over all groups, the rows allocate, register, look up and release."""
     requests, facts, run, admit = replica.requests, part.facts, part.run, part.admit
     known, computed = requests.num_tokens, requests.computed
@@ -200,11 +200,11 @@ def _of_tables(part: Part, replica: Replica) -> int:
     ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
     seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended) + dropped
     units = needed = 0
-    for manager in replica.coordinator.managers:
-        dense = 1 if manager.is_downward_closed() else _SPARSE_BLOCKS
-        units += granted // manager.block_size // dense
-        needed += granted // manager.block_size + len(run.slot)
-    may_lack = needed > replica.coordinator.pool.num_free or run.reserved or any(flag & _FULL_FIT for flag in run.flags)
+    for group in replica.groups:
+        dense = 1 if group.is_downward_closed() else _SPARSE_BLOCKS
+        units += granted // group.block_size // dense
+        needed += granted // group.block_size + len(run.slot)
+    may_lack = needed > replica.free_blocks or run.reserved or any(flag & _FULL_FIT for flag in run.flags)
     if run.on_refusal is OnRefusal.PREEMPT and may_lack:
         victims = run.victims or run.slot  # the blocks that they share are released once for each of them
         seen += _sum(computed, victims)
@@ -214,7 +214,7 @@ def _of_tables(part: Part, replica: Replica) -> int:
     return units + _blocks_of(seen, replica) // _BLOCKS_SEEN
 
 
-def _rewound(facts: Facts, replica: Replica) -> tuple[int, int]:
+def _rewound(facts: Facts, replica: ReplicaCore) -> tuple[int, int]:
     """Return by how many computed tokens the rows go back, and the computed tokens of requests that such a row preempts
     because their tables lack blocks.
     """
@@ -222,32 +222,32 @@ def _rewound(facts: Facts, replica: Replica) -> tuple[int, int]:
     for slot, count in zip(facts.slot, facts.computed, strict=False):
         if count != UNCHANGED and 0 <= slot < len(computed) and count < computed[slot]:
             lowered += computed[slot] - count
-            if not replica.coordinator.can_rewind(slot, max(count, 0)):
+            if not replica.can_rewind(slot, max(count, 0)):
                 dropped += computed[slot]
     return lowered, dropped
 
 
-def _of_cache(part: Part, replica: Replica) -> int:
+def _of_cache(part: Part, replica: ReplicaCore) -> int:
     """Estimate how many blocks a cache section visits.
 
     A reset visits the blocks with a key; an eviction or a failed step visits the tables of all requests, whose blocks
     may be shared.
     """
-    cache, tracker, computed = part.cache, replica.tracker, replica.requests.computed
+    cache, computed = part.cache, replica.requests.computed
     units = len(cache.evicted) + len(cache.loads_over) + (len(part.resume.blocks) if part.resume else 0)
-    seen = replica.coordinator.pool.num_evictable if cache.reset else 0
-    seen += sum(len(tracker.held.get(slot, ())) for slot in cache.released)
+    seen = replica.block_counts.cached if cache.reset else 0
+    seen += sum(map(replica.count_held, cache.released))
     seen += _blocks_of(_sum(computed, cache.released), replica)
-    failed = [tracker.grants[seq] for seq in cache.failed_steps if seq in tracker.grants]
-    units += sum(len(grants.slot) for grants in failed) * _ROW
+    failed = sum(map(replica.count_granted, cache.failed_steps))
+    units += failed * _ROW
     if cache.evicted or failed:
         seen += _blocks_of(sum(computed), replica)
     return units + seen // _BLOCKS_SEEN
 
 
-def _blocks_of(num_tokens: int, replica: Replica) -> int:
+def _blocks_of(num_tokens: int, replica: ReplicaCore) -> int:
     """Return how many blocks the tables of all groups have for this number of tokens."""
-    return sum(num_tokens // manager.block_size for manager in replica.coordinator.managers)
+    return sum(num_tokens // group.block_size for group in replica.groups)
 
 
 def _capped(num_tokens: int, caps: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import MAX_HASHES
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
@@ -138,7 +138,9 @@ class EngineLives:
             digests takes long.
     """
 
-    def __init__(self, replica: Replica, events: EventLog, hold: PublicationHold, clock: Clock, num_ranks: int) -> None:
+    def __init__(
+        self, replica: ReplicaCore, events: EventLog, hold: PublicationHold, clock: Clock, num_ranks: int
+    ) -> None:
         self._clock = clock
         self._replica = replica
         self._events = events

@@ -21,7 +21,7 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import CacheEvent, Part, Step, StepResult
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Life
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock, Opening, ignore_end, in_slices
@@ -41,7 +41,7 @@ class ReplicaHost(HostState):
     def __init__(
         self,
         name: str,
-        replica: Replica,
+        replica: ReplicaCore,
         config: Config,
         clock: Clock,
         num_ranks: int = 1,

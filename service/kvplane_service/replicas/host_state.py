@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import KvplaneError, ReplicaLapsed, StaleEpoch
 from kvplane.base.hashing import HashScheme
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import Tally
 from kvplane_service.decisions.log import DecisionLog
 from kvplane_service.decisions.packed_log import LogBudget
@@ -42,7 +42,7 @@ class HostState:
     def __init__(
         self,
         name: str,
-        replica: Replica,
+        replica: ReplicaCore,
         config: Config,
         clock: Clock,
         num_ranks: int = 1,

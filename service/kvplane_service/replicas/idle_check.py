@@ -13,8 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from enum import Enum
 
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
-from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock
 
@@ -46,7 +46,7 @@ class IdleCheck:
         broken: the last violated invariant, None if none was found; never cleared, because no step repairs the state.
     """
 
-    def __init__(self, name: str, replica: Replica, steps: Applying) -> None:
+    def __init__(self, name: str, replica: ReplicaCore, steps: Applying) -> None:
         self.name = name
         self.counts = dict.fromkeys(Outcome, 0)
         self.broken: BrokenInvariant | None = None
@@ -67,7 +67,7 @@ class IdleCheck:
     async def run(self, sleep: Sleep) -> Outcome:
         """Check the replica, and sleep after each slice. Sets `broken` if an invariant is violated; raises nothing."""
         self._checked = began = self._steps.changes
-        slices = check_in_slices(self._replica)
+        slices = check_in_slices(self._replica.reference())
         outcome = Outcome.DROPPED
         while self._is_unchanged(began):
             try:

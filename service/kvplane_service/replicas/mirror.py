@@ -24,6 +24,7 @@ from kvplane.base.errors import (
     OtherWriter,
     Unavailable,
 )
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
@@ -251,10 +252,10 @@ class Mirror:
     async def _continue_from(self, raw: bytes, offload: Offload) -> None:
         host, request = self._host, self._request
         assert request is not None, "an image comes in a session"
-        loaded, events = await offload(partial(_load, host.replica, raw))
+        loaded, events = await offload(partial(_load, host.replica.spec, raw))
         if not self._is_same_life(request):
             return  # another engine attached meanwhile
-        epoch = loaded.coordinator.pool.epoch
+        epoch = loaded.epoch
         if epoch != request.epoch:
             raise InvalidArgument(f"the image is of epoch {epoch}, the session of {request.epoch}", field="image.data")
         host.replica.adopt(loaded)
@@ -266,8 +267,8 @@ class Mirror:
         self.requests.send_again()
 
 
-def _load(replica: Replica, raw: bytes) -> tuple[Replica, list[tuple[int, CacheEvent]]]:
-    loaded = load_state(replica.spec, raw)
+def _load(spec: ReplicaSpec, raw: bytes) -> tuple[Replica, list[tuple[int, CacheEvent]]]:
+    loaded = load_state(spec, raw)
     try:
         check_invariants(loaded)
     except BrokenInvariant as error:

@@ -14,8 +14,8 @@ from kvplane.base.errors import Unavailable
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.recovery import RecoveredState
-from kvplane_service.core.replica import Replica
 from kvplane_service.runtime.executors import Offload
 
 UNSTORED_EPOCHS = 16  # epochs that may have begun without being stored yet
@@ -80,7 +80,7 @@ class Recovering:
         """Whether the entries can describe this page memory; 0 (not stated) counts as the same memory."""
         return incarnation in (0, self.incarnation)
 
-    def epoch_above(self, replica: Replica, shown: Sequence[int]) -> int:
+    def epoch_above(self, replica: ReplicaCore, shown: Sequence[int]) -> int:
         """Return an epoch in which no stamp (version number of a content) was issued.
 
         It is above the epochs in the store and in the page memory, with room for epochs that began but were not stored.
@@ -92,7 +92,7 @@ class Recovering:
         if epoch < MAX_EPOCH // 2:
             self.epoch = max(self.epoch, epoch)
 
-    async def prove_ahead(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
+    async def prove_ahead(self, replica: ReplicaCore, shown: Sequence[int], offload: Offload) -> None:
         """Verify the entries on a thread, so that a following `epoch_above` and `prove` are fast.
 
         Only one page memory is verified at a time. If the caller is cancelled, the work continues, and the next caller
@@ -104,12 +104,12 @@ class Recovering:
                 self._proving.add_done_callback(_look_at)
             await asyncio.shield(self._proving)
 
-    async def _prove(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
+    async def _prove(self, replica: ReplicaCore, shown: Sequence[int], offload: Offload) -> None:
         state = await offload(partial(replica.verify_entries, [shown], self.entries))
         if self.recovered is None:
             self._proof = _Proof(shown, state)
 
-    def prove(self, replica: Replica, shown: Sequence[int], incarnation: int) -> None:
+    def prove(self, replica: ReplicaCore, shown: Sequence[int], incarnation: int) -> None:
         """Install the entries that the stamps of this page memory verify, and drop the others; call it before the first
         engine life.
         """
@@ -119,7 +119,7 @@ class Recovering:
         self.entries, self._proof = [], None
         self.recovered = outcome.kept
 
-    def _proof_of(self, replica: Replica, shown: Sequence[int]) -> _Proof:
+    def _proof_of(self, replica: ReplicaCore, shown: Sequence[int]) -> _Proof:
         proof = self._proof
         if proof is None or not are_equal(proof.shown, shown):
             self._proof = proof = _Proof(shown, replica.verify_entries([shown], self.entries))

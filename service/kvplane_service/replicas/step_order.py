@@ -11,7 +11,7 @@ from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
-from kvplane_service.core.requests import Requests
+from kvplane_service.core.interface import RequestColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _check_tokens(step: Step, most: int) -> None:
         )
 
 
-def part_that_ends_all(requests: Requests) -> Part:
+def part_that_ends_all(requests: RequestColumns) -> Part:
     """Make a part that frees every request, except those with a load in progress.
 
     The blocks of a load in progress stay held, because no mover has confirmed that they are no longer written.

@@ -13,7 +13,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.columns import pieces
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
 from kvplane_service.decisions.log import Decision
 from kvplane_service.explain.service import Explanation
@@ -168,7 +168,7 @@ def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:
     )
 
 
-def _starved(replica: Replica) -> dict[str, int]:
+def _starved(replica: ReplicaCore) -> dict[str, int]:
     """Return the refusal reason `starved` with its count, for a replica with recurrent states. The count includes
     running requests.
     """
@@ -218,7 +218,7 @@ def _without_tail(histogram: list[int]) -> list[int]:
     return histogram[: max((index + 1 for index, count in enumerate(histogram) if count), default=0)]
 
 
-def encode_counters(replica: Replica) -> pb.ReplicaCounters:
+def encode_counters(replica: ReplicaCore) -> pb.ReplicaCounters:
     """Return the counters of a replica since its registration."""
     groups = replica.group_counters()
     return pb.ReplicaCounters(

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from kvplane.base.errors import NotFound
 from kvplane.base.step import Budget, Part, Peek, Step
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
 from kvplane_service.rpc.reads import LongReads
@@ -33,7 +33,7 @@ class LookUp:
     find: Callable[[], pb.FindCacheHitResponse]
 
 
-Planned: TypeAlias = Callable[[Replica], LookUp]
+Planned: TypeAlias = Callable[[ReplicaCore], LookUp]
 
 
 class LookUps:
@@ -65,13 +65,13 @@ def _planned(host: ReplicaHost, plan: Planned) -> LookUp:
     return plan(host.replica)
 
 
-def of_content(content: Content, with_blocks: bool, replica: Replica) -> LookUp:
+def of_content(content: Content, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     """Return the look-up of a prompt whose tokens are hashed."""
     part = Part(news=content.as_probe(), budget=Budget(tokens=0))
     return LookUp(part, partial(_find_content, replica, content, with_blocks))
 
 
-def of_request(name: str, with_blocks: bool, replica: Replica) -> LookUp:
+def of_request(name: str, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     """Return the look-up of the request with this name. Raises NotFound if the replica has no such request."""
     requests = replica.requests
     names = ((slot, requests.request_id[slot]) for slot in requests.slots())
@@ -86,15 +86,15 @@ def _is_long(host: ReplicaHost, lookup: LookUp) -> bool:
     return host.steps.is_long(Step(0, 1, [lookup.part]))
 
 
-def _find_content(replica: Replica, content: Content, with_blocks: bool) -> pb.FindCacheHitResponse:
+def _find_content(replica: ReplicaCore, content: Content, with_blocks: bool) -> pb.FindCacheHitResponse:
     digests = replica.digests_of(content.as_probe())
     most = 1 if content.skip_reading else content.num_tokens  # the last of these tokens is never hit
     return _found(replica.lookup(digests, content.domain, most), content.num_tokens, digests, with_blocks)
 
 
-def _find_request(replica: Replica, slot: int, with_blocks: bool) -> pb.FindCacheHitResponse:
+def _find_request(replica: ReplicaCore, slot: int, with_blocks: bool) -> pb.FindCacheHitResponse:
     requests = replica.requests
-    return _found(replica.peek_slot(slot), requests.num_tokens[slot], requests.content[slot].digests, with_blocks)
+    return _found(replica.peek_slot(slot), requests.num_tokens[slot], list(requests.hashes(slot)), with_blocks)
 
 
 def _found(hit: Hit, num_tokens: int, digests: list[bytes], with_blocks: bool) -> pb.FindCacheHitResponse:

@@ -23,7 +23,7 @@ from itertools import islice
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
@@ -139,7 +139,7 @@ class ReplicaJournal:
     journal does no I/O.
     """
 
-    def __init__(self, log: LogName, source: Replica, max_entries: int, clock: Callable[[], int]) -> None:
+    def __init__(self, log: LogName, source: ReplicaCore, max_entries: int, clock: Callable[[], int]) -> None:
         """`take` reads keys from `source`; at most `max_entries` changes are queued; `clock` returns monotonic
         nanoseconds.
         """

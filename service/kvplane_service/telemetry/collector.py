@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
-from kvplane_service.core.managers import GroupManager
+from kvplane_service.core.interface import GroupView
 from kvplane_service.core.setup import is_cached
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.registry import Entry, Registry
@@ -59,37 +59,29 @@ def _gauge(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family
 
 
 def _blocks(host: ReplicaHost) -> Values:
-    pool = host.replica.coordinator.pool
-    busy = len(pool.busy)
-    return [
-        (("held",), pool.num_blocks - 1 - pool.num_free - busy),
-        (("busy",), busy),
-        (("cached",), pool.num_evictable),
-        (("empty",), pool.num_free - pool.num_evictable),
-    ]
+    return [((state,), count) for state, count in host.replica.block_counts._asdict().items()]
 
 
-def _by_kind(host: ReplicaHost, value: Callable[[GroupManager], float]) -> Values:
+def _by_kind(host: ReplicaHost, value: Callable[[GroupView], float]) -> Values:
     """Return, for each kind of group, the sum of a value over the groups of that kind."""
     sums: dict[str, float] = {}
-    for manager in host.replica.coordinator.managers:
-        kind = manager.spec.kind.value
-        sums[kind] = sums.get(kind, 0) + value(manager)
+    for group in host.replica.groups:
+        kind = group.spec.kind.value
+        sums[kind] = sums.get(kind, 0) + value(group)
     return [((kind,), value) for kind, value in sums.items()]
 
 
 def _queried(host: ReplicaHost) -> Values:
     queried = host.replica.counters.queried_tokens
-    return _by_kind(host, lambda manager: queried if is_cached(manager.spec) else 0)
+    return _by_kind(host, lambda group: queried if is_cached(group.spec) else 0)
 
 
 def _hit(host: ReplicaHost) -> Values:
-    return _by_kind(host, lambda manager: manager.adopted * manager.block_size)
+    return _by_kind(host, lambda group: group.adopted * group.block_size)
 
 
 def _keys(host: ReplicaHost) -> Values:
-    pool = host.replica.coordinator.pool
-    return _by_kind(host, lambda manager: pool.count_keys_of(manager.group))
+    return _by_kind(host, lambda group: host.replica.count_keys_of(group.group))
 
 
 _FAMILIES = (
@@ -139,7 +131,7 @@ _FAMILIES = (
         "kvplane_allocated_blocks",
         "Blocks handed out.",
         ("group_kind",),
-        lambda host: _by_kind(host, lambda manager: manager.allocated),
+        lambda host: _by_kind(host, lambda group: group.allocated),
     ),
     Family(
         CounterMetricFamily,

@@ -25,13 +25,9 @@ from kvplane.base.step import (
     PartResult,
     RowFlag,
     Run,
-    Step,
     StepResult,
 )
 from kvplane_service.config import Config
-from kvplane_service.core.requests import Requests
-from kvplane_service.core.step_applier import align_chunk
-from kvplane_service.core.validate import StepValidator
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn
 from kvplane_service.runtime.executors import Busy, Offload
@@ -135,7 +131,7 @@ class UnaryCalls:
             return answer
         plan = call.plan(self)
         with unary_fields():
-            StepValidator(self.host.replica.spec, Requests(), 0).check(Step(0, 1, [plan.part]))
+            self.host.replica.check_alone(plan.part)
         result = await self.host.mirror.requests.ask(self.host.name, plan.part.cache)
         return self._keep(header, encode(plan.done(result)))
 
@@ -385,7 +381,7 @@ class UnaryCalls:
         computed = requests.computed[slot]
         wanted = min(requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed)
         if RowFlag.UNALIGNED not in call.flags:
-            wanted = align_chunk(replica.coordinator, slot, computed, wanted)
+            wanted = replica.shorten_chunk(slot, computed, wanted)
         return AllocationStatus.REFUSED if wanted > 0 else AllocationStatus.NOTHING_TO_DO
 
     def _allocated(self, step: StepResult, slot: int, status: AllocationStatus) -> Allocated:
@@ -408,7 +404,7 @@ class UnaryCalls:
         return [ids.get(group, []) for group in range(len(self.host.replica.spec.groups))]
 
     def _hashes(self, slot: int) -> Hashes:
-        digests = self.host.replica.requests.content[slot].digests
+        digests = self.host.replica.requests.hashes(slot)
         return Hashes(len(digests), digests[-1]) if digests else Hashes()
 
 

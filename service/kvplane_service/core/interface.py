@@ -1,0 +1,167 @@
+"""What the rest of the service uses of an allocator: `ReplicaCore`. `Replica` is its reference implementation.
+
+Whatever changes the state goes through `ReplicaCore`, step by step. What reads the whole state for people (snapshot,
+invariants, export) runs on the reference implementation, which `reference` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane.base.step import CacheEvent, News, Part, Step, StepResult
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.counters import Counters, GroupCounters, Residency
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.explain_lookup import LookupExplanation
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
+
+if TYPE_CHECKING:
+    from kvplane_service.core.replica import Replica
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of a pool by state; the null block, which is in no state, is not counted.
+
+    Attributes:
+        held: blocks in tables of requests, or waiting for a step to end.
+        busy: blocks that a load of an earlier engine life may still write.
+        cached: free blocks with a key.
+        empty: free blocks without a key.
+    """
+
+    held: int
+    busy: int
+    cached: int
+    empty: int
+
+
+class RequestColumns(Protocol):
+    """Columns of all requests, indexed by slot, and never changed by a reader."""
+
+    @property
+    def running(self) -> Sequence[bool]:
+        """Whether the request holds blocks and may run."""
+
+    @property
+    def held(self) -> Sequence[bool]:
+        """Whether the request has ended and its blocks are held for a transfer."""
+
+    @property
+    def num_tokens(self) -> Sequence[int]:
+        """Known tokens: the prompt and the appended ones."""
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """Tokens whose KV is computed or granted to a step."""
+
+    @property
+    def request_id(self) -> Sequence[str]:
+        """Names of the requests, "" for those without."""
+
+    @property
+    def loading(self) -> AbstractSet[int]:
+        """Slots whose blocks a transfer still writes."""
+
+    def is_live(self, slot: int) -> bool:
+        """Whether the slot has a request, running or not."""
+
+    def slots(self) -> list[int]:
+        """Return the live slots, ascending."""
+
+    def hashes(self, slot: int) -> Sequence[bytes]:
+        """Return the hashes of the request's full hash blocks."""
+
+
+class GroupView(Protocol):
+    """One group of layers."""
+
+    @property
+    def group(self) -> int:
+        """Number of the group."""
+
+    @property
+    def spec(self) -> GroupSpec:
+        """Its description."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def adopted(self) -> int:
+        """Blocks that admissions took from the cache, since the registration."""
+
+    @property
+    def allocated(self) -> int:
+        """Blocks that were allocated, since the registration."""
+
+    def is_downward_closed(self) -> bool:
+        """Whether a hit of n tokens implies hits of all smaller lengths, as for full attention."""
+
+
+class ReplicaCore(Protocol):
+    """The allocator of one engine instance. The methods are described at `Replica`."""
+
+    spec: ReplicaSpec
+    seq: int
+    counters: Counters
+
+    @property
+    def requests(self) -> RequestColumns: ...
+    @property
+    def groups(self) -> Sequence[GroupView]: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def digest_size(self) -> int: ...
+    @property
+    def free_blocks(self) -> int: ...
+    @property
+    def block_counts(self) -> BlockCounts: ...
+    @property
+    def busy_blocks(self) -> tuple[int, ...]: ...
+    @property
+    def executed_through(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def residency(self) -> Residency: ...
+
+    def apply(self, step: Step) -> StepResult: ...
+    def begin_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int: ...
+    def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]: ...
+    def enter_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int: ...
+    def verify_entries(
+        self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]
+    ) -> RecoveredState: ...
+    def install_recovered(self, state: RecoveredState) -> RecoveryOutcome: ...
+    def adopt(self, other: Replica) -> None: ...
+    def take_events(self) -> CacheEvents: ...
+
+    def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit: ...
+    def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation: ...
+    def digests_of(self, content: News) -> list[bytes]: ...
+    def check_alone(self, part: Part) -> None: ...
+    def peek_slot(self, slot: int) -> Hit: ...
+    def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]: ...
+    def key_step(self, domain: str, group: int, digest: bytes) -> int | None: ...
+    def entries(self, blocks: Iterable[int] | None = None) -> Entries: ...
+    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]: ...
+    def replay_events(self) -> Iterator[CacheEvent]: ...
+    def count_keys(self) -> int: ...
+    def count_keys_of(self, group: int) -> int: ...
+    def group_counters(self) -> list[GroupCounters]: ...
+    def common_prefix_blocks(self) -> list[int]: ...
+    def can_rewind(self, slot: int, num_computed: int) -> bool: ...
+    def shorten_chunk(self, slot: int, start: int, wanted: int) -> int: ...
+    def count_held(self, slot: int) -> int: ...
+    def count_granted(self, seq: int) -> int: ...
+    def reference(self) -> Replica: ...
