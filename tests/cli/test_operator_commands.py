@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -27,6 +26,7 @@ from kvplane_service.cli.query.explain import sentence
 from kvplane_service.cli.views.samples import Trend
 from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
+from tests.cli import processes
 from tests.cli.processes import KVPLANE
 from tests.cli.test_serve import end, serving
 from tests.cli.test_view import drawn
@@ -114,21 +114,19 @@ def test_events_command_prints_events(ask):
 
 
 def test_events_follow_until_ctrl_c(service):
-    command = [*KVPLANE, "events", "r", "--follow", "--service", service.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with processes.running("events", "r", "--follow", "--service", service.address) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "batch 1 of epoch 2\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert processes.interrupt(process) == 130
 
 
 def test_events_follow_resumes_after_a_lost_connection(service):
     """No batch is lost and none is printed twice."""
     proxy = CuttingProxy(service.address)
-    command = [*KVPLANE, "events", "many", "--follow", "-o", "json", "--service", proxy.address]
+    command = ["events", "many", "--follow", "-o", "json", "--service", proxy.address]
     with connect(service.address) as client, contextlib.closing(proxy):
         service.register("many")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with processes.running(*command) as process:
             assert process.stdout is not None
             printed = []
             for number in range(4):
@@ -141,8 +139,7 @@ def test_events_follow_resumes_after_a_lost_connection(service):
                 proxy.cut()
                 until(lambda: number != 1 or proxy.num_connections > before)  # noqa: B023 - is called at once
                 proxy.refuse(False)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            assert processes.interrupt(process) == 130
     assert printed == [1, 2, 3]
     assert proxy.num_connections > 2
 

@@ -7,16 +7,13 @@ inside the function, so that `kvplane --help` loads none of them.
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 import sys
-import threading
-from types import FrameType
 
 import typer
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
-from kvplane_service.cli.options import FAILED, INTERRUPTED, UNAVAILABLE, WRONG_USE, root_command
+from kvplane_service.cli import interrupt
+from kvplane_service.cli.options import FAILED, UNAVAILABLE, WRONG_USE, root_command
 
 # The module that has the function of each command. A function is named after its command, except that of `worker`.
 COMMANDS = {
@@ -41,8 +38,6 @@ COMMANDS = {
     "version": "kvplane_service.cli.server",
 }
 
-INTERRUPT_S = 10.0
-
 app = typer.Typer(no_args_is_help=True, add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.callback(help="Control plane of the KV cache of LLM inference engines.")(root_command)
 for name, module in COMMANDS.items():
@@ -58,30 +53,11 @@ def exit_code(error: KvplaneError) -> int:
     return UNAVAILABLE if isinstance(error, Unavailable) else FAILED
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle SIGINT: end the command by KeyboardInterrupt, and after INTERRUPT_S seconds in any case.
-
-    Python discards an exception in a finalizer (`__del__`), of which gRPC has several: while one runs, the signal is
-    sent again a little later. An exception elsewhere in gRPC can leave a channel that never closes: hence the limit.
-    """
-    inner = frame
-    while inner is not None:
-        if inner.f_code.co_name == "__del__":
-            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-            return
-        inner = inner.f_back
-    limit = threading.Timer(INTERRUPT_S, os._exit, (INTERRUPTED,))
-    limit.daemon = True
-    limit.start()
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Run the command line. A KvplaneError is printed as one line and ends the process with its exit code."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
     try:
-        app()
+        with interrupt.handled():
+            app()
     except KvplaneError as error:
         sys.stderr.write(f"kvplane: {error}\n")
         sys.exit(exit_code(error))
