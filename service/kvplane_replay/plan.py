@@ -99,6 +99,7 @@ class RunPlan:
         pool_blocks: blocks of each replica.
         block_size: tokens per attention block. Groups may get larger blocks, so that all pages have one size.
         max_model_len: longest request in tokens.
+        prefix_match_unit: as in ModelSource.
         engine, cost, routing: see their types.
         with_events: whether results contain cache events, so that the engines count evictions too.
     """
@@ -113,6 +114,7 @@ class RunPlan:
     cost: CostModel = field(default_factory=CostModel)
     routing: Routing = Routing.STICKY
     with_events: bool = False
+    prefix_match_unit: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -127,4 +129,5 @@ class RunPlan:
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             max_batched_tokens=self.engine.token_budget,
+            prefix_match_unit=self.prefix_match_unit,
         )

@@ -33,6 +33,17 @@ def test_plan_prints_json_and_yaml(kvplane):
     assert yaml.safe_load(kvplane("plan", "llama-3.1-70b", "-o", "yaml")[1])["gain"] == 1.0
 
 
+def test_plan_states_the_unit_of_hits(kvplane):
+    lines = [kvplane("plan", "qwen3-next-80b", "--prefix-match-unit", unit)[1].splitlines() for unit in ("0", "16")]
+    coarse, fine = lines
+    assert coarse[3] == "prefix hits are multiples of 544 tokens"
+    assert coarse[4].startswith("warning: prefix hits are multiples of 544 tokens, a block of states; with prefix_mat")
+    assert fine[3:5] == ["prefix hits are multiples of 16 tokens", ""]
+    assert json.loads(kvplane("plan", "llama-3.1-8b", "--no-prefix-caching", "-o", "json")[1])["hit_unit"] == 0
+    code, _, errors = kvplane("plan", "qwen3-next-80b", "--prefix-match-unit", "48")
+    assert (code, errors.split(":")[1].strip()) == (2, "prefix_match_unit")
+
+
 def test_plan_of_an_unknown_model_is_wrong_use(kvplane):
     code, _, errors = kvplane("plan", "gemma-4")
     assert code == 2

@@ -57,6 +57,18 @@ def test_replay_json_has_equal_counts_of_engine_and_service(trace):
     assert answer["generated_tokens"] == 40 * 20
 
 
+def test_replay_takes_a_match_unit(tmp_path):
+    path = tmp_path / "twice.jsonl"
+    path.write_text(2 * mooncake_line(0, 4))
+    sizes = ("--model", "qwen3-next-80b", "--pool-blocks", 4000, "--max-model-len", 4000, "--one-at-a-time")
+    hits = {}
+    for unit in (0, 16):
+        done = run_kvplane("replay", path, "--json", *sizes, "--prefix-match-unit", unit)
+        hits[unit] = json.loads(done.stdout)["service"]["hit_tokens"]
+    prompt = 512 * (4 + OWN_BLOCKS) - 100
+    assert hits == {unit: (prompt - 1) // step * step for unit, step in ((0, 544), (16, 16))}
+
+
 def test_replay_command_is_deterministic(trace):
     sizes = ("--pool-blocks", 4000, "--max-model-len", 4000, "--replicas", 2)
     first, second = (

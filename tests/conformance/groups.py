@@ -113,7 +113,7 @@ def planned_row(plan: CachePlan) -> dict[str, Any]:
         "max_concurrency": round(plan.max_concurrency, 6),
         "capacity_tokens": plan.capacity_tokens,
         "needs_kv_cache_zeroing": plan.needs_zeroing,
-        "warnings": [_warning_row(warning) for warning in plan.warnings],
+        "warnings": [_warning_row(one) for one in plan.warnings if one.code is not WarningCode.COARSE_HITS],
     }
     if plan.options.prefix_caching:
         row["cache_hit_alignment_tokens"] = plan.hit_alignment

@@ -7,6 +7,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import DENSE_RETENTION, MambaMode
 from kvplane.base.layers import RingSpec
+from kvplane_service.core.planner import WarningCode
 from tests.core.planner_layers import SMALL, chunked, full, latent, named, plan, state, window
 
 # Pages are equal, so block sizes stay as given.
@@ -40,6 +41,34 @@ def test_cached_states_with_finer_hashes_let_hits_end_inside_a_block():
     cache_plan = plan(STATE_AND_FULL)
     assert cache_plan.partial_hits
     assert sizes(cache_plan) == (64, 16, 16)
+
+
+def test_a_match_unit_lets_hits_end_inside_large_blocks_of_all_groups():
+    layers = named(f=(1, full(block_size=64)), m=(1, state(block_size=64)))
+    coarse, fine = plan(layers), plan(layers, prefix_match_unit=16)
+    assert (sizes(coarse), coarse.partial_hits) == ((64, 64, 64), False)
+    assert (sizes(fine), fine.partial_hits) == ((64, 16, 16), True)
+    (warning,) = coarse.warnings
+    assert (warning.code, warning.figures) == (WarningCode.COARSE_HITS, (64, 16))
+    assert not fine.warnings
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "suggested"),
+    [
+        (named(l=(1, latent(block_size=128)), m=(1, state(block_size=128))), {}, [64]),
+        (named(l=(1, latent(block_size=48)), m=(1, state(block_size=48))), {}, [16]),
+        (named(f=(1, full(block_size=40)), m=(1, state(block_size=40))), {}, []),
+        (named(f=(1, full(block_size=64)), m=(1, state(block_size=64))), {"prefix_caching": False}, []),
+        (named(f=(1, full(block_size=64)), m=(1, state(block_size=64, mode=MambaMode.NONE))), {}, []),
+        (named(f=(1, full(block_size=64)), m=(1, state(block_size=64)), w=(1, window(block_size=64))), {}, []),
+        (named(f=(1, full(block_size=16)), m=(1, state(block_size=64))), {}, []),
+        (FINE_AND_COARSE, {}, []),
+    ],
+)
+def test_a_match_unit_is_suggested_where_it_makes_hits_finer(layers, options, suggested):
+    warnings = plan(layers, **options).warnings
+    assert [one.figures[1] for one in warnings if one.code is WarningCode.COARSE_HITS] == suggested
 
 
 def test_state_blocks_of_one_hash_allow_no_partial_hits():

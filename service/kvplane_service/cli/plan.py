@@ -46,6 +46,9 @@ def plan_command(
     speculative_tokens: Annotated[int, typer.Option(min=0, help="Most draft tokens of a decode step.")] = 0,
     drafter: Annotated[Drafter, typer.Option(help="Drafter with a layer in the pool.")] = Drafter.NONE,
     prefix_caching: Annotated[bool, typer.Option(help="Cache prompts, and states at block boundaries.")] = True,
+    prefix_match_unit: Annotated[
+        int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
+    ] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
     ] = None,
@@ -62,7 +65,10 @@ def plan_command(
     options = ModelOptions(
         tensor_parallel, cache_dtype, block_size, context, speculative_tokens=speculative_tokens, drafter=drafter
     )
-    sizing = Sizing(find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching)
+    found, memory_bytes = find_model(model), parse_bytes(memory)
+    sizing = Sizing(
+        found, options, memory_bytes, batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit
+    )
     figures = figures_of(sizing)
     if plot is not None:
         _plot(f"{model} in {memory} per rank", sizing, plot)
@@ -76,12 +82,15 @@ def _head(model: str, memory: str, figures: Figures, context: int) -> str:
     gain = ""
     if figures.gain is not None:
         gain = f"; uniform {figures.uniform_concurrency:.2f}, gain {figures.gain:.2f} x"
+    hits = [f"prefix hits are multiples of {figures.hit_unit:,} tokens"] if figures.hit_unit else []
     return "\n".join(
         (
             f"{model} in {memory} per rank: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
             f"{figures.bytes_per_token:,.0f} bytes per token while every token is kept",
             f"{figures.blocks_per_request:,} blocks per request of {context:,} tokens: "
             f"{figures.concurrency:.2f} concurrent requests{gain}",
+            *hits,
+            *(f"warning: {warning}" for warning in figures.warnings),
         )
     )
 

@@ -22,10 +22,7 @@ from kvplane.base.layers import (
     MLASpec,
     SlidingWindowSpec,
 )
-
-# Attention kernels require block sizes that are multiples of this number of tokens.
-KERNEL_BLOCK = 16
-MLA_KERNEL_BLOCK = 64
+from kvplane_service.core.planner import KERNEL_BLOCK, MLA_KERNEL_BLOCK
 
 CACHE_DTYPES = {
     "bfloat16": DType.BFLOAT16,

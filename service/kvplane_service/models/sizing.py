@@ -36,6 +36,7 @@ class Sizing:
         max_batched_tokens: most tokens of one step.
         max_concurrent_batches: most steps in flight.
         prefix_caching: if False, recurrent states are not cached and prompts share no blocks.
+        prefix_match_unit: tokens per block hash; 0: the most that every group allows.
     """
 
     model: Model
@@ -44,6 +45,7 @@ class Sizing:
     max_batched_tokens: int = 8192
     max_concurrent_batches: int = 1
     prefix_caching: bool = True
+    prefix_match_unit: int = 0
 
     def plan(self, hybrid: bool = True) -> CachePlan:
         """Return the cache plan; if `hybrid` is False, every layer keeps every token. Raises InvalidArgument if no plan
@@ -61,6 +63,7 @@ class Sizing:
                 prefix_caching=self.prefix_caching,
                 tp_size=self.options.tensor_parallel,
                 drops_last_block=self.options.drafter is not Drafter.NONE,
+                prefix_match_unit=self.prefix_match_unit if hybrid else 0,  # a uniform cache has no states
             ),
         )
 
@@ -93,6 +96,8 @@ class Figures:
         blocks_per_request: blocks of a request with the full context length.
         concurrency: number of such requests that fit at the same time.
         uniform_concurrency: the same number if every layer keeps every token; None if that cannot be planned.
+        hit_unit: number of tokens that prefix hits are multiples of; 0 without prefix caching.
+        warnings: what an operator should know about the plan.
     """
 
     groups: tuple[GroupFigures, ...]
@@ -102,6 +107,8 @@ class Figures:
     blocks_per_request: int
     concurrency: float
     uniform_concurrency: float | None
+    hit_unit: int
+    warnings: tuple[str, ...]
 
     @property
     def gain(self) -> float | None:
@@ -144,6 +151,8 @@ def figures_of(sizing: Sizing) -> Figures:
         blocks_per_request=plan.blocks_per_request,
         concurrency=plan.max_concurrency,
         uniform_concurrency=_uniform(sizing),
+        hit_unit=plan.hit_alignment if sizing.prefix_caching else 0,
+        warnings=tuple(warning.message for warning in plan.warnings),
     )
 
 

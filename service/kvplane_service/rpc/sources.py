@@ -137,7 +137,7 @@ def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN4
         num_blocks=source.num_blocks,
         prefix_caching=not source.disable_caching,
         retention_interval=source.retention_interval,
-        **_given(source, "max_model_len", "max_batched_tokens", "max_concurrent_batches"),
+        **_given(source, "max_model_len", "max_batched_tokens", "max_concurrent_batches", "prefix_match_unit"),
         **special,
     )
 

@@ -21,6 +21,9 @@ class PoolSettings:
         max_batched_tokens: most tokens scheduled in one step.
         max_concurrent_batches: most steps that the engine has in flight.
         disable_caching: turns prefix caching off.
+        prefix_match_unit: tokens per block hash; prefix hits are multiples of it. It divides the block sizes of all
+            groups; 0 selects the most that every group allows. In a model with recurrent states a small unit, such as
+            16, lets hits end inside the large blocks, which the engine then copies as the answers order.
         retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
         watermark: share of the pool that stays free when a request is admitted while others run, 0 to below 1.
         speculative_tokens: most draft tokens of a decode step. Recurrent states are kept for this number of draft
@@ -37,6 +40,7 @@ class PoolSettings:
     max_concurrent_batches: int = 0
     disable_caching: bool = False
     retention_interval: int = 0
+    prefix_match_unit: int = 0
     watermark: float = 0.0
     speculative_tokens: int = 0
     drafter: Drafter = Drafter.NONE

@@ -25,6 +25,9 @@ def replay_command(
         int | None, typer.Option(min=2, help="Blocks of each pool. Default: 65,536, or with --log as recorded.")
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
+    prefix_match_unit: Annotated[
+        int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
+    ] = 0,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
@@ -67,7 +70,17 @@ def replay_command(
     cost = CostModel(prefill_tokens_per_second, decode_step_us)
     pool_blocks = pool_blocks or _POOL_BLOCKS
     plan = RunPlan(
-        model, tensor_parallel, replicas, pool_blocks, block_size, max_model_len, engine, cost, routing, events
+        model,
+        tensor_parallel,
+        replicas,
+        pool_blocks,
+        block_size,
+        max_model_len,
+        engine,
+        cost,
+        routing,
+        events,
+        prefix_match_unit,
     )
     raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
 

@@ -25,8 +25,11 @@ from kvplane_service.core.planner.plan import (
     WorkerPlan,
 )
 from kvplane_service.core.planner.planner import plan_cache
+from kvplane_service.core.planner.sizes import KERNEL_BLOCK, MLA_KERNEL_BLOCK
 
 __all__ = [
+    "KERNEL_BLOCK",
+    "MLA_KERNEL_BLOCK",
     "CacheGroup",
     "CachePlan",
     "Layout",

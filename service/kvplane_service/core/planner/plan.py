@@ -155,6 +155,7 @@ class WarningCode(Enum):
     HYBRID_OFF = "hybrid_off"
     FULL_ALLOCATION = "full_allocation"
     NO_DRAFT_LAYERS = "no_draft_layers"
+    COARSE_HITS = "coarse_hits"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from kvplane_service.core.planner.sizes import (
     granularity,
     place,
     projected,
+    suggested_match_unit,
 )
 
 
@@ -51,7 +52,7 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
         needs_zeroing=_needs_zeroing(groups, per_worker[0]),
         tp_replicas=_tp_replicas(groups, options),
         shared_layers=model.shared_layers,
-        warnings=grouping.warnings + draft_warnings,
+        warnings=grouping.warnings + draft_warnings + _coarse_hits(groups, sizes, options),
     )
 
 
@@ -69,6 +70,21 @@ def _with_draft_groups(
         return marked, ()
     message = "no layer is marked as a draft layer: every group drops its last matched block"
     return marked, (PlanWarning(WarningCode.NO_DRAFT_LAYERS, message),)
+
+
+def _coarse_hits(
+    groups: tuple[CacheGroup, ...], sizes: Granularity, options: PlanOptions
+) -> tuple[PlanWarning, ...]:
+    """Return a warning if hits are multiples of a state's block although they could end inside it."""
+    unit = suggested_match_unit(groups, options)
+    if not unit or sizes.partial_hits:
+        return ()
+    coarse = sizes.scheduler_block_size
+    message = (
+        f"prefix hits are multiples of {coarse} tokens, a block of states; with prefix_match_unit {unit} they end "
+        "inside blocks, which are then copied"
+    )
+    return (PlanWarning(WarningCode.COARSE_HITS, message, (coarse, unit)),)
 
 
 def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions) -> int:

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode
 from kvplane.base.layer_spec import LayerSpec, RequestLimits, round_up
+from kvplane.base.layers import MLASpec
 from kvplane.base.rank_plan import TensorPlacement
 from kvplane_service.core.planner.plan import CacheGroup, Layout, PlanOptions, WorkerPlan
+
+# Attention kernels require block sizes that are multiples of this number of tokens.
+KERNEL_BLOCK = 16
+MLA_KERNEL_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,24 @@ def granularity(groups: Sequence[CacheGroup], options: PlanOptions) -> Granulari
     _check_compression(groups, hash_block_size if finer else scheduler_block_size, hash_block_size)
     partial = options.prefix_caching and finer and _all_look_up(groups, hash_block_size, options.dcp_size)
     return Granularity(scheduler_block_size, hash_block_size, partial)
+
+
+def suggested_match_unit(groups: Sequence[CacheGroup], options: PlanOptions) -> int:
+    """Return the `prefix_match_unit` with which hits can end inside the blocks of states, at the block of the attention
+    kernel; 0 if the options set a unit, or if no group has such blocks or the groups do not allow it.
+    """
+    if options.prefix_match_unit or not options.prefix_caching:
+        return 0
+    units = (MLA_KERNEL_BLOCK, KERNEL_BLOCK) if any(_is_latent(group) for group in groups) else (KERNEL_BLOCK,)
+    for unit in units:
+        with suppress(InvalidArgument):
+            if granularity(groups, replace(options, prefix_match_unit=unit)).partial_hits:
+                return unit
+    return 0
+
+
+def _is_latent(group: CacheGroup) -> bool:
+    return any(isinstance(spec, MLASpec) for spec in group.specs)
 
 
 def _single(block_size: int, options: PlanOptions) -> Granularity:
