@@ -369,6 +369,16 @@ def take_for_a_cancelled_task(_: Real) -> Real:
     return on_stream
 
 
+def wait_for_a_day(real: Real) -> Real:
+    """An answer may take any time."""
+
+    def receive(self: Any, timeout_s: float) -> Any:
+        del timeout_s
+        return real(self, 86_400.0)
+
+    return receive
+
+
 def use_broken_streams(_: Real) -> Real:
     """Assume that an interrupted action leaves the stream intact."""
 
@@ -706,7 +716,7 @@ TWINS: dict[str, Twin] = {
     ),
     "no deadline of a step": Twin(
         "an unanswered call ends by its deadline",
-        (Patch("kvplane.blocking.transport:_Stream._wait", do_nothing),),
+        (Patch("kvplane.blocking.transport:_Stream.receive", wait_for_a_day),),
     ),
     "no stamp check": Twin(
         "a key is hit after a restart only if the page memory still has its stamp",

@@ -16,7 +16,6 @@ from kvplane import AdmitRow, NewsRow, Part, aio, part_of, wire
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from kvplane.base.requests import Allocate, Content
 from kvplane.base.session import Opened
-from kvplane.blocking.watchdog import NEVER, TICK_S, Watchdog
 from kvplane.rpc import channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
@@ -187,39 +186,3 @@ def test_an_unknown_option_is_refused(world):
     options: Any = {"patience": 3}
     with pytest.raises(InvalidArgument, match="has no option"):
         world.client.session(world.replica, **options)
-
-
-# ---- the watchdog
-
-
-class Waiting:
-    def __init__(self, deadline_s):
-        self.deadline_s = deadline_s
-        self.late = threading.Event()
-
-    def is_late(self):
-        self.late.set()
-
-
-def test_the_watchdog_ends_only_late_streams():
-    dog, late, early, gone = Watchdog(), Waiting(time.monotonic()), Waiting(NEVER), Waiting(time.monotonic())
-    for one in (late, early):
-        dog.watch(one)
-    dog.watch(gone)
-    dog.forget(gone)
-    assert late.late.wait(LIMIT_S)
-    assert not early.late.is_set()
-    assert not gone.late.is_set()
-
-
-def test_the_watchdog_thread_runs_while_there_are_streams():
-    dog = Watchdog()
-    for _ in range(2):
-        before = set(threading.enumerate())
-        one = Waiting(NEVER)
-        dog.watch(one)
-        (thread,) = {each for each in threading.enumerate() if each.name == "kvplane-deadlines"} - before
-        del one  # dropped, not forgotten
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    assert TICK_S < 1.0

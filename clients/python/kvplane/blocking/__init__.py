@@ -5,7 +5,6 @@ again.
 
     client     replicas, sessions, unary calls, events
     session    a session over any transport, with a thread that keeps the lease
-    transport  one gRPC stream
-    watchdog   deadlines of blocking reads
+    transport  one gRPC stream, with a reader thread
     workers    the client that a worker uses: registration and lease
 """

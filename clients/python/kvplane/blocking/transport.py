@@ -1,26 +1,34 @@
 """The gRPC transport of a blocking session: one bidirectional stream of the blocking stub.
 
-gRPC's sender thread reads requests from a SimpleQueue, and the caller's thread reads answers. Of the ways to use a
-stream from a blocking loop in Python this is the fastest, and the engine needs no event loop.
+gRPC's sender thread takes requests from a SimpleQueue. A reader thread always has a read under way, so that an answer
+is taken when it arrives, also while the engine does something else. gRPC's own thread decodes it and puts it into a
+second SimpleQueue, from which the engine's thread takes it: a waiting engine is woken directly, not by the reader.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from queue import SimpleQueue
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import finalize
 
 import grpc
 
-from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InternalError, KvplaneError, Unavailable
 from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
-from kvplane.blocking.watchdog import NEVER, WATCHDOG
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES
 from kvplane.rpc.status import error_of_rpc
 from kvplane.sansio.owners import Owners, Route, moving_is_breaking
-from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
-from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane.v1.allocation_pb2 import SessionRequest
 from kvplane.wire import stream as stream_messages
+
+if TYPE_CHECKING:
+    _Call: TypeAlias = grpc._CallIterator[bool]
+
+SESSION = "/kvplane.v1.Allocation/Session"
 
 
 class GrpcTransport:
@@ -39,9 +47,7 @@ class GrpcTransport:
         ends a stream on which a larger message arrives.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
-        self._stubs: dict[grpc.Channel, AllocationStub] = {}
         self._channel = self._owners.present  # of the stream
-        self._stub(self._channel)
         self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
@@ -61,25 +67,17 @@ class GrpcTransport:
         route = Route(self._owners)
         while True:
             try:
-                opened = self._open_at(self._stub(route.channel), message)
+                opened = self._open_at(route.channel, message)
             except KvplaneError as failed:
                 route.after(failed)
             else:
                 self._channel, self.can_move = route.channel, self._owners.has_other_than(route.channel)
                 return opened
 
-    def _stub(self, channel: grpc.Channel) -> AllocationStub:
-        """Return the gRPC stub of a channel. The stub is created while the channel is open, since gRPC crashes if the
-        channel is closed.
-        """
-        if channel not in self._stubs:
-            self._stubs[channel] = AllocationStub(channel)
-        return self._stubs[channel]
-
-    def _open_at(self, stub: AllocationStub, message: SessionRequest) -> Opened:
+    def _open_at(self, channel: grpc.Channel, message: SessionRequest) -> Opened:
         self._drop()
         self.draining = False
-        self._stream = stream = _Stream(stub)
+        self._stream = stream = _Stream(channel)
         if self._is_aborted:  # read after the assignment, so that either `abort` or this line ends the stream
             self._drop()
         stream.send(message)
@@ -150,78 +148,120 @@ class GrpcTransport:
             stream.cut()
 
 
-class _Stream:
-    """One gRPC stream; the watchdog cancels a read that takes too long. The constructor raises FailedPrecondition if
-    the channel is closed.
+class _End:
+    """The last thing that the reader of a stream puts behind the answers.
+
+    Attributes:
+        bug: the exception with which the reader failed; None if the stream has ended, as streams do.
     """
 
-    def __init__(self, stub: AllocationStub) -> None:
+    def __init__(self, bug: Exception | None) -> None:
+        self.bug = bug
+
+
+class _Stream:
+    """One gRPC stream, with its reader thread. A stream that is garbage collected ends itself."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        """Start the stream. Raises FailedPrecondition if the channel is closed."""
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
+        self._answers: SimpleQueue[stream_messages.Taken | _End] = SimpleQueue()
+        # Not the generated stub: gRPC 1.71 crashes if one is made for a channel that is closed.
+        method = channel.stream_stream(SESSION, SessionRequest.SerializeToString, _taking(self._answers))
         try:
-            self._call = stub.Session(iter(self._requests.get, None))
+            self._call = method(iter(self._requests.get, None))
         except ValueError as error:
             raise FailedPrecondition("the gRPC channel is closed", remedy="connect again") from error
-        self.deadline_s, self._timeout_s = NEVER, NEVER
-        self._is_late = False
-        WATCHDOG.watch(self)
+        self._ending = finalize(self, _cut, self._call, self._requests)
+        self._ending.atexit = False  # the end of the process ends the stream too
+        self._late_s: float | None = None  # timeout of a read that took too long
+        facts = (self._call, self._answers)
+        threading.Thread(target=_read_on, args=facts, name="kvplane-answers", daemon=True).start()
 
     def send(self, message: SessionRequest) -> None:
         """Put a message into the queue from which gRPC sends."""
         self._requests.put(message)
 
-    def receive(self, timeout_s: float) -> SessionResponse:
-        """Return the next message. If the stream has ended, raise the error with which it ended.
+    def receive(self, timeout_s: float) -> stream_messages.Taken:
+        """Return the next answer. If the stream has ended, raise the error with which it ended.
 
         After `timeout_s` seconds, cancels the stream and raises DeadlineExceeded.
         """
-        message = None
-        self._wait(timeout_s)
         try:
-            message = next(self._call)
-        except (StopIteration, grpc.RpcError):
-            raise self._end() from None
-        finally:
-            self.deadline_s = NEVER
-            if message is None:  # after Ctrl-C gRPC still reads, and a second concurrent read is an error
-                self.cut()
-        return message
+            answer = self._answers.get(timeout=timeout_s)
+        except Empty:
+            self._late_s = timeout_s
+            self.cut()
+            raise self._error() from None
+        if isinstance(answer, _End):
+            self._answers.put(answer)  # for the next call
+            if answer.bug is not None:
+                raise InternalError(
+                    f"the reader of the session's stream failed: {answer.bug!r}",
+                    remedy="open a new session, and report this bug",
+                ) from answer.bug
+            raise self._error()
+        return answer
 
     def check(self) -> None:
         """Raise the error with which the stream ended; do nothing if it is open."""
         if not self._call.is_active():
-            raise self._end()
+            raise self._error()
 
     def exhaust(self, timeout_s: float) -> None:
         """Read until the stream ends or `timeout_s` seconds have passed, then stop gRPC's sender thread."""
-        self._wait(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
         try:
-            for _ in self._call:
-                pass
-        except grpc.RpcError:
-            return  # the stream is broken or cancelled already
+            while True:
+                self.receive(max(0.0, deadline_s - time.monotonic()))
+        except KvplaneError:
+            return  # it has ended, is broken or is late
         finally:
             self.cut()
 
     def cut(self) -> None:
-        """Cancel the stream and stop gRPC's sender thread."""
-        WATCHDOG.forget(self)
-        self._call.cancel()
-        self._requests.put(None)
+        """Cancel the stream and stop the reader and gRPC's sender thread. Any thread may call this method."""
+        self._ending()
 
-    def is_late(self) -> None:
-        """Cancel the stream. The watchdog calls this method when the deadline of a read has passed."""
-        self._is_late = True
-        self.cut()
-
-    def _wait(self, timeout_s: float) -> None:
-        self._timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
-
-    def _end(self) -> KvplaneError:
-        if self._is_late:
+    def _error(self) -> KvplaneError:
+        if self._late_s is not None:
             return DeadlineExceeded(
-                f"the service did not answer within {self._timeout_s} s",
+                f"the service did not answer within {self._late_s} s",
                 remedy="open the session again, or raise the timeout",
             )
         if self._call.code() is grpc.StatusCode.OK:
             return Unavailable("the service ended the session's stream", remedy="open the session again")
         return error_of_rpc(self._call)
+
+
+def _taking(answers: SimpleQueue[stream_messages.Taken | _End]) -> Callable[[bytes], bool]:
+    """Return what gRPC calls with each message, on its own thread: it decodes the message and hands it over.
+
+    The function must not refer to the stream, which could not be garbage collected otherwise.
+    """
+
+    def take(raw: bytes) -> bool:
+        answers.put(stream_messages.taken(raw))
+        return True
+
+    return take
+
+
+def _read_on(call: _Call, answers: SimpleQueue[stream_messages.Taken | _End]) -> None:
+    """Have gRPC read until the stream ends; then put the end behind the answers."""
+    bug: Exception | None = None
+    try:
+        for _ in call:  # the messages went to `_taking`
+            pass
+    except grpc.RpcError:
+        pass  # the call knows its outcome
+    except Exception as error:
+        bug = error
+    finally:
+        call.cancel()  # so that it has an outcome, whatever happened here
+        answers.put(_End(bug))
+
+
+def _cut(call: _Call, requests: SimpleQueue[SessionRequest | None]) -> None:
+    call.cancel()
+    requests.put(None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import TypeAlias
+
 from kvplane.base.errors import InternalError, KvplaneError, LimitExceeded
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
@@ -9,6 +12,8 @@ from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, S
 from kvplane.wire.result import decode_result
 from kvplane.wire.session import decode_opened, decode_step_error, encode_open
 from kvplane.wire.step import encode_step
+
+Taken: TypeAlias = SessionResponse | StepResult  # a message of the service; the result of a step is decoded already
 
 
 def open_message(request: OpenRequest) -> SessionRequest:
@@ -40,18 +45,32 @@ def close_message() -> SessionRequest:
     return SessionRequest(close=SessionClose())
 
 
-def opened_of(response: SessionResponse) -> Opened:
+def taken(raw: bytes) -> Taken:
+    """Parse a message of the service, and decode it if it is the result of a step. Raises no KvplaneError: a result
+    that cannot be decoded stays a message, and `answer_of` raises its error in the thread that waits for it.
+    """
+    response = SessionResponse.FromString(raw)
+    if response.HasField("result"):
+        with suppress(KvplaneError):
+            return decode_result(response.result)
+    return response
+
+
+def opened_of(response: Taken) -> Opened:
     """Return the service's answer to the opening of the session. Raises InternalError for any other message."""
-    if response.WhichOneof("kind") != "opened":
+    kind = "result" if isinstance(response, StepResult) else response.WhichOneof("kind")
+    if isinstance(response, StepResult) or kind != "opened":
         raise InternalError(
-            f"the service sent {response.WhichOneof('kind')!r} first, expected 'opened'",
+            f"the service sent {kind!r} first, expected 'opened'",
             remedy="use the same version of client and service",
         )
     return decode_opened(response.opened)
 
 
-def answer_of(response: SessionResponse) -> StepResult | KvplaneError | None:
+def answer_of(response: Taken) -> StepResult | KvplaneError | None:
     """Return a step's result or refusal; None for the notice that the service drains."""
+    if isinstance(response, StepResult):
+        return response
     kind = response.WhichOneof("kind")
     if kind == "result":
         return decode_result(response.result)
