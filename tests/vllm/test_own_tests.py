@@ -29,19 +29,30 @@ FILES = (
     "test_deferred_block_free.py",
     "prefix_cache",
 )
+CONNECTOR_FILES = (
+    "offloading_connector/test_scheduler.py",
+    "test_cache_pollution_prevention.py",
+    "test_error_propagation.py",
+    "test_invalid_blocks_correctness.py",
+    "test_kv_load_failure_recovery.py",
+    "test_multi_connector.py",
+    "test_remote_decode_lifecycle.py",
+    "test_remote_prefill_lifecycle.py",
+)
+PATHS = (*(f"core/{name}" for name in FILES), *(f"kv_connector/unit/{name}" for name in CONNECTOR_FILES))
 
 
 def outcomes(folder, *options, address=""):
     """By test: whether it passed; skipped tests are left out."""
     report = folder / "junit.xml"
-    paths = [f"tests/v1/core/{name}" for name in FILES]
+    paths = [f"tests/v1/{path}" for path in PATHS]
     command = [str(environment.PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
     env = environment.variables() | {"KVPLANE_REPORT": str(folder / "used.json"), "KVPLANE_MIRROR": address}
     subprocess.run([*command, *options, *paths], cwd=environment.SOURCE, env=env, capture_output=True, check=False)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is None:
-            name = f"{case.get('classname')}::{case.get('name')}".removeprefix("tests.v1.core.")
+            name = f"{case.get('classname')}::{case.get('name')}".removeprefix("tests.v1.").removeprefix("core.")
             found[name] = case.find("failure") is None and case.find("error") is None
     return found
 

@@ -25,7 +25,7 @@ from typing import Any
 import vllm.model_executor.models.registry as registry
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored
 
 from kvplane.rpc.channel import open_channel
 from kvplane.v1.admin_pb2 import SnapshotRequest
@@ -161,6 +161,8 @@ class Observed:
         for event in batch.events:
             if isinstance(event, BlockStored) and not event.block_hashes:
                 continue  # stock announces no keys where a group keeps none of the blocks
+            if getattr(event, "medium", MEDIUM_GPU) != MEDIUM_GPU:
+                continue  # of a connector, which announces them in random order
             self._events.update(repr(event).encode())
             self.stored += len(event.block_hashes) if isinstance(event, BlockStored) else 0
             self.removed += len(event.block_hashes) if isinstance(event, BlockRemoved) else 0

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from kvplane.base.errors import InvalidArgument
+from kvplane_vllm.connectors import check_connector
 from kvplane_vllm.remote.settings import refuse
 from kvplane_worker.lending.rundir import default_run_dir
 
@@ -39,6 +40,11 @@ UNFIT: tuple[tuple[str, str, Callable[[VllmConfig], Any]], ...] = (
         lambda one: one.model_config.enable_sleep_mode,
     ),
     (
+        "a KV connector may still write pages after the engine has ended",
+        "kv_transfer_config",
+        lambda one: one.kv_transfer_config and one.kv_transfer_config.kv_connector,
+    ),
+    (
         "without prefix caching there is no cache to keep",
         "cache_config.enable_prefix_caching",
         lambda one: not one.cache_config.enable_prefix_caching,
@@ -67,9 +73,7 @@ def options_of(config: VllmConfig) -> dict[str, str]:
             allowed = "a text" if values is None else allowed
             raise InvalidArgument(f"{value!r} is not {allowed}", field=f"additional_config.kvplane.{name}")
     _check_mode(config, given)
-    connector = config.kv_transfer_config and config.kv_transfer_config.kv_connector
-    if connector:
-        raise InvalidArgument(f"the KV connector {connector} is not supported", field="kv_transfer_config")
+    check_connector(config)
     if config.parallel_config.decode_context_parallel_size > 1:
         raise InvalidArgument("decode context parallelism is not supported", field="decode_context_parallel_size")
     return given

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvplane_vllm import connectors
 from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
@@ -58,6 +59,7 @@ class OnKvplane:
     """
 
     kv_cache_manager: Any
+    connector: Any
     running: list[Any]
     num_spec_tokens: int
     _preempt_request: Callable[..., None]
@@ -87,6 +89,7 @@ class OnKvplane:
             self.on_service = OnService(self, vllm_config, chosen, is_async=is_async)
         self._managed = isinstance(self.kv_cache_manager, InProcessManager)
         if self._managed:
+            connectors.check_groups(self.connector, self.kv_cache_manager.spec)
             self.kv_cache_manager.executed = 0
             # Without drafts, only a failed load or a session sets a request back; its next row reports that.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
@@ -112,24 +115,30 @@ class OnKvplane:
                 setattr(output, ATTRIBUTE, manager.take_launch())
         return output
 
-    def _preempt(self, requests: list[Any]) -> None:
+    def _preempt(self, requests: list[Any], drop_stale_output: bool = False) -> None:
         """Preempt, in vLLM's queues, requests that lost their blocks: the allocator preempted them because their
-        computed tokens were reduced below the blocks that they hold, or the service began a new engine life.
+        computed tokens were reduced below the blocks that they hold, the service began a new engine life, or a load
+        failed. In the last case the tokens of launches in flight are dropped.
         """
         for request in requests:
             if request in self.running:
                 self.running.remove(request)
-                self._preempt_request(request, time.monotonic())
+                self._preempt_request(request, time.monotonic(), drop_stale_output)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **options: Any) -> Any:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """See vLLM's scheduler. vLLM passes the outputs in the order of their steps, each after all ranks have finished
         the step.
         """
+        failed = connectors.failed_blocks(model_runner_output) if self._managed else ()
+        if failed:
+            connectors.withdraw(self.kv_cache_manager, failed)
         if self._managed:
             self.kv_cache_manager.step_executed(scheduler_output.kvplane_step)  # type: ignore[attr-defined]
         elif self.on_service is not None:
             self.on_service.executed(scheduler_output)
-        updated = super().update_from_output(scheduler_output, *args, **options)  # type: ignore[misc]
+        updated = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if failed:
+            self._preempt(connectors.readers(self.kv_cache_manager, self.running, failed), drop_stale_output=True)
         if self.on_service is not None:
             self.on_service.updated()
         return updated

@@ -6,7 +6,7 @@ state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -263,7 +263,7 @@ class Table(Sequence[Block]):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Tables:
+class Tables(Mapping[str, Any]):
     """The blocks of each request in one group, as the mapping `req_to_blocks` of vLLM's manager."""
 
     def __init__(self, manager: InProcessManager, group: int) -> None:
@@ -273,7 +273,7 @@ class Tables:
         known = self._manager.known.get(request_id)
         return [] if known is None else self._manager.tables_of(known.slot)[self._group]
 
-    def __getitem__(self, request_id: str) -> Table:
+    def __getitem__(self, request_id: str) -> Any:
         return Table(self._manager, self._table(request_id))
 
     def get(self, request_id: str, default: Any = None) -> Any:
@@ -285,10 +285,6 @@ class Tables:
 
     def __iter__(self) -> Iterator[str]:
         return iter([request_id for request_id in self._manager.known if request_id in self])
-
-    def keys(self) -> list[str]:
-        """Return the ids of the requests that hold blocks."""
-        return list(self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
