@@ -10,6 +10,8 @@ after launches, failed steps, ends with any fence, parts, budgets, caps, victims
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvplane.base.step import (
     ALL_GROUPS,
     ANY_HIT,
@@ -104,7 +106,7 @@ class RandomScheduler(Answers):
         self._end_late(third, 2, run.slot)
         return [first, second, third]
 
-    def _end_late(self, part: Part, number: int, slots: list[int]) -> None:
+    def _end_late(self, part: Part, number: int, slots: Sequence[int]) -> None:
         """Some request ends in the step that ran it: its row of this step will not run."""
         can = [slot for slot in slots if slot not in self.reported]
         if can and self.ends_late and self._chance(40):

@@ -73,6 +73,7 @@ from kvplane.blocking.session import Session
 from kvplane.blocking.transport import GrpcTransport
 from kvplane.rpc.access import Access, Tls
 from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.builder import StepBuilder
 from kvplane.session.known_requests import KnownRequests
 from kvplane.session.options import SessionOptions, draw_nonce
 from kvplane.session.reopening import Revival
@@ -154,6 +155,7 @@ __all__ = [
     "SessionOptions",
     "SessionTransport",
     "StaleEpoch",
+    "StepBuilder",
     "StepResult",
     "Tls",
     "Unauthenticated",

@@ -62,7 +62,7 @@ class StepApplier:
         self._unnoted: list[int] = []  # tokens of run rows that the tracker has not recorded yet
         self.unaligned_chunks = self.starved_chunks = 0
         self.new_blocks: list[list[int]] = []  # of the last admit row that was granted, per group
-        self._run_slots: list[int] = []
+        self._run_slots: Sequence[int] = []
         self._row_of: dict[int, int] = {}  # by slot: its run row that got tokens, of the rows before `_num_indexed`
         self._num_indexed = 0
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
@@ -166,7 +166,7 @@ class StepApplier:
         tokens += sum(self._unnoted)
         return tokens + min(self._tokens_left, self._input_left + rows * self._overhead)
 
-    def _note_grants(self, slots: list[int], granted: list[int]) -> None:
+    def _note_grants(self, slots: Sequence[int], granted: list[int]) -> None:
         if 0 in granted:
             slots = [slot for slot, count in zip(slots, granted, strict=True) if count]
             granted = [count for count in granted if count]

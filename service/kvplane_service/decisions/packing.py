@@ -51,6 +51,7 @@ from kvplane_service.core.cache_events import CacheEvents, runs_of
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
 _RAW = 0  # code of a chunk that is not a column
+_COLUMN_KINDS = ("list[int]", "MutableSequence[int]")
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
 _KINDS = {kind.value: kind for kind in EventKind}
 _REASONS = {reason.value: reason for reason in RemoveReason}
@@ -248,9 +249,9 @@ class _Shape(Generic[_T]):
         self._sections = sections
         paths = [(path, kind) for path, kind in _paths(owner, sections) if path not in others]
         self._scalars = [(path, _SCALARS[kind]) for path, kind in paths if kind in _SCALARS]
-        self._columns = [path for path, kind in paths if kind == "list[int]"]
+        self._columns = [path for path, kind in paths if kind in _COLUMN_KINDS]
         self._raws = [(path, *_RAW_KINDS[kind]) for path, kind in paths if kind in _RAW_KINDS]
-        unknown = {kind for _, kind in paths} - {*_SCALARS, *_RAW_KINDS, "list[int]"}
+        unknown = {kind for _, kind in paths} - {*_SCALARS, *_RAW_KINDS, *_COLUMN_KINDS}
         assert not unknown, f"{owner.__name__} has fields of types that cannot be packed: {unknown}"
         self._scalars_of = attrgetter(*[f"{path}.real" for path, _ in self._scalars]) if self._scalars else None
         self._others_of = attrgetter(*self._columns, *[path for path, *_ in self._raws])

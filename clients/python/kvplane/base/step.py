@@ -104,11 +104,11 @@ class Facts:
     The columns of a row are applied in this order: computed tokens, appended tokens, commit, release_skipped, end.
     """
 
-    slot: list[int] = field(default_factory=list)
+    slot: MutableSequence[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: lower count after rejected drafts
-    appended: list[int] = field(default_factory=list)  # default 0: number of appended tokens
+    appended: MutableSequence[int] = field(default_factory=list)  # default 0: number of appended tokens
     tokens: MutableSequence[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
-    num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
+    num_hashes: MutableSequence[int] = field(default_factory=list)  # default 0: block hashes that became complete
     hashes: bytes = b""  # concatenated digests, rows in order
     commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: register blocks of these tokens
     end: list[int] = field(default_factory=list)  # End, default NONE
@@ -217,8 +217,8 @@ class Run:
     tokens that the row is granted.
     """
 
-    slot: list[int] = field(default_factory=list)
-    extra: list[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
+    slot: MutableSequence[int] = field(default_factory=list)
+    extra: MutableSequence[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
     lookahead: list[int] = field(default_factory=list)  # default 0: further token positions for later drafts
     in_flight: list[int] = field(default_factory=list)  # i32: tokens in flight; default -1: as the service counts them

@@ -16,7 +16,7 @@ from weakref import finalize
 
 import grpc
 
-from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InternalError, KvplaneError, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InternalError, KvplaneError, Moved, Unavailable
 from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES
@@ -106,8 +106,14 @@ class GrpcTransport:
         """
         stream = self._require_stream()
         while True:
-            with moving_is_breaking():
-                answer = stream_messages.answer_of(stream.receive(self._step_timeout_s))
+            try:
+                taken = stream.receive(self._step_timeout_s)
+            except Moved:
+                with moving_is_breaking():
+                    raise
+            if isinstance(taken, StepResult):
+                return taken
+            answer = stream_messages.answer_of(taken)
             if answer is not None:
                 return answer
             self.draining = True

@@ -11,5 +11,6 @@ events.
     options         options of `Client.session`
     view            the attributes that both sessions have
     rows            parts built from one object per row
+    builder         parts of decode steps built from columns that are filled in place
     tables          the block tables of requests, updated with each result
 """

@@ -9,13 +9,15 @@ requests with external transfers this is impossible, since the steps do not show
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from itertools import compress
 
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Step, StepResult
 from kvplane.session.reopening import Revival
 
+_MAX_COLLECTED = 32  # decode steps whose tokens are added together
 _DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_reading": 0, "max_tokens": 0}
 
 
@@ -46,6 +48,8 @@ class KnownRequests:
         self.running: set[int] = set()  # slots that hold blocks
         self._requests: dict[int, _Request] = {}
         self._obstacle = ""
+        self._decoding: Sequence[int] = []  # slots of the last decode steps
+        self._decoded: list[array[int]] = []  # per decode step, a token of each of these slots; empty with hashes
 
     def note(self, step: Step, result: StepResult) -> None:
         """Record a step that the service applied, and its result."""
@@ -59,6 +63,7 @@ class KnownRequests:
         try:
             for part in (part for step in lost for part in step.parts):
                 copy._record(part)
+            copy._add_collected()
         except (LookupError, OverflowError, TypeError, ValueError):
             copy._obstacle = "a step in flight is malformed"
         return copy
@@ -69,6 +74,7 @@ class KnownRequests:
         Raises:
             ServiceRestarted: the recorded steps are not sufficient, for instance after an external load.
         """
+        self._add_collected()
         with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
         obstacle = self._obstacle or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
         if obstacle:
@@ -97,6 +103,7 @@ class KnownRequests:
         if part.resume is not None:
             self._obstacle = "requests were resumed with their blocks"
         if part.news.slot:
+            self._add_collected()
             self._add_news(part.news)
 
     def _add_news(self, news: News) -> None:
@@ -116,22 +123,49 @@ class KnownRequests:
             hash_at += one.num_hashes * size
 
     def _add_facts(self, facts: Facts) -> None:
-        token_at = hash_at = 0
+        self._add_appended(facts)
+        rows, hash_at = range(len(facts.slot)), 0
         size = len(facts.hashes) // max(1, sum(facts.num_hashes))
-        for row, slot in enumerate(facts.slot):
-            one = self._requests[slot]
-            if facts.appended and facts.appended[row]:
-                one.num_tokens += facts.appended[row]
-                one.tokens.extend(facts.tokens[token_at : token_at + facts.appended[row]])
-                token_at += facts.appended[row]
-            if facts.num_hashes and facts.num_hashes[row]:
-                one.num_hashes += facts.num_hashes[row]
-                one.hashes += facts.hashes[hash_at : hash_at + facts.num_hashes[row] * size]
-                hash_at += facts.num_hashes[row] * size
-            if facts.end and facts.end[row] != End.NONE:
-                self._end(slot, End(facts.end[row]))
+        for row in compress(rows, facts.num_hashes):
+            one, count = self._requests[facts.slot[row]], facts.num_hashes[row]
+            one.num_hashes += count
+            one.hashes += facts.hashes[hash_at : hash_at + count * size]
+            hash_at += count * size
+        for row in compress(rows, facts.end):
+            self._end(facts.slot[row], End(facts.end[row]))
+
+    def _add_appended(self, facts: Facts) -> None:
+        """Add the tokens of facts. Those of decode steps of the same requests, one token each, are collected, and added
+        to each request together: to add each alone would be the most expensive part of receiving an answer.
+        """
+        num_rows, num_tokens = len(facts.slot), len(facts.tokens)
+        if facts.appended.count(1) == num_rows and num_tokens in (0, num_rows):
+            if facts.slot != self._decoding or num_tokens != len(self._decoded[-1]):
+                self._add_collected()
+                self._decoding = facts.slot[:]
+            self._decoded.append(array("I", facts.tokens))
+            if len(self._decoded) == _MAX_COLLECTED:
+                self._add_collected()
+            return
+        self._add_collected()
+        token_at = 0
+        for row in compress(range(num_rows), facts.appended):
+            one, count = self._requests[facts.slot[row]], facts.appended[row]
+            one.num_tokens += count
+            one.tokens.extend(facts.tokens[token_at : token_at + count])
+            token_at += count
+
+    def _add_collected(self) -> None:
+        """Add the collected tokens to their requests."""
+        steps, self._decoded = self._decoded, []
+        slots, self._decoding = self._decoding, []
+        for slot in slots:
+            self._requests[slot].num_tokens += len(steps)
+        for slot, tokens in zip(slots, zip(*steps, strict=True), strict=False):  # without tokens: no row
+            self._requests[slot].tokens.extend(tokens)
 
     def _end(self, slot: int, end: End) -> None:
+        self._add_collected()
         self.running.discard(slot)
         if end is End.HELD:
             self._obstacle = "a transfer may read pages of a held request"

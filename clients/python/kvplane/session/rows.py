@@ -3,7 +3,7 @@
     part_of(NewsRow(slot=0, tokens=prompt), AdmitRow(slot=0))
     part_of(FactRow(slot=0, tokens=[42]), RunRow(slot=0), budget=Budget(tokens=8192))
 
-Each row takes about a microsecond. An engine with hundreds of rows per step fills the columns of `Part` directly.
+Each row takes about a microsecond. An engine with hundreds of rows per step uses `kvplane.session.builder`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PeekRow(Row):
 
 
 AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
-_CONTENT = {"tokens", "num_tokens", "hashes"}
+CONTENT = {"tokens", "num_tokens", "hashes"}  # attributes of rows that become several columns
 
 
 def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None) -> Part:
@@ -189,7 +189,7 @@ def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
     if not rows:
         return
     for column in fields(rows[0]):
-        if column.name in _CONTENT:
+        if column.name in CONTENT:
             continue
         values = [getattr(row, column.name) for row in rows]
         if column.default is MISSING or any(value != column.default for value in values):

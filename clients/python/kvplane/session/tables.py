@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvplane.base.step import Blocks, End, Part, PartResult
 
 
@@ -56,7 +58,7 @@ class BlockTables:
             self._tables[slots[row]] = [groups.get(group, []) for group in range(self._num_groups)]
         return set(by_row)
 
-    def _append(self, slots: list[int], new: Blocks, whole: set[int]) -> None:
+    def _append(self, slots: Sequence[int], new: Blocks, whole: set[int]) -> None:
         start = 0
         for row, group, count in zip(new.row, new.group, new.count, strict=True):
             if row not in whole:

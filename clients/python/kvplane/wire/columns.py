@@ -1,4 +1,4 @@
-"""Conversion of the columns of a step: lists of integers in kvplane's types, packed little-endian bytes in the message.
+"""Conversion of the columns of a step: lists or arrays in kvplane's types, packed little-endian bytes in the message.
 
 A section of a step is described once, as a tuple of Column; packing and unpacking read that description. So a column
 takes one C call in each direction, and its rules (element size, one entry per row, highest value) are in one place.
@@ -55,6 +55,8 @@ def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
     try:
         if isinstance(values, (str, bytes, bytearray)):  # an array would take bytes for packed elements
             raise TypeError
+        if isinstance(values, array) and values.typecode == code and not _SWAP:
+            return values.tobytes()
         if code is I32:  # array takes twice as long as struct for signed elements, and less for unsigned ones
             return struct.pack(f"<{len(values)}i", *values)
         column = array(code, values)

@@ -332,7 +332,7 @@ def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
     return news
 
 
-def _check_content(section: Facts | News, counts: list[int], count_name: str, digest_size: int, where: str) -> None:
+def _check_content(section: Facts | News, counts: Sequence[int], count_name: str, digest_size: int, where: str) -> None:
     given = len(section.tokens)
     if given and given != sum(counts):
         raise wrong_total(f"{where}.tokens", given, "token ids", sum(counts), f"{where}.{count_name}")
