@@ -9,8 +9,10 @@ from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import (
     AHEAD,
     CBOR_HASH,
+    CPU,
     DECODE,
     DEFAULT_HASH,
+    DELAY,
     HIT,
     IN_PROCESS,
     MISS,
@@ -33,7 +35,7 @@ def test_peer_benchmark_measures_every_case_on_all_sides():
     cases = [(one["case"], one["side"]) for one in found["rounds"]]
     measured = {(case["model"], case["kind"], case["hashing"], side) for case, side in cases}
     decodes = {(DECODE, "", side) for side in (IN_PROCESS, UNIX, TCP)}
-    decodes |= {(kind, "", side) for kind in (AHEAD, WAIT) for side in (UNIX, TCP)}
+    decodes |= {(kind, "", side) for kind in (AHEAD, WAIT, DELAY, CPU) for side in (UNIX, TCP)}
     admissions = {
         (kind, hashing, side)
         for kind in (MISS, HIT)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns, thread_time_ns
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, Run
 from kvplane.blocking.session import Session
+from kvplane.session.builder import StepBuilder
 from kvplane.session.tables import BlockTables
 from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
+
+LOOPS_PER_S = 20_000_000
 
 
 @dataclass(slots=True)
@@ -32,10 +36,28 @@ class AheadStep:
     Attributes:
         blocked: what the engine's thread spent on it, before and after the GPU's work on the step before.
         waited: of that, in `receive`.
+        delayed: how much longer the engine's other Python work took than without a step under way.
+        cpu: CPU time of this process for the step, in all threads, without that work.
     """
 
     blocked: int
     waited: int
+    delayed: int
+    cpu: int
+
+    @property
+    def spent(self) -> int:
+        """What the step cost the engine's thread."""
+        return self.blocked + self.delayed
+
+
+def other_work(seconds: float) -> int:
+    """Pure Python in the GPU's place, of about this length; returns its duration in ns."""
+    begin = perf_counter_ns()
+    total = 0
+    for index in range(int(seconds * LOOPS_PER_S)):
+        total += index
+    return perf_counter_ns() - begin
 
 
 @dataclass(slots=True)
@@ -46,6 +68,8 @@ class Engine:
     shape: Shape
     tables: BlockTables = field(init=False)
     running: list[Request] = field(init=False, default_factory=list)
+    builder: StepBuilder = field(init=False, default_factory=StepBuilder)
+    full_in: dict[int, list[int]] = field(init=False, default_factory=dict)  # rows whose block fills, by step in a unit
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -63,13 +87,15 @@ class Engine:
             self._admission(batch)
             self._finish_prompts(batch)
         self.running = waiting
+        self.builder = StepBuilder([request.slot for request in waiting], hashed=True)
+        for row, length in enumerate(lengths):
+            self.full_in.setdefault((self.steps - length) % self.shape.unit, []).append(row)
 
     def decode(self) -> int:
         """One step: append a token to each request and allocate its slot; returns nanoseconds."""
         tokens = self._sample()
         begin = perf_counter_ns()
-        slots = self._slots()
-        part = Part(facts=self._append(slots, tokens), run=Run(slots))
+        part = self._part(tokens, extra=0)
         self._take(part, self.session.apply(part).parts[0])
         return perf_counter_ns() - begin
 
@@ -81,51 +107,49 @@ class Engine:
         """
         self.decode()  # the first step of the GPU
         spent = [self._step_ahead(gpu_s, first=index == 0) for index in range(num_steps + 1)]
-        self.session.apply(Part(facts=self._append(self._slots(), self._sample())))
+        part = self._part(self._sample(), extra=0)
+        self.session.apply(Part(facts=part.facts))
         return spent[1:]
 
     def _step_ahead(self, gpu_s: float, first: bool) -> AheadStep:
         tokens = [] if first else self._sample()
         before = self.session.next_seq - 2  # its results have arrived; the next step is on the GPU
-        begin = perf_counter_ns()
-        slots = self._slots()
-        facts = Facts() if first else self._append(slots, tokens)
-        part = Part(facts=facts, run=Run(slots, extra=[1] * len(slots)))
+        cpu, begin = process_time_ns(), perf_counter_ns()
+        part = self._part(tokens, extra=1)
         self.session.submit(part, executed_through=before)
-        submitted = perf_counter_ns()
-        time.sleep(gpu_s)
+        submitted, at_work = perf_counter_ns(), thread_time_ns()
+        worked = other_work(gpu_s / 2)
+        at_work = thread_time_ns() - at_work
+        time.sleep(gpu_s / 2)
         resumed = perf_counter_ns()
         result = self.session.receive().parts[0]
         received = perf_counter_ns()
         self._take(part, result)
-        return AheadStep(submitted - begin + perf_counter_ns() - resumed, received - resumed)
+        blocked = submitted - begin + perf_counter_ns() - resumed
+        cpu = process_time_ns() - cpu - at_work
+        return AheadStep(blocked, received - resumed, worked - other_work(gpu_s / 2), cpu)
 
-    def _slots(self) -> list[int]:
-        return [request.slot for request in self.running]
-
-    def _sample(self) -> list[int]:
+    def _sample(self) -> array[int]:
         self.steps += 1
-        return sampled(self.steps, len(self.running))
+        return array("I", sampled(self.steps, len(self.running)))
 
-    def _append(self, slots: list[int], tokens: Sequence[int]) -> Facts:
-        """Append a token to each request; returns the hash of each filled block."""
-        unit = self.shape.unit
-        counts, hashes = [0] * len(slots), []
-        for row, request in enumerate(self.running):
-            known = request.tokens
-            known.append(tokens[row])
-            if len(known) % unit == 0:
-                unseen = known[request.hasher.num_tokens :]
-                hashes.append(request.hasher.append(pack_tokens(unseen)))
-                counts[row] = 1
-        return Facts(slot=slots, appended=[1] * len(slots), num_hashes=counts, hashes=b"".join(hashes))
+    def _part(self, tokens: Sequence[int], extra: int) -> Part:
+        """Append a token to each request, with the hash of each filled block; each row asks for one token."""
+        builder, unit = self.builder, self.shape.unit
+        builder.extra[:] = array("i", [extra]) * len(builder)
+        if tokens:
+            for request, token in zip(self.running, tokens, strict=True):
+                request.tokens.append(token)
+            for row in self.full_in.get(self.steps % unit, ()):
+                request = self.running[row]
+                unseen = request.tokens[request.hasher.num_tokens :]
+                builder.add_hash(row, request.hasher.append(pack_tokens(unseen)))
+        return builder.part(appended=len(tokens) > 0)
 
     def _take(self, part: Part, result: PartResult) -> None:
         """Apply the grants: here every row gets its one token."""
         self.tables.update(part, result)
-        for request, granted in zip(self.running, result.granted, strict=True):
-            assert granted == 1
-            request.computed += granted
+        assert result.granted == [1] * len(self.running)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 

@@ -28,19 +28,19 @@ class Model:
     num_groups: int
 
     def header(self, num_blocks: int) -> Record:
-        """Arguments of the reference's manager; statistics and events off, as vLLM's defaults."""
+        """Arguments of the reference's manager: statistics off, events on."""
         header = next(read_records(TRACES / f"{self.trace}.jsonl.gz"))
         assert len(header["groups"]) == self.num_groups, self.trace
         args = header["manager_args"] | {
             "max_model_len": MAX_MODEL_LEN,
             "max_in_flight_tokens": MAX_MODEL_LEN,
             "log_stats": False,
-            "enable_kv_cache_events": False,
+            "enable_kv_cache_events": True,
         }
         return header | {"num_blocks": num_blocks, "manager_args": args}
 
     def spec(self, num_blocks: int) -> ReplicaSpec:
-        """The kvplane replica: commit=safe and the kvplane hash, the defaults; events off as in the header."""
+        """The kvplane replica: commit=safe and the kvplane hash, the defaults; events on as in the header."""
         header = self.header(num_blocks)
         known = header | {"manager_args": header["manager_args"] | {"log_stats": True}}
         spec = trace_spec(known)

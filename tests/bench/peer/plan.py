@@ -12,6 +12,7 @@ PLACES = (IN_PROCESS, UNIX, TCP)
 
 # Kinds of intervals.
 DECODE, AHEAD, WAIT = "decode", "decode ahead", "decode ahead, waiting"
+DELAY, CPU = "decode ahead, delay", "decode ahead, process CPU"  # delay: what other Python work takes longer
 MISS, HIT = "admission miss", "admission hit"
 
 DEFAULT_HASH, CBOR_HASH = "default", "sha256_cbor"
@@ -34,7 +35,8 @@ class Plan:
         rounds: measured rounds of each case; one more goes before them.
         steps: decode steps of a round.
         ahead_steps: of a round, sent one step ahead.
-        gpu_ms: how long the GPU is taken to work on such a step.
+        gpu_ms: how long the GPU is taken to work on such a step: half of it the engine sleeps, and half of it does
+            other Python work.
         admissions: prompts admitted in a round, each twice: a miss, then a full hit.
         reference: measure it too; without it there are no ratios.
     """

@@ -51,7 +51,8 @@ class Scheduler:
     def decode(self) -> int:
         """One step: append a token to each request and allocate its slot; returns nanoseconds.
 
-        Excluded, in the reference's favour: the conversion of new blocks to ids, and other work of a scheduler.
+        Excluded, in the reference's favour: the conversion of new blocks to ids, events taken and published, and other
+        work of a scheduler.
         """
         self._steps += 1
         tokens = sampled(self._steps, len(self._running))
@@ -107,6 +108,7 @@ class Scheduler:
         self._manager.take_new_block_ids()
         _, retained = self._manager.take_kv_cache_block_copies()
         self._manager.block_pool.free_blocks(retained)
+        self._manager.take_events()
 
 
 class Answers:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.machine import cpu_model
+from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import (
     AHEAD,
     CBOR_HASH,
+    CPU,
     DECODE,
     DEFAULT_HASH,
+    DELAY,
     HASHES,
     HIT,
     MISS,
@@ -32,6 +35,16 @@ from tests.bench.peer.plan import (
     Round,
 )
 
+GOALS = {  # ratios of steps sent ahead to the reference, by requests and model
+    size: dict(zip([model.name for model in MODELS], goals, strict=True))
+    for size, goals in {
+        1: (5, 4, 2, 1),
+        8: (1.0, 0.7, 0.3, 0.25),
+        32: (0.35, 0.25, 0.12, 0.08),
+        256: (0.08, 0.06, 0.03, 0.02),
+    }.items()
+}
+OF_AHEAD = (AHEAD, WAIT, DELAY, CPU)
 Found = dict[str, Any]  # of one process start, as `start.measure` gives it
 
 INTERVALS = f"""\
@@ -41,12 +54,14 @@ Not in it, in its favour: block ids taken from the returned objects, copies and 
 
 **Decode** (ours): for each request the token appended to the engine's list, and the block it fills hashed with
 `kvplane.base.hashing`; the columns of the `Part` built; `Session.apply`: encoded, sent, waited for, decoded; new block
-ids put into the engine's `BlockTables`, the grant of each request checked and counted.
+ids put into the engine's `BlockTables`, the grants of all requests checked.
 
-**Ahead** (ours): a step is submitted while the GPU works on the one before; the thread sleeps in the GPU's place. The
-interval is what the engine's thread spends: tokens, hashes, columns, `submit`; and after the sleep `receive`, tables
-and grants. `waiting` is `receive` alone. {REFERENCE}'s manager runs on that thread in any case, so its decode time is
-what this compares with.
+**Ahead** (ours): a step is submitted while the GPU works on the one before. In the GPU's place the thread does other
+Python work, and then sleeps, half of the time each. The interval is what the step costs the engine's thread: tokens,
+hashes, columns, `submit`; after the sleep `receive`, tables and grants; and `delay`, how much longer the other work
+took than without a step under way, since other threads of the client take the interpreter's lock from it. `waiting` is
+`receive` alone, and `process CPU` is the time of all threads of the engine's process without the other work.
+{REFERENCE}'s manager runs on the engine's thread in any case, so its decode time is what this compares with.
 
 **Admission** ({REFERENCE}): the prompt hashed, `get_computed_blocks`, `allocate_slots` for the whole prompt behind the
 hit (models with states: up to the last block boundary). The `Request` is built before. **Ours**: a `RequestHasher`
@@ -54,11 +69,12 @@ made and the prompt hashed, `Part` built, `Session.apply`, the whole table put i
 all sides, the rest of the prompt is computed and the request freed; the pool holds three such prompts and is full of
 cached blocks, so that a miss evicts. A full hit is the prompt that was just freed.
 
-Both: prefix caching on, events off, statistics of {REFERENCE} off, retention interval 0, the garbage collector frozen
-after the set-up; ours with `commit=safe`. After each case the sides must agree in free blocks (decode) and hits
-(admission). A round of one side is the median of its intervals; a cell is the median of all rounds (first to third
-quartile), and behind it the ratio to {REFERENCE}'s cell. In a decode step of N = 1 or 8 requests (of Jamba, whose
-blocks have 80 tokens, also of 32 and 64) the median step starts and fills fewer blocks than its share, on all sides."""
+Both: the pool is full of cached blocks, so that a new block evicts one; prefix caching and events on, statistics of
+{REFERENCE} off, retention interval 0, the garbage collector frozen after the set-up; ours with `commit=safe`. After
+each case the sides must agree in free blocks (decode) and hits (admission). A round of one side is the median of its
+intervals; a cell is the median of all rounds (first to third quartile), and behind it the ratio to {REFERENCE}'s cell.
+In a decode step of N = 1 or 8 requests (of Jamba, whose blocks have 80 tokens, also of 32 and 64) the median step
+starts and fills fewer blocks than its share, on all sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,7 @@ def _cell(case: Case, side: str, starts: Sequence[dict[tuple[Case, str], list[Ro
 
 def _base(case: Case) -> Case:
     """The case of the reference that this one compares with."""
-    return Case(case.model, DECODE, case.size) if case.kind in (AHEAD, WAIT) else case
+    return Case(case.model, DECODE, case.size) if case.kind in OF_AHEAD else case
 
 
 def _median(rounds: Sequence[Round]) -> float:
@@ -169,6 +185,7 @@ def _text(about: dict[str, Any], cells: list[Cell]) -> str:
     lines = ["# Comparison with the reference, in one run", "", *_head(about), ""]
     for model in models:
         lines += [f"## {model}", "", *_decode_table(model, table), "", *_admission_table(model, table), ""]
+    lines += ["## Goals of steps sent ahead", "", *_goals(models, table), ""]
     return "\n".join([*lines, "## What is in an interval", "", INTERVALS, ""])
 
 
@@ -187,13 +204,26 @@ def _head(about: dict[str, Any]) -> list[str]:
 
 def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
     columns = [(DECODE, REFERENCE), *((DECODE, place) for place in PLACES)]
-    columns += [(kind, place) for place in (UNIX, TCP) for kind in (AHEAD, WAIT)]
+    columns += [(kind, UNIX) for kind in OF_AHEAD] + [(AHEAD, TCP)]
     names = [side if kind == DECODE else f"{side}, {kind.removeprefix('decode ')}" for kind, side in columns]
     sizes = sorted({case.size for case, _ in table if case.model == model and case.kind == DECODE})
     rows = [
         [str(size)] + [_show(table.get((Case(model, kind, size), side))) for kind, side in columns] for size in sizes
     ]
     return _table(["requests", *names], rows)
+
+
+def _goals(models: list[str], table: dict[tuple[Case, str], Cell]) -> list[str]:
+    """The ratios of steps sent ahead over a Unix socket, each with its goal."""
+    rows = []
+    for model in models:
+        row = [model]
+        for size, goals in GOALS.items():
+            cell = table.get((Case(model, AHEAD, size), UNIX))
+            ratio = "–" if cell is None or cell.ratio is None else f"{cell.ratio:.2f}"
+            row.append(f"{ratio} (≤ {goals[model]})")
+        rows.append(row)
+    return _table(["model", *(f"{size} requests" for size in GOALS)], rows)
 
 
 def _admission_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:

@@ -9,7 +9,7 @@ from kvplane.base.groups import HashAlgorithm
 from tests.bench.peer.engine import Engine
 from tests.bench.peer.models import Model
 from tests.bench.peer.places import Place
-from tests.bench.peer.plan import AHEAD, DECODE, HASHES, IN_PROCESS, REFERENCE, WAIT, Plan
+from tests.bench.peer.plan import AHEAD, CPU, DECODE, DELAY, HASHES, IN_PROCESS, REFERENCE, WAIT, Plan
 from tests.conformance.live.peer import Peer
 
 Intervals = dict[str, list[int]]  # by kind: nanoseconds, one each
@@ -73,7 +73,13 @@ class OurSide:
         if self.name == IN_PROCESS:  # sending ahead gains nothing: the core runs on the engine's thread
             return taken
         ahead = self.engine.decode_ahead(plan.ahead_steps, plan.gpu_ms / 1000)
-        return taken | {AHEAD: [step.blocked for step in ahead], WAIT: [step.waited for step in ahead]}
+        kinds = {
+            AHEAD: [step.spent for step in ahead],
+            WAIT: [step.waited for step in ahead],
+            DELAY: [step.delayed for step in ahead],
+            CPU: [step.cpu for step in ahead],
+        }
+        return taken | kinds
 
     def decoded(self, plan: Plan) -> object:
         while self.engine.steps < plan.all_steps:

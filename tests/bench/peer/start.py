@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.peer.models import MODELS, Model
 from tests.bench.peer.places import places
-from tests.bench.peer.plan import HASHES, HIT, MISS, Case, Plan, Round
+from tests.bench.peer.plan import DEFAULT_HASH, HASHES, HIT, MISS, Case, Plan, Round
 from tests.bench.peer.sides import Intervals, OurSide, ReferenceSide, Side
 from tests.bench.peer.work import ADMISSION_SLOTS
 from tests.conformance.live.peer import Peer
@@ -42,11 +42,20 @@ class Start:
 
     def _run_model(self, model: Model) -> None:
         for requests in self._plan.requests:
-            with self._case(model, model.shape.decode_blocks(requests, self._plan.all_steps)):
+            num_blocks = model.shape.decode_blocks(requests, self._plan.all_steps)
+            with self._case(model, num_blocks):
+                self._fill(model, num_blocks)
                 self._decode(model, requests)
         for tokens in self._plan.prompts:
             with self._case(model, model.shape.admission_blocks(tokens)):
                 self._admissions(model, tokens)
+
+    def _fill(self, model: Model, num_blocks: int) -> None:
+        """Leave cached blocks in the whole pool, so that each new block of a decode step evicts one."""
+        length, count = model.shape.filling(num_blocks)
+        for side in self._sides:
+            for seed in range(count):
+                side.admit(-1 - seed, length, DEFAULT_HASH)
 
     def _decode(self, model: Model, requests: int) -> None:
         for side in self._sides:

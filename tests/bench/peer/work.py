@@ -8,6 +8,7 @@ VOCABULARY = 128_000
 DECODE_PROMPT = 1100  # tokens; longer than every window, so that each step releases blocks
 ADMISSION_SLOTS = 3  # longest prompts that the pool of an admission case holds before it evicts
 MAX_MODEL_LEN = 40_960
+FILLING_BLOCKS = 128  # of a prompt that fills the pool, in each group
 SETUP_BATCH = 32  # requests admitted per step while a case is set up
 
 
@@ -38,6 +39,11 @@ class Shape:
     def admission_blocks(self, num_tokens: int) -> int:
         """Blocks of a pool that begins to evict after a few prompts of this length."""
         return 64 + ADMISSION_SLOTS * self.num_groups * (num_tokens // self.unit + 2)
+
+    def filling(self, num_blocks: int) -> tuple[int, int]:
+        """The length and number of prompts that fill a pool with cached blocks before a decode case."""
+        blocks = max(1, min(num_blocks // self.num_groups // 2, FILLING_BLOCKS))
+        return blocks * self.unit, 2 * num_blocks // (blocks * self.num_groups) + 1
 
     def first_chunk(self, num_tokens: int, num_hit: int) -> int:
         """Tokens that the scheduler gives a prompt at its admission; it has budget for all."""
