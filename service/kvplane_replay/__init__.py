@@ -4,22 +4,3 @@ The input is a serving trace (`workloads`) or a recording of decisions (`from_lo
 service and of the simulated engines (`summary`). The engines queue, prefill in chunks, decode, preempt and end requests
 as a real engine does; a cost model advances their virtual clock, so two runs of one trace are identical.
 """
-
-from kvplane_replay.engine import Engine, StepSession
-from kvplane_replay.fleet import Fleet, Progress
-from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
-from kvplane_replay.requests import LiveRequest
-from kvplane_replay.summary import Tally
-
-__all__ = [
-    "CostModel",
-    "Engine",
-    "EngineConfig",
-    "Fleet",
-    "LiveRequest",
-    "Progress",
-    "Routing",
-    "RunPlan",
-    "StepSession",
-    "Tally",
-]

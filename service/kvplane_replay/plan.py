@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.sources import ModelSource
+
+if TYPE_CHECKING:
+    from kvplane.base.sources import ModelSource
 
 NS_PER_SECOND = 1_000_000_000
 NS_PER_US = 1_000
@@ -122,6 +125,8 @@ class RunPlan:
 
     def source(self) -> ModelSource:
         """Return the source with which each replica is registered."""
+        from kvplane.base.sources import ModelSource  # not for the options of a command
+
         return ModelSource(
             model=self.model,
             tensor_parallel=self.tensor_parallel,

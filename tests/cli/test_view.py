@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvplane_replay import CostModel, Tally
 from kvplane_replay.engine import TOO_LONG
-from kvplane_replay.summary import Refusal, ServiceCounts, Summary
+from kvplane_replay.plan import CostModel
+from kvplane_replay.summary import Refusal, ServiceCounts, Summary, Tally
 from kvplane_service.cli.replay import report
 from kvplane_service.cli.replay.demo import complaints
 from kvplane_service.cli.replay.engines import Pace

@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 
 from kvplane.base.session import OpenRequest
 from kvplane.blocking.session import Session
-from kvplane_replay import Engine, EngineConfig, Fleet
+from kvplane_replay.engine import Engine
+from kvplane_replay.fleet import Fleet
+from kvplane_replay.plan import EngineConfig
 from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.registry import Registration
 from kvplane_service.replicas.inprocess import InProcessTransport

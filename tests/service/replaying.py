@@ -9,7 +9,9 @@ from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, Repl
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
 from kvplane.blocking.session import Session
-from kvplane_replay import CostModel, Engine, EngineConfig, Fleet, Routing
+from kvplane_replay.engine import Engine
+from kvplane_replay.fleet import Fleet
+from kvplane_replay.plan import CostModel, EngineConfig, Routing
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest

@@ -28,8 +28,10 @@ from kvplane.base.step import (
 from kvplane.blocking.session import Session
 from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1.admin_pb2 import RecordResponse
-from kvplane_replay import Engine, EngineConfig, Fleet
+from kvplane_replay.engine import Engine
+from kvplane_replay.fleet import Fleet
 from kvplane_replay.from_log import Outcome, replay_log
+from kvplane_replay.plan import EngineConfig
 from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision

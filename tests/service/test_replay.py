@@ -10,8 +10,8 @@ import pytest
 from kvplane.base.errors import InternalError
 from kvplane.base.step import Admit, AdmitStatus, Part, PartResult, StepResult
 from kvplane.scheduling import MAX_IDLE_STEPS
-from kvplane_replay import CostModel, Engine, EngineConfig, Routing
-from kvplane_replay.engine import NEVER_FITS, TOO_LONG
+from kvplane_replay.engine import NEVER_FITS, TOO_LONG, Engine
+from kvplane_replay.plan import CostModel, EngineConfig, Routing
 from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
 from tests.service.replaying import BUDGET, COST, SPECS, answer, begin, request, run, text
 

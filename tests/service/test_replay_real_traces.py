@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane_replay import EngineConfig
+from kvplane_replay.plan import EngineConfig
 from kvplane_replay.workloads import TraceFile
 from kvplane_service.core.inspect import check
 from tests.service.replaying import begin, spec_of

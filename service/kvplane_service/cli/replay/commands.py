@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvplane_replay import CostModel, EngineConfig, Routing, RunPlan
+from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
 from kvplane_service.cli.options import SERVICE_VARIABLE
 
 _POOL_BLOCKS = 65_536

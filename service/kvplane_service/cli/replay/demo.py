@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvplane.blocking.client import connect
-from kvplane_replay import CostModel, EngineConfig, RunPlan
+from kvplane_replay.plan import CostModel, EngineConfig, RunPlan
 from kvplane_replay.run import ReplayRun
 from kvplane_replay.summary import Summary
 from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvplane.blocking.client import connect
 from kvplane.rpc.access import PLAIN
-from kvplane_replay import Fleet, RunPlan
-from kvplane_replay.plan import NS_PER_SECOND
+from kvplane_replay.fleet import Fleet
+from kvplane_replay.plan import NS_PER_SECOND, RunPlan
 from kvplane_replay.run import ReplayRun
 from kvplane_replay.summary import Summary
 from kvplane_replay.workloads import TraceFile
