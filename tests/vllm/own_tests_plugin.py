@@ -4,7 +4,8 @@ KVPLANE_REPORT names a file that gets, by test, whether kvplane managed a cache 
 for a model that kvplane does not support ("stock").
 
 KVPLANE_MIRROR names the address of a service. Every manager then sends its steps there, and a test in which an answer
-differs, or does not come, is reported as "differs".
+differs, or does not come, is reported as "differs"; one in which a call of the manager sends more than one message, as
+"more messages than calls".
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ CURRENT = [""]
 ADDRESS = os.environ.get("KVPLANE_MIRROR", "")
 MIRRORS: list[Any] = []  # of the test that runs
 STEPS = [0]  # steps compared
+MESSAGES = Counter[str]()  # calls of managers, and messages that they sent
 WAIT_S = 60
 
 
@@ -46,7 +51,32 @@ def build(*args: Any, **options: Any) -> InProcessManager:
 
     name = f"own/{os.getpid()}/{len(USED)}/{len(MIRRORS)}"
     MIRRORS.append(mirroring(Target(ADDRESS, name))(*args, **options))
+    count_messages(MIRRORS[-1])
     return MIRRORS[-1]
+
+
+def count_messages(manager: Any) -> None:
+    """Note each call of a method of vLLM's manager that sends more than one message."""
+    for name, method in inspect.getmembers(KVCacheManager, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(manager, name, counted(manager, name, getattr(manager, name), method))
+
+
+def counted(manager: Any, name: str, call: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, which notes itself if it sends more than one message. A call within a call is part of it."""
+
+    @wraps(method)
+    def counting(*args: Any, **options: Any) -> Any:
+        before = manager.sender.num_submitted
+        found = call(*args, **options)
+        sent = manager.sender.num_submitted - before
+        MESSAGES["calls"] += 1
+        MESSAGES["messages"] += sent
+        if sent > 1:
+            USED[CURRENT[0]].add(f"more messages than calls: {sent} in {name}")
+        return found
+
+    return counting
 
 
 class Either(InProcessManager):
@@ -68,6 +98,7 @@ class Either(InProcessManager):
 def detach(manager: Any) -> None:
     """End the mirroring of a manager, and remove its replica."""
     manager.sender.close()
+    manager.lock.release()
     with open_channel(ADDRESS) as channel, suppress(grpc.RpcError):  # perhaps never registered
         AllocationStub(channel).DeregisterReplica(DeregisterReplicaRequest(replica=manager.target.replica))
 
@@ -114,5 +145,6 @@ def pytest_sessionfinish() -> None:
     """Write the report."""
     if ADDRESS:
         USED["steps compared"] = {str(STEPS[0])}
+        USED["messages"] = {f"{MESSAGES['messages']} in {MESSAGES['calls']} calls"}
     if target := os.environ.get("KVPLANE_REPORT"):
         Path(target).write_text(json.dumps({name: sorted(used) for name, used in USED.items()}))

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from kvplane_vllm.engine_lock import EngineLock
 from tests.service.rig import running
 from tests.vllm import environment, processes
 
@@ -84,6 +85,16 @@ def test_a_service_follows_the_engine(model):
     assert status.epoch == 1
     assert messages <= steps
     assert differing(stock, ours) == {}
+
+
+def test_a_second_engine_process_is_refused_by_the_lock_of_its_replica():
+    with running() as service:
+        lock = EngineLock(service.address, "r")
+        try:
+            with pytest.raises(AssertionError, match=f"the engine process {os.getpid()} writes the replica 'r'"):
+                run("llama", "mirror", 1, service.address, "r")
+        finally:
+            lock.release()
 
 
 @pytest.mark.parametrize("model", NGRAM_MODELS)

@@ -2,9 +2,10 @@
 
 `manager` replaces vLLM's KVCacheManager by kvplane's allocator in the engine's process, `spec` derives the settings of
 the block pool from vLLM's KV cache config, `views` shows the allocator's state in objects of vLLM's types, for vLLM's
-scheduler and connectors, and `events` converts cache events. `options` has the options. `mirror` lets a service follow
-this allocator, and `remote` lets a service decide in its place. With `pages: worker`, `pages`
-keeps the cache over restarts of the engine and `worker`, vLLM's worker, writes the stamps that this needs.
+scheduler and connectors, and `events` converts cache events. `options` has the options, and `connectors` the KV
+connectors that run. `mirror` lets a service follow this allocator, and `remote` lets a service decide in its place.
+With `pages: worker`, `pages` keeps the cache over restarts of the engine and `worker`, vLLM's worker, writes the stamps
+that this needs.
 """
 
 from __future__ import annotations

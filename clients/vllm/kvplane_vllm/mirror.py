@@ -34,6 +34,7 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.core import state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
+from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
 
@@ -56,11 +57,13 @@ class MirrorManager(InProcessManager):
     Attributes:
         target: the service; set in a subclass, see `mirroring`.
         sender: sends the steps.
+        lock: excludes a second engine process; None where a worker lends its pages to one process at a time.
     """
 
     target: ClassVar[Target]
     needs_events = True  # the service has subscribers and a store of its own
     sender: MirrorSender | None = None
+    lock: EngineLock | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take the arguments of vLLM's manager. Waits for the service only to ask for the last epoch, 2 s at most."""
@@ -81,7 +84,11 @@ class MirrorManager(InProcessManager):
         self.sender = MirrorSender(self.target.address, request, self.spec, self._export)
 
     def new_replica(self, spec: ReplicaSpec) -> Replica:
-        """Return an empty replica in the epoch after the one that the service knows."""
+        """Return an empty replica in the epoch after the one that the service knows.
+
+        Raises OtherWriter if another engine process of this host writes the replica.
+        """
+        self.lock = EngineLock(self.target.address, self.target.replica)
         replica = Replica(spec)
         replica.begin_epoch(self.known_epoch() + 1)
         return replica
@@ -132,6 +139,8 @@ class MirrorManager(InProcessManager):
         self.send_steps()
         assert self.sender is not None, "the manager is not built yet"
         self.sender.close()
+        if self.lock is not None:
+            self.lock.release()
 
 
 class MirrorOnPages(PagesOfWorker, MirrorManager):

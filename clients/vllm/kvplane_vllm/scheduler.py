@@ -15,13 +15,14 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvplane_vllm import connectors
 from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
 from kvplane_vllm.pages import PagesOfWorker
-from kvplane_vllm.spec import UnsupportedModel
+from kvplane_vllm.spec import UnsupportedModel, refuse_replay
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
@@ -39,16 +40,18 @@ def manager_factory(
         manager = mirroring(Target(chosen["address"], chosen["replica"]), bool(addresses))
     manager = type(manager.__name__, (manager,), {"hash_algorithm": hash_algorithm})
 
-    def build(*args: Any, **options: Any) -> KVCacheManager:
+    def build(kv_cache_config: KVCacheConfig, *args: Any, **options: Any) -> KVCacheManager:
         if addresses:
-            return manager(*args, addresses=addresses, **options)
+            refuse_replay(kv_cache_config)
+            return manager(kv_cache_config, *args, addresses=addresses, **options)
         try:
-            return manager(*args, **options)
+            refuse_replay(kv_cache_config)
+            return manager(kv_cache_config, *args, **options)
         except UnsupportedModel as error:
             if "fallback" not in chosen:
                 raise
             logger.warning("vLLM's own KV cache manager is used: %s", error)
-            return KVCacheManager(*args, **options)
+            return KVCacheManager(kv_cache_config, *args, **options)
 
     return build
 

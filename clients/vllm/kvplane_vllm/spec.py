@@ -91,6 +91,17 @@ def unsupported(config: KVCacheConfig, coordinator: KVCacheCoordinator) -> str:
     return ""
 
 
+def refuse_replay(config: KVCacheConfig) -> None:
+    """Raise UnsupportedModel for layers with bounded replay of their window: after a hit a request computes its last
+    window again, in pages of its own. The allocator's requests compute no token of a hit.
+    """
+    for group in config.kv_cache_groups:
+        if group.kv_cache_spec.prefix_replay_tokens:
+            layers = ", ".join(group.layer_names[:3])
+            reason = f"layers {layers}: bounded replay of a sliding window (prefix_replay_tokens) is not supported"
+            raise UnsupportedModel(reason, field="kv_cache_config", remedy="use vLLM's own scheduler for this model")
+
+
 def replica_spec(
     config: KVCacheConfig, coordinator: KVCacheCoordinator, limits: Limits, commit: CommitRule, events: bool
 ) -> ReplicaSpec:
