@@ -31,6 +31,7 @@ MAX_REPEATED_LINES = 12
 BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "service/kvplane_service/runtime/executors.py": "the caller on the event loop gets every exception of a call",
     "clients/python/kvplane/sansio/driver.py": "every exception of an action is raised where the action was yielded",
+    "clients/python/kvplane/aio/transport.py": "who waits for an answer gets every exception of the reader task",
     "clients/python/kvplane/blocking/transport.py": "who waits for an answer gets every exception of the reader thread",
     "service/kvplane_service/replicas/idle_check.py": "a state that raises anything when it is read is a finding",
     "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",

@@ -1,11 +1,13 @@
-"""The gRPC transport of an asyncio session."""
+"""The gRPC transport of an asyncio session: one stream, with a task that takes each answer when it arrives."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from weakref import finalize
 
 import grpc
 import grpc.aio
@@ -28,6 +30,7 @@ _T = TypeVar("_T")
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
 _WRITTEN_TOO_LATE = "Internal error from Core"  # grpc.aio's details of a write that came after the end of the stream
 _STATUS_WAIT_S = 2.0
+_NEVER = float("inf")
 
 
 class GrpcTransport:
@@ -51,8 +54,7 @@ class GrpcTransport:
         self._stub(self._channel)
         self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
-        self._call: _Call | None = None
-        self._first_outcome: grpc.aio.AioRpcError | None = None  # of the call
+        self._stream: _Stream | None = None
         self.draining = self.can_move = False
 
     async def open(self, request: OpenRequest) -> Opened:
@@ -87,9 +89,9 @@ class GrpcTransport:
         self.abort()
         self.draining = False
         try:
-            self._first_outcome = None
-            self._call = stub.Session()
-            self._call.add_done_callback(self._note_outcome)
+            self._stream = _Stream(stub.Session())
+            self._ending = finalize(self, self._stream.cancel)
+            self._ending.atexit = False
             async with self._within(self._open_timeout_s):
                 await self._write(message)
                 return stream_messages.opened_of(await self._read())
@@ -115,7 +117,7 @@ class GrpcTransport:
     async def receive(self) -> StepResult | KvplaneError:
         """Wait for the next answer: the result of a step, or the refusal of a step.
 
-        The stream ends when the call is cancelled, since grpc.aio cancels a stream whose read is cancelled.
+        The stream ends when the call is cancelled.
 
         Raises:
             DeadlineExceeded: no answer within `step_timeout_s` seconds; the stream is then cancelled too.
@@ -130,9 +132,9 @@ class GrpcTransport:
 
     async def heartbeat(self) -> None:
         """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
-        if self._call is None or self._call.done():
+        if self._stream is None or self._stream.call.done():
             with moving_is_breaking():
-                await self._read()
+                await self._require_stream().raise_end()
         with suppress(DeadlineExceeded):
             async with self._within(self._step_timeout_s):
                 await self._write(stream_messages.heartbeat_message())
@@ -145,7 +147,7 @@ class GrpcTransport:
         """
         if self.draining:
             self._owners.instead_of(self._channel)
-        if self._call is None:
+        if self._stream is None:
             return
         with suppress(KvplaneError):  # the end of the stream, or a broken stream
             async with self._within(CLOSE_TIMEOUT_S):
@@ -156,9 +158,9 @@ class GrpcTransport:
 
     def abort(self) -> None:
         """Cancel the stream. Call it on the event loop's thread. Calls that wait on the stream raise Unavailable."""
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._ending()
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
@@ -182,24 +184,21 @@ class GrpcTransport:
         """Write a message. A stream that has ended is not an error here: `_read` then raises the error with which it
         ended.
         """
-        if self._call is not None:
+        if self._stream is not None:
             with suppress(*_ENDED, Unavailable):
-                await self._on_stream(self._call.write(message))
+                await self._on_stream(self._stream.call.write(message))
 
-    async def _read(self) -> SessionResponse:
-        """Return the next message. If the stream has ended, raise the error with which it ended."""
-        if self._call is None:
+    async def _read(self) -> stream_messages.Taken:
+        """Return the next answer. If the stream has ended, raise the error with which it ended."""
+        return await self._require_stream().read()
+
+    def _require_stream(self) -> _Stream:
+        if self._stream is None:
             raise Unavailable("the session has no open stream", remedy="open the session again")
-        try:
-            response = await self._on_stream(self._read_to_the_end(self._call))
-        except grpc.aio.AioRpcError as outcome:
-            raise error_of_rpc(outcome) from None
-        if not isinstance(response, SessionResponse):  # grpc.aio.EOF
-            raise Unavailable("the service ended the session's stream", remedy="open the session again")
-        return response
+        return self._stream
 
-    async def _on_stream(self, reading: Awaitable[_T]) -> _T:
-        """Await `reading`, and raise Unavailable when it ends because the stream was cancelled, not because this task
+    async def _on_stream(self, writing: Awaitable[_T]) -> _T:
+        """Await `writing`, and raise Unavailable when it ends because the stream was cancelled, not because this task
         was.
 
         `abort` and the closing of the channel cancel the stream; grpc.aio reports both with CancelledError.
@@ -208,36 +207,92 @@ class GrpcTransport:
         assert task is not None
         asked = task.cancelling()
         try:
-            return await reading
+            return await writing
         except asyncio.CancelledError:
             if task.cancelling() > asked:
                 raise
-            raise Unavailable("the session's stream was cancelled", remedy="open the session again") from None
+            raise _cancelled() from None
 
-    async def _read_to_the_end(self, call: _Call) -> object:
-        """Return the next message, or EOF. If the service ended the call with an error, raise that error's AioRpcError.
+
+class _Stream:
+    """One gRPC stream, and the task that reads it until it ends."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+        self._answers: deque[stream_messages.Taken] = deque()
+        self._arrived: asyncio.Future[None] | None = None  # of who waits for an answer, or for the end
+        self._end: KvplaneError | None = None
+        self._first_outcome: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._note_outcome)
+        self._reader = asyncio.create_task(self._read_on(), name="kvplane-answers")
+
+    def cancel(self) -> None:
+        """End the stream."""
+        self.call.cancel()
+
+    async def read(self) -> stream_messages.Taken:
+        """Return the next answer. If the stream has ended, raise the error with which it ended."""
+        while not self._answers:
+            if self._end is not None:
+                raise self._end.with_traceback(None)
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        return self._answers.popleft()
+
+    async def raise_end(self) -> None:
+        """Wait for the end of the stream, and raise the error with which it ended."""
+        await asyncio.wait([self._reader])
+        assert self._end is not None, "the reader ends with the stream"
+        raise self._end.with_traceback(None)
+
+    async def _read_on(self) -> None:
+        try:
+            self._end = await self._read_to_the_end()
+        except asyncio.CancelledError:
+            self._end = _cancelled()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+        except Exception as bug:
+            self._end = stream_messages.reader_failed(bug)
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def _read_to_the_end(self) -> KvplaneError:
+        """Take every answer, and return the error that describes the end of the stream.
 
         After a write to an ended stream, grpc.aio reports its own INTERNAL error until the service's status arrives, or
-        always if the status arrived earlier. In the second case this raises the outcome that `_note_outcome` recorded.
+        always if the status arrived earlier. In the second case this returns the outcome that `_note_outcome` recorded.
         """
-        deadline_s = asyncio.get_running_loop().time() + _STATUS_WAIT_S
+        deadline_s = _NEVER
+        clock = asyncio.get_running_loop().time
         while True:
             try:
-                return await call.read()
+                message = await self.call.read()
             except grpc.aio.AioRpcError as outcome:
                 if outcome.details() != _WRITTEN_TOO_LATE:
-                    raise
+                    return error_of_rpc(outcome)
                 if self._first_outcome is not None and self._first_outcome.details() != _WRITTEN_TOO_LATE:
-                    raise self._first_outcome from None
-                if asyncio.get_running_loop().time() > deadline_s:
-                    raise Unavailable("the session's stream broke during a write", remedy="reopen it") from None
-            await asyncio.sleep(0.001)
+                    return error_of_rpc(self._first_outcome)
+                deadline_s = min(deadline_s, clock() + _STATUS_WAIT_S)
+                if clock() > deadline_s:
+                    return Unavailable("the session's stream broke during a write", remedy="reopen it")
+                await asyncio.sleep(0.001)
+                continue
+            if not isinstance(message, SessionResponse):  # grpc.aio.EOF
+                return Unavailable("the service ended the session's stream", remedy="open the session again")
+            self._answers.append(stream_messages.decoded(message))
+            self._wake()
 
     def _note_outcome(self, call: _Call) -> None:
         """Record the call's first outcome. gRPC calls this when the call is done, so that the read returns without
         waiting.
         """
-        if call is self._call and not call.cancelled():
+        if not call.cancelled():
             reading = call.read()
             try:
                 reading.send(None)
@@ -247,3 +302,7 @@ class GrpcTransport:
                 return
             finally:
                 reading.close()
+
+
+def _cancelled() -> KvplaneError:
+    return Unavailable("the session's stream was cancelled", remedy="open the session again")

@@ -16,7 +16,7 @@ from weakref import finalize
 
 import grpc
 
-from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InternalError, KvplaneError, Moved, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES
@@ -202,10 +202,7 @@ class _Stream:
         if isinstance(answer, _End):
             self._answers.put(answer)  # for the next call
             if answer.bug is not None:
-                raise InternalError(
-                    f"the reader of the session's stream failed: {answer.bug!r}",
-                    remedy="open a new session, and report this bug",
-                ) from answer.bug
+                raise stream_messages.reader_failed(answer.bug)
             raise self._error()
         return answer
 

@@ -46,10 +46,14 @@ def close_message() -> SessionRequest:
 
 
 def taken(raw: bytes) -> Taken:
-    """Parse a message of the service, and decode it if it is the result of a step. Raises no KvplaneError: a result
-    that cannot be decoded stays a message, and `answer_of` raises its error in the thread that waits for it.
+    """Parse a message of the service, and decode it; see `decoded`."""
+    return decoded(SessionResponse.FromString(raw))
+
+
+def decoded(response: SessionResponse) -> Taken:
+    """Decode a message if it is the result of a step, and return any other as it is. Raises no KvplaneError: a result
+    that cannot be decoded stays a message, and `answer_of` raises its error where the answer is awaited.
     """
-    response = SessionResponse.FromString(raw)
     if response.HasField("result"):
         with suppress(KvplaneError):
             return decode_result(response.result)
@@ -82,3 +86,12 @@ def answer_of(response: Taken) -> StepResult | KvplaneError | None:
         f"the service sent {kind!r}, expected 'result', 'error' or 'draining'",
         remedy="use the same version of client and service",
     )
+
+
+def reader_failed(bug: Exception) -> InternalError:
+    """Return the error for those who wait for an answer when reading the stream failed with this exception."""
+    error = InternalError(
+        f"the reader of the session's stream failed: {bug!r}", remedy="open a new session, and report this bug"
+    )
+    error.__cause__ = bug
+    return error
