@@ -21,7 +21,21 @@ def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(3):
         pass
-signal.signal(signal.SIGINT, interrupt.Interrupt())
+handler = interrupt.Interrupt()
+signal.signal(signal.SIGINT, handler)
+sys.unraisablehook = handler.discarded
+"""
+IN_A_GENERATOR = """
+def generate():
+    try:
+        yield
+    finally:
+        ctrl_c()
+one = generate()
+next(one)
+del one
+print("the generator ended", flush=True)
+time.sleep(60)
 """
 IN_A_FINALIZER = """
 class Finalized:
@@ -38,6 +52,7 @@ class Finalized:
         ctrl_c()
         threading.Event().wait()
 Finalized()
+time.sleep(60)
 """
 WHILE_A_THREAD_STARTS = """
 with threading._active_limbo_lock:
@@ -83,8 +98,9 @@ finally:
 @pytest.mark.parametrize(
     ("code", "printed", "exit_code"),
     [
+        (IN_A_GENERATOR, "the generator ended", -signal.SIGINT),
         (IN_A_FINALIZER, "the finalizer ended", -signal.SIGINT),
-        (FINALIZER_THAT_HANGS, "in the finalizer", 130),
+        (FINALIZER_THAT_HANGS, "in the finalizer", -signal.SIGINT),
         (WHILE_A_THREAD_STARTS, "a thread starts", -signal.SIGINT),
         (CLEANUP_THAT_HANGS, "cleaning up", 130),
         (CLEANUP_THAT_HANGS_OUTSIDE_PYTHON, "cleaning up", 1),
@@ -121,7 +137,9 @@ class AtLine:
 
 number, step, where = int(sys.argv[2]), int(sys.argv[3]), None
 while where is None or not where.left:
-    signal.signal(signal.SIGINT, interrupt.Interrupt())
+    handler = interrupt.Interrupt()
+    signal.signal(signal.SIGINT, handler)
+    sys.unraisablehook = handler.discarded
     where = AtLine(number)
     try:
         with connect(sys.argv[1]) as client:

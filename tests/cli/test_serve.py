@@ -93,7 +93,8 @@ def test_clients_that_disconnect_are_not_logged():
         process.send_signal(signal.SIGTERM)
         code, logged = end(process)
     assert code == 0
-    assert [line for line in logged.splitlines() if " INFO " not in line] == []
+    of_the_machine = "the event loop was blocked"  # on a loaded one
+    assert [line for line in logged.splitlines() if " INFO " not in line and of_the_machine not in line] == []
 
 
 def test_a_second_signal_stops_at_once():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ _GRPC_WAITS = {"_wait_once", "_blocking"}
 class Interrupt:
     """Handler of SIGINT: raises KeyboardInterrupt once, and ends the process LIMIT_S seconds later in any case.
 
-    Python discards an exception in a finalizer (`__del__`). Between two statements of gRPC it leaves a channel that
-    never closes. In both places the handler runs again RETRY_S seconds later. A second SIGINT ends the process at once.
+    Between two statements of gRPC an exception leaves a channel that never closes: the handler runs again RETRY_S
+    seconds later. It does so too where Python discards the exception, as in the finalizer of an object or a generator.
+    A second SIGINT ends the process at once.
 
     The handler uses timers of the kernel and of C only: a thread takes a lock of `threading` when it starts, which the
     interrupted code may hold. The timer of C ends a process that executes no Python code any more (exit code 1).
@@ -48,32 +50,40 @@ class Interrupt:
         if self._raised:
             return
         self._raised = may_raise(frame)
-        signal.setitimer(signal.ITIMER_REAL, LIMIT_S if self._raised else RETRY_S)
+        signal.setitimer(signal.ITIMER_REAL, max(self._end - now, RETRY_S) if self._raised else RETRY_S)
         if self._raised:
             raise KeyboardInterrupt
 
+    def discarded(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Handle an exception that Python discards (`sys.unraisablehook`): raise the KeyboardInterrupt again."""
+        if unraisable.exc_type is KeyboardInterrupt and self._end:
+            self._raised = False
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+        else:
+            sys.__unraisablehook__(unraisable)
+
 
 def may_raise(frame: FrameType | None) -> bool:
-    """Whether an exception in this frame of the main thread is neither discarded nor leaves gRPC half done."""
-    grpc_function = None  # the innermost one
+    """Whether an exception in this frame of the main thread leaves no function of gRPC half done."""
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return False
-        if grpc_function is None and str(frame.f_globals.get("__name__")).partition(".")[0] == "grpc":
-            grpc_function = frame.f_code.co_name
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "grpc":
+            return frame.f_code.co_name in _GRPC_WAITS
         frame = frame.f_back
-    return grpc_function is None or grpc_function in _GRPC_WAITS
+    return True
 
 
 @contextmanager
 def handled() -> Iterator[None]:
     """Handle SIGINT in the block, unless the parent process lets it be ignored."""
-    before = signal.getsignal(signal.SIGINT)
+    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     if before is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, Interrupt())
+    interrupt = Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = interrupt.discarded
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
