@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import asdict
+from xml.etree import ElementTree
 
 import pytest
 
+from tests.bench.peer import history
 from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import (
     AHEAD,
@@ -46,6 +48,8 @@ def test_peer_benchmark_measures_every_case_on_all_sides():
     text = Report.of(SMALL, [found, found]).text()
     assert "## Llama-3.1-70B" in text
     assert "2 process starts" in text
+    drawn = list(ElementTree.fromstring(history.chart(Report.of(SMALL, [found]).cells)))
+    assert sum(one.tag.endswith("polyline") for one in drawn) == len(SMALL.models)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -74,6 +78,19 @@ def test_peer_ratio_is_that_of_the_medians_over_all_process_starts():
     assert (unix.rounds, unix.median, unix.extremes, unix.ratio) == (6, 50, (40, 90), 0.25)
     assert unix.start_ratios == (0.25, 0.25)
     assert cells[ahead, UNIX].ratio == 0.15  # relative to the reference's decode step
+
+
+def test_peer_history_keeps_the_rows_of_earlier_commits(tmp_path):
+    measured = rounds(Case("m", DECODE, 8), REFERENCE, 100) + rounds(Case("m", AHEAD, 8), UNIX, 25)
+    measured += rounds(Case("m", WAIT, 256), UNIX, 70) + rounds(Case("m", CPU, 256), UNIX, 900)
+    start = {"rounds": measured, "load_average": [[1.0], [3.0]], "reference": {}}
+    for commit in ("first", "second"):
+        history.add(tmp_path / "history.md", Report.of(SMALL, [start]), commit)
+    text = (tmp_path / "history.md").read_text()
+    lines = [line.split(" | ")[1:] for line in text.splitlines() if line.startswith("|")]
+    cells = ["1 to 3", "m", "–", "0.25", "–", "–", "70", "900 |"]
+    assert lines[-2:] == [["first", *cells], ["second", *cells]]
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_peer_benchmark_without_a_reference_has_no_ratios():

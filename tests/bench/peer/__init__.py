@@ -7,4 +7,5 @@ reference   the other side, in an environment of its own: vLLM's KVCacheManager,
 places      where a session can lead: in process, over a Unix socket, over TCP loopback
 start       one process start: every case, its sides interleaved round by round
 report      medians, spreads and ratios; the table
+history     the ratios of each measured commit, and a chart
 """

@@ -1,4 +1,5 @@
-"""Measures kvplane and the reference, and writes tests/bench/results/peer.md and peer.json.
+"""Measures kvplane and the reference, and writes peer.md, peer.json and ahead.svg in tests/bench/results; a row per
+model is added to history.md.
 
 make bench-peer                     all cases, 3 process starts of 7 rounds
 make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
@@ -14,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tests.bench.peer import report
+from tests.bench.peer import history, report
 from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import Plan
 
@@ -41,7 +42,14 @@ def main() -> None:
     found = report.Report.of(plan, starts)
     if not given.quick:
         found.write(RESULTS)
+        history.add(RESULTS / "history.md", found, _commit())
+        (RESULTS / "ahead.svg").write_text(history.chart(found.cells), encoding="utf-8")
     print(found.text())
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _start(plan: Plan) -> report.Found:
