@@ -93,7 +93,8 @@ class StepBuilder:
             cache: what happened to pages.
             appended: whether the requests got tokens; False for a step that is sent before the first tokens are known.
         """
-        part = part_of(*rows, budget=budget, cache=cache)
+        part = part_of(*rows) if rows else Part()
+        part.budget, part.cache = budget or part.budget, cache or part.cache
         if self._slots:
             if appended:
                 self._put_facts(part.facts)
