@@ -13,9 +13,9 @@ HEAD = """\
 # Steps sent ahead, by commit
 
 Time of the engine's thread for a step that was sent ahead over a Unix socket, divided by the time of a step of vLLM's
-manager in the same run ([peer.md](peer.md) says what is in an interval). `receive` is the part of it, in µs, that waits
-for the answer, and CPU the time of all threads of the engine's process, in µs; both at 256 requests. Rows of one date
-were measured in turn on one machine.
+manager in the same run (`tests/bench/peer/report.py` says what is in an interval). `receive` is the part of it, in µs,
+that waits for the answer, and CPU the time of all threads of the engine's process, in µs; both at 256 requests. Rows
+of one date were measured in turn on one machine. `ahead.svg` shows the last measured commit.
 
 """
 NAMES = ["date", "commit", "load", "model", *(f"N = {size}" for size in GOALS), "receive", "CPU"]
