@@ -51,7 +51,8 @@ class Session(SessionView):
     continue. The same happens if the service drains and another service is available, as soon as nothing is in flight.
 
     Do not modify a part before it is answered. One thread at a time may call: a call during another call raises
-    FailedPrecondition. A daemon thread keeps the lease while the engine is busy.
+    FailedPrecondition. A daemon thread keeps the lease while the engine is busy, and another one takes answers as they
+    arrive.
     """
 
     def __init__(
