@@ -228,7 +228,7 @@ def test_no_store_and_the_memory_store():
 def test_calls_to_a_stalled_server_time_out(tmp_path):
     """Reading owners and writing run concurrently; one closes the client that the other one waits for."""
     with servers.serving(tmp_path) as server:
-        store = opened(config_of(server, store_timeout_ms=50))
+        store = opened(config_of(server, store_timeout_ms=2000))
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
 

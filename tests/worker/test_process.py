@@ -211,7 +211,7 @@ def test_token_and_shared_memory_are_private(here: World):
 
 def test_worker_registers_again_when_its_replica_was_registered_again(tmp_path):
     """The worker registers again, and the epoch of the next engine life is above the owner epoch of its pages."""
-    with world(tmp_path, worker_lease_ms=300) as here:
+    with world(tmp_path, worker_lease_ms=1500) as here:
         here.register()
         child, address = here.worker()
         engine = here.engine()
@@ -230,7 +230,7 @@ def test_worker_outlives_the_service(tmp_path):
     """The service is killed without a store.
     A new one on its address gets the worker's registration and owner epoch.
     """
-    with running(Config(listen="127.0.0.1:0", worker_lease_ms=300)) as service:
+    with running(Config(listen="127.0.0.1:0", worker_lease_ms=1500)) as service:
         here = World(service, tmp_path)
         here.register()
         _, address = here.worker()
@@ -240,7 +240,7 @@ def test_worker_outlives_the_service(tmp_path):
             epoch, _ = engine.do("open", service.address, "r")
         engine.do("fill", 0, 0, 3, 8)
     try:
-        with running(Config(listen=service.address, worker_lease_ms=300)) as here.service:
+        with running(Config(listen=service.address, worker_lease_ms=1500)) as here.service:
             assert list(here.service.allocation.ListReplicas(ListReplicasRequest()).replicas) == []
             here.register()
             until(lambda: [one.incarnation for one in here.shown()] == [incarnation])
@@ -253,7 +253,7 @@ def test_worker_outlives_the_service(tmp_path):
 def test_cache_outlives_service_and_engine(tmp_path):
     """Stored keys whose stamps the worker's memory still shows are hit by the first request of the next engine life."""
     settings: dict[str, Any] = {
-        "worker_lease_ms": 300,
+        "worker_lease_ms": 1500,
         "store": f"sqlite:{tmp_path / 'entries.db'}",
         "store_flush_ms": 5,
     }
@@ -280,7 +280,7 @@ def test_cache_outlives_service_and_engine(tmp_path):
 
 
 def test_worker_exits_when_the_plan_changes(tmp_path):
-    with world(tmp_path, worker_lease_ms=300) as here:
+    with world(tmp_path, worker_lease_ms=1500) as here:
         here.register()
         child, _ = here.worker()
         with connect(here.service.address) as client:
