@@ -30,16 +30,6 @@ def keep_unwritten() -> None:
     Books.unwritten = lambda *_: []  # type: ignore[method-assign, assignment]
 
 
-def keep_unused() -> None:
-    """Computed tokens that no launch computes are not lowered."""
-    from kvplane_vllm.remote.books import Books
-
-    report = Books.report
-    Books.report = lambda self, entry, rows, program, computed: report(  # type: ignore[method-assign]
-        self, entry, rows, program, max(computed, entry.computed)
-    )
-
-
 def lose_denials() -> None:
     """A refused row counts as granted."""
     from kvplane_vllm.remote.driver import Driver
@@ -61,7 +51,6 @@ def other_victims() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "keys of unwritten blocks kept": keep_unwritten,
-    "unused grant not lowered": keep_unused,
     "refused row not reported": lose_denials,
     "wrong victims": other_victims,
 }

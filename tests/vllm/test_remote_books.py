@@ -116,6 +116,18 @@ def test_an_unused_chunk_is_no_hit_and_is_granted_again(engine):
     assert engine.hit(request("b", 24)) == 12
 
 
+def test_an_unused_chunk_that_is_not_taken_back_is_noticed(engine, monkeypatch):
+    """This fault shows in no token: requests that vLLM aborts end, and those that run use their grants."""
+    report = Books.report
+
+    def not_lowered(self, entry, rows, program, computed):
+        report(self, entry, rows, program, max(computed, entry.computed))
+
+    monkeypatch.setattr(Books, "report", not_lowered)
+    with pytest.raises(AssertionError):
+        test_an_unused_chunk_is_no_hit_and_is_granted_again(engine)
+
+
 def test_a_chunk_that_is_used_in_part_is_a_hit_in_part(engine):
     a = request("a", 24)
     engine.send(admit=[a])
