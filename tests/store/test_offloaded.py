@@ -54,6 +54,27 @@ async def until_answered(call):
             await asyncio.sleep(0.01)
 
 
+async def test_a_store_is_closed_once_its_thread_takes_the_call():
+    """A service that drains while many calls wait for its store closes it still."""
+    refusals, closed = [Busy("1025 calls run or wait for the store, the most allowed")] * 3, list[bool]()
+
+    class Closing(MemoryStore):
+        def close(self):
+            closed.append(True)
+
+    async def offload(call):
+        if call.__name__ == "close" and refusals:
+            raise refusals.pop()
+        return call()
+
+    store = Offloaded(Closing, offload)
+    await store.open()
+    await store.close()
+    await store.close()
+    assert closed == [True]
+    assert not refusals
+
+
 async def test_a_hanging_call_times_out_and_no_further_call_starts(hanging):
     store = offloaded(lambda: hanging)
     await store.open()

@@ -15,6 +15,7 @@ from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
 
 _PAGE = 64  # chunks that one call reads
+_CLOSE_RETRY_S = 0.05
 _REMEDY = "check the disk; allocation continues meanwhile"
 
 _log = logging.getLogger(__name__)
@@ -120,10 +121,17 @@ class Offloaded(Generic[_S]):
         await self._do(partial(self._store.keep_alive, log))
 
     async def close(self) -> None:
-        """Close the store after calls that exceeded their timeout have ended (see IndexStore.close)."""
+        """Close the store after calls that exceeded their timeout have ended (see IndexStore.close). Waits as long as
+        too many calls of others wait for the thread.
+        """
         store, self._opened = self._opened, None
-        if store is not None:
-            await self._offload(store.close)
+        while store is not None:
+            try:
+                await self._offload(store.close)
+            except Busy:
+                await asyncio.sleep(_CLOSE_RETRY_S)
+            else:
+                return
 
     @property
     def _store(self) -> _S:
