@@ -231,7 +231,10 @@ class Service:
         self.world.record(history.Wrote(self.number, replica, is_owned))
         seen = self._seen.get(replica)
         if record and seen is not None and seen.host.is_retired and unpack_record(record).released:
-            self.world.sites[replica].note_flushed(seen.shown(), seen.incarnation, self.world)
+            site = self.world.sites[replica]
+            # A late write: another service has begun a life without it, so these keys are not what the next one gets.
+            if site.last_begun_by in (None, self.number):
+                site.note_flushed(seen.shown(), seen.incarnation, self.world)
 
     def _entered(self, entry: Entry) -> None:
         host = entry.host

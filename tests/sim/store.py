@@ -62,6 +62,7 @@ class WildStore(MemoryStore):
         unreadable: names of replicas whose log cannot be read.
         busy: number of faults by address: the executor of these services refuses some calls.
         num_refused: number of calls that these two refused.
+        num_unread: number of refused reads of a log, by replica.
         hanging: number of faults by address: it does not answer these services, and executes their calls later.
         damages: number of times its content was damaged.
         loses_answers: probability that a call is executed but fails.
@@ -78,6 +79,7 @@ class WildStore(MemoryStore):
         self.unreadable = Counter[str]()
         self.busy = Counter[str]()
         self.num_refused = Counter[str]()
+        self.num_unread = Counter[str]()
         self.damages = 0
         self._caller = ""
         self._wrote: Callable[[str, bytes], None] = lambda replica, raw: None
@@ -119,6 +121,7 @@ class WildStore(MemoryStore):
         self._answer()
         if self.unreadable[log.replica] > 0:
             self.num_refused["unreadable"] += 1
+            self.num_unread[log.replica] += 1
             raise StoreUnavailable(f"the log of {log.replica} cannot be read")
         yield from super().load(log)
 

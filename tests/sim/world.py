@@ -53,6 +53,7 @@ class Site:
         remote: addresses of services that cannot reach its workers.
         is_alike: new memory has the stamps of the previous one.
         begun_by: which service began an epoch; of a mirrored replica, the process of its engine.
+        last_begun_by: that of the last one; None before the first.
         is_mirrored: its engines decide themselves.
     """
 
@@ -71,6 +72,7 @@ class Site:
         self.workers: list[Worker] = []
         self.lives: list[EngineLife] = []
         self.begun_by: dict[int, int] = {}
+        self.last_begun_by: int | None = None
         self.remote = set(rng.choice([(), (), ADDRESSES[:1], ADDRESSES[1:], ADDRESSES]))
         self.is_alike = rng.random() < 0.7
         self.is_finished = False
@@ -83,12 +85,17 @@ class Site:
 
     def note_flushed(self, shown: frozenset[tuple[int, int]], incarnation: int, world: World) -> None:
         """Record that a service has released the replica with these blocks and stamps of that memory in the store."""
-        self._flushed = Flushed(shown, incarnation, world.loop.clock_ns())
+        num_unread = world.store.num_unread[self.name]
+        self._flushed = Flushed(shown, incarnation, world.loop.clock_ns(), num_unread)
 
     def flushed(self, incarnation: int, entered_ns: int, world: World) -> frozenset[tuple[int, int]]:
-        """Keys in the store for a service that adopts the replica; returned once, to the next engine life."""
+        """Keys in the store for a service that adopts the replica; returned once, to the next engine life. None if
+        their log could not be read: that life begins without it.
+        """
         flushed, self._flushed = self._flushed, None
         if flushed is None or flushed.at_ns > entered_ns or world.store.damages:
+            return frozenset()
+        if world.store.num_unread[self.name] != flushed.num_unread:
             return frozenset()
         return flushed.blocks if flushed.incarnation == incarnation else frozenset()
 
@@ -132,6 +139,7 @@ class Flushed:
     blocks: frozenset[tuple[int, int]]
     incarnation: int
     at_ns: int
+    num_unread: int
 
 
 @dataclass(frozen=True)
@@ -285,7 +293,8 @@ class World:
         """Append a record to the history."""
         self.history.add(self.loop.clock_ns(), record)
         if isinstance(record, history.Began):
-            self.sites[record.replica].begun_by[record.epoch] = record.service
+            site = self.sites[record.replica]
+            site.begun_by[record.epoch] = site.last_begun_by = record.service
         elif isinstance(record, history.Hit):
             self._has_hit_across |= record.across
 
