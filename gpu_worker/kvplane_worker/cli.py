@@ -20,7 +20,7 @@ def command(
         str, typer.Option(help="Replica name; with a service, it must be registered from a model or a list of layers.")
     ],
     service: Annotated[
-        str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the kvplane service, or several: A,B.")
+        str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the service, or several: A,B,*.SUFFIX.")
     ] = "",
     opaque: Annotated[
         bool, typer.Option("--opaque", help="No service: lend raw memory to an engine that gives its size (vLLM).")

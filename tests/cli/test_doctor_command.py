@@ -72,13 +72,13 @@ def silent_engine(service: Service) -> Iterator[None]:
 @contextmanager
 def silent_worker(service: Service) -> Iterator[None]:
     """One of two ranks has a worker; the other rank's worker is silent."""
-    with workers(service, WorkerInfo(0, 11, "unix:here", 77, "cpu", WorkerState.READY)):
+    with workers(service, WorkerInfo(0, 11, "unix:/run/here", 77, "cpu", WorkerState.READY)):
         yield
 
 
 @contextmanager
 def foreign_epoch(service: Service) -> Iterator[None]:
-    infos = [WorkerInfo(rank, 11 + rank, "unix:here", 77, "cpu", WorkerState.READY, 5, 9) for rank in (0, 1)]
+    infos = [WorkerInfo(rank, 11 + rank, "unix:/run/here", 77, "cpu", WorkerState.READY, 5, 9) for rank in (0, 1)]
     with workers(service, *infos):
         yield
 

@@ -12,7 +12,7 @@ from kvplane.base.errors import InvalidArgument, Moved, NotFound, Unavailable
 from kvplane.base.requests import Allocate, Content
 from kvplane.blocking.client import Client
 from kvplane.rpc.channel import open_channel
-from kvplane.sansio.owners import MAX_HOPS, Owners, split_addresses
+from kvplane.sansio.owners import MAX_HOPS, Addresses, Owners
 from tests.cli.test_serve import serving
 from tests.client.lasting import ONE_GROUP
 from tests.store import servers
@@ -89,11 +89,11 @@ def test_the_number_of_redirections_is_limited():
 
 
 def test_a_client_connects_to_the_next_address_when_one_is_unreachable():
-    owners = Owners.at("one, two,three", CHANNELS.__getitem__)
+    owners = Owners.at("one, two,three,*", {**CHANNELS, "owner:1": "OWNER"}.__getitem__)
     assert owners.present == "ONE"
     assert owners.instead_of("ONE") == "TWO"
     assert owners.instead_of("ONE") == "TWO", "another thread has moved on already"
-    owner = owners.after(Moved("", metadata={"address": "owner"}), 1)
+    owner = owners.after(Moved("", metadata={"address": "owner:1"}), 1)
     assert owners.has_other_than(owner)
     assert owners.instead_of(owner) == "TWO", "who named the owner is asked again"
     assert [owners.instead_of(owners.present) for _ in range(3)] == ["THREE", "ONE", "TWO"]
@@ -101,7 +101,38 @@ def test_a_client_connects_to_the_next_address_when_one_is_unreachable():
 
 
 def test_address_lists_are_parsed():
-    assert split_addresses("a:1,b:2") == ["a:1", "b:2"]
-    assert split_addresses("ipv4:1.2.3.4:5,6.7.8.9:5") == ["ipv4:1.2.3.4:5,6.7.8.9:5"]
-    with pytest.raises(InvalidArgument, match="empty"):
-        split_addresses("a:1,")
+    assert Addresses("a:1, b:2,*.c").services == ["a:1", "b:2"]
+    assert Addresses("ipv4:1.2.3.4:5,6.7.8.9:5").services == ["ipv4:1.2.3.4:5,6.7.8.9:5"]
+    for wrong in ("a:1,", "", "*", "*.b", "a:1,*b", "a:1,*.", "a:1,*.b:7070", "a:1,*.b*", "a:1,**"):
+        with pytest.raises(InvalidArgument, match="list of addresses") as caught:
+            Addresses(wrong)
+        assert caught.value.field == "address"
+
+
+@pytest.mark.parametrize(
+    ("given", "permitted", "refused"),
+    [
+        ("a:1", "a:1 a:2 A:2 a.:2", "b:1 x.a:1 a a:x unix:/a dns:///a:1 dns://b/a:1 xds:///a:1 a/a:1 a:1,b:1 [::1]:1"),
+        ("a.b:1,*.c.d", "a.b:7 x.c.d:1 y.x.C.D:1", "c.d:1 xc.d:1 x.c.d x.c.d.e:1 unix:/x.c.d:1 dns://e/x.c.d:1"),
+        ("a:1,*", "b:1 [::1]:1 127.0.0.1:1", "b unix:/a:1 dns://b/c:1 x/y:1"),
+        ("dns:///a.b:1", "a.b:2", "b:1"),
+        ("dns://c/a.b:1,unix:/run/a", "a.b:2 unix:/run/a", "c:1 unix:/run/b"),
+        ("ipv4:1.2.3.4:5,6.7.8.9:5", "1.2.3.4:1 6.7.8.9:1", "1.2.3.5:5 4:1"),
+        ("ipv6:[::1]:5,[::2]:5", "[::1]:1 [::2]:1", "[::3]:5"),
+        ("localhost:1", "localhost:2", "127.0.0.1:1"),
+    ],
+)
+def test_redirections_are_followed_to_the_hosts_of_the_list_and_its_patterns(given, permitted, refused):
+    addresses = Addresses(given)
+    assert [one for one in permitted.split() if not addresses.permit(one)] == []
+    assert [one for one in refused.split() if addresses.permit(one)] == []
+
+
+def test_a_redirection_to_another_host_is_refused_with_a_remedy_and_opens_no_channel():
+    owners = Owners.at("one", CHANNELS.__getitem__)
+    moved = Moved("the service at owner:1 owns r", metadata={"address": "owner:1"})
+    with pytest.raises(Moved, match="does not permit redirections to owner:1") as caught:
+        owners.after(moved, 1)
+    assert caught.value.metadata == {"address": "owner:1"}
+    assert "*.SUFFIX" in caught.value.remedy
+    assert owners.close() == ["ONE"]

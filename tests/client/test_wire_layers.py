@@ -113,5 +113,5 @@ def test_a_plan_that_differs_from_its_digest_is_refused():
 
 
 def test_worker_info_round_trips():
-    info = WorkerInfo(3, 2**64 - 1, "unix:socket", 77, "cuda:1", WorkerState.READY, 2**63, 9, "abc")
+    info = WorkerInfo(3, 2**64 - 1, "unix:/run/socket", 77, "cuda:1", WorkerState.READY, 2**63, 9, "abc")
     assert wire.decode_worker(wire.encode_worker(info)) == info

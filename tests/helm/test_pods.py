@@ -38,7 +38,7 @@ def rendered(*sets: str, **values: Any) -> list[dict[str, Any]]:
 
 
 def client_of(pod: Pod) -> Client:
-    return kvplane.connect(f"{pod.ip}:7070")
+    return kvplane.connect(f"{pod.ip}:7070,*")  # the machine gives pods addresses instead of names
 
 
 def hit_after_a_round(client: Client, replica: str) -> int:

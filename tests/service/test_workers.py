@@ -29,8 +29,8 @@ from tests.service.rig import SPEC, Service, running
 
 LAYERS = named(f=(2, full()), w=(2, window()))
 PLAN = to_rank_plan(plan(LAYERS))
-INFO = WorkerInfo(0, 11, "unix:here", 77, "cpu")
-OTHER = replace(INFO, worker_id=12, address="unix:there", pid=78)
+INFO = WorkerInfo(0, 11, "unix:/run/here", 77, "cpu")
+OTHER = replace(INFO, worker_id=12, address="unix:/run/there", pid=78)
 
 
 class World:
@@ -62,7 +62,7 @@ def test_a_rank_has_one_worker():
     for call in (world.roster.register, world.roster.renew):
         with pytest.raises(WorkerExists) as caught:
             call(OTHER)
-        assert caught.value.metadata == {"address": "unix:here", "pid": "77"}
+        assert caught.value.metadata == {"address": "unix:/run/here", "pid": "77"}
     assert world.roster.alive() == [INFO]
     world.roster.register(replace(OTHER, rank=1))
     world.pass_lease()
@@ -124,7 +124,7 @@ def test_a_registered_worker_gets_its_plan_and_is_described(service: Service, wo
     ready = replace(INFO, state=WorkerState.READY, incarnation=2**64 - 1, plan_digest=assignment.plan.digest())
     assert workers.renew_worker("r", ready) == 60_000
     (shown,) = service.describe().workers
-    assert (shown.rank, shown.address, shown.pid, shown.device) == (0, "unix:here", 77, "cpu")
+    assert (shown.rank, shown.address, shown.pid, shown.device) == (0, "unix:/run/here", 77, "cpu")
     assert (shown.incarnation, shown.state) == (2**64 - 1, plan_pb2.WORKER_STATE_READY)
     workers.deregister_worker("r", INFO.worker_id)
     assert not service.describe().workers
@@ -139,13 +139,23 @@ def test_worker_refusals_have_their_names(service: Service, workers: WorkersClie
     workers.register_worker("r", INFO)
     exists = refused(workers.register_worker, "r", OTHER)
     assert isinstance(exists, WorkerExists)
-    assert exists.metadata == {"address": "unix:here", "pid": "77"}
+    assert exists.metadata == {"address": "unix:/run/here", "pid": "77"}
     for wrong in ({"worker_id": 0}, {"address": "x" * 513}, {"device": "x" * 65}, {"owner_epoch": MAX_EPOCH}):
         error = refused(workers.renew_worker, "r", replace(INFO, **wrong))
         assert isinstance(error, InvalidArgument)
         assert error.field == f"worker.{next(iter(wrong))}"
     (shown,) = service.describe().workers
     assert shown.worker_id == INFO.worker_id
+
+
+PATHS = ["here", "/a//b", "//a", "/a/", "/a/./b", "/a/../b", "/a/..%2Fb", "/a?b", "/a#b", "/a\0b", "/a\nb", ""]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_address_that_gRPC_and_the_service_could_read_differently_is_refused(path):  # noqa: N802
+    with pytest.raises(InvalidArgument) as caught:
+        replace(INFO, address=f"unix:{path}").validate()
+    assert caught.value.field == "worker.address"
 
 
 def test_registration_with_another_memory_layout_is_refused(service: Service):

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 import kvplane
-from kvplane.base.errors import InvalidArgument, StaleEpoch
+from kvplane.base.errors import InvalidArgument, StaleEpoch, Unavailable
 from kvplane.base.stamps import Stamp
+from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import plan_pb2
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_service.rpc import claims
 from kvplane_worker.attach import read_stamps
+from kvplane_worker.lending.rundir import RunDir
+from kvplane_worker.rpc.handlers import service_handler
 from tests.service.rig import NONCES, Stream
 from tests.worker.rig import World, world
 
+WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
 PROMPT = list(range(1000, 1100))
 
 
@@ -135,3 +146,85 @@ def test_address_registered_by_another_owner_is_not_claimed(pair):
         here.service.open("x").close()
     assert epochs(tables) == before
     assert not isinstance(engine.do("carry_out", before[0], 50), StaleEpoch)
+
+
+class Thief:
+    """A worker's API on a socket of an attacker: it says that it is the registered worker and keeps what it is sent."""
+
+    Attach = Transfer = Checksum = None
+
+    def __init__(self, path: Path, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.got: list[str] = []
+        self.server = grpc.server(ThreadPoolExecutor(1))
+        self.server.add_generic_rpc_handlers((service_handler(WORKER, self),))
+        self.server.add_insecure_port(f"unix:{path}")
+        self.server.start()
+
+    def Describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:  # noqa: N802
+        return pb.DescribeResponse(worker=plan_pb2.WorkerInfo(worker_id=self.worker_id))
+
+    def Claim(self, request: pb.ClaimRequest) -> pb.ClaimResponse:  # noqa: N802
+        self.got.append(request.token)
+        return pb.ClaimResponse()
+
+
+@pytest.fixture
+def theft(tmp_path):
+    """A private directory with a token and a socket of its own, and the socket of an attacker next to it."""
+    (tmp_path / "victim").mkdir(mode=0o700)
+    (tmp_path / "victim" / "token").write_text("secret")
+    (tmp_path / "evil").mkdir()
+    thief = Thief(tmp_path / "evil" / "worker.sock", 42)
+    yield tmp_path, thief
+    thief.server.stop(None).wait()
+
+
+ATTACKS = {
+    "escape read by gRPC": "victim/..%2Fevil%2Fworker.sock",
+    "parent directory": "victim/../evil/worker.sock",
+    "socket linked to that of the attacker": "victim/link.sock",
+    "directory linked to the private one": "evil/linked/worker.sock",
+    "directory of everybody": "evil/worker.sock",
+    "no such directory": "none/worker.sock",
+    "no socket": "victim/token",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_token_goes_only_to_a_socket_in_the_same_directory(theft, attack):
+    """A client with the scope `worker` may register any address; the service reads the token of its own user there."""
+    folder, thief = theft
+    (folder / "victim" / "link.sock").symlink_to(folder / "evil" / "worker.sock")
+    (folder / "evil" / "linked").symlink_to(folder / "victim")
+    (folder / "evil" / "token").write_text("its own")
+    worker = WorkerInfo(0, 42, f"unix:{folder / 'x'}".removesuffix("x") + ATTACKS[attack], 1, "cpu")
+    with pytest.raises(Unavailable):
+        asyncio.run(claims.claim_worker(worker, 5))
+    assert not thief.got
+
+
+def test_directory_replaced_during_a_claim_does_not_get_the_token(theft, monkeypatch):
+    folder, thief = theft
+    honest = Thief(folder / "victim" / "worker.sock", 42)
+    token_in = claims._token_in
+
+    def read_and_replace(*place: Any) -> str:
+        token = token_in(*place)
+        (folder / "victim").rename(folder / "moved")
+        (folder / "victim").symlink_to(folder / "evil")
+        return token
+
+    monkeypatch.setattr(claims, "_token_in", read_and_replace)
+    try:
+        asyncio.run(claims.claim_worker(WorkerInfo(0, 42, f"unix:{folder}/victim/worker.sock", 1, "cpu"), 5))
+    finally:
+        honest.server.stop(None).wait()
+    assert (honest.got, thief.got) == (["secret"], [])
+
+
+def test_worker_refuses_a_directory_that_grpc_reads_differently(tmp_path):
+    with pytest.raises(InvalidArgument) as caught:
+        RunDir(tmp_path / "a%2Fb")
+    assert caught.value.field == "run_dir"
+    assert not list(tmp_path.iterdir())

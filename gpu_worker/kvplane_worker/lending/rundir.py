@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvplane.base.errors import InvalidArgument, NotFound, PermissionDenied, WorkerExists
+from kvplane.base.worker import is_socket_path
 from kvplane_worker.memory.shared import SHM_FOLDER
 
 SOCKET, TOKEN, LOCK, STATE = "worker.sock", "token", "lock", "worker.json"
@@ -68,8 +69,15 @@ class RunDir:
         Raises:
             WorkerExists: a running worker has the lock; `metadata["pid"]` is its process.
             PermissionDenied: the directory belongs to another user, or other users can enter it.
-            InvalidArgument: the path is too long for a Unix socket.
+            InvalidArgument: the path is too long for a Unix socket, or has a character that gRPC parses (%, ?, #).
         """
+        path = path.resolve()  # the service reads it, from a directory of its own
+        if not is_socket_path(str(path / SOCKET)):
+            raise InvalidArgument(
+                f"{path} is not the path of a directory that gRPC can use",
+                field="run_dir",
+                remedy="choose a path of printable characters without %, ? and #",
+            )
         if len(str(path / SOCKET)) > MAX_SOCKET_CHARS:
             raise InvalidArgument(
                 f"{path / SOCKET} is longer than {MAX_SOCKET_CHARS} characters, the maximum of a Unix socket",

@@ -66,6 +66,16 @@ labels: {{- include "kvplane.labels" . | nindent 2 }}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}
 {{- end }}
 
+{{/* Addresses for clients: the service, and the pods to which it redirects them. */}}
+{{- define "kvplane.addresses" -}}
+{{ include "kvplane.address" . }},{{ include "kvplane.pods" . }}
+{{- end }}
+
+{{/* The names of the service's pods, as clients permit redirections to them. */}}
+{{- define "kvplane.pods" -}}
+*.{{ include "kvplane.fullname" . }}-headless.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}
+{{- end }}
+
 {{/* Not empty if clients must authenticate. */}}
 {{- define "kvplane.auth" -}}
 {{- if .Values.auth.existingSecret }}on{{ end -}}

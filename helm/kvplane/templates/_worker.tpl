@@ -15,7 +15,7 @@ No liveness probe: a slow worker still holds the cache of an engine, and a resta
     - --tls-server-name={{ include "kvplane.address" $.root | splitList ":" | first }}
     {{- end }}
     - worker
-    - --service={{ $.service }}
+    - --service={{ $.service }},{{ include "kvplane.pods" $.root }}
     - --replica={{ $worker.replica | default (ternary "$(NODE_NAME)" "$(POD_NAME)" $isDaemon) }}
     - --rank={{ $rank }}
     - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}

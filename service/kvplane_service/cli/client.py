@@ -57,7 +57,10 @@ def grpcurl_line(service: str, call: Call[Any]) -> str:
     """Return the grpcurl command line that makes the given call at the service."""
     from google.protobuf.json_format import MessageToDict
 
+    from kvplane.sansio.owners import Addresses
+
     body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
+    service = Addresses(service).services[0]
     target = f"-unix {service.removeprefix('unix:')}" if service.startswith("unix:") else service
     return f"grpcurl {_grpcurl_access()} -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
 

@@ -61,7 +61,8 @@ Service: TypeAlias = Annotated[
         "--service",
         envvar=[SERVICE_VARIABLE, _OLD_SERVICE_VARIABLE],
         show_envvar=False,
-        help=f"Address of the service: host:port or unix:PATH. (env: {SERVICE_VARIABLE})",
+        help=f"Address of the service: host:port or unix:PATH; several by commas, then `*.SUFFIX` for hosts to which "
+        f"they may redirect. (env: {SERVICE_VARIABLE})",
     ),
 ]
 Output: TypeAlias = Annotated[Format, typer.Option("-o", "--output", help="Output format.")]

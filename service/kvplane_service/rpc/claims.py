@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import posixpath
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import grpc
@@ -26,7 +27,7 @@ from kvplane.base.errors import KvplaneError, StaleEpoch, Unavailable
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH
-from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.base.worker import UNIX, WorkerInfo, WorkerState, is_socket_path
 from kvplane.rpc.status import error_of_rpc
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, unpack
@@ -38,7 +39,11 @@ MAX_ATTEMPTS = 4
 _SERVICE = "/kvplane.v1.Worker"
 _TOKEN = "token"
 _TOKEN_BYTES = 4096
-_OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # room for the stamps of 2^27 blocks
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 1 << 30),  # room for the stamps of 2^27 blocks
+    # No connection of an earlier claim is reused: a descriptor in the target names another directory each time.
+    ("grpc.use_local_subchannel_pool", 1),
+)
 
 
 class ClaimedPages(NamedTuple):
@@ -155,17 +160,19 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
 
     Raises:
         StaleEpoch: a newer engine life owns the pages.
-        Unavailable: the worker cannot be reached or does not answer within CLAIM_TIMEOUT_S, or another worker answers
-            at its address. The worker's id is checked because any client with the scope `worker` may register any
-            address.
+        Unavailable: the address is not a socket in a private directory of this user; the worker cannot be reached or
+            does not answer within CLAIM_TIMEOUT_S; or another worker answers. All this is checked because any client
+            with the scope `worker` may register any address.
         KvplaneError: the worker refuses.
     """
-    request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
-    async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
-        described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
-        if described.worker.worker_id != worker.worker_id:
-            raise Unavailable(f"the worker at {worker.address} is not the registered worker {worker.worker_id}")
-        answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
+    with _directory_of(worker.address) as (directory, socket):
+        token = _token_in(directory, worker.address)
+        # The socket and the token are those of one directory, whatever its path names by now.
+        async with grpc.aio.insecure_channel(f"{UNIX}/proc/self/fd/{directory}/{socket}", _OPTIONS) as channel:
+            described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
+            if described.worker.worker_id != worker.worker_id:
+                raise Unavailable(f"the worker at {worker.address} is not the registered worker {worker.worker_id}")
+            answer = await _ask(channel, "Claim", pb.ClaimRequest(token=token, epoch=epoch), pb.ClaimResponse)
     busy = unpack(answer.busy, U32, "claim", "busy")
     return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
 
@@ -182,23 +189,47 @@ async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_
         raise error_of_rpc(outcome) from None
 
 
-def _token_of(address: str) -> str:
-    """Return the token in the file next to the worker's socket. It is read only from a directory that belongs to this
-    user alone.
+@contextmanager
+def _directory_of(address: str) -> Iterator[tuple[int, str]]:
+    """Open the directory of the worker's socket; yield its descriptor and the name of the socket.
+
+    Raises:
+        Unavailable: the address is not the path of a socket in a directory that this user alone can access.
     """
-    path = Path(address.removeprefix("unix:"))
+    path = address.removeprefix(UNIX)
+    if not address.startswith(UNIX) or not is_socket_path(path):
+        raise Unavailable(f"{address} is not unix:PATH with an absolute path")
+    parent, name = posixpath.split(path)
     try:
-        found = path.parent.lstat()
-        if not address.startswith("unix:") or not _is_private(found):
+        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unavailable(f"the directory of the worker at {address} cannot be opened: {error}") from None
+    try:
+        found = os.fstat(directory)
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise Unavailable(f"{address} is not a socket in a directory that only user {os.getuid()} can access")
-        with (path.parent / _TOKEN).open() as file:
-            return file.read(_TOKEN_BYTES)
+        if not stat.S_ISSOCK(_mode_of(name, directory)):
+            raise Unavailable(f"{address} is not a socket")
+        yield directory, name
+    finally:
+        os.close(directory)
+
+
+def _mode_of(name: str, directory: int) -> int:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
+
+
+def _token_in(directory: int, address: str) -> str:
+    """Return the token in the file next to the worker's socket."""
+    try:
+        file = os.open(_TOKEN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        with os.fdopen(file) as token:
+            return token.read(_TOKEN_BYTES)
     except (OSError, ValueError) as error:
         raise Unavailable(f"the token of the worker at {address} cannot be read: {error}") from None
-
-
-def _is_private(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def _unpack(stamps: bytes) -> Sequence[int]:

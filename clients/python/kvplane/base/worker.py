@@ -4,6 +4,7 @@ one rank.
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,6 +13,8 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamps import MAX_EPOCH
 
 MAX_ADDRESS_CHARS = 512
+UNIX = "unix:"
+_PARSED_BY_GRPC = frozenset("%?#")  # gRPC parses the path of a Unix socket as a URI: these characters change it
 MAX_DEVICE_CHARS = 64
 
 
@@ -30,7 +33,7 @@ class WorkerInfo:
     Attributes:
         rank: the rank whose pages the worker holds.
         worker_id: u64 that each worker process chooses at random, not 0.
-        address: gRPC address at which it serves `kvplane.v1.Worker`.
+        address: gRPC address of its `kvplane.v1.Worker`; after "unix:" a path that `is_socket_path` accepts.
         pid: its process id.
         device: device of its pages, such as "cpu" or "cuda:0".
         state: whether engines can attach its pages.
@@ -59,6 +62,12 @@ class WorkerInfo:
             f"give at most {MAX_ADDRESS_CHARS} characters",
         )
         _require(
+            not self.address.startswith(UNIX) or is_socket_path(self.address.removeprefix(UNIX)),
+            "address",
+            self.address,
+            "give unix:PATH with an absolute path that has no empty, . or .. component and no %, ? or #",
+        )
+        _require(
             len(self.device) <= MAX_DEVICE_CHARS, "device", self.device, f"give at most {MAX_DEVICE_CHARS} characters"
         )
         _require(self.owner_epoch < MAX_EPOCH, "owner_epoch", self.owner_epoch, f"give less than {MAX_EPOCH}")
@@ -78,6 +87,12 @@ class Assignment:
     plan: RankPlan
     num_ranks: int
     lease_ms: int
+
+
+def is_socket_path(path: str) -> bool:
+    """Return whether gRPC, the operating system and pathlib read the same file from this path of a Unix socket."""
+    is_normal = path == posixpath.normpath(path) and not path.startswith("//")
+    return path.startswith("/") and is_normal and path.isprintable() and _PARSED_BY_GRPC.isdisjoint(path)
 
 
 def _require(holds: bool, name: str, found: object, remedy: str) -> None:

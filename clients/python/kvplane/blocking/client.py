@@ -56,7 +56,8 @@ def connect(
     Args:
         address: "host:port", "dns:///host:port" or "unix:/path"; or several of them, separated by commas. If a service
             is unreachable or drains, the client uses the next service, which redirects the client to the owner of a
-            replica.
+            replica. Redirections are followed to the hosts of the list, and to hosts below a suffix that the list ends
+            with: "kvplane:7070,*.kvplane-headless".
         tls: certificates; None = plain text.
         token: text that identifies the client; a Path names a file with that text, which is read for each call.
             Requires TLS, except for a service on this machine.
