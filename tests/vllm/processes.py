@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Timer
@@ -34,10 +34,15 @@ def worker_in(folder: Path) -> Iterator[Path]:
 
 
 class Service:
-    """`kvplane serve`, which can be killed and started again at its address."""
+    """`kvplane serve`, which can be killed and started again at its address.
 
-    def __init__(self) -> None:
+    Attributes:
+        settings: by key of the configuration.
+    """
+
+    def __init__(self, **settings: object) -> None:
         self.address = f"127.0.0.1:{free_port()}"
+        self.settings = {"advertise": self.address, **settings}
         self.lives = 0
         self._process: subprocess.Popen[str] | None = None
 
@@ -46,6 +51,7 @@ class Service:
         self.lives += 1
         command = "from kvplane_service.cli import main; main()"
         options = ["serve", "--listen", self.address]
+        options += [text for key, value in self.settings.items() for text in ("--set", f"{key}={value}")]
         self._process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         with self._process.stdout as output:
@@ -56,6 +62,12 @@ class Service:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def drain(self, within_s: float = 60.0) -> None:
+        """End it with SIGTERM, so that it drains first. Raises TimeoutExpired if that takes longer than `within_s`."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(within_s)
 
     def pause(self, seconds: float) -> None:
         """Stop it for some seconds, without waiting for them."""
@@ -72,17 +84,25 @@ class Service:
 
 
 def run(script: str, *arguments: object, on_step: Callable[[], None] = lambda: None) -> Any:
-    """Run a script of this folder with vLLM; returns its result. `on_step` is called for each line "STEP"."""
+    """Run a script of this folder with vLLM; returns its result. `on_step` is called for each line "STEP", after which
+    the script gets an empty line.
+    """
     command = [str(environment.PYTHON), str(Path(__file__).with_name(script)), *map(str, arguments)]
     lines = []
     with TemporaryFile("w+") as errors:
         env = environment.variables()
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                if line == "STEP\n":
-                    on_step()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        with subprocess.Popen(command, env=env, text=True, **pipes) as process:  # type: ignore[call-overload]
+            try:
+                for line in process.stdout:
+                    lines.append(line)
+                    if line == "STEP\n":
+                        on_step()
+                        with suppress(BrokenPipeError):
+                            print(file=process.stdin, flush=True)
+            except BaseException:
+                process.kill()
+                raise
         errors.seek(0)
         results = [line for line in lines if line.startswith("RESULT ")]
         assert results, "".join(lines)[-3000:] + errors.read()[-3000:]

@@ -1,17 +1,22 @@
 """An engine in mode remote whose clients give up: prints the tokens of the requests that were answered, as JSON.
 
-python tests/vllm/remote_aborts.py MODEL stock|on|off SEED NUM_BLOCKS [ADDRESS REPLICA [FAULT]]
+python tests/vllm/remote_aborts.py MODEL stock|on|off SEED NUM_BLOCKS [ADDRESS REPLICA [FAULT|disturbed]]
 
 Runs in the environment of vLLM (`environment`). Requests arrive between steps; some are given up at once, in the middle
 of their prompt or of their answer, and the same prompt arrives again, so that blocks of a launch that did not run would
 be hit. "stock" answers all prompts, without aborts. FAULT names a fault to plant (`FAULTS`).
+
+"disturbed": it prints lines "STEP", at which the service can be killed or drained while requests run, and
+continues until DISTURBANCES of these lines were answered by a line on standard input.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +25,7 @@ from workload import engine, prompts
 
 NUM_PROMPTS, NEW_TOKENS, NUM_REQUESTS = 12, 20, 60
 MOST_STEPS = 4000
-STEPS_BETWEEN = 20  # two lines "STEP", at which the service can be restarted
+STEPS_BETWEEN, DISTURBANCES = 20, 4  # lines "STEP"
 
 
 def keep_unwritten() -> None:
@@ -56,15 +61,31 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+class Said(logging.Handler):
+    """Keeps what the adapter logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("vllm.kvplane")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
 def main(model: str, kind: str, seed: int, num_blocks: int, *target: str) -> None:
     """Run the requests, and print the result."""
     more: dict[str, Any] = {}
     if kind != "stock":
-        if len(target) > 2:
+        if target[2:] not in ((), ("disturbed",)):
             FAULTS[target[2]]()
         options = {"mode": "remote", "address": target[0], "replica": target[1], "pipeline": kind, "step_timeout": "1"}
         more["additional_config"] = {"kvplane": options}
     llm = engine(model, "stock" if kind == "stock" else "kvplane", num_blocks, **more)
+    said = Said()  # after vLLM has configured its loggers
     chosen = prompts(model, seed, NUM_PROMPTS)
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     result: dict[str, Any] = {}
@@ -72,23 +93,51 @@ def main(model: str, kind: str, seed: int, num_blocks: int, *target: str) -> Non
         answers = llm.generate(chosen, sampling, use_tqdm=False)
         result["tokens"] = {str(number): [list(one.outputs[0].token_ids)] for number, one in enumerate(answers)}
     else:
-        result = gives_up(llm, chosen, sampling, random.Random(seed))
+        disturbances = DISTURBANCES if "disturbed" in target else 0
+        result = gives_up(llm, chosen, sampling, random.Random(seed), Disturbed(disturbances))
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         books = scheduler.kv_cache_manager.books
         result |= {"messages": scheduler.on_service.driver.messages, "unused": books.num_unused}
-        result["lives"] = scheduler.kv_cache_manager.link.life
+        result |= {"lives": scheduler.kv_cache_manager.link.life, "said": said.lines}
     print("RESULT " + json.dumps(result))
 
 
-def gives_up(llm: Any, chosen: list[Any], sampling: SamplingParams, rng: random.Random) -> dict[str, Any]:
+class Disturbed:
+    """Asks for disturbances, one after another.
+
+    Attributes:
+        left: how many are still to come.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left, self._is_needed = count, count > 0
+        self._wait = STEPS_BETWEEN
+        threading.Thread(target=self._answered, daemon=True).start()
+
+    def _answered(self) -> None:
+        for _ in sys.stdin:
+            self.left -= 1
+            self._wait = STEPS_BETWEEN
+
+    def step(self) -> None:
+        """Count a step; ask for a disturbance if the last one was answered STEPS_BETWEEN steps ago."""
+        self._wait -= 1
+        if self._wait == 0 and (self.left > 0 or not self._is_needed):
+            sys.stdout.write("STEP\n")
+            sys.stdout.flush()
+
+
+def gives_up(
+    llm: Any, chosen: list[Any], sampling: SamplingParams, rng: random.Random, disturbed: Disturbed
+) -> dict[str, Any]:
     """Send requests and give some of them up; returns the tokens of the others, by prompt."""
     running: dict[str, int] = {}
     tokens: dict[int, list[list[int]]] = {}
     sent = aborted = steps = cached = 0
     again: list[int] = []  # prompts of requests that were given up
-    while sent < NUM_REQUESTS or running:
+    while sent < NUM_REQUESTS or disturbed.left > 0 or running:
         assert steps < MOST_STEPS, "the requests do not end"
-        if sent < NUM_REQUESTS and (not running or rng.random() < 0.5):
+        if (sent < NUM_REQUESTS or disturbed.left > 0) and (not running or rng.random() < 0.5):
             number = again.pop() if again and rng.random() < 0.8 else rng.randrange(len(chosen))
             llm.llm_engine.add_request(str(sent), chosen[number], sampling)
             running[str(sent)] = number
@@ -103,10 +152,8 @@ def gives_up(llm: Any, chosen: list[Any], sampling: SamplingParams, rng: random.
                 tokens.setdefault(running.pop(one.request_id), []).append(list(one.outputs[0].token_ids))
                 cached += one.num_cached_tokens or 0
         steps += 1
-        if steps % STEPS_BETWEEN == 0:
-            sys.stdout.write("STEP\n")
-            sys.stdout.flush()
-    return {"tokens": tokens, "aborted": aborted, "steps": steps, "cached": cached}
+        disturbed.step()
+    return {"tokens": tokens, "sent": sent, "aborted": aborted, "steps": steps, "cached": cached}
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ def test_tokens_are_right_when_requests_end_behind_their_grants(pipeline):
     assert is_as_stock(found)
 
 
+def disturbed(service, disturb):
+    target = service.address, "r", "disturbed"
+    return processes.run("remote_aborts.py", "llama", "on", 1, 60, *target, on_step=disturb)
+
+
 def test_a_restarted_service_loses_no_request():
     """Killed and restarted under load, without a store: the engine registers again, and the requests start over."""
     with processes.Service() as service:
@@ -113,7 +118,7 @@ def test_a_restarted_service_loses_no_request():
             service.kill()
             service.start()
 
-        found = processes.run("remote_aborts.py", "llama", "on", 1, 60, service.address, "r", on_step=restart)
+        found = disturbed(service, restart)
         print(f"{service.lives} lives of the service, {found['lives']} sessions, {found['steps']} steps")
     assert found["lives"] > 2
     assert is_as_stock(found)
@@ -123,7 +128,7 @@ def test_an_engine_waits_for_a_service_that_does_not_answer():
     """Steps in which nothing is scheduled, until it answers."""
     with processes.Service() as service:
         pause = partial(service.pause, 3.0)
-        found = processes.run("remote_aborts.py", "llama", "on", 1, 60, service.address, "r", on_step=pause)
+        found = disturbed(service, pause)
     print({name: found[name] for name in ("steps", "messages", "lives")})
     assert found["messages"]["0"] > 4
     assert is_as_stock(found)

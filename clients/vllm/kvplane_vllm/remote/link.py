@@ -12,12 +12,14 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Part, StepResult
 from kvplane.blocking.client import connect
 from kvplane.blocking.session import Session
+from kvplane.sansio.owners import Addresses
 from kvplane.sansio.retry import RetryPolicy
 from kvplane_vllm.remote.settings import Settings
 
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 AWAY = (Unavailable, DeadlineExceeded)
+MOVES = "the running requests are computed again in a new session, and the cache starts empty"
 ENDED = (ServiceRestarted, NotFound, Moved)  # the service has nothing of this session; a new one can be opened
 
 
@@ -42,6 +44,7 @@ class Link:
     def __init__(self, settings: Settings, spec: ReplicaSpec) -> None:
         """Register the replica and open a session. Raises KvplaneError if the service cannot be reached or refuses."""
         self._settings, self._spec = settings, spec
+        self._has_others = len(Addresses(settings.address).services) > 1
         retry = RetryPolicy(attempts=None, within_s=settings.step_timeout_s)
         self._client = connect(settings.address, timeout_s=settings.step_timeout_s, retry=retry)
         self._session: Session | None = None
@@ -75,7 +78,15 @@ class Link:
         return self._session.max_steps_in_flight
 
     def reopen(self) -> None:
-        """Open a session, if there is none. Raises Away."""
+        """Open a session, if there is none. Raises Away; or Lost, if the service drains and another one is available.
+
+        No step may be in flight.
+        """
+        if self._session is not None and self._session.draining and self._has_others:
+            logger.warning("the service drains: %s", MOVES)
+            self._session.close()
+            self._session = None
+            raise Lost
         if self._session is None:
             try:
                 self._open()
@@ -149,12 +160,12 @@ class Link:
 
     def _away(self, error: KvplaneError) -> Away:
         if not self._is_away:
-            logger.warning("the service does not answer, nothing is scheduled until it does: %s", error)
+            logger.warning("the service does not answer, nothing is scheduled until it does: %s", error.message)
         self._is_away = True
         return Away()
 
     def _lost(self, error: KvplaneError) -> Lost:
-        logger.warning("the session with the service ended, all requests are preempted: %s", error)
+        logger.warning("the session ended: %s; %s", error.message, MOVES)
         assert self._session is not None, "it ended now"
         self._session.abort()
         self._session = None
