@@ -28,6 +28,7 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
+    unsealed record accepted, record of another place accepted,
     idle check over a change,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
@@ -37,7 +38,7 @@ def test_twins_are_the_required_ones():
     assert sorted(TWINS) == sorted(" ".join(name.split()) for name in ISSUED.split(","))
 
 
-# The cheapest test that catches each twin that hangs.
+# The cheapest test that catches each twin that hangs, or that needs a forged store.
 CAUGHT_BY = {
     "shared executor": "cli/test_hung.py",
     "releases before notices": "cli/test_hung.py",
@@ -48,12 +49,14 @@ CAUGHT_BY = {
     "release fails on the log of another process": "sim/test_hanging.py",
     "loads known by name": "store/test_changing_owners.py",
     "the lease is renewed after the records are read": "store/test_ownership.py",
+    "unsealed record accepted": "store/test_seals.py",
+    "record of another place accepted": "store/test_seals.py",
     "a cancel that leaks": "client/test_cancelling.py",
 }
 
 
 @pytest.mark.parametrize("name", CAUGHT_BY)
-def test_twin_that_hangs_has_a_test(name):
+def test_twin_without_a_campaign_has_a_test(name):
     assert name in TWINS
     assert f'"{name}"' in (Path(__file__).parent / CAUGHT_BY[name]).read_text()
 

@@ -21,6 +21,7 @@ from functools import wraps
 from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
+from kvplane_service.store.record import MAGIC
 
 Real = Callable[..., Any]
 
@@ -99,6 +100,14 @@ def recover_whatever_is_stored(real: Real) -> Real:
         return real(self, [[stamps.get(block, 0) for block in blocks] for _ in tables], entries)
 
     return verify_entries
+
+
+def accept_what_has_no_seal(real: Real) -> Real:
+    return lambda self, kind, place, raw: raw if raw.startswith(MAGIC) else real(self, kind, place, raw)
+
+
+def seal_for_any_place(real: Real) -> Real:
+    return lambda key, head, place, raw: real(key, head, "", raw)
 
 
 def keep_what_is_executed(real: Real) -> Real:
@@ -703,6 +712,14 @@ CORE, SERVICE = "kvplane_service.core", "kvplane_service"
 ENGINE = "tests.core.page_engine:RandomEngine"
 
 TWINS: dict[str, Twin] = {
+    "unsealed record accepted": Twin(
+        "with a key, a record without a seal is not parsed",
+        (Patch(f"{SERVICE}.store.seals:Seals.prove", accept_what_has_no_seal),),
+    ),
+    "record of another place accepted": Twin(
+        "a seal proves a record at its place only: its replica, log, incarnation and number",
+        (Patch(f"{SERVICE}.store.seals:_mac", seal_for_any_place),),
+    ),
     "idle check over a change": Twin(
         "a check of an idle replica ends when the replica changes",
         (Patch(f"{SERVICE}.replicas.idle_check:IdleCheck._is_unchanged", answer(True)),),

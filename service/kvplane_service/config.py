@@ -137,6 +137,12 @@ class Config(BaseModel):
     redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; use rediss instead of redis for TLS. Disabled by
     default, because the right store depends on the deployment.
     """
+    store_key_file: str = ""
+    """File of the keys that seal what the service stores, one per line, at least 32 bytes each (`openssl rand -hex
+    32`); other users must not be able to read it. The first key seals, and a record that no key proves is not used.
+    Services that share a store share the keys; the store must not have them. Empty = every process that can write to
+    the store is trusted not to forge cached content.
+    """
     store_prefix: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,64}$")] = "kvplane"
     """Prefix of every key that the service writes to Redis."""
     store_username: str = ""
@@ -235,6 +241,11 @@ def is_open_to_all(config: Config) -> bool:
     except ValueError:  # a host name, not an IP address
         is_local = False
     return not (is_local or config.tls_cert or config.auth_owners)
+
+
+def is_store_trusted(config: Config) -> bool:
+    """Return True if a process that can write to the store can make the service give wrong hits."""
+    return config.store not in ("none", "memory") and not config.store_key_file
 
 
 KEYS = tuple(Config.model_fields)

@@ -41,7 +41,8 @@ def test_both_helms_render_the_same(case):
     by_four = Helm4().objects(values_of(name))
     of_operators = ("ServiceMonitor", "PrometheusRule")  # the library has no cluster with these kinds
     assert kinds(by_four) == kinds([one for one in by_three if one["kind"] not in of_operators])
-    plain = [one for one in by_three if one["kind"] not in of_operators and name != "ha"]  # ha generates a password
+    generated = [one for one in by_three if one["kind"] == "Secret"]
+    plain = [one for one in by_three if one["kind"] not in of_operators and one not in generated]
     assert all(one in by_four for one in plain)
 
 
@@ -79,7 +80,7 @@ def test_the_configuration_is_what_the_service_accepts(case, tmp_path):
 def test_no_secret_is_in_a_config_map(case):
     name, objects = case
     secrets = [one for one in objects if one["kind"] == "Secret"]
-    assert bool(secrets) == (name == "ha")
+    assert bool(secrets) == (name in ("ha", "everything"))
     words = [text for one in secrets for text in one["stringData"].values()]
     words += [base64.b64encode(word.encode()).decode() for word in words]
     maps = json.dumps([one for one in objects if one["kind"] != "Secret"])

@@ -60,6 +60,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t", "jwtIssuer": "i"}},
         "name auth.jwksKey",
     ),
+    "a key that seals nothing": (
+        {"store": {**EXTERNAL, "sealing": {"enabled": False, "existingSecret": "s"}}},
+        "but nothing is sealed",
+    ),
     "access to nothing": ({"access": {"tokenKey": "t"}}, "access names keys of a secret"),
     "half a pair of a client": (
         {"access": {"existingSecret": "s", "certKey": "c"}},

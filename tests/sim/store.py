@@ -12,7 +12,7 @@ from typing import Any
 
 from kvplane_service.runtime.executors import Busy
 from kvplane_service.store.errors import RecordRefused, StoreUnavailable
-from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.registration import pack_record, unpack_record
 
@@ -143,13 +143,13 @@ class WildStore(MemoryStore):
         self._answer()
         yield from super().records()
 
-    def announce(self, service: str, lease_ms: int) -> None:
+    def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         self._answer()
-        super().announce(service, lease_ms)
+        super().announce(service, lease_ms, lease)
 
-    def is_announced(self, service: str) -> bool:
+    def lease(self, service: str) -> bytes | None:
         self._answer()
-        return super().is_announced(service)
+        return super().lease(service)
 
     def _answer(self) -> None:
         if self.is_away(self._caller):

@@ -164,15 +164,15 @@ class SharedContract:
     """The further contract of a store that several services can use."""
 
     def test_a_service_is_announced_until_its_lease_ends(self, store):
-        assert not store.is_announced("a:1")
-        store.announce("a:1", 3_600_000)
+        assert store.lease("a:1") is None
+        store.announce("a:1", 3_600_000, b"first")
         store.announce("unix:/b", 1)
-        assert store.is_announced("a:1")
-        wait_until(lambda: not store.is_announced("unix:/b"), "a lease of a millisecond ends")
-        assert store.is_announced("a:1")
+        assert store.lease("a:1") is not None
+        wait_until(lambda: store.lease("unix:/b") is None, "a lease of a millisecond ends")
+        assert store.lease("a:1") is not None
         assert list(store.records()) == []
 
     def test_a_renewed_lease_does_not_end(self, store):
         store.announce("a:1", 1)
-        store.announce("a:1", 3_600_000)
-        assert store.is_announced("a:1")
+        store.announce("a:1", 3_600_000, b"again")
+        assert store.lease("a:1") == b"again"

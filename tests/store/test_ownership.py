@@ -18,7 +18,7 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.interface import BlockingSharedStore, StoredChunk
+from kvplane_service.store.interface import ALIVE, BlockingSharedStore, StoredChunk
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
@@ -345,7 +345,7 @@ class NeverRead(OffloadedShared):
         self.is_reading = True
         return await asyncio.get_running_loop().create_future()
 
-    async def announce(self, service, lease_ms):
+    async def announce(self, service, lease_ms, lease=ALIVE):
         self.renewals += self.is_reading
 
 

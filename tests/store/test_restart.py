@@ -28,6 +28,7 @@ from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
+from kvplane_service.store.seals import guarded
 from kvplane_service.store.writer import Runtime
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
 
@@ -53,7 +54,7 @@ class Life:
         runtime = Runtime(lambda: 0, no_pause, inline, lambda: 0.0)
         counter = itertools.count(7)
         self.keeper = Keeper(self.registry, self.config, runtime, Entropy(lambda: now_ms, lambda: next(counter)))
-        asyncio.run(self.keeper.start(Offloaded(lambda: store, inline)))
+        asyncio.run(self.keeper.start(guarded(Offloaded(lambda: store, inline), self.config.store_key_file, inline)))
         if loads:
             asyncio.run(self.load())
 

@@ -2,7 +2,7 @@
 
 {{/* Configuration keys that values of the chart set, and `config` may not. */}}
 {{- define "kvplane.chartKeys" -}}
-{{ list "listen" "metrics_listen" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
+{{ list "listen" "metrics_listen" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "store_key_file" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
 {{- end }}
 
 {{/* The address of the store, as the key `store` wants it. */}}
@@ -37,6 +37,9 @@ store_tls_ca: {{ $dir }}/store/ca.crt
 store_tls_cert: {{ $dir }}/store/tls.crt
 store_tls_key: {{ $dir }}/store/tls.key
 {{- end }}
+{{- end }}
+{{- with include "kvplane.sealSecret" . }}
+store_key_file: {{ $dir }}/store-keys/keys
 {{- end }}
 {{- if .Values.tls.enabled }}
 tls_cert: {{ $dir }}/tls/tls.crt

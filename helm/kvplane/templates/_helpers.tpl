@@ -61,6 +61,13 @@ labels: {{- include "kvplane.labels" . | nindent 2 }}
 {{- .Values.tls.existingSecret | default (printf "%s-tls" (include "kvplane.fullname" .)) -}}
 {{- end }}
 
+{{/* Secret with the keys that seal the store; empty if it is not sealed. */}}
+{{- define "kvplane.sealSecret" -}}
+{{- if and .Values.store.sealing.enabled (ne .Values.store.type "none") -}}
+{{- .Values.store.sealing.existingSecret | default (printf "%s-store-keys" (include "kvplane.fullname" .)) -}}
+{{- end -}}
+{{- end }}
+
 {{/* HOST:PORT of the service within the cluster. */}}
 {{- define "kvplane.address" -}}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}

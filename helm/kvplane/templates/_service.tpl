@@ -43,6 +43,9 @@
 {{- if include "kvplane.storeFiles" . }}
 - {name: store-tls, mountPath: "{{ $dir }}/store", readOnly: true}
 {{- end }}
+{{- if include "kvplane.sealSecret" . }}
+- {name: store-keys, mountPath: "{{ $dir }}/store-keys", readOnly: true}
+{{- end }}
 {{- if .Values.tls.enabled }}
 - {name: tls, mountPath: "{{ $dir }}/tls", readOnly: true}
 {{- if ne .Values.tls.clientAuth "none" }}
@@ -68,6 +71,13 @@
     secretName: {{ $.Values.store.external.existingSecret | quote }}
     defaultMode: 0440
     items: {{- . | nindent 6 }}
+{{- end }}
+{{- with include "kvplane.sealSecret" . }}
+- name: store-keys
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 0440
+    items: [{key: {{ $.Values.store.sealing.key | quote }}, path: keys}]
 {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls

@@ -23,6 +23,9 @@ store.external.url is empty: name the store, such as redis://HOST:6379
 {{- if and (ne $store.type "external") (or $store.external.url $store.external.existingSecret) }}
 store.external is given, but store.type is {{ $store.type }}: set store.type=external, or remove it
 {{- end }}
+{{- if and $store.sealing.existingSecret (or (not $store.sealing.enabled) (eq $store.type "none")) }}
+store.sealing.existingSecret is given, but nothing is sealed: set store.type and store.sealing.enabled, or remove it
+{{- end }}
 {{- if contains "@" $store.external.url }}
 store.external.url contains a user: move it to store.external.existingSecret (usernameKey, passwordKey)
 {{- end }}

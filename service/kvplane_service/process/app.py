@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane_service.auth.gate import open_gate
-from kvplane_service.config import Config, is_open_to_all
+from kvplane_service.config import Config, is_open_to_all, is_store_trusted
 from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
@@ -247,6 +247,8 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
             config.listen,
         )
     await app.start()
+    if is_store_trusted(config):
+        _log.warning("the store is trusted: any process that can write to it can cause wrong hits; set store_key_file")
     gc_policy.apply()
     share_interpreter()
     ready(app)

@@ -85,6 +85,8 @@ class Refusal(Enum):
     OTHER_NAMESPACE = "other namespace"  # of another registration, in which equal keys mean other page contents
     OTHER_INCARNATION = "other incarnation"  # another incarnation of the page memory
     MISPLACED = "misplaced"  # its number is not the number under which it is stored
+    NOT_PROVEN = "not proven"  # no key of the service seals it: forged, copied from another place, or without a seal
+    SEALED = "sealed"  # by a key, and this service has none
     IMPOSSIBLE = "impossible"  # its fields contradict each other or are out of range
 
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+ALIVE = b"alive"  # what a lease holds unless its service gives something else; never empty
+
 
 @dataclass(frozen=True, slots=True)
 class LogName:
@@ -107,12 +109,14 @@ class IndexStore(Protocol):
 class SharedStore(IndexStore, Protocol):
     """A store that several services can use: it also has a lease for each live service, by the service's address."""
 
-    async def announce(self, service: str, lease_ms: int) -> None:
-        """Record that a service is alive for the next `lease_ms` milliseconds; it calls this again before they end."""
+    async def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
+        """Record that a service is alive for the next `lease_ms` milliseconds, and the bytes `lease`; it calls this
+        again before they end.
+        """
         ...
 
-    async def is_announced(self, service: str) -> bool:
-        """Return True if the service at this address has a lease that has not ended."""
+    async def lease(self, service: str) -> bytes | None:
+        """Return the bytes of the lease of the service at this address; None if it has none, or its lease has ended."""
         ...
 
 
@@ -164,10 +168,10 @@ class BlockingStore(Protocol):
 class BlockingSharedStore(BlockingStore, Protocol):
     """A SharedStore with blocking calls."""
 
-    def announce(self, service: str, lease_ms: int) -> None:
+    def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""
         ...
 
-    def is_announced(self, service: str) -> bool:
-        """Return True while the service has a lease (see SharedStore.is_announced)."""
+    def lease(self, service: str) -> bytes | None:
+        """Return the lease of a service (see SharedStore.lease)."""
         ...

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvplane_service.store.errors import LogSuperseded
-from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, LogName, StoredChunk
 
 
 class MemoryStore:
@@ -17,7 +17,7 @@ class MemoryStore:
         self.logs: dict[LogName, dict[int, bytes]] = {}
         self.records_by_name: dict[str, bytes] = {}
         self._clock = clock
-        self._leases: dict[str, int] = {}
+        self._leases: dict[str, tuple[int, bytes]] = {}
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
@@ -63,13 +63,14 @@ class MemoryStore:
         """Do nothing: data in memory do not expire (see IndexStore.keep_alive)."""
         del log
 
-    def announce(self, service: str, lease_ms: int) -> None:
+    def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""
-        self._leases[service] = self._clock() + lease_ms * 1_000_000
+        self._leases[service] = self._clock() + lease_ms * 1_000_000, lease
 
-    def is_announced(self, service: str) -> bool:
-        """Return True while the service has a lease (see SharedStore.is_announced)."""
-        return self._clock() < self._leases.get(service, 0)
+    def lease(self, service: str) -> bytes | None:
+        """Return the lease of a service (see SharedStore.lease)."""
+        ends_ns, lease = self._leases.get(service, (0, b""))
+        return lease if self._clock() < ends_ns else None
 
     def close(self) -> None:
         """Do nothing: there is no connection to close (see IndexStore.close)."""

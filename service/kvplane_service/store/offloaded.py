@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from kvplane.base.errors import KvplaneError
 from kvplane_service.runtime.executors import Busy, Offload
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, BlockingSharedStore, BlockingStore, LogName, StoredChunk
 
 _PAGE = 64  # chunks that one call reads
 _CLOSE_RETRY_S = 0.05
@@ -153,10 +153,10 @@ def _read_page(chunks: Iterator[StoredChunk]) -> tuple[list[StoredChunk], Kvplan
 class OffloadedShared(Offloaded[BlockingSharedStore]):
     """Implements SharedStore by calling a BlockingSharedStore on a thread."""
 
-    async def announce(self, service: str, lease_ms: int) -> None:
+    async def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""
-        await self._do(partial(self._store.announce, service, lease_ms))
+        await self._do(partial(self._store.announce, service, lease_ms, lease))
 
-    async def is_announced(self, service: str) -> bool:
-        """Return True while the service has a lease (see SharedStore.is_announced)."""
-        return await self._do(partial(self._store.is_announced, service))
+    async def lease(self, service: str) -> bytes | None:
+        """Return the lease of a service (see SharedStore.lease)."""
+        return await self._do(partial(self._store.lease, service))

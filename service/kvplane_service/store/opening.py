@@ -18,6 +18,7 @@ from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
+from kvplane_service.store.seals import guarded
 from kvplane_service.store.sqlite import SqliteStore
 
 if TYPE_CHECKING:
@@ -29,17 +30,22 @@ _DEFAULT_PORT = {"sentinel": 26379}
 
 
 def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
-    """Return the configured store, which is not open yet; None if the configuration names no store.
+    """Return the configured store, which is not open yet and is sealed if there is a key; None if the configuration
+    names no store.
 
     With `read_only` nothing is written to the store, not even its format version.
 
     Raises:
-        InvalidArgument: the value of `store` is invalid.
+        InvalidArgument: the value of `store`, or the content of the key file, is invalid.
         NotFound: a file of certificates or keys does not exist.
     """
-    name = config.store
-    if name == "none":
+    if config.store == "none":
         return None
+    return guarded(_make(config, read_only), config.store_key_file, Executor("the seals of the store"))
+
+
+def _make(config: Config, read_only: bool) -> IndexStore:
+    name = config.store
     if name == "memory":
         return OffloadedShared(MemoryStore, Executor("the store"))
     if name.startswith("sqlite:"):

@@ -196,7 +196,7 @@ class Ownership:
         if record.released or record.owner == self._keeper.owner:
             return False
         try:
-            lives = await store.is_announced(record.owner)
+            lives = await store.lease(record.owner) is not None
         except STORE_ERRORS as error:
             self._keeper.note_failure(error)
             return True

@@ -32,9 +32,10 @@ from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName, StoredChunk
 
-MAGIC = b"kvps"
+MAGIC, SEAL_MAGIC = b"kvps", b"kvpm"
 VERSION = 1
-CHUNK, REGISTRATION = 1, 2
+CHUNK, REGISTRATION, LEASE = 1, 2, 3
+NOT_PROVEN = b"not proven"  # stands for a record that no key of the service proves (see `seals`)
 HEADER_BYTES = 24
 ROW_BYTES = 20  # of a chunk, without the digest
 
@@ -56,6 +57,12 @@ def seal(kind: int, body: bytes) -> bytes:
 
 def unseal(kind: int, raw: bytes) -> memoryview:
     """Check the header and the checksum of a stored record of this kind, and return its body. Raises RecordRefused."""
+    if raw == NOT_PROVEN:
+        what = "no key of store_key_file proves the record: it has no seal, or one of another key or of another place"
+        raise RecordRefused(Refusal.NOT_PROVEN, what)
+    if raw[:4] == SEAL_MAGIC:
+        what = "the record is sealed, and this service has no key: set store_key_file"
+        raise RecordRefused(Refusal.SEALED, what)
     if len(raw) < HEADER_BYTES:
         raise RecordRefused(Refusal.TRUNCATED, f"the record has {len(raw)} bytes, its header {HEADER_BYTES}")
     magic, version, found, length, _, checksum = _HEADER.unpack_from(raw)

@@ -41,7 +41,7 @@ from kvplane_service.store.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, LogName, StoredChunk
 
 FORMAT_VERSION = 1
 _PAGE = 64  # chunks, or names, of one answer
@@ -179,15 +179,16 @@ class RedisStore:
         async with self._named_errors() as client:
             await client.pexpire(self._log_key(log), self._ttl_ms)
 
-    async def announce(self, service: str, lease_ms: int) -> None:
+    async def announce(self, service: str, lease_ms: int, lease: bytes = ALIVE) -> None:
         """Record that a service is alive (see SharedStore.announce)."""
         async with self._named_errors() as client:
-            await client.set(self._service_key(service), b"", px=lease_ms)
+            await client.set(self._service_key(service), lease, px=lease_ms)
 
-    async def is_announced(self, service: str) -> bool:
-        """Return True while the service has a lease (see SharedStore.is_announced)."""
+    async def lease(self, service: str) -> bytes | None:
+        """Return the lease of a service (see SharedStore.lease)."""
         async with self._named_errors() as client:
-            return await client.get(self._service_key(service)) is not None
+            found: bytes | None = await client.get(self._service_key(service))
+            return found
 
     async def close(self) -> None:
         """Close connections and files (see IndexStore.close)."""
