@@ -28,7 +28,7 @@ ISSUED = """
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
-    unsealed record accepted, record of another place accepted,
+    epoch raised by a forged row, unsealed record accepted, record of another place accepted,
     idle check over a change,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
@@ -49,6 +49,7 @@ CAUGHT_BY = {
     "release fails on the log of another process": "sim/test_hanging.py",
     "loads known by name": "store/test_changing_owners.py",
     "the lease is renewed after the records are read": "store/test_ownership.py",
+    "epoch raised by a forged row": "store/test_seals.py",
     "unsealed record accepted": "store/test_seals.py",
     "record of another place accepted": "store/test_seals.py",
     "a cancel that leaks": "client/test_cancelling.py",

@@ -102,6 +102,16 @@ def recover_whatever_is_stored(real: Real) -> Real:
     return verify_entries
 
 
+def trust_every_epoch(real: Real) -> Real:
+    """The highest epoch of any row or record in the store has begun."""
+
+    def epoch_above(self: Any, replica: Any, shown: Any, owner: int) -> Any:
+        state = self._proof_of(replica, shown).state
+        return max(real(self, replica, shown, owner), 1 + max(self.epoch, state.stored_epoch))
+
+    return epoch_above
+
+
 def accept_what_has_no_seal(real: Real) -> Real:
     return lambda self, kind, place, raw: raw if raw.startswith(MAGIC) else real(self, kind, place, raw)
 
@@ -712,6 +722,10 @@ CORE, SERVICE = "kvplane_service.core", "kvplane_service"
 ENGINE = "tests.core.page_engine:RandomEngine"
 
 TWINS: dict[str, Twin] = {
+    "epoch raised by a forged row": Twin(
+        "no row that the memory does not prove raises the epoch beyond a fixed allowance",
+        (Patch(f"{SERVICE}.replicas.recovery:Recovering.epoch_above", trust_every_epoch),),
+    ),
     "unsealed record accepted": Twin(
         "with a key, a record without a seal is not parsed",
         (Patch(f"{SERVICE}.store.seals:Seals.prove", accept_what_has_no_seal),),

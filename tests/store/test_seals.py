@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvplane.base.errors import InvalidArgument, Moved, NotFound
+from kvplane.base.errors import InvalidArgument, LimitExceeded, Moved, NotFound
+from kvplane.base.stamps import MAX_EPOCH, Stamp
 from kvplane_service.config import Config, is_store_trusted
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.core.keys import Key
 from kvplane_service.registry import Registration
+from kvplane_service.replicas.recovery import UNCLAIMED_EPOCHS, UNSTORED_EPOCHS
 from kvplane_service.store.interface import StoredChunk
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import OffloadedShared
@@ -178,6 +180,42 @@ def test_every_changed_bit_of_a_sealed_record_is_refused():
     for length in range(len(sealed)):
         assert seals.prove(REGISTRATION, "r", sealed[:length]) == NOT_PROVEN
     assert seals.prove(REGISTRATION, "r", sealed + b"\0") == NOT_PROVEN
+
+
+# -- forged epochs
+
+
+def forge_row(world: World) -> None:
+    """Let one row have a stamp of the last epoch."""
+    (log,) = world.store.logs
+    chunks = world.store.logs[log]
+    for seq, stored in chunks.items():
+        entries = unpack_chunk(log, StoredChunk(seq, stored))
+        stamps = [Stamp(0, MAX_EPOCH, 1).pack(), *entries.stamp[1:]]
+        chunks[seq] = pack_chunk(log, seq, replace(entries, stamp=stamps)).raw
+
+
+def forge_record(world: World) -> None:
+    record = unpack_record(world.store.records_by_name[NAME])
+    world.store.records_by_name[NAME] = pack_record(replace(record, epoch=MAX_EPOCH))
+
+
+@pytest.mark.parametrize("forge", [forge_row, forge_record])
+def test_no_stored_epoch_uses_up_the_epochs(forge):
+    world, memory = with_prompts("", A, B)
+    newest = world.life.host.epoch
+    forge(world)
+    world.restart()
+    with weakened("epoch raised by a forged row"), pytest.raises(LimitExceeded, match="epochs are used"):
+        reopen(world, memory)
+    opened = reopen(world, memory)
+    assert newest < opened.epoch <= newest + UNCLAIMED_EPOCHS + UNSTORED_EPOCHS + 1
+    assert opened.kept_keys > 0
+    world.life.flush()
+    world.restart()
+    assert reopen(world, memory, owner_epoch=opened.epoch).epoch > opened.epoch
+    assert serve(world.session(lambda: shown(memory)), memory, tokens=B) == 96
+    assert unpack_record(world.store.records_by_name[NAME]).epoch < 3 * UNCLAIMED_EPOCHS
 
 
 # -- forged owners

@@ -67,7 +67,8 @@ class RecoveredState:
 
     Attributes:
         outcome: how many rows were recovered or not, for logs and metrics.
-        epoch: the highest epoch of any stamp in the memory or the entries.
+        epoch: the highest epoch of any stamp in the memory.
+        stored_epoch: the highest epoch of any stamp in the entries, proven or not.
         stamp, key_tokens: by block, its stamp (version number of its content) and the tokens of the prefix that its
             primary key names; 0 for blocks without a key.
         key: by block, LAZY_KEY if it has a key, else None.
@@ -79,6 +80,7 @@ class RecoveredState:
 
     outcome: RecoveryOutcome
     epoch: int
+    stored_epoch: int
     stamp: array[int]
     key_tokens: array[int]
     key: list[Key | None]
@@ -159,7 +161,8 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
             repeated=len(others.block) - len(further),
             impossible=sum(map(len, entries)) - len(possible.block),
         ),
-        max(_epochs(rows.stamp, *foreign, *shown), default=0),
+        _newest_epoch(*shown),
+        _newest_epoch(rows.stamp, *foreign),
         column(U64, stamp),
         column(U32, num_tokens),
         _presence(num_tokens),
@@ -170,10 +173,10 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
     )
 
 
-def _epochs(*stamps: Words) -> set[int]:
-    """Return, for each array of stamps, the highest epoch in it."""
+def _newest_epoch(*stamps: Words) -> int:
+    """Return the highest epoch in several arrays of stamps; 0 if there is no stamp."""
     mask = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
-    return {Stamp.unpack(int((some & mask).max())).epoch for some in stamps if some.size}
+    return max((Stamp.unpack(int((some & mask).max())).epoch for some in stamps if some.size), default=0)
 
 
 def _stack(stored: list[Entries], digest_size: int, pairs: Pairs) -> _Rows:

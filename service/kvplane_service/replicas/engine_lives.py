@@ -163,11 +163,14 @@ class EngineLives:
     def next_epoch(self, begun: int, request: OpenRequest) -> int:
         """Return the lowest epoch above every epoch that this service, the page memory or the store has recorded.
 
-        `begun`: the highest epoch that began on this replica. Raises LimitExceeded if all epochs are used.
+        `begun`: the highest epoch that began on this replica, or that its page memory has shown. Raises LimitExceeded
+        if all epochs are used.
         """
-        epoch = max(begun, request.owner_epoch, newest_epoch(request.stamp_table)) + 1
+        begun = max(begun, request.owner_epoch)
         if self.recovering is not None:
-            epoch = max(epoch, self.recovering.epoch_above(self._replica, request.stamp_table))
+            epoch = self.recovering.epoch_above(self._replica, request.stamp_table, begun)
+        else:
+            epoch = max(begun, newest_epoch(request.stamp_table)) + 1
         if epoch > MAX_EPOCH:
             raise LimitExceeded(f"all {MAX_EPOCH} epochs are used", remedy="deregister and register the replica again")
         return epoch

@@ -94,7 +94,11 @@ class ReplicaHost(HostState):
 
     def next_epoch(self, request: OpenRequest) -> int:
         """Return the epoch number of the engine life that this request would begin. Raises LimitExceeded."""
-        return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
+        if self.recovering is None:
+            return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
+        epoch = self._lives.next_epoch(self._owner_epoch, request)
+        self.epoch = min(self.epoch, epoch - 1)  # it was read from the store, which may state any
+        return epoch
 
     def open(self, request: OpenRequest, on_end: OnEnd | None = None, epoch: int = NEW_EPOCH) -> Opened:
         """Open a session, which may then write. `on_end` is called once, with the reason, if a newer one replaces it.

@@ -19,6 +19,7 @@ from kvplane_service.core.recovery import RecoveredState
 from kvplane_service.runtime.executors import Offload
 
 UNSTORED_EPOCHS = 16  # epochs that may have begun without being stored yet
+UNCLAIMED_EPOCHS = 4096  # epochs of the store that may have begun without claiming the page memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Recovering:
     """Entries of a store that wait until the stamps (version numbers of contents) of a page memory verify them.
 
     Attributes:
-        epoch: the highest epoch that is known to have begun.
+        epoch: the highest epoch that has begun, according to the store.
         incarnation: incarnation of the page memory that the entries belong to.
         loading: whether the store is still being read.
         entries: the entries read so far; the newest first once `loading` is False.
@@ -54,6 +55,7 @@ class Recovering:
     refused: Counter[str] = field(default_factory=Counter)
     failed: str = ""
     recovered: int | None = None
+    _observed: int = 0
     _proof: _Proof | None = None
     _proving: asyncio.Future[None] | None = None
 
@@ -80,17 +82,22 @@ class Recovering:
         """Whether the entries can describe this page memory; 0 (not stated) counts as the same memory."""
         return incarnation in (0, self.incarnation)
 
-    def epoch_above(self, replica: ReplicaCore, shown: Sequence[int]) -> int:
+    def epoch_above(self, replica: ReplicaCore, shown: Sequence[int], owner: int) -> int:
         """Return an epoch in which no stamp (version number of a content) was issued.
 
-        It is above the epochs in the store and in the page memory, with room for epochs that began but were not stored.
+        It is above `owner`, the epoch that owns the page memory, the epochs of the stamps in the memory, and those in
+        the store, with room for epochs that began but were not stored. What the store states counts up to
+        UNCLAIMED_EPOCHS above the memory: otherwise one forged row would use up all epochs.
         """
-        return max(self.epoch, self._proof_of(replica, shown).state.epoch) + 1 + UNSTORED_EPOCHS
+        state = self._proof_of(replica, shown).state
+        memory = max(owner, state.epoch, self._observed)
+        stored = min(max(self.epoch, state.stored_epoch), memory + UNCLAIMED_EPOCHS)
+        return max(memory, stored) + 1 + UNSTORED_EPOCHS
 
     def observe_epoch(self, epoch: int) -> None:
         """Record an epoch that an engine reports as begun; epochs above half of MAX_EPOCH are ignored."""
         if epoch < MAX_EPOCH // 2:
-            self.epoch = max(self.epoch, epoch)
+            self._observed = max(self._observed, epoch)
 
     async def prove_ahead(self, replica: ReplicaCore, shown: Sequence[int], offload: Offload) -> None:
         """Verify the entries on a thread, so that a following `epoch_above` and `prove` are fast.
