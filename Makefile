@@ -2,7 +2,7 @@
 # Each target installs what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
+.PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
 	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
@@ -14,8 +14,10 @@ ARGS ?= -n 2 --dist loadfile
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(RUNTIME)  ## two parts, live: four models through the service, then a small engine (at most 60 s each)
+demo: $(RUNTIME)  ## four models through a service, live, and what the cache saves (a minute; no torch)
 	@.venv/bin/kvplane demo
+
+demo-engine: $(RUNTIME)  ## a small engine with real pages, compared with the same model without a cache (installs torch, 1 GB)
 	@scripts/demo_engine.sh
 
 test: check pytest  ## run everything that CI runs

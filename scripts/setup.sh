@@ -49,10 +49,10 @@ install() {
 }
 
 if [[ ,$extras, == *,worker,* ]]; then
-    say "installing torch $torch into .venv (several minutes where it is downloaded)"
+    say "installing torch $torch into .venv (about 900 MB, several minutes where it is downloaded)"
     install "torch==$torch"
 fi
-say "installing kvplane[$extras] into .venv (the first time: about a minute)"
+say "installing kvplane[$extras] into .venv (the first time: 45 packages or more, 230 MB or more, about a minute)"
 install --editable ".[$extras]"
 .venv/bin/python -m pip check
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"

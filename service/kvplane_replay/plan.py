@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvplane.base.sources import ModelSource
+    from kvplane.base.sources import LayerSource, ModelSource
 
 NS_PER_SECOND = 1_000_000_000
 NS_PER_US = 1_000
@@ -123,7 +123,7 @@ class RunPlan:
         if self.replicas < 1:
             raise InvalidArgument(f"it is {self.replicas}, but must be 1 or more", field="replicas")
 
-    def source(self) -> ModelSource:
+    def source(self) -> ModelSource | LayerSource:
         """Return the source with which each replica is registered."""
         from kvplane.base.sources import ModelSource  # not for the options of a command
 

@@ -6,6 +6,8 @@ import os
 import pty
 import re
 import signal
+import subprocess
+import sys
 
 from tests.cli.processes import KVPLANE, Watched, children, interrupt, run_kvplane, running
 
@@ -13,29 +15,79 @@ MODELS = ("llama-3.1-70b", "gpt-oss-120b", "gemma-3-27b", "jamba-v0.1")
 COUNTS = re.compile(
     r"(\S+): (\d+) requests, ([\d,]+) hit tokens \(\d+%\), ([\d,]+) evictions, ([\d,]+) preemptions, ([\d,]+) steps"
 )
+CACHES = ("hybrid", "uniform", "no prefix cache")
+ROW = re.compile(rf"^(\S+) +\d+ GiB +({'|'.join(CACHES)}) +(\d+)% +(\d+) +([\d,]+)$", re.MULTILINE)
 
 
-def test_demo_shows_all_effects_of_every_model_and_a_summary(tmp_path):
-    """Exit code 0: the service's counters equal the engines' counts."""
+def test_demo_shows_all_effects_and_what_each_cache_saves(tmp_path, monkeypatch):
+    """Exit code 0: the service's counters equal the engines' counts. No process of the demo imports torch."""
+    marker = tmp_path / "imported"
+    (tmp_path / "torch.py").write_text(f"open({str(marker)!r}, 'w')\nraise ImportError('the demo needs no torch')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
     picture = tmp_path / "demo.svg"
     done = run_kvplane("demo", "--svg", picture)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    summary = done.stdout.splitlines()[-1]
-    by_model = COUNTS.findall(summary)
+    assert not marker.exists()
+    by_model = COUNTS.findall(done.stdout)
     assert tuple(model for model, *_ in by_model) == MODELS
     for model, *counts in by_model:
         assert all(int(count.replace(",", "")) > 0 for count in counts), model
     drawn = picture.read_text(encoding="utf-8")
     assert drawn.startswith("<svg")
     assert all(model in drawn for model in MODELS)
+    table = {
+        (model, cache): tuple(int(one.replace(",", "")) for one in rest)
+        for model, cache, *rest in ROW.findall(done.stdout)
+    }
+    assert set(table) == {(model, cache) for model in ("gpt-oss-120b", "gemma-3-27b") for cache in CACHES}
+    for model in ("gpt-oss-120b", "gemma-3-27b"):
+        hybrid, uniform, none = (table[model, cache] for cache in CACHES)
+        assert hybrid[0] > uniform[0] >= none[0] == 0
+        assert hybrid[1] > uniform[1]
+        assert hybrid[2] < uniform[2] <= none[2]
+        said = next(line for line in done.stdout.splitlines() if line.startswith(f"{model}: a hybrid cache hits"))
+        assert f"{hybrid[0]}% of the tokens and runs {hybrid[1]} requests at once" in said
+        assert f"{uniform[0]}% and {uniform[1]};" in said
+        assert f"{none[2] / hybrid[2]:.1f} times as many tokens" in said
+
+
+def test_fake_torch_is_found_before_the_real_one(tmp_path):
+    """The test above relies on it."""
+    (tmp_path / "torch.py").write_text("print('planted')")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=variables, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "planted\n"
+
+
+def test_commands_that_the_demo_prints_work_while_it_runs():
+    """The engines are stopped as soon as they have answered some requests, so that the demo does not end meanwhile."""
+    with running("demo") as demo:
+        assert demo.stdout is not None
+        lines = iter(demo.stdout.readline, "")
+        head = [next(lines) for _ in range(5)]
+        next(line for line in lines if re.match(r"gemma-3-27b +[2-9]\d done", line))
+        demo.send_signal(signal.SIGSTOP)
+        try:
+            top, describe, explain = (line.split()[1:] for line in head[2:5])
+            asked = [run_kvplane(*words) for words in ([*top, "--once"], describe, explain)]
+        finally:
+            demo.send_signal(signal.SIGCONT)
+    for words, done in zip(("top", "describe", "explain"), asked, strict=True):
+        assert done.returncode == 0, (words, done.stderr)
+    seen_top, seen_replica, seen_hit = (done.stdout for done in asked)
+    assert all(model in seen_top for model in MODELS)
+    assert "gemma-3-27b" in seen_replica
+    assert re.search(r"[1-9]\d* (of .* )?tokens", seen_hit), seen_hit
 
 
 def test_ctrl_c_of_the_demo_leaves_no_child():
     with running("demo") as process:
         assert process.stdout is not None
-        assert "starting the service" in process.stdout.readline()
-        assert MODELS[0] in process.stdout.readline()
+        assert "starting a service" in process.stdout.readline()
+        assert "the service listens on" in process.stdout.readline()
         (child,) = children(process.pid)
         service = Watched(child)
         assert interrupt(process) == 130

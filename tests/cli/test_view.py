@@ -135,7 +135,7 @@ def test_demo_complains_about_effects_that_did_not_occur():
     assert complaints(summary()) == []
     nothing = replace(COUNTS, preempted=0)
     assert complaints(summary(counts=nothing, tally=counted(nothing))) == ["no preemption occurred"]
-    assert "1 preemptions" in report.summary_line([summary()])
+    assert "1 preemptions" in report.summary_lines([summary()])[0]
 
 
 # ---- the live view

@@ -1,4 +1,4 @@
-"""The second part of `make demo`: a service, two workers, and the reference engine, which answers conversations.
+"""`make demo-engine`: a service, two workers, and the reference engine, which answers conversations.
 
 The weights are random, so answers are noise; each equals the answer that the dense model computes without a cache.
 """
@@ -84,7 +84,7 @@ class Look:
 
 
 def main() -> int:
-    """Run this part of the demo. Returns 0 when no token differs."""
+    """Run the demo. Returns 0 when no token differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.demo", description=__doc__)
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     talk = conversations(ROOT, parser.parse_args().conversations, TURNS, seed=4)

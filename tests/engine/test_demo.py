@@ -1,4 +1,4 @@
-"""The second part of `make demo`."""
+"""`make demo-engine`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Workloads: public serving traces, read line by line, and a built-in workload from a seed. All yield
+"""Workloads: public serving traces, read line by line, and two built-in workloads from a seed. All yield
 `TraceRequest`.
 """
 
 from kvplane_replay.workloads.chat import ChatShape, chat_workload
+from kvplane_replay.workloads.documents import DocumentShape, document_workload
 from kvplane_replay.workloads.lines import MalformedTrace
 from kvplane_replay.workloads.requests import Span, TokenSource, TraceRequest
 from kvplane_replay.workloads.traces import TraceFile, TraceKind
 
 __all__ = [
     "ChatShape",
+    "DocumentShape",
     "MalformedTrace",
     "Span",
     "TokenSource",
@@ -16,4 +18,5 @@ __all__ = [
     "TraceKind",
     "TraceRequest",
     "chat_workload",
+    "document_workload",
 ]

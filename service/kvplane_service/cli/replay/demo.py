@@ -1,7 +1,8 @@
-"""Run `kvplane demo`: a service in a child process, one engine thread per model, and a live view."""
+"""Run `kvplane demo`: a service in a child process, one engine thread per model, a live view, and a comparison."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,14 @@ from kvplane_replay.summary import Summary
 from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.options import FAILED, INTERRUPTED
+from kvplane_service.cli.replay.compare import compare, comparison, conclusion
 from kvplane_service.cli.replay.engines import Engines, Pace, running
-from kvplane_service.cli.replay.report import summary_line
+from kvplane_service.cli.replay.report import summary_lines
 from kvplane_service.cli.views.panels import View, line, picture
 from kvplane_service.cli.views.samples import Sample, Sampler
 
 MAX_MODEL_LEN = 4096
-NUM_REQUESTS = 300
+NUM_REQUESTS = 200
 _VIEW_INTERVAL_S = 0.25
 _VIEW_SPEED = 4.0  # virtual seconds per second of the live view; without a terminal the demo runs at full speed
 _LINE_INTERVAL_S = 2.0
@@ -87,26 +89,45 @@ def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
     faults = [f"{summary.model}: {fault}" for summary in summaries for fault in complaints(summary)]
     for fault in faults:
         print(f"kvplane demo: {fault}", file=sys.stderr)
-    print(summary_line(summaries))
     return FAILED if faults else 0
 
 
 def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:
-    """Start a service, run all models, stop the service, and return a summary per model. Raises the error of a failed
-    engine.
+    """Start a service, run all models, print what they did, compare kinds of caches, stop the service, and return the
+    summaries of the first runs. Raises the error of a failed engine.
     """
     with ExitStack() as stack:
-        console.print("starting the service", highlight=False)
-        client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
-        runs = [stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS]
-        samplers = [Sampler(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
-        pace = Pace(0.0 if plain else _VIEW_SPEED)
-        with (
-            running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
-            _lines(console) if plain else _live(console) as show,
-        ):
-            _watch(engines, samplers, show, svg)
-        return [run.summary("demo") for run in runs]
+        print(f"starting a service and {len(MODELS)} engines, {NUM_REQUESTS} requests each", flush=True)
+        service = stack.enter_context(ServiceChild())
+        client = stack.enter_context(connect(service.address))
+        print(_invitation(service.address, seed), flush=True)
+        with ExitStack() as first:
+            runs = [first.enter_context(ReplayRun(client, one.plan(), one.name, workload(seed))) for one in MODELS]
+            samplers = [Sampler(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
+            pace = Pace(0.0 if plain else _VIEW_SPEED)
+            with (
+                running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
+                _lines(console) if plain else _live(console) as show,
+            ):
+                _watch(engines, samplers, show, svg)
+            summaries = [run.summary("demo") for run in runs]
+            print("", *summary_lines(summaries), "", sep="\n")
+            print("What does the cache save? The same conversations about long documents, three times:", flush=True)
+            outcomes = compare(client, seed)
+            print("", comparison(outcomes), "", *conclusion(outcomes), sep="\n", flush=True)
+            return summaries
+
+
+def _invitation(address: str, seed: int) -> str:
+    """Return the address of the service, and what to try in another terminal while the demo runs."""
+    typed = sys.argv[0]  # a path, if the command was not found on PATH
+    command = typed if Path(typed).name == "kvplane" and typed != shutil.which("kvplane") else "kvplane"
+    request = next(one for one in workload(seed) if one.name.endswith("/1"))  # its first turn is in the cache
+    model = MODELS[2].name
+    lines = [f"the service listens on {address}; in another terminal, while this runs:"]
+    for words in ("top", f"describe {model}", f"explain {model} --request {request.name}"):
+        lines.append(f"    {command} {words} --service {address}")
+    return "\n".join(lines)
 
 
 Show = Callable[[list[Sample], bool], None]  # draws samples; the second argument is True for the last samples

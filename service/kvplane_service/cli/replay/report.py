@@ -1,4 +1,4 @@
-"""Format the outcome of a replay as text: a table for a trace or a recording, one line for the demo."""
+"""Format the outcome of a replay as text: a table for a trace or a recording, a line per model for the demo."""
 
 from __future__ import annotations
 
@@ -85,17 +85,14 @@ def _numbers(values: tuple[int, ...]) -> str:
     return " ".join(f"{value:,}" for value in values)
 
 
-def summary_line(summaries: Sequence[Summary]) -> str:
-    """Return the outcomes of all models in one line, as counted by the service."""
-    parts = []
-    for summary in summaries:
-        counts = summary.counts
-        parts.append(
-            f"{summary.model}: {summary.completed:,} requests, {counts.hit_tokens:,} hit tokens "
-            f"({summary.hit_share:.0%}), {summary.evicted:,} evictions, {counts.preempted:,} preemptions, "
-            f"{counts.steps:,} steps"
-        )
-    return " | ".join(parts)
+def summary_lines(summaries: Sequence[Summary]) -> list[str]:
+    """Return the outcomes, a line for each model, as counted by the service."""
+    return [
+        f"{summary.model}: {summary.completed:,} requests, {summary.counts.hit_tokens:,} hit tokens "
+        f"({summary.hit_share:.0%}), {summary.evicted:,} evictions, {summary.counts.preempted:,} preemptions, "
+        f"{summary.counts.steps:,} steps"
+        for summary in summaries
+    ]
 
 
 def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:
