@@ -1,4 +1,4 @@
-"""The README is true: its commands are those that CI runs, its code runs as printed."""
+"""The README and the first engine are true: the commands are those that CI runs, the code runs as printed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvplane_service.models.catalogue import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+FIRST_ENGINE = (ROOT / "docs" / "first-engine.md").read_text()
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 
@@ -63,8 +64,8 @@ def address() -> Iterator[str]:
         yield service.address
 
 
-def test_readme_engine_loop_runs_as_printed(address):
-    (loop,) = fenced_blocks(README, "python")
+def test_engine_loop_runs_as_printed(address):
+    (loop,) = fenced_blocks(FIRST_ENGINE, "python")
     assert DEFAULT_ADDRESS in loop
     done = run_block(loop.replace(DEFAULT_ADDRESS, address))
     assert done.returncode == 0, done.stderr
@@ -74,9 +75,9 @@ def test_readme_engine_loop_runs_as_printed(address):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_readme_engine_loop_hits_on_every_model(address, model):
+def test_engine_loop_hits_on_every_model(address, model):
     """The prompt is longer than a block of any model."""
-    (loop,) = fenced_blocks(README, "python")
+    (loop,) = fenced_blocks(FIRST_ENGINE, "python")
     for said, other in {
         DEFAULT_ADDRESS: address,
         '"readme"': f'"{model}"',
@@ -88,7 +89,7 @@ def test_readme_engine_loop_hits_on_every_model(address, model):
         loop = loop.replace(said, other)
     printed = StringIO()
     with redirect_stdout(printed):
-        exec(compile(loop, "README.md", "exec"), {})
+        exec(compile(loop, "first-engine.md", "exec"), {})
     hits = [int(line.split()[2]) for line in printed.getvalue().splitlines()]
     assert hits[0] == 0
     assert hits[1] >= 1500
@@ -120,8 +121,8 @@ def curl(line: str, address: str) -> dict[str, object]:
     return answer
 
 
-def test_readme_grpcurl_calls_allocate_hit_and_are_refused(address):
-    (block,) = (block for block in fenced_blocks(README, "sh") if "grpcurl" in block)
+def test_grpcurl_calls_allocate_hit_and_are_refused(address):
+    (block,) = (block for block in fenced_blocks(FIRST_ENGINE, "sh") if "grpcurl" in block)
     registered, allocated, _, found, refused = (curl(line, address) for line in block.splitlines())
     assert registered["spec"]
     assert allocated["status"] == "ALLOCATION_STATUS_GRANTED"

@@ -1,0 +1,111 @@
+"""The figures of the README are those of the recorded results, its links and tests exist, its pictures are drawn."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SAID = " ".join(README.split())
+RESULTS = ROOT / "tests" / "bench" / "results"
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of the rows of all Markdown tables in a text."""
+    lines = [line.strip() for line in table.splitlines() if line.strip().startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def span(cells: list[str]) -> str:
+    """Return the least and the most of the numbers in the cells, as they are written there."""
+    numbers = sorted((number for cell in cells for number in cell.split(", ")), key=float)
+    return f"{numbers[0]}–{numbers[-1]}"
+
+
+def count_records(folder: str, start: bytes) -> tuple[int, int]:
+    """Return the number of recordings in a folder, and of their lines that begin with `start`, without the headers."""
+    files = sorted((ROOT / "tests" / "conformance" / folder).glob("*.jsonl.gz"))
+    return len(files), sum(gzip.decompress(one.read_bytes()).count(b"\n" + start) for one in files)
+
+
+def test_span_keeps_the_written_form():
+    assert span(["1.10, 0.9", "10.00"]) == "0.9–10.00"
+
+
+def test_cost_of_schedule_is_that_of_the_results():
+    """Each row: stock's time, then the ratio of each mode; ratios above 1 in every run are bold."""
+    recorded = [row for row in rows_of((RESULTS / "vllm_schedule.md").read_text()) if row[2] in ("phase", "even")]
+    printed = [row for row in rows_of(README) if row[0] in ("8", "256")]
+    cases = [("8", "1"), ("8", "7"), ("256", "1"), ("256", "7")]
+    expected = []
+    for requests, groups in cases:
+        measured = [row for row in recorded if row[:2] == [requests, groups]]
+        assert len(measured) == 2, "the results have two loads of each case"
+        spans = [span([row[column] for row in measured]) for column in (3, 4, 5, 6)]
+        losing = [f"**{one}**" if float(one.split("–")[0]) > 1 else one for one in spans[1:]]
+        expected.append([requests, groups, spans[0], *losing])
+    assert printed == expected
+    date = re.search(r"date (\S+),", (RESULTS / "vllm_schedule.md").read_text())
+    assert date is not None
+    assert f"two runs each, {date[1]})" in SAID
+
+
+def test_restart_is_that_of_the_results():
+    measured = json.loads((RESULTS / "restart.json").read_text())
+    (one,) = (each for each in measured if (each["store"], each["groups"]) == ("SQLite", 1))
+    assert one["entries"] == 1_000_000
+    assert f"a million keys ready in {one['ready_s']:.2f} s from SQLite" in SAID
+    assert f"{one['hits']:,} of {one['expected_hits']:,} prefixes hit as before" in SAID
+
+
+def test_simulated_runs_are_those_of_the_campaigns():
+    said = re.search(
+        r"No wrong hit in ([\d,]+) simulated runs with ([\d,]+) faults\*\* \(seeds (\d+) to (\d+) at (\w+)\)", SAID
+    )
+    assert said is not None
+    campaigns = rows_of((ROOT / "tests" / "sim" / "CAMPAIGNS.md").read_text())
+    (row,) = (row for row in campaigns if row[1:3] == [said[5], f"{said[3]}..{said[4]}"])
+    assert row[3] == said[1].replace(",", "")
+    assert row[5] == said[2].replace(",", "")
+    assert row[8] == "0", "no seed of the campaign failed"
+    assert f"make sim SEEDS={row[3]} SEED_BASE={said[3]}" in SAID
+
+
+def test_recordings_are_counted():
+    assert "{} recordings of {:,} operations".format(*count_records("traces", b"{")) in SAID
+    assert "{} recordings of {:,} scheduler steps".format(*count_records("steps", b'{"t":')) in SAID
+
+
+def test_files_that_the_readme_names_exist():
+    named = set(re.findall(r"`(tests/[\w/.]+\.py)`", README))
+    named |= {link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("https://")}
+    named |= set(re.findall(r'(?:src|srcset)="([^"]+)"', README))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_row_of_works_with_names_a_test():
+    section = README.split("## Works with")[1].split("## ")[0]
+    rows = rows_of(section)[2:]
+    assert len(rows) >= 5
+    assert all(re.search(r"`tests/\S+\.py`", tested) for _, tested in rows)
+
+
+def test_make_targets_that_the_readme_names_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = set(re.findall(r"`make ([a-z-]+)", README))
+    assert len(named) > 6
+    assert named <= set(targets)
+
+
+def test_pictures_of_the_system_are_drawn_by_the_script(tmp_path):
+    code = "import sys; from pathlib import Path; import system_picture as s; s.DOCS = Path(sys.argv[1]); s.main()"
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT / "scripts", timeout=60, check=True)
+    for name in ("light", "dark"):
+        drawn = tmp_path / f"system-{name}.svg"
+        assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text(), "python scripts/system_picture.py"
