@@ -5,28 +5,52 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 
 from rich.console import Console
 
 from kvplane_worker.engine.request import Request
-from tests.engine.demo import ROOT, Look, panel
+from tests.engine.demo import ROOT, Look, lines, panel
 from tests.engine.talk import conversations, readable
 from tests.engine.world import World
 
-LAST = re.compile(r"(\d+) answers \| .* hit ([\d,]+) tokens .* \| 0 of (\d+) tokens differ from the dense model's")
+RUN = re.compile(r"(\d+) answers in .*\| ([\d,]+) tokens computed \| hit ([\d,]+) tokens .*\| 0 of (\d+) tokens differ")
+LAST = re.compile(r"the cache saved ([\d,]+) of ([\d,]+) tokens \(\d+%\) and -?[\d.]+ of .* s; .*: 0 of (\d+) differ")
 
 
-def test_demo_gets_hits_and_equal_tokens():
+def numbers(cells: Sequence[str]) -> list[int]:
+    return [int(one.replace(",", "")) for one in cells]
+
+
+def test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved():
     command = [sys.executable, "-m", "tests.engine.demo", "--conversations", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
+    cached, uncached = (numbers(found) for found in RUN.findall(done.stdout))
+    assert cached[0] == uncached[0] == 9
+    assert cached[2] > uncached[2] == 0
     matched = LAST.fullmatch(done.stdout.splitlines()[-1])
     assert matched, done.stdout
-    answers, hits, compared = (int(one.replace(",", "")) for one in matched.groups())
-    assert answers >= 3
-    assert hits > 0
-    assert compared >= answers
-    assert done.stdout.count("prompt tokens cached") == answers
+    saved, computed, compared = numbers(matched.groups())
+    assert (saved, computed) == (uncached[1] - cached[1], uncached[1])
+    assert saved > 0
+    assert compared == cached[3] + uncached[3] > 0
+    assert done.stdout.count("prompt tokens cached") == 18
+
+
+def test_no_byte_of_an_answer_is_printed():
+    """The weights are random: the text of an answer would be noise."""
+    request = Request("1.1", [256, *b"Q: why?\nA: "], 3)
+    request.hits.append(0)
+    request.tokens += [1, 200, 90]
+    look = Look(World().engine, num_answers=1)
+    look.answers.append(request)
+    printed = StringIO()
+    with redirect_stdout(printed), lines() as show:
+        show(look)
+    assert printed.getvalue() == "turn 1.1      0 of   12 prompt tokens cached | 3 tokens answered\n"
 
 
 def test_conversations_about_one_document_share_a_prefix():
@@ -43,7 +67,7 @@ def test_conversations_about_one_document_share_a_prefix():
     assert talk.answered(following) is None
 
 
-def test_panel_shows_question_answer_and_hit():
+def test_panel_shows_question_length_of_the_answer_and_hit():
     request = Request("1.2", [256, *b"some text\nQ: is it cached?\nA: "], 2)
     request.hits.append(16)
     request.tokens += [104, 7]
@@ -53,7 +77,7 @@ def test_panel_shows_question_answer_and_hit():
     console.print(panel(look))
     text = console.export_text()
     assert "is it cached?" in text
-    assert "h·" in text
+    assert "2 tokens" in text
     assert "16" in text
     assert "0 of 2 tokens differ" in text
 
