@@ -173,6 +173,8 @@ class Config(BaseModel):
     """
     store_lag_ms: Millis = 5000
     """Age of the oldest unwritten change above which the service reports the store as degraded."""
+    max_connections: Count = 4096
+    """Largest number of connections; the service closes further ones."""
     keepalive_ms: Millis = 30_000
     """Interval between keepalive pings on an idle connection."""
     keepalive_timeout_ms: Millis = 10_000

@@ -15,27 +15,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane_service.config import Config
 from kvplane_service.rpc import health
+from tests.service.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADER_BYTES,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PING,
+    PREFACE,
+    SETTINGS,
+    call_headers,
+    frame,
+    message,
+)
 from tests.service.rig import WAIT_S, Service, running, until
 from tests.service.test_drain import drain
 
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6  # types of HTTP/2 frames
-ACK = END_STREAM = 1
-END_HEADERS = 4
-INITIAL_WINDOW_SIZE = 4
-HEADER_BYTES = 9
-
-
-def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
-    return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
-
-
-def literal(name: bytes, value: bytes) -> bytes:
-    """A header, neither compressed nor indexed."""
-    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
 class DeafClient:
@@ -45,16 +45,12 @@ class DeafClient:
         self.answered = threading.Event()  # the call began: its headers came, and its first status waits for the window
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
-        fields = {
-            b":method": b"POST", b":scheme": b"http", b":path": b"/grpc.health.v1.Health/Watch", b":authority": b"x",
-            b"content-type": b"application/grpc", b"te": b"trailers",
-        }  # fmt: skip
-        message = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+        request = health_pb2.HealthCheckRequest(service=name).SerializeToString()
         self._socket.sendall(
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            PREFACE
             + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
-            + frame(HEADERS, END_HEADERS, 1, b"".join(literal(*field) for field in fields.items()))
-            + frame(DATA, END_STREAM, 1, struct.pack(">BI", 0, len(message)) + message)
+            + frame(HEADERS, END_HEADERS, 1, call_headers("/grpc.health.v1.Health/Watch"))
+            + frame(DATA, END_STREAM, 1, message(request))
         )
         self._thread = threading.Thread(target=self._answer, daemon=True)
         self._thread.start()

@@ -14,7 +14,7 @@ from kvplane.base.errors import DeadlineExceeded, InternalError
 from kvplane_service.config import Config, is_open_to_all
 from kvplane_service.process import app
 from kvplane_service.process.app import serve
-from kvplane_service.rpc import session
+from kvplane_service.rpc import methods
 from kvplane_service.store.sqlite import SqliteStore
 from tests.service.rig import WAIT_S, Service, Stream, running, until
 from tests.twins import weakened
@@ -50,7 +50,7 @@ def test_lapse_by_own_delay_is_caught():
 
 
 def test_a_stream_without_open_is_ended(monkeypatch):
-    monkeypatch.setattr(session, "FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(methods, "MESSAGE_TIMEOUT_S", 0.05)
     with running() as service:
         mute = Stream(service.channel)
         error = mute.end()

@@ -145,12 +145,15 @@ class Stream:
 class Context:
     """Replaces grpc.aio.ServicerContext for handlers."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, request: bytes | None) -> None:
+        self._stream, self._request = stream, request
         self._read_s = 0.0
         self._stuck_s = (0.0, 0.0)  # begin and end of the last write that was stuck
 
     async def read(self) -> Any:
+        if self._request is not None:
+            request, self._request = self._request, None
+            return request
         try:
             item = await self._stream.outward.receive()
         except Ended:
@@ -209,12 +212,12 @@ class Server:
     async def _answer(self, stream: Stream, method: str, request: bytes | None) -> None:
         details: Any = _Call(method)
         handler: Any = next(filter(None, (one.service(details) for one in self._handlers)))
-        context = Context(stream)
+        context = Context(stream, request)
         try:
-            if request is None:
+            if handler.stream_unary is None:
                 await handler.stream_stream(EOF, context)
             else:
-                stream.inward.send(await handler.unary_unary(request, context))
+                stream.inward.send(await handler.stream_unary(EOF, context))
             stream.inward.send(Ended())
         except Aborted:
             return

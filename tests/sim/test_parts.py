@@ -171,7 +171,7 @@ def test_answer_that_follows_a_stuck_write_counts_with_the_work_on_it(works_s):
         network = Network(loop, Random(1))
         service, client = Process("service", 1), Process("client", 2)
         stream = Stream(network, client, "here", Server(network, "there", service))
-        context = Context(stream)
+        context = Context(stream, None)
         stream.outward.send(b"step")
         await context.read()
         await asyncio.sleep(works_s)

@@ -148,7 +148,7 @@ class Gate:
         rule = METHODS[call.method]
         identity = self._identities.identify(proof) if self._identities else None
         owner = call.owner = identity.owner if identity else ANYONE
-        if rule.scope not in owner.scopes:
+        if rule.scope is not None and rule.scope not in owner.scopes:
             raise PermissionDenied(
                 f"owner {owner.name} lacks the scope `{rule.scope.value}`, which {call.method} requires",
                 field="authorization",

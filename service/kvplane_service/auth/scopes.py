@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from grpc_health.v1 import health_pb2
+
 
 class Scope(Enum):
     """A permission to call a set of methods."""
@@ -22,12 +24,12 @@ class Rule:
     """What a method requires of its caller.
 
     Attributes:
-        scope: the scope that the caller must have.
+        scope: the scope that the caller must have; None = any.
         is_audited: every call is written to the audit log, also a successful one.
         is_for_all: the method affects the replicas of all owners, so the caller also needs `every_replica`.
     """
 
-    scope: Scope
+    scope: Scope | None
     is_audited: bool = False
     is_for_all: bool = False
 
@@ -36,10 +38,12 @@ def _service(name: str, **rules: Rule) -> dict[str, Rule]:
     return {f"kvplane.v1.{name}/{method}": rule for method, rule in rules.items()}
 
 
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _ALLOCATE, _READ = Rule(Scope.ALLOCATE), Rule(Scope.READ)
 _CHANGE = Rule(Scope.ALLOCATE, is_audited=True)
 
 METHODS: Mapping[str, Rule] = {
+    **{f"{_HEALTH.full_name}/{method.name}": Rule(None) for method in _HEALTH.methods},
     **_service(
         "Allocation",
         RegisterReplica=_CHANGE,

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import AsyncGenerator, Sequence
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from kvplane.base.errors import LimitExceeded, NotFound
 
 LIVENESS = "liveness"
 READINESS = "readiness"
 STORE = "store"
 STATE = "state"
-SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-MAX_WATCHES = 1024  # Watch calls at a time, since Health needs no authentication
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"]
+MAX_WATCHES = 1024  # Watch calls at a time, since Health needs no authentication on its own port
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a library without types
+class HealthServicer:
     """Answers Health.Check and Health.Watch from the stored statuses.
 
     `set` stores a status and never waits for a client: a client that does not read holds up only its own Watch call.
@@ -39,20 +38,30 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def Check(self, request: HealthCheckRequest, context: _Context) -> HealthCheckResponse:  # noqa: N802
-        """Return the status of a service. The call ends with NOT_FOUND if the name is unknown."""
+    async def Check(self, request: HealthCheckRequest, _: bytes) -> HealthCheckResponse:  # noqa: N802
+        """Return the status of a service. Raises NotFound if the name is unknown."""
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
+            raise NotFound(
+                f"there is no health status of {request.service[:140]!r}",
+                field="service",
+                remedy=f"ask for one of {', '.join(map(repr, sorted(self._statuses)))}",
+            )
         return HealthCheckResponse(status=status)
 
-    async def Watch(self, request: HealthCheckRequest, context: _Context) -> None:  # noqa: N802
-        """Send the status of a service now and after each change; SERVICE_UNKNOWN if the name is unknown.
+    async def List(self, _: Message, __: bytes) -> Message:  # noqa: N802 - not in every version of the library
+        """Return all statuses."""
+        statuses = {name: HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        answer: Message = health_pb2.HealthListResponse(statuses=statuses)
+        return answer
 
-        A slow client misses intermediate statuses. The call ends with RESOURCE_EXHAUSTED if MAX_WATCHES others run.
+    async def Watch(self, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse]:  # noqa: N802
+        """Yield the status of a service now and after each change; SERVICE_UNKNOWN if the name is unknown.
+
+        A slow client misses intermediate statuses. Raises LimitExceeded if MAX_WATCHES others run.
         """
         if self._num_watches >= MAX_WATCHES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} Watch calls run, the maximum")
+            raise LimitExceeded(f"{MAX_WATCHES} Watch calls run, the maximum", remedy="call Health.Check")
         self._num_watches += 1
         try:
             sent = None
@@ -60,7 +69,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
                 changed = self._changed  # read before the status, so that no change is missed during the write
                 status = self._statuses.get(request.service, HealthCheckResponse.SERVICE_UNKNOWN)
                 if status != sent:
-                    await context.write(HealthCheckResponse(status=status))
+                    yield HealthCheckResponse(status=status)
                     sent = status
                 await changed.wait()
         finally:

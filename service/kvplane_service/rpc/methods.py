@@ -1,6 +1,8 @@
 """The wrapper around every gRPC method: it takes and returns bytes, and turns errors into a status.
 
-Handlers are built from the descriptor of a gRPC service. They get the bytes of the request, which are hashed to
+Handlers are built from the descriptor of a gRPC service. Every method is served as a stream of requests, since gRPC
+reads the request of a unary handler before it calls the handler: here the gate first admits the call by its headers,
+so that gRPC buffers nothing of a client that is refused. Handlers get the bytes of the request, which are hashed to
 recognize retries and checked for values that a parser would truncate. A long request of a unary method is parsed on a
 thread. Errors become a status only here, by the table `kvplane.rpc.status`.
 """
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -20,7 +23,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from kvplane.base.errors import InternalError, KvplaneError
+from kvplane.base.errors import DeadlineExceeded, InternalError, InvalidArgument, KvplaneError
 from kvplane.rpc.status import encode_status
 from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import Gate, Incoming
@@ -29,11 +32,12 @@ from kvplane_service.registry import UnknownReplica
 from kvplane_service.runtime.executors import Executor, Offload
 
 LONG_MESSAGE_BYTES = 64 << 10  # a message of this size takes about a millisecond to parse
+MESSAGE_TIMEOUT_S = 10.0  # for the request of a call, and the first message of a session, to arrive
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
 EnsureLocal: TypeAlias = Callable[[str], Awaitable[None]]
-ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message | bytes]]
+ServerStream: TypeAlias = Callable[[Any], AsyncGenerator[Message | bytes]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
 _T = TypeVar("_T")
@@ -77,20 +81,24 @@ def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> gr
         return grpc.stream_stream_rpc_method_handler(_stream(behaviour, answered))
     if method.server_streaming:
         serve = _server_stream(behaviour, request_class, hooks.ensure_local, answered)
-        return grpc.unary_stream_rpc_method_handler(serve)
-    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, hooks, answered))
+        return grpc.stream_stream_rpc_method_handler(serve)
+    return grpc.stream_unary_rpc_method_handler(_unary(behaviour, request_class, hooks, answered))
 
 
 def _unary(
     behaviour: Unary, request_class: type[Message], hooks: CallHooks, answered: _Answered
-) -> Callable[[bytes, Context], Awaitable[bytes]]:
+) -> Callable[[object, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
         read = partial(parse, request_class, raw)
         answer = await behaviour(await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read(), raw)
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
-    async def call(raw: bytes, context: Context) -> bytes:
-        given: bytes = await answered(context, partial(_with_replica, hooks.ensure_local, partial(answer, raw)))
+    async def work(context: Context) -> bytes:
+        raw = await _request(context)
+        return await _with_replica(hooks.ensure_local, partial(answer, raw))
+
+    async def call(_: object, context: Context) -> bytes:
+        given: bytes = await answered(context, partial(work, context))
         return given
 
     return call
@@ -98,15 +106,52 @@ def _unary(
 
 def _server_stream(
     behaviour: ServerStream, request_class: type[Message], ensure_local: EnsureLocal, answered: _Answered
-) -> Callable[[bytes, Context], Awaitable[None]]:
-    async def answers(raw: bytes, context: Context) -> None:
-        async for answer in behaviour(parse(request_class, raw)):
-            await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
+) -> Callable[[object, Context], Awaitable[None]]:
+    async def send(raw: bytes, context: Context) -> None:
+        async with aclosing(behaviour(parse(request_class, raw))) as answers:
+            async for answer in answers:
+                await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
 
-    async def call(raw: bytes, context: Context) -> None:
-        await answered(context, partial(_with_replica, ensure_local, partial(answers, raw, context)))
+    async def work(context: Context) -> None:
+        raw = await _request(context)
+        await _with_replica(ensure_local, partial(send, raw, context))
+
+    async def call(_: object, context: Context) -> None:
+        await answered(context, partial(work, context))
 
     return call
+
+
+async def _request(context: Context) -> bytes:
+    """Return the request of a call that has one. Raises InvalidArgument if the client sent none, and as
+    `first_message`.
+    """
+    raw = await first_message(context)
+    if raw is None:
+        raise InvalidArgument("the call has no request", remedy="send one message")
+    return raw
+
+
+async def first_message(context: Context) -> bytes | None:
+    """Return the first message of a call; None if it has none. Raises DeadlineExceeded after MESSAGE_TIMEOUT_S seconds,
+    because a silent or slow call takes memory.
+    """
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            return await next_message(context)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the first message did not arrive within {MESSAGE_TIMEOUT_S:g} s",
+            remedy="send it as soon as the call begins; send large contents as hashes",
+        ) from None
+
+
+async def next_message(context: Context) -> bytes | None:
+    """Return the next message of a call, or None at the end (for which gRPC returns EOF, an object that its types
+    omit).
+    """
+    raw = cast(object, await context.read())
+    return raw if isinstance(raw, bytes) else None
 
 
 def _stream(behaviour: Stream, answered: _Answered) -> Callable[[object, Context], Awaitable[None]]:
@@ -164,5 +209,8 @@ async def _with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
 
 
 async def _abort(error: KvplaneError, context: Context) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(encode_status(error)))
+    try:
+        await context.abort_with_status(rpc_status.to_status(encode_status(error)))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None  # the client has cancelled the call; gRPC would log every such error
     raise AssertionError("abort returned")

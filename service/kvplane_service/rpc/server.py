@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
@@ -28,6 +27,7 @@ from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+MAX_STREAMS = 1024  # calls at a time on one connection; a client waits for more
 _LAST_CALLS_S = 1.0  # time for calls in progress when the server stops
 
 _log = logging.getLogger(__name__)
@@ -72,15 +72,16 @@ class RpcServer:
             service_handler(_EVENTS, self._events, hooks),
             service_handler(_WORKERS, WorkersServicer(visible), hooks),
             service_handler(_ADMIN, AdminServicer(visible, about), hooks),
+            service_handler(health.SERVICE, self._health.servicer, hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)
-        self._health_server = grpc.aio.server()
+        self._health_server = grpc.aio.server(options=_HEALTH_OPTIONS)
+        open_to_all = service_handler(health.SERVICE, self._health.servicer, CallHooks(visible.ensure_local))
+        self._health_server.add_generic_rpc_handlers((open_to_all,))
         self.health_address = ""  # set by `start` if configured
-        for server in (self._server, self._health_server):
-            health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if config.serves_reflection:
             # Clients request the descriptor of every listed service, and there is none for v1 of reflection.
-            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (*services, health.SERVICE.full_name, reflection.SERVICE_NAME)
             _add_reflection(self._server, names)
 
     async def start(self) -> str:
@@ -148,9 +149,31 @@ class RpcServer:
         await self._health_server.stop(None)
 
 
+# What clients may hold before they are known. No message is decompressed: a few bytes could become many. gRPC buffers
+# up to 64 KiB of a stream that no handler has read; it would let fast connections have more.
+_BOUNDS = (
+    ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not load balancing
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),  # a client connects again when it calls
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.experimental.tcp_max_read_chunk_size", 64 << 10),
+    ("grpc.server.max_pending_requests", 512),  # above it calls are cancelled at random, and clients retry
+    ("grpc.server.max_pending_requests_hard_limit", 1024),
+)
+_HEALTH_OPTIONS = (
+    *_BOUNDS,
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.max_concurrent_streams", 32),
+    ("grpc.max_receive_message_length", 4 << 10),
+)
+
+
 def _options(config: Config) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not load balancing
+        *_BOUNDS,
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # unlimited: an answer whose step was applied must reach the client
         ("grpc.keepalive_time_ms", config.keepalive_ms),

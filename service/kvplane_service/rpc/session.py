@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from kvplane import wire
 from kvplane.base.errors import (
-    DeadlineExceeded,
     InternalError,
     InvalidArgument,
     KvplaneError,
@@ -35,11 +34,10 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.decode import fingerprint
-from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context
+from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context, first_message, next_message
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
 
-FIRST_MESSAGE_S = 10.0  # deadline for the first message
 _PROOFS_AT_ONCE = 4  # recoveries whose stored keys are verified concurrently; each takes memory and time
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
@@ -84,7 +82,7 @@ class SessionStreams:
 
     async def serve(self, context: Context) -> None:
         """Serve one stream until it ends."""
-        raw, stamps = wire.split_stamps(await _read_first(context) or b"")
+        raw, stamps = wire.split_stamps(await first_message(context) or b"")
         first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":
             kind = first.WhichOneof("kind") or "empty"
@@ -213,7 +211,7 @@ class _Stream:
     async def _messages(self) -> None:
         nonce, host = self._request.nonce, self._host
         while True:
-            raw = await _read(self._context)
+            raw = await next_message(self._context)
             if raw is None:
                 return
             if len(raw) > LONG_MESSAGE_BYTES:
@@ -333,26 +331,3 @@ def _understand(raw: bytes, digest_size: int) -> _Message:
 def _parse_request(raw: bytes) -> pb.SessionRequest:
     message: pb.SessionRequest = parse(pb.SessionRequest, raw)
     return message
-
-
-async def _read_first(context: Context) -> bytes | None:
-    """Return the first message. Raises DeadlineExceeded after FIRST_MESSAGE_S seconds, because a silent stream takes
-    memory.
-    """
-    try:
-        async with asyncio.timeout(FIRST_MESSAGE_S):
-            return await _read(context)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the first message did not arrive within {FIRST_MESSAGE_S:g} s",
-            field="kind",
-            remedy="send `open` as soon as the stream is open",
-        ) from None
-
-
-async def _read(context: Context) -> bytes | None:
-    """Return the next message, or None at the end of the stream (for which gRPC returns EOF, an object that its types
-    omit).
-    """
-    raw = cast(object, await context.read())
-    return raw if isinstance(raw, bytes) else None

@@ -17,7 +17,7 @@ from kvplane_service.replicas.trace_context import CURRENT, UNTRACED
 from kvplane_service.rpc.methods import Context
 from kvplane_service.telemetry.tracing import Tracing, context_of
 
-Unary = Callable[[bytes, Context], Awaitable[bytes]]
+Unary = Callable[[object, Context], Awaitable[bytes]]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 # Status codes that OpenTelemetry's conventions consider errors of the server.
@@ -33,17 +33,17 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401
         """Wrap the handler of a unary call (see grpc.aio.ServerInterceptor)."""
         handler = await continuation(details)
-        if handler is None or handler.unary_unary is None:
+        if handler is None or handler.stream_unary is None:
             return handler
         given = next((value for key, value in details.invocation_metadata if key == "traceparent"), "")
         traceparent = given if isinstance(given, str) else ""
-        call = handler.unary_unary
+        call = handler.stream_unary
         is_traced = self._tracing.sampling.takes(traceparent)
         call = self._traced(call, details.method, traceparent) if is_traced else _untraced(call)
-        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
     def _traced(self, call: Unary, method: str, traceparent: str) -> Unary:
-        async def traced(raw: bytes, context: Context) -> bytes:
+        async def traced(requests: object, context: Context) -> bytes:
             name = method.lstrip("/")
             span = self._tracing.tracer.start_span(
                 name,
@@ -54,7 +54,7 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
             here = span.get_span_context()
             token = CURRENT.set(str(TraceContext(here.trace_id, here.span_id, int(here.trace_flags))))
             try:
-                return await call(raw, context)
+                return await call(requests, context)
             finally:
                 CURRENT.reset(token)
                 code = _code_of(context)
@@ -68,10 +68,10 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _untraced(call: Unary) -> Unary:
-    async def untraced(raw: bytes, context: Context) -> bytes:
+    async def untraced(requests: object, context: Context) -> bytes:
         token = CURRENT.set(UNTRACED)
         try:
-            return await call(raw, context)
+            return await call(requests, context)
         finally:
             CURRENT.reset(token)
 

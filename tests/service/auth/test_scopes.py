@@ -38,7 +38,8 @@ def outcome(channel: grpc.Channel | TokenChannel, method: str, raw: bytes = b"")
 
 
 def test_every_method_of_every_service_has_a_rule():
-    services = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
+    files = [file.DESCRIPTOR for file in FILES]
+    services = [service for file in [*files, health_pb2.DESCRIPTOR] for service in file.services_by_name.values()]
     served = [service for service in services if service.name not in ON_A_SOCKET]
     named = {f"{service.full_name}/{method.name}" for service in served for method in service.methods}
     assert named == set(METHODS)
@@ -49,9 +50,10 @@ def test_calls_without_credentials_are_unauthenticated(world, method):
     assert isinstance(outcome(world.service.channel, method), Unauthenticated)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name, rule in METHODS.items() if rule.scope])
 def test_a_method_is_denied_without_its_scope_and_allowed_with_it(tmp_path, method):
     scope = METHODS[method].scope
+    assert scope is not None
     owners = {
         "has": {"scopes": [scope.value], "every_replica": True},
         "lacks": {"scopes": [one.value for one in Scope if one is not scope], "every_replica": True},
@@ -91,9 +93,14 @@ def test_invalid_tokens_are_refused_and_not_echoed(world, metadata):
     assert "token-" not in str(error)
 
 
-def test_health_needs_no_credentials(world):
-    answer = health_pb2_grpc.HealthStub(world.service.channel).Check(health_pb2.HealthCheckRequest())
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+def test_health_of_its_own_port_needs_no_credentials_and_no_scope_otherwise(tmp_path):
+    guard = Guard(tmp_path, {"acme": {"scopes": ["worker"]}})
+    with running(guard.config(health_listen="127.0.0.1:0")) as service:
+        anyone = grpc.insecure_channel(service.app.health_address)
+        for channel in (anyone, Caller(service, "token-acme").channel):
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        anyone.close()
 
 
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
