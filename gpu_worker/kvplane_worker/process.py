@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from kvplane.base.errors import KvplaneError, NoPlan, NotFound, Unavailable, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
@@ -71,7 +72,7 @@ class WorkerOptions:
 
 
 class Stop:
-    """The stop requests from signal handlers.
+    """The stop requests, from signals or from a caller.
 
     The first request starts a graceful shutdown, the second ends the wait for the attached engine's exit.
     """
@@ -85,6 +86,22 @@ class Stop:
         if self.requested.is_set():
             self.forced.set()
         self.requested.set()
+
+    def handle(self, *numbers: int) -> None:
+        """Record a request at each of these signals. Only the main thread may call this method.
+
+        A handler runs between two statements of the main thread, which may hold the lock of an event that it waits
+        for. So the handler only puts the signal into a SimpleQueue, which has no such lock; a thread records it.
+        """
+        arrived: SimpleQueue[int] = SimpleQueue()
+        threading.Thread(target=self._record, args=(arrived,), name="kvplane-signals", daemon=True).start()
+        for number in numbers:
+            signal.signal(number, lambda number, _: arrived.put(number))
+
+    def _record(self, arrived: SimpleQueue[int]) -> None:
+        while True:
+            arrived.get()
+            self.request()
 
 
 class WorkerProcess:
@@ -311,8 +328,7 @@ def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:
         KvplaneError: see WorkerProcess.
     """
     stop = Stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.request())
+    stop.handle(signal.SIGTERM, signal.SIGINT)
     process = WorkerProcess(options, stop)
     try:
         ready(process.start())
