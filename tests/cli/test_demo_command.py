@@ -36,6 +36,7 @@ def test_demo_shows_all_effects_and_what_each_cache_saves(tmp_path, monkeypatch)
     drawn = picture.read_text(encoding="utf-8")
     assert drawn.startswith("<svg")
     assert all(model in drawn for model in MODELS)
+    assert "8 conversations of 3 turns, each about a document of 16,000 tokens" in done.stdout
     table = {
         (model, cache): tuple(int(one.replace(",", "")) for one in rest)
         for model, cache, *rest in ROW.findall(done.stdout)
@@ -80,7 +81,8 @@ def test_commands_that_the_demo_prints_work_while_it_runs():
     seen_top, seen_replica, seen_hit = (done.stdout for done in asked)
     assert all(model in seen_top for model in MODELS)
     assert "gemma-3-27b" in seen_replica
-    assert re.search(r"[1-9]\d* (of .* )?tokens", seen_hit), seen_hit
+    assert re.match(r"\d+ of \d+ tokens hit in step \d+", seen_hit), seen_hit
+    assert "sliding_window" in seen_hit
 
 
 def test_ctrl_c_of_the_demo_leaves_no_child():

@@ -104,6 +104,14 @@ def _runs(client: Client, seed: int) -> Iterator[tuple[Cache, ReplayRun]]:
             yield cache, ReplayRun(client, plan, name, document_workload(Random(seed), SHAPE))
 
 
+def question() -> str:
+    """Return what is compared, as a heading."""
+    return (
+        f"What does the cache save? {SHAPE.num_documents} conversations of {SHAPE.turns} turns, each about a document "
+        f"of {SHAPE.document_tokens:,} tokens, with three caches of equal memory:"
+    )
+
+
 def comparison(outcomes: Sequence[Compared]) -> str:
     """Return a table of the runs."""
     rows = [("MODEL", "MEMORY", "CACHE", "HIT", "AT ONCE", "TOKENS COMPUTED")]

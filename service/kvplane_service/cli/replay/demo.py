@@ -22,7 +22,7 @@ from kvplane_replay.summary import Summary
 from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.options import FAILED, INTERRUPTED
-from kvplane_service.cli.replay.compare import compare, comparison, conclusion
+from kvplane_service.cli.replay.compare import compare, comparison, conclusion, question
 from kvplane_service.cli.replay.engines import Engines, Pace, running
 from kvplane_service.cli.replay.report import summary_lines
 from kvplane_service.cli.views.panels import View, line, picture
@@ -31,7 +31,7 @@ from kvplane_service.cli.views.samples import Sample, Sampler
 MAX_MODEL_LEN = 4096
 NUM_REQUESTS = 200
 _VIEW_INTERVAL_S = 0.25
-_VIEW_SPEED = 4.0  # virtual seconds per second of the live view; without a terminal the demo runs at full speed
+_VIEW_SPEED = 1.5  # virtual seconds per second of the live view, so that it lasts half a minute; elsewhere: full speed
 _LINE_INTERVAL_S = 2.0
 _PICTURE_AT = 0.6  # share of the requests that are completed in the picture
 
@@ -112,7 +112,7 @@ def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list
                 _watch(engines, samplers, show, svg)
             summaries = [run.summary("demo") for run in runs]
             print("", *summary_lines(summaries), "", sep="\n")
-            print("What does the cache save? The same conversations about long documents, three times:", flush=True)
+            print(question(), flush=True)
             outcomes = compare(client, seed)
             print("", comparison(outcomes), "", *conclusion(outcomes), sep="\n", flush=True)
             return summaries

@@ -77,7 +77,7 @@ def panel(sample: Sample) -> Panel:
         ),
         title=f"[bold]{sample.model}[/]",
         title_align="left",
-        subtitle=f"{sample.steps_per_s:,.0f} steps/s · {sample.virtual_s:,.0f} s virtual",
+        subtitle=f"{sample.steps_per_s:,.0f} steps/s · {sample.virtual_s:,.0f} s of traffic",
         subtitle_align="right",
         box=box.ROUNDED,
         width=PANEL_WIDTH,
