@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from contextlib import closing
 from typing import Any
 
@@ -92,6 +93,33 @@ async def collect(client, replica):
     gc.collect()
     await asyncio.wait([mine], timeout=LIMIT_S)
     assert mine.done()
+
+
+def test_a_session_collected_on_another_thread_ends_its_call_on_the_thread_of_its_loop(client, world, monkeypatch):
+    ended_on = {}  # threads, by the task that reads the stream
+
+    def cancel(stream: _Stream) -> None:
+        ended_on[stream._reader] = threading.current_thread()
+        stream.call.cancel()
+
+    monkeypatch.setattr(_Stream, "cancel", cancel)
+    collect_on_a_thread(client, world.replica, ended_on)
+
+
+@on_shared_loop
+async def collect_on_a_thread(client, replica, ended_on):
+    before = readers()
+    sessions = [await client.session(replica)]
+    (mine,) = readers() - before
+
+    def drop() -> None:
+        sessions.clear()
+        gc.collect()
+
+    await asyncio.to_thread(drop)
+    await asyncio.wait([mine], timeout=LIMIT_S)
+    assert mine.done()
+    assert ended_on[mine] is threading.current_thread()
 
 
 class FakeCall:

@@ -90,7 +90,7 @@ class GrpcTransport:
         self.draining = False
         try:
             self._stream = _Stream(stub.Session())
-            self._ending = finalize(self, self._stream.cancel)
+            self._ending = finalize(self, self._stream.cancel_soon)
             self._ending.atexit = False
             async with self._within(self._open_timeout_s):
                 await self._write(message)
@@ -160,7 +160,8 @@ class GrpcTransport:
         """Cancel the stream. Call it on the event loop's thread. Calls that wait on the stream raise Unavailable."""
         stream, self._stream = self._stream, None
         if stream is not None:
-            self._ending()
+            self._ending.detach()
+            stream.cancel()
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
@@ -227,8 +228,13 @@ class _Stream:
         self._reader = asyncio.create_task(self._read_on(), name="kvplane-answers")
 
     def cancel(self) -> None:
-        """End the stream."""
+        """End the stream. Call it on the event loop's thread."""
         self.call.cancel()
+
+    def cancel_soon(self) -> None:
+        """Have the event loop end the stream. Any thread may call this method: a collection of garbage runs on any."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._reader.get_loop().call_soon_threadsafe(self.cancel)
 
     async def read(self) -> stream_messages.Taken:
         """Return the next answer. If the stream has ended, raise the error with which it ended."""
