@@ -372,12 +372,22 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
     return layer
 
 
+def parse_yaml(text: bytes) -> object:
+    """Return the content of a YAML file. Raises ValueError for whatever keeps it from being read: PyYAML raises other
+    errors too, such as those of dates, of long numbers and of deep nesting.
+    """
+    try:
+        return yaml.safe_load(text)  # not by libyaml: deep nesting makes it crash the process
+    except (yaml.YAMLError, ArithmeticError, RecursionError, UnicodeError) as error:
+        raise ValueError(str(error)) from None
+
+
 def _from_file(path: Path) -> _Layer:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_bytes())
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         remedy = "write lines of `key: value`"
         raise InvalidArgument(f"{path} is not YAML: {error}", field="--config", remedy=remedy) from None
     if content is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound
+from kvplane.base.errors import InvalidArgument, NotFound
 
 MAX_FILE_BYTES = 8 << 20
 
@@ -41,7 +41,7 @@ class Reloaded(Generic[T]):
             self._seen = seen
             try:
                 self._value = self._read()
-            except KvplaneError as error:
+            except Exception as error:  # whatever it is, the calls that come now are not at fault
                 _log.error("%s changed and is invalid; the old content stays in use: %s", ", ".join(self._paths), error)
             else:
                 _log.info("reloaded %s", ", ".join(self._paths))

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_service.auth.files import read_bytes
 from kvplane_service.auth.scopes import Scope
+from kvplane_service.config import parse_yaml
 
 KEY = "auth_owners"
 ALL = "*"  # at the end of a pattern: any name that begins with what precedes it
@@ -145,8 +145,8 @@ class Owners:
 def read_owners(path: str) -> Owners:
     """Read the file `auth_owners`. Raises NotFound, or InvalidArgument that names the owner and the key at fault."""
     try:
-        content = yaml.safe_load(read_bytes(path, KEY))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = parse_yaml(read_bytes(path, KEY))
+    except ValueError as error:
         raise _refused(f"{path} is not YAML: {error}", "write lines of `owner: {key: value}`") from None
     if not isinstance(content, Mapping) or not content:
         raise _refused(f"{path} is not a mapping of owners", "write lines of `owner: {key: value}`")

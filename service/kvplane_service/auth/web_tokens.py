@@ -72,7 +72,7 @@ def read_web_tokens(path: str, issuer: str, audience: str) -> WebTokens:
         listed = json.loads(read_bytes(path, KEY))["keys"]
         if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_KEYS:
             raise ValueError("no list of keys")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         remedy = f"write {{'keys': [...]}} with 1 to {MAX_KEYS} keys"
         raise _bad_file(f"{path} is not a JSON Web Key Set", remedy) from None
     keys: dict[str, jwt.PyJWK] = {}

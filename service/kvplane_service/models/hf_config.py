@@ -107,7 +107,7 @@ def read_model(path: Path) -> Model:
         raise InvalidArgument(what, field="model", remedy="name the model's config.json")
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         remedy = "name the model's config.json"
         raise InvalidArgument(f"{path} is not JSON: {error}", field="model", remedy=remedy) from None
     if not isinstance(config, dict):
