@@ -23,7 +23,8 @@ from tests.packaging.images import WRITTEN, Image, built, instructions, unprivil
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
 NAMES = ("service", "worker")
-HERE = "127.0.83.1"  # CMD listens on all addresses; here, on a free one
+# CMD listens on all addresses, at fixed ports; here, on one that no other process of tests uses (its id has 22 bits).
+HERE = f"127.{64 + (os.getpid() >> 16)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 LAYERS = LayerSource(layers=named(f=(2, full())), num_blocks=64, max_model_len=256, max_batched_tokens=256)
 
 
