@@ -129,11 +129,13 @@ clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp
+
 # The stamps are written last, so that an interrupted set-up is repeated.
-$(RUNTIME): pyproject.toml scripts/setup.sh
+$(RUNTIME): pyproject.toml scripts/setup.sh $(NATIVE)
 	@scripts/setup.sh service,cli
 	@touch $@
 
-$(DEV): pyproject.toml scripts/setup.sh
+$(DEV): pyproject.toml scripts/setup.sh $(NATIVE)
 	@scripts/setup.sh service,cli,worker,dev
 	@touch $(RUNTIME) $@

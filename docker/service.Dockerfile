@@ -5,13 +5,14 @@ ARG PYTHON_TAG=3.13-slim-bookworm
 ARG PYTHON_DIGEST=
 
 FROM docker.io/library/python:${PYTHON_TAG}${PYTHON_DIGEST} AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
 WORKDIR /src
 COPY pyproject.toml README.md CHANGELOG.md LICENSE ./
 COPY clients/python clients/python
 COPY service service
 COPY gpu_worker gpu_worker
 RUN python -m venv /opt/kvplane
-RUN /opt/kvplane/bin/pip install --no-cache-dir --disable-pip-version-check ".[service,cli]"
+RUN KVPLANE_BUILD=native /opt/kvplane/bin/pip install --no-cache-dir --disable-pip-version-check ".[service,cli]"
 
 FROM docker.io/library/python:${PYTHON_TAG}${PYTHON_DIGEST}
 COPY --from=build /opt/kvplane /opt/kvplane

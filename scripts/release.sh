@@ -3,7 +3,7 @@
 #
 #     scripts/release.sh
 #
-# The wheel and the source distribution: in an empty environment each, where the commands run. The chart: as a package,
+# The wheels and the source distribution: in an empty environment each, where the commands run. The chart: as a package,
 # rendered with the oldest Helm. The build contexts of the images: unpacked, installed as the Dockerfiles do.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,8 +18,9 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 rm -rf dist
 
-say "wheel and source distribution"
-.venv/bin/python -m hatchling build --directory dist
+say "wheels, one compiled and one in Python alone, and source distribution"
+KVPLANE_BUILD=python .venv/bin/python -m hatchling build --directory dist
+KVPLANE_BUILD=native .venv/bin/python -m hatchling build --target wheel --directory dist
 
 say "chart"
 scripts/helm.sh package helm/kvplane --destination dist >/dev/null

@@ -37,12 +37,18 @@ def repetition(lines: int) -> str:
     return f"def f(a: int) -> None:\n{body}\n\nif True:\n\n    def g(b: int) -> None:\n{again}"
 
 
+def cpp_function(lines: int) -> str:
+    return "int Long(int a,\n         int b) {\n" + "    ++a;\n" * (lines - 3) + "}\n"
+
+
 LIBRARY = "clients/python/kvplane/planted.py"
 CORE = "service/kvplane_service/core/planted.py"
+NATIVE = "clients/python/kvplane/planted.cpp"
 
 # rule → (path, content that breaks the rule, nearly equal content that keeps it)
 PLANTED = {
     "function_length": (LIBRARY, function("long", 70), function("long", 69)),
+    "compiled_source": (NATIVE, cpp_function(71), cpp_function(70)),
     "shape": (LIBRARY, function("f", 9), function("f", 8)),
     "parameters": (
         LIBRARY,
@@ -84,6 +90,10 @@ def test_rule_finds_a_planted_fault_and_accepts_its_neighbour(rule):
     [
         (tidy.shape, LIBRARY, "".join(function(f"f{i}", 1 if i else 45) for i in range(19))),
         (tidy.annotated, LIBRARY, "def f(a: int): ...\n"),
+        (tidy.compiled_source, NATIVE, "// " + "x" * 118 + "\n"),
+        (tidy.compiled_source, NATIVE, "int x; \n"),
+        (tidy.compiled_source, NATIVE, "\tint x;\n"),
+        (tidy.compiled_source, NATIVE, "int x;\n" * 501),
         (tidy.annotated, LIBRARY, "def f(*a) -> None: ...\n"),
         (tidy.unsafe_decoding, LIBRARY, "from pickle import loads as safe\n"),
         (tidy.unsafe_decoding, LIBRARY, "import marshal\n"),

@@ -20,6 +20,7 @@ SOURCE_ROOTS = ("clients/python", "service", "gpu_worker")
 OUR_CODE = (*SOURCE_ROOTS, "scripts")
 
 MAX_FUNCTION_LINES = 70
+MAX_CPP_LINE = 120
 MAX_MEDIAN_LINES = 9
 MAX_P95_LINES = 45
 MAX_PARAMETERS = 6
@@ -147,6 +148,25 @@ def function_length(tree: Tree) -> Iterator[str]:
         if length(node) > MAX_FUNCTION_LINES:
             what = f"{node.name} has {length(node)} lines, at most {MAX_FUNCTION_LINES}"
             yield complaint(f, node.lineno, f"{what}: move each paragraph into a function with a name")
+
+
+def compiled_source(tree: Tree) -> Iterator[str]:
+    """Format and lengths of C++ files, whose functions begin and end at the start of a line."""
+    for f in tree.files:
+        if not f.path.endswith((".cpp", ".h")):
+            continue
+        begin, content = 0, f.text.splitlines()
+        if len(content) > MAX_FILE_LINES:
+            yield complaint(f, 1, f"{len(content)} lines, at most {MAX_FILE_LINES}: move the second subject out")
+        for number, line in enumerate(content, 1):
+            if len(line) > MAX_CPP_LINE or line != line.rstrip() or "\t" in line:
+                yield complaint(f, number, f"at most {MAX_CPP_LINE} columns, no tab, no space at the end")
+            if re.match(r"\w.*\) \{$", line) or (not begin and re.match(r"\w.*\($|\w.*\([^;]*,$", line)):
+                begin = begin or number
+            elif line.startswith("}"):
+                if begin and number - begin + 1 > MAX_FUNCTION_LINES:
+                    yield complaint(f, begin, f"{number - begin + 1} lines, at most {MAX_FUNCTION_LINES}: split it")
+                begin = 0
 
 
 def shape(tree: Tree) -> Iterator[str]:
@@ -325,6 +345,7 @@ def plain_words(tree: Tree) -> Iterator[str]:
 
 RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     function_length,
+    compiled_source,
     shape,
     parameters,
     annotated,

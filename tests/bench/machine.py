@@ -7,14 +7,17 @@ import os
 import platform
 from pathlib import Path
 
+from kvplane.base.hashing import native
+
 
 def machine() -> dict[str, str | int | float]:
-    """Date, processor, cores, Python version and current load."""
+    """Date, processor, cores, Python version, how blocks are hashed, and current load."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),
+        "hashes": native.describe(),
         "load": round(os.getloadavg()[0], 1),
     }
 

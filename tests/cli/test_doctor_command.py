@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvplane.base.hashing import native
 from kvplane.base.sources import ModelSource
 from kvplane.base.step import Budget
 from kvplane.base.worker import WorkerInfo, WorkerState
@@ -31,7 +32,7 @@ from tests.store.test_writer import Away
 
 CHECKS = [
     "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "state",
-    "loads", "chunks", "prompts", "drafts",
+    "loads", "chunks", "prompts", "drafts", "hashes",
 ]  # fmt: skip
 
 
@@ -168,6 +169,13 @@ def rejecting_engine(service: Service) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def wrong_choice_of_hashes(service: Service) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native.VARIABLE, "yes")
+        yield
+
+
 FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "health": draining,
     "reflection": nothing,  # the service is started without it
@@ -182,6 +190,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "chunks": small_budget,
     "prompts": decodes_in_front,
     "drafts": rejecting_engine,
+    "hashes": wrong_choice_of_hashes,
 }
 
 

@@ -76,7 +76,7 @@ class Image:
                 self._arguments.setdefault(key, value)
             elif word == "COPY" and not rest.startswith("--from"):
                 self._copy(*rest.split())
-            elif word == "RUN":
+            elif word == "RUN" and not rest.startswith("apt-get"):  # programs are those of this machine
                 self._run(self._filled(rest))
                 if "-m venv" in rest:
                     self._put_in(known)
@@ -153,7 +153,8 @@ class Image:
     def _run(self, line: str) -> None:
         variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVPLANE_"))}
         variables["PATH"] = f"{self.place('/base')}:{BASE_PATH}"
-        command = ["sh", "-c", self.placed(line)]
+        # This machine's Python may come without its headers, which the base image has.
+        command = ["sh", "-c", self.placed(line).replace("KVPLANE_BUILD=native", "KVPLANE_BUILD=auto")]
         done = subprocess.run(
             command, cwd=self.place("/src"), env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )

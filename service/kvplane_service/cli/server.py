@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvplane.base.hashing import native
 from kvplane_service.cli.options import ConfigFile, Listen, Settings, load_config, version_text
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def _print_addresses(app: App) -> None:
         sys.stdout.write(f"kvplane: metrics on http://{app.metrics_address}/metrics\n")
     if app.health_address:
         sys.stdout.write(f"kvplane: health on {app.health_address}\n")
+    sys.stdout.write(f"kvplane: block hashes: {native.describe()}\n")
     sys.stdout.flush()
 
 

@@ -12,6 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvplane import Client
+from kvplane.base.errors import KvplaneError
+from kvplane.base.hashing import native
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
@@ -62,9 +64,17 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _chunks(replicas),
             _starved(replicas),
             _drafts(replicas),
+            _hashes(),
         ]
     finally:
         client.close()
+
+
+def _hashes() -> Finding:
+    try:
+        return Finding("hashes", True, f"{native.describe()}, in this installation")
+    except KvplaneError as error:
+        return Finding("hashes", False, f"{error.field}: {error.message}", error.remedy)
 
 
 def _health(channel: grpc.Channel) -> Finding:

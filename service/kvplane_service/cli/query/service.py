@@ -106,7 +106,7 @@ def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = Format.T
     """Check a service for common problems and print remedies. Exits 1 if any are found.
 
     Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
-    store, external loads, budgets and drafts.
+    store, external loads, budgets and drafts. Says how blocks are hashed.
     """
     from dataclasses import asdict
 

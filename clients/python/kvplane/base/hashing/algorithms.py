@@ -23,6 +23,7 @@ from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import cbor
 from kvplane.base.hashing.cbor import CborValue
+from kvplane.base.hashing.native import with_native
 from kvplane.base.hashing.tokens import TOKEN_BYTES, unpack_tokens
 
 
@@ -134,11 +135,17 @@ class ReferenceHash:
 
 
 def block_digest(algorithm: HashAlgorithm) -> BlockDigest:
-    """Return the implementation of a hash algorithm.
+    """Return the implementation of a hash algorithm: compiled where that is installed and the processor suits.
 
     Raises:
-        FailedPrecondition: the algorithm needs the package xxhash, which is not installed.
+        FailedPrecondition: the algorithm needs the package xxhash, which is not installed; also the errors of
+            `with_native`.
     """
+    return with_native(algorithm, python_digest(algorithm))
+
+
+def python_digest(algorithm: HashAlgorithm) -> BlockDigest:
+    """Return the implementation of a hash algorithm in Python. Raises the errors of `block_digest` about xxhash."""
     if algorithm is HashAlgorithm.KVPLANE:
         return PackedSha256()
     over_pickle = algorithm in (HashAlgorithm.SHA256, HashAlgorithm.XXHASH)

@@ -1,0 +1,266 @@
+// Hash a run of blocks without extra keys: the compiled twin of `hash_run` in algorithms.py, which specifies it.
+// Uses Python's stable interface of 3.11 alone, so one build serves all later versions. SHA-256 is written from
+// FIPS 180-4: sections 4.1.2 and 6.2.2 (functions, rounds), 4.2.2 (constants), 5.1.1 (padding), 5.3.3 (initial state).
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr size_t kDigest = 32;             // bytes of a digest
+constexpr Py_ssize_t kMaxBlock = 8192;     // tokens; a longer block's pickle may have several frames
+constexpr size_t kScratch = 7 * kMaxBlock + 256;
+constexpr Py_ssize_t kHeldBytes = 1 << 16; // fewer bytes take less time than getting the interpreter back may
+
+constexpr uint32_t kInitial[8] = {
+    0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19,
+};
+
+alignas(16) constexpr uint32_t kRound[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+uint32_t ReadBig(const uint8_t* at) {
+    return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
+}
+
+uint32_t ReadLittle(const uint8_t* at) {
+    return uint32_t{at[3]} << 24 | uint32_t{at[2]} << 16 | uint32_t{at[1]} << 8 | at[0];
+}
+
+uint8_t* WriteBig(uint8_t* at, uint64_t value, int bytes) {
+    for (int shift = 8 * (bytes - 1); shift >= 0; shift -= 8) *at++ = static_cast<uint8_t>(value >> shift);
+    return at;
+}
+
+uint8_t* WriteLittle(uint8_t* at, uint64_t value, int bytes) {
+    for (int i = 0; i < bytes; ++i) *at++ = static_cast<uint8_t>(value >> (8 * i));
+    return at;
+}
+
+// -- SHA-256 -------------------------------------------------------------------
+
+using Compress = void (*)(uint32_t* state, const uint8_t* data, size_t blocks);
+
+void CompressPortable(uint32_t* state, const uint8_t* data, size_t blocks) {
+    using std::rotr;
+    for (; blocks > 0; --blocks, data += 64) {
+        uint32_t w[64], v[8];
+        for (int t = 0; t < 16; ++t) w[t] = ReadBig(data + 4 * t);
+        for (int t = 16; t < 64; ++t) {
+            const uint32_t s0 = rotr(w[t - 15], 7) ^ rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
+            const uint32_t s1 = rotr(w[t - 2], 17) ^ rotr(w[t - 2], 19) ^ (w[t - 2] >> 10);
+            w[t] = w[t - 16] + s0 + w[t - 7] + s1;
+        }
+        std::memcpy(v, state, sizeof v);
+        for (int t = 0; t < 64; ++t) {
+            const uint32_t sum1 = rotr(v[4], 6) ^ rotr(v[4], 11) ^ rotr(v[4], 25);
+            const uint32_t t1 = v[7] + sum1 + ((v[4] & v[5]) ^ (~v[4] & v[6])) + kRound[t] + w[t];
+            const uint32_t sum0 = rotr(v[0], 2) ^ rotr(v[0], 13) ^ rotr(v[0], 22);
+            const uint32_t t2 = sum0 + ((v[0] & v[1]) ^ (v[0] & v[2]) ^ (v[1] & v[2]));
+            std::memmove(v + 1, v, 7 * sizeof v[0]);
+            v[4] += t1;
+            v[0] = t1 + t2;
+        }
+        for (int i = 0; i < 8; ++i) state[i] += v[i];
+    }
+}
+
+#if defined(__x86_64__)
+bool HasShaExtensions() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & (1u << 29))) return false;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 9)) && (c & (1u << 19));  // SSSE3, SSE4.1
+}
+
+// The instructions hold the state as two registers, {f, e, b, a} and {h, g, d, c} from the lowest word up.
+__attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(uint32_t* s, const uint8_t* data, size_t blocks) {
+    const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+    __m128i abef = _mm_set_epi32(s[0], s[1], s[4], s[5]), cdgh = _mm_set_epi32(s[2], s[3], s[6], s[7]);
+    for (; blocks > 0; --blocks, data += 64) {
+        const __m128i abef_before = abef, cdgh_before = cdgh;
+        __m128i w[4];  // the last 16 words of the message schedule; unrolled, they are registers
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            if (i < 4) {
+                w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i), big_endian);
+            } else {
+                const __m128i before = w[(i + 3) % 4], seven_back = _mm_alignr_epi8(before, w[(i + 2) % 4], 4);
+                const __m128i sum = _mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), seven_back);
+                w[i % 4] = _mm_sha256msg2_epu32(sum, before);
+            }
+            const __m128i constants = _mm_load_si128(reinterpret_cast<const __m128i*>(kRound) + i);
+            const __m128i sum = _mm_add_epi32(w[i % 4], constants);
+            cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+            abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
+        }
+        abef = _mm_add_epi32(abef, abef_before);
+        cdgh = _mm_add_epi32(cdgh, cdgh_before);
+    }
+    alignas(16) uint32_t low[4], high[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(low), abef);
+    _mm_store_si128(reinterpret_cast<__m128i*>(high), cdgh);
+    const uint32_t state[8] = {low[3], low[2], high[3], high[2], low[1], low[0], high[1], high[0]};
+    std::memcpy(s, state, sizeof state);
+}
+
+const bool kAccelerated = HasShaExtensions();
+const Compress kFastest = kAccelerated ? CompressExtensions : CompressPortable;
+#else
+const bool kAccelerated = false;
+const Compress kFastest = CompressPortable;
+#endif
+
+// Write the SHA-256 of the message from `begin` to `end` to `out`. The padding is written after `end`: up to 72 bytes.
+void Digest(Compress compress, uint8_t* begin, uint8_t* end, uint8_t* out) {
+    const uint64_t bits = static_cast<uint64_t>(end - begin) * 8;
+    *end++ = 0x80;
+    const size_t zeros = (56 - static_cast<size_t>(end - begin)) % 64;
+    std::memset(end, 0, zeros);
+    end = WriteBig(end + zeros, bits, 8);
+    uint32_t state[8];
+    std::memcpy(state, kInitial, sizeof state);
+    compress(state, begin, static_cast<size_t>(end - begin) / 64);
+    for (const uint32_t word : state) out = WriteBig(out, word, 4);
+}
+
+// -- The bytes of a block ------------------------------------------------------
+
+using Form = uint8_t* (*)(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count);
+
+uint8_t* Append(uint8_t* at, const void* bytes, size_t size) {
+    std::memcpy(at, bytes, size);
+    return at + size;
+}
+
+uint8_t* PackedForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
+    at = WriteLittle(Append(at, "kvb1", 4), count, 4);
+    at = Append(WriteLittle(at, 0, 4), parent, kDigest);
+    return Append(at, tokens, 4 * count);
+}
+
+uint8_t* PickledInt(uint8_t* at, uint32_t value) {
+    if (value < 1u << 8) return WriteLittle(Append(at, "K", 1), value, 1);
+    if (value < 1u << 16) return WriteLittle(Append(at, "M", 1), value, 2);
+    if (value < 1u << 31) return WriteLittle(Append(at, "J", 1), value, 4);
+    return WriteLittle(Append(at, "\x8a\x05", 2), value, 5);
+}
+
+// pickle.dumps((parent, tuple(tokens), None), protocol=5): one frame, every value but numbers and None remembered.
+uint8_t* PickleForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
+    uint8_t* const size = Append(at, "\x80\x05\x95", 3);
+    uint8_t* const frame = size + 8;
+    at = Append(Append(Append(frame, "C\x20", 2), parent, kDigest), "\x94", 1);
+    if (count > 3) at = Append(at, "(", 1);
+    for (size_t i = 0; i < count; ++i) at = PickledInt(at, ReadLittle(tokens + 4 * i));
+    *at++ = count > 3 ? 't' : static_cast<uint8_t>(0x84 + count);
+    at = Append(at, "\x94N\x87\x94.", 5);
+    WriteLittle(size, static_cast<uint64_t>(at - frame), 8);
+    return at;
+}
+
+uint8_t* CborHead(uint8_t* at, uint8_t major, uint32_t value) {
+    if (value < 24) return WriteBig(at, major | value, 1);
+    if (value < 1u << 8) return WriteBig(WriteBig(at, major | 24u, 1), value, 1);
+    if (value < 1u << 16) return WriteBig(WriteBig(at, major | 25u, 1), value, 2);
+    return WriteBig(WriteBig(at, major | 26u, 1), value, 4);
+}
+
+// The canonical CBOR of [parent, tokens, null].
+uint8_t* CborForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
+    at = CborHead(Append(Append(at, "\x83\x58\x20", 3), parent, kDigest), 0x80, static_cast<uint32_t>(count));
+    for (size_t i = 0; i < count; ++i) at = CborHead(at, 0x00, ReadLittle(tokens + 4 * i));
+    return Append(at, "\xf6", 1);
+}
+
+constexpr Form kForms[] = {PackedForm, PickleForm, CborForm};
+constexpr int kNumForms = sizeof kForms / sizeof kForms[0];
+
+// -- Python --------------------------------------------------------------------
+
+struct Run {
+    int form, portable;
+    const char *parent, *packed;
+    Py_ssize_t parent_size, packed_size, block_size;
+};
+
+const char* Fault(const Run& run) {
+    if (run.form < 0 || run.form >= kNumForms) return "form must be 0, 1 or 2";
+    if (run.parent_size != static_cast<Py_ssize_t>(kDigest)) return "parent must have 32 bytes";
+    if (run.block_size < 1 || run.block_size > kMaxBlock) return "block_size must be from 1 to MAX_BLOCK";
+    if (run.packed_size % (4 * run.block_size)) return "packed must be whole blocks";
+    return nullptr;
+}
+
+void HashAll(const Run& run, uint8_t* out) {
+    uint8_t scratch[kScratch];
+    const Compress compress = run.portable ? CompressPortable : kFastest;
+    const auto* parent = reinterpret_cast<const uint8_t*>(run.parent);
+    const auto* tokens = reinterpret_cast<const uint8_t*>(run.packed);
+    const auto* const end = tokens + run.packed_size;
+    const auto count = static_cast<size_t>(run.block_size);
+    for (; tokens < end; tokens += 4 * count, out += kDigest) {
+        Digest(compress, scratch, kForms[run.form](scratch, parent, tokens, count), out);
+        parent = out;
+    }
+}
+
+PyObject* HashRun(PyObject*, PyObject* arguments) {
+    Run run{};
+    if (!PyArg_ParseTuple(arguments, "iy#y#n|p:hash_run", &run.form, &run.parent, &run.parent_size, &run.packed,
+                          &run.packed_size, &run.block_size, &run.portable)) {
+        return nullptr;
+    }
+    if (const char* fault = Fault(run)) {
+        PyErr_SetString(PyExc_ValueError, fault);
+        return nullptr;
+    }
+    const Py_ssize_t blocks = run.packed_size / (4 * run.block_size);
+    PyObject* result = PyBytes_FromStringAndSize(nullptr, blocks * static_cast<Py_ssize_t>(kDigest));
+    if (result == nullptr) return nullptr;
+    auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
+    if (run.packed_size <= kHeldBytes) {
+        HashAll(run, out);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        HashAll(run, out);
+        Py_END_ALLOW_THREADS
+    }
+    return result;
+}
+
+PyMethodDef kMethods[] = {
+    {"hash_run", HashRun, METH_VARARGS, "Return the digests of consecutive whole blocks."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    PyObject* module = PyModule_Create(&kModule);
+    if (module == nullptr) return nullptr;
+    if (PyModule_AddIntConstant(module, "MAX_BLOCK", kMaxBlock) < 0 ||
+        PyModule_AddObjectRef(module, "ACCELERATED", kAccelerated ? Py_True : Py_False) < 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}

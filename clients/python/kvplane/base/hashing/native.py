@@ -1,0 +1,116 @@
+"""Block hashes by the compiled module _native, where it is there: a whole prompt in one call, without Python's lock.
+
+The Python functions of algorithms.py are the specification and take over without it. The environment variable
+KVPLANE_NATIVE selects: `auto` (default), `on` or `off`. `auto` takes the compiled hashes if the processor has
+instructions for SHA-256 that the module uses (SHA-NI), because OpenSSL's SHA-256, which Python uses, is faster than
+portable code.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing.cbor import CborValue
+from kvplane.base.hashing.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from kvplane.base.hashing.algorithms import BlockDigest
+
+VARIABLE = "KVPLANE_NATIVE"
+FORMS = {HashAlgorithm.KVPLANE: 0, HashAlgorithm.SHA256: 1, HashAlgorithm.SHA256_CBOR: 2}
+
+
+def _load() -> ModuleType | None:
+    try:
+        return import_module("kvplane.base.hashing._native")
+    except ImportError:
+        return None
+
+
+_COMPILED = _load()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDigest:
+    """An algorithm whose runs are hashed by the compiled module, and all else by its Python form.
+
+    Attributes:
+        python: the algorithm in Python.
+        form: its number in the module.
+        compiled: the module.
+    """
+
+    python: BlockDigest
+    form: int
+    compiled: ModuleType
+
+    @property
+    def size(self) -> int:
+        """The length of a digest in bytes."""
+        return self.python.size
+
+    @property
+    def default_seed(self) -> str:
+        """The seed that is used if the caller gives none; see BlockDigest."""
+        return self.python.default_seed
+
+    def none_hash(self, seed: str) -> bytes:
+        """Return the digest that stands for the missing parent of every request's first block; see BlockDigest."""
+        return self.python.none_hash(seed)
+
+    def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
+        """Return the digest of one block; see BlockDigest."""
+        if extra is None and packed:
+            return self.hash_run(parent, packed, len(packed) // TOKEN_BYTES)
+        return self.python.hash_block(parent, packed, extra)
+
+    def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
+        """Return the digests of consecutive blocks; see BlockDigest."""
+        if block_size > self.compiled.MAX_BLOCK:
+            return self.python.hash_run(parent, packed, block_size)
+        digests: bytes = self.compiled.hash_run(self.form, parent, packed, block_size)
+        return digests
+
+
+def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
+    """Return the compiled form of an algorithm, or `python` where it is not used.
+
+    Raises:
+        InvalidArgument: KVPLANE_NATIVE has another value than auto, on and off.
+        FailedPrecondition: KVPLANE_NATIVE is on, and the compiled module is missing.
+    """
+    form, compiled = FORMS.get(algorithm), _selected()
+    return python if form is None or compiled is None else NativeDigest(python, form, compiled)
+
+
+def describe() -> str:
+    """Return which hashes this process uses, and why, in a line for people. Raises the errors of `with_native`."""
+    if _selected() is not None:
+        return "compiled" if _COMPILED is not None and _COMPILED.ACCELERATED else "compiled, without SHA instructions"
+    if os.environ.get(VARIABLE) == "off":
+        return f"Python ({VARIABLE}=off)"
+    if _COMPILED is None:
+        return "Python (not compiled: install g++ and install kvplane again)"
+    return f"Python (no SHA instructions that the compiled module uses; {VARIABLE}=on takes it nevertheless)"
+
+
+def _selected() -> ModuleType | None:
+    """The module if it is to be used."""
+    choice = os.environ.get(VARIABLE) or "auto"
+    if choice not in ("auto", "on", "off"):
+        raise InvalidArgument(f"it is {choice!r}", field=VARIABLE, remedy="set auto, on or off")
+    if choice == "on" and _COMPILED is None:
+        raise FailedPrecondition(
+            "the compiled hashes are not installed",
+            field=VARIABLE,
+            remedy="install g++ and install kvplane again, or set auto",
+        )
+    if _COMPILED is None or choice == "off" or (choice == "auto" and not _COMPILED.ACCELERATED):
+        return None
+    return _COMPILED

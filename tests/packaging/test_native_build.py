@@ -1,0 +1,106 @@
+"""The build hook: a wheel with the compiled hashes, one without, and installs on machines without a compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import native_build
+from tests.packaging.environments import ROOT
+from tests.packaging.images import instructions
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
+
+LIBRARY = native_build.LIBRARY
+HASH = """
+from kvplane.base.hashing import HashScheme, RequestHasher, native, pack_tokens
+print(native.describe(), RequestHasher(HashScheme.named(4)).append(pack_tokens(range(40))).hex())
+"""
+
+
+def build(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def unpacked(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "content")
+    return folder / "content"
+
+
+def described(content: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(content), "KVPLANE_NATIVE": "auto"}
+    done = subprocess.run([sys.executable, "-c", HASH], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.rsplit(maxsplit=1)
+
+
+def test_both_wheels_are_built_and_hash_equally(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++: the wheel with compiled hashes is not built")
+    found = {}
+    for kind in ("native", "python"):
+        done = build(tmp_path / kind, KVPLANE_BUILD=kind)
+        assert done.returncode == 0, done.stderr
+        found[kind] = unpacked(tmp_path / kind)
+    assert (found["native"] / LIBRARY).is_file()
+    assert [path.name.split("-", 2)[2] for path in (tmp_path / "python").glob("*.whl")] == ["py3-none-any.whl"]
+    assert next((tmp_path / "native").glob("*.whl")).name.split("-", 2)[2].startswith("cp311-abi3-linux_")
+    assert not list(found["python"].rglob("*.so"))
+    assert not [path for kind in found.values() for path in kind.rglob("*.cpp")]
+    (how, hashes), (how_in_python, hashes_in_python) = described(found["native"]), described(found["python"])
+    assert hashes == hashes_in_python
+    assert "not compiled" not in how
+    assert how_in_python.startswith("Python (not compiled")
+
+
+@pytest.mark.parametrize("failure", ["missing", "failing"])
+def test_without_a_compiler_the_wheel_fits_every_platform_and_says_so(tmp_path, failure):
+    compiler = {"missing": "no-such-compiler", "failing": "false"}[failure]
+    done = build(tmp_path, CXX=compiler, KVPLANE_BUILD="auto")
+    assert done.returncode == 0, done.stderr
+    assert "block hashing is not compiled" in done.stdout + done.stderr
+    assert [path.name.split("-", 2)[2] for path in tmp_path.glob("*.whl")] == ["py3-none-any.whl"]
+    assert not list(unpacked(tmp_path).rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "fault"), [("native", "there is no no-such-compiler"), ("yes", "set auto, native or python")]
+)
+def test_a_choice_that_cannot_be_met_fails(tmp_path, choice, fault):
+    done = build(tmp_path, CXX="no-such-compiler", KVPLANE_BUILD=choice)
+    assert done.returncode != 0
+    assert fault in done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_editable_install_puts_the_library_next_to_its_source(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++: the editable install does not compile")
+    tree = tmp_path / "tree"
+    for name in ("clients", "service", "gpu_worker"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tree / name)
+    code = "from hatchling.build import build_editable; import sys; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tree, check=True, capture_output=True)
+    assert (tree / "clients/python" / LIBRARY).is_file()
+    assert [path.suffix for path in unpacked(tmp_path).iterdir() if path.is_file()] == [".pth"]
+
+
+@pytest.mark.parametrize("name", ["service", "worker"])
+def test_images_are_built_with_a_compiler_and_run_without(name):
+    steps = [f"{word} {rest}" for word, rest in instructions(name)]
+    stages = [at for at, step in enumerate(steps) if step.startswith("FROM ")]
+    compiler = next(at for at, step in enumerate(steps) if step.startswith("RUN apt-get") and " g++" in step)
+    installs = next(at for at, step in enumerate(steps) if "pip install" in step)
+    assert stages[0] < compiler < installs < stages[1]
+    assert "KVPLANE_BUILD=native " in steps[installs]
