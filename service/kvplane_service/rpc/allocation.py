@@ -18,11 +18,13 @@ from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, plan_source
 from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.slices import Turns
 from kvplane_service.store.ownership import Durable, OwnerUnknown
 from kvplane_service.unary.calls import EvictCall, ResetCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+MAX_REGISTRATIONS = 1024  # calls that may wait: after a restart the engines of all replicas may register at once
 
 
 class AllocationServicer:
@@ -36,6 +38,7 @@ class AllocationServicer:
         self._keeper = durable.keeper
         self._draining = False
         self._offload = Executor("new replicas")
+        self._building = Turns("new replicas", MAX_REGISTRATIONS)
         self._lookups = lookups.LookUps()
 
     def refuse_new(self) -> None:
@@ -56,8 +59,11 @@ class AllocationServicer:
         await self._look_elsewhere(request.replica)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
-            replica = await self._offload(partial(new_replica, planned.spec))
-            entry = self._registry.add(request.replica, registration, replica)
+            async with self._building.take():  # limits count the replicas that were built before
+                entry = self._registry.find_equal(request.replica, registration)
+                if entry is None:
+                    replica = await self._offload(partial(new_replica, planned.spec))
+                    entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.flush(request.replica)
         return _registered(planned, entry)
 

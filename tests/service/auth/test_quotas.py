@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import grpc
@@ -9,12 +10,19 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from kvplane.base.errors import QuotaExceeded
+from kvplane.base.groups import ReplicaSpec
 from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2
+from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.owners import Owner, OwnerLimits
 from kvplane_service.auth.quotas import Quotas
+from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.replicas.host import new_replica
+from kvplane_service.rpc import allocation
+from kvplane_service.rpc.sources import Planned, plan_source
 from tests.service.guarded import Caller, Guard
-from tests.service.rig import SPEC, refusal, running, until
+from tests.service.rig import SPEC, error_of, refusal, running, until
 
 SECOND = 1_000_000_000
 
@@ -130,3 +138,38 @@ def test_replicas_and_blocks_are_counted_per_owner(limited):
         caller.register("acme/t")
     assert "retry_ms" not in caught[0].metadata, "waiting does not help"
     rival.register("rival/r", spec)
+
+
+def test_concurrent_registrations_build_no_pool_beyond_a_limit(tmp_path, monkeypatch):
+    built: list[int] = []
+
+    def counted(spec: ReplicaSpec) -> ReplicaCore:
+        built.append(spec.num_blocks)
+        return new_replica(spec)
+
+    def planned_when_all_have_come(request: pb.RegisterReplicaRequest) -> Planned:
+        until(lambda: len(come) >= len(names))
+        return plan_source(request)
+
+    names = [f"acme/{at % 6}" for at in range(12)]  # each is sent twice, as a client that retries does
+    come: list[str] = []
+    monkeypatch.setattr(allocation, "new_replica", counted)
+    monkeypatch.setattr(allocation, "plan_source", planned_when_all_have_come)
+    monkeypatch.setattr(VisibleReplicas, "check_name", lambda _, name: come.append(name))
+    with running(Guard(tmp_path, {"acme": {"limits": {"replicas": 2, "blocks": 90}}}).config()) as service:
+        acme = Caller(service, "token-acme")
+
+        def register(name: str) -> bool:
+            try:
+                acme.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica=name, spec=SPEC))
+            except grpc.RpcError as error:
+                refused = error_of(error)
+            else:
+                return True
+            assert isinstance(refused, QuotaExceeded)
+            return False
+
+        with ThreadPoolExecutor(len(names)) as callers:
+            assert sum(callers.map(register, names)) == 4
+        assert built == [SPEC.num_blocks] * 2
+        assert len(acme.allocation.ListReplicas(pb.ListReplicasRequest()).replicas) == 2
