@@ -77,9 +77,10 @@ proto-baseline:  ## accept the current contract as the baseline that later chang
 	@scripts/buf.sh build --exclude-source-info -o proto/baseline.binpb
 	@git --no-pager diff --stat -- proto/baseline.binpb
 
-bench: $(DEV)  ## steps in the steady state (full pool, events, steps in flight), what holds the loop, ns per block operation
+bench: $(DEV)  ## steps in the steady state (full pool, events, steps in flight), what holds the loop, hashing, ns per block operation
 	@$(PYTHON) -m tests.bench.steady
 	@$(PYTHON) -m tests.bench.held
+	@$(PYTHON) -m tests.bench.hashing
 	@$(PYTHON) -m tests.bench
 
 bench-store: $(DEV)  ## what a store costs a step, its size over a long run, and restarts with a million entries

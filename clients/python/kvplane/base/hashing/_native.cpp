@@ -36,22 +36,19 @@ alignas(16) constexpr uint32_t kRound[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-uint32_t ReadBig(const uint8_t* at) {
-    return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
+static_assert(std::endian::native == std::endian::little, "values are stored as they are in memory");
+
+template <typename Value>
+Value Read(const uint8_t* at) {
+    Value value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
 }
 
-uint32_t ReadLittle(const uint8_t* at) {
-    return uint32_t{at[3]} << 24 | uint32_t{at[2]} << 16 | uint32_t{at[1]} << 8 | at[0];
-}
-
-uint8_t* WriteBig(uint8_t* at, uint64_t value, int bytes) {
-    for (int shift = 8 * (bytes - 1); shift >= 0; shift -= 8) *at++ = static_cast<uint8_t>(value >> shift);
-    return at;
-}
-
-uint8_t* WriteLittle(uint8_t* at, uint64_t value, int bytes) {
-    for (int i = 0; i < bytes; ++i) *at++ = static_cast<uint8_t>(value >> (8 * i));
-    return at;
+template <typename Value>
+uint8_t* Write(uint8_t* at, Value value) {
+    std::memcpy(at, &value, sizeof value);
+    return at + sizeof value;
 }
 
 // -- SHA-256 -------------------------------------------------------------------
@@ -62,7 +59,7 @@ void CompressPortable(uint32_t* state, const uint8_t* data, size_t blocks) {
     using std::rotr;
     for (; blocks > 0; --blocks, data += 64) {
         uint32_t w[64], v[8];
-        for (int t = 0; t < 16; ++t) w[t] = ReadBig(data + 4 * t);
+        for (int t = 0; t < 16; ++t) w[t] = __builtin_bswap32(Read<uint32_t>(data + 4 * t));
         for (int t = 16; t < 64; ++t) {
             const uint32_t s0 = rotr(w[t - 15], 7) ^ rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
             const uint32_t s1 = rotr(w[t - 2], 17) ^ rotr(w[t - 2], 19) ^ (w[t - 2] >> 10);
@@ -113,11 +110,9 @@ __attribute__((target("sha,sse4.1,ssse3"))) void CompressExtensions(uint32_t* s,
         abef = _mm_add_epi32(abef, abef_before);
         cdgh = _mm_add_epi32(cdgh, cdgh_before);
     }
-    alignas(16) uint32_t low[4], high[4];
-    _mm_store_si128(reinterpret_cast<__m128i*>(low), abef);
-    _mm_store_si128(reinterpret_cast<__m128i*>(high), cdgh);
-    const uint32_t state[8] = {low[3], low[2], high[3], high[2], low[1], low[0], high[1], high[0]};
-    std::memcpy(s, state, sizeof state);
+    const __m128i abef_up = _mm_shuffle_epi32(abef, 0x1b), cdgh_up = _mm_shuffle_epi32(cdgh, 0x1b);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(s), _mm_unpacklo_epi64(abef_up, cdgh_up));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(s) + 1, _mm_unpackhi_epi64(abef_up, cdgh_up));
 }
 
 const bool kAccelerated = HasShaExtensions();
@@ -133,11 +128,12 @@ void Digest(Compress compress, uint8_t* begin, uint8_t* end, uint8_t* out) {
     *end++ = 0x80;
     const size_t zeros = (56 - static_cast<size_t>(end - begin)) % 64;
     std::memset(end, 0, zeros);
-    end = WriteBig(end + zeros, bits, 8);
+    end = Write(end + zeros, __builtin_bswap64(bits));
     uint32_t state[8];
     std::memcpy(state, kInitial, sizeof state);
     compress(state, begin, static_cast<size_t>(end - begin) / 64);
-    for (const uint32_t word : state) out = WriteBig(out, word, 4);
+    for (uint32_t& word : state) word = __builtin_bswap32(word);
+    std::memcpy(out, state, sizeof state);  // at once: the next block reads it in wide pieces
 }
 
 // -- The bytes of a block ------------------------------------------------------
@@ -150,16 +146,19 @@ uint8_t* Append(uint8_t* at, const void* bytes, size_t size) {
 }
 
 uint8_t* PackedForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
-    at = WriteLittle(Append(at, "kvb1", 4), count, 4);
-    at = Append(WriteLittle(at, 0, 4), parent, kDigest);
+    at = Write(Append(at, "kvb1", 4), static_cast<uint32_t>(count));
+    at = Append(Write(at, uint32_t{0}), parent, kDigest);
     return Append(at, tokens, 4 * count);
 }
 
+// Numbers have no pattern that a processor could predict, so their lengths are computed without branches; the bytes
+// that are written after a short one are overwritten by what follows.
 uint8_t* PickledInt(uint8_t* at, uint32_t value) {
-    if (value < 1u << 8) return WriteLittle(Append(at, "K", 1), value, 1);
-    if (value < 1u << 16) return WriteLittle(Append(at, "M", 1), value, 2);
-    if (value < 1u << 31) return WriteLittle(Append(at, "J", 1), value, 4);
-    return WriteLittle(Append(at, "\x8a\x05", 2), value, 5);
+    if (value >= 1u << 31) return Write(Write(Append(at, "\x8a\x05", 2), value), uint8_t{0});
+    const int size = 1 + (value >= 1u << 8) + 2 * (value >= 1u << 16);
+    *at = static_cast<uint8_t>("KM J"[size - 1]);
+    Write(at + 1, value);
+    return at + 1 + size;
 }
 
 // pickle.dumps((parent, tuple(tokens), None), protocol=5): one frame, every value but numbers and None remembered.
@@ -168,24 +167,25 @@ uint8_t* PickleForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, s
     uint8_t* const frame = size + 8;
     at = Append(Append(Append(frame, "C\x20", 2), parent, kDigest), "\x94", 1);
     if (count > 3) at = Append(at, "(", 1);
-    for (size_t i = 0; i < count; ++i) at = PickledInt(at, ReadLittle(tokens + 4 * i));
+    for (size_t i = 0; i < count; ++i) at = PickledInt(at, Read<uint32_t>(tokens + 4 * i));
     *at++ = count > 3 ? 't' : static_cast<uint8_t>(0x84 + count);
     at = Append(at, "\x94N\x87\x94.", 5);
-    WriteLittle(size, static_cast<uint64_t>(at - frame), 8);
+    Write(size, static_cast<uint64_t>(at - frame));
     return at;
 }
 
 uint8_t* CborHead(uint8_t* at, uint8_t major, uint32_t value) {
-    if (value < 24) return WriteBig(at, major | value, 1);
-    if (value < 1u << 8) return WriteBig(WriteBig(at, major | 24u, 1), value, 1);
-    if (value < 1u << 16) return WriteBig(WriteBig(at, major | 25u, 1), value, 2);
-    return WriteBig(WriteBig(at, major | 26u, 1), value, 4);
+    const int longer = (value >= 24) + (value >= 1u << 8) + (value >= 1u << 16);
+    const int size = (1 << longer) >> 1;  // 0, 1, 2 or 4 bytes after the first
+    *at = static_cast<uint8_t>(major | (longer ? 23u + static_cast<unsigned>(longer) : value));
+    Write(at + 1, __builtin_bswap32(static_cast<uint32_t>(uint64_t{value} << (32 - 8 * size))));
+    return at + 1 + size;
 }
 
 // The canonical CBOR of [parent, tokens, null].
 uint8_t* CborForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
     at = CborHead(Append(Append(at, "\x83\x58\x20", 3), parent, kDigest), 0x80, static_cast<uint32_t>(count));
-    for (size_t i = 0; i < count; ++i) at = CborHead(at, 0x00, ReadLittle(tokens + 4 * i));
+    for (size_t i = 0; i < count; ++i) at = CborHead(at, 0x00, Read<uint32_t>(tokens + 4 * i));
     return Append(at, "\xf6", 1);
 }
 

@@ -1,0 +1,83 @@
+"""Time to hash a prompt, compiled and in Python, compared with one raw SHA-256 over the same bytes.
+
+    python -m tests.bench.hashing
+
+Writes results/hashing.md. A *raw* hash is hashlib's, of one message as long as those of all blocks together. SHA-256
+hashes 64 bytes at a time and adds 9 or more to each message: *padded* is a raw hash of as many pieces as the blocks
+take. All are measured in turn; the figures are medians.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing import block_digest, native, pack_tokens, unpack_tokens
+from kvplane.base.hashing.algorithms import ReferenceHash, python_digest
+from tests.bench.machine import machine_line
+
+RESULT = Path(__file__).parent / "results" / "hashing.md"
+TOKENS, BLOCK_SIZES, ROUNDS, VOCABULARY = 6144, (16, 64, 512), 200, 128_000
+HEAD_BYTES = 44  # of a block in kvplane's form: tag, two lengths, parent
+
+
+def message_bytes(algorithm: HashAlgorithm, packed: bytes, block_size: int) -> list[int]:
+    """The length of what is hashed for each block."""
+    digest = python_digest(algorithm)
+    blocks = [packed[at : at + 4 * block_size] for at in range(0, len(packed), 4 * block_size)]
+    if isinstance(digest, ReferenceHash):
+        return [len(digest.serialize(bytes(digest.size), unpack_tokens(block), None)) for block in blocks]
+    return [HEAD_BYTES + len(block) for block in blocks]
+
+
+def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each call, measured in turn."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            begin = time.perf_counter_ns()
+            call()
+            took[name].append((time.perf_counter_ns() - begin) / 1e3)
+    return {name: statistics.median(values) for name, values in took.items()}
+
+
+def row(algorithm: HashAlgorithm, block_size: int, packed: bytes) -> str:
+    """A line of the table."""
+    sizes = message_bytes(algorithm, packed, block_size)
+    raw, padded = bytes(sum(sizes)), bytes(sum((size + 72) // 64 * 64 for size in sizes))
+    us = medians(
+        {
+            "used": partial(block_digest(algorithm).hash_run, bytes(32), packed, block_size),
+            "python": partial(python_digest(algorithm).hash_run, bytes(32), packed, block_size),
+            "raw": lambda: sha256(raw).digest(),
+            "padded": lambda: sha256(padded).digest(),
+        }
+    )
+    ratios = " | ".join(f"{us['used'] / us[name]:.2f}" for name in ("python", "raw", "padded"))
+    return f"| {algorithm.value} | {block_size} | {us['used']:.0f} | {us['python']:.0f} | {us['raw']:.0f} | {ratios} |"
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    packed = pack_tokens(random.Random(1).randrange(VOCABULARY) for _ in range(TOKENS))
+    rows = [row(algorithm, size, packed) for size in BLOCK_SIZES for algorithm in native.FORMS]
+    text = f"""# Hashing {TOKENS:,} tokens
+
+{machine_line()}; `python -m tests.bench.hashing`
+
+| form | block size | us | in Python | raw SHA-256 | / Python | / raw | / raw, padded |
+|---|---|---|---|---|---|---|---|
+"""
+    text += "\n".join(rows) + "\n"
+    RESULT.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
