@@ -58,6 +58,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if choice not in ("auto", "native", "python"):
             raise ValueError(f"{VARIABLE} is {choice!r}: set auto, native or python")
         self._folder: str | None = None
+        if version == "editable":
+            self._next_to_source.unlink(missing_ok=True)  # an older one could differ from its source
         if choice == "python":
             return
         try:
@@ -67,9 +69,13 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 raise
             self.app.display_warning(f"kvplane: block hashing is not compiled ({reason}); Python does it")
 
+    @property
+    def _next_to_source(self) -> Path:
+        return Path(self.root) / "clients" / "python" / LIBRARY
+
     def _add(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            compile_library(Path(self.root) / "clients" / "python" / LIBRARY)
+            compile_library(self._next_to_source)
             return
         self._folder = tempfile.mkdtemp()
         library = Path(self._folder) / "library.so"

@@ -82,18 +82,37 @@ def test_a_choice_that_cannot_be_met_fails(tmp_path, choice, fault):
     assert not list(tmp_path.glob("*.whl"))
 
 
+def editable_tree(folder: Path) -> Path:
+    """A copy of what an install reads."""
+    for name in ("clients", "service", "gpu_worker"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def build_editable(tree: Path, folder: Path, **variables: str) -> None:
+    code = "from hatchling.build import build_editable; import sys; build_editable(sys.argv[1])"
+    command, environment = [sys.executable, "-c", code, str(folder)], {**os.environ, **variables}
+    subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True)
+
+
 def test_editable_install_puts_the_library_next_to_its_source(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("there is no g++: the editable install does not compile")
-    tree = tmp_path / "tree"
-    for name in ("clients", "service", "gpu_worker"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, tree / name)
-    code = "from hatchling.build import build_editable; import sys; build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tree, check=True, capture_output=True)
+    tree = editable_tree(tmp_path / "tree")
+    build_editable(tree, tmp_path)
     assert (tree / "clients/python" / LIBRARY).is_file()
     assert [path.suffix for path in unpacked(tmp_path).iterdir() if path.is_file()] == [".pth"]
+
+
+@pytest.mark.parametrize("variables", [{"KVPLANE_BUILD": "python"}, {"CXX": "no-such-compiler"}])
+def test_editable_install_without_compiling_removes_an_older_library(tmp_path, variables):
+    tree = editable_tree(tmp_path / "tree")
+    library = tree / "clients/python" / LIBRARY
+    library.write_bytes(b"of an older source")
+    build_editable(tree, tmp_path, **variables)
+    assert not library.exists()
 
 
 @pytest.mark.parametrize("name", ["service", "worker"])
