@@ -2,7 +2,7 @@
 # Each target installs what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs proto proto-check proto-baseline pytest \
+.PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
 	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
@@ -69,6 +69,9 @@ proto: $(DEV)  ## regenerate the code after a change in proto/
 
 chart: $(DEV)  ## regenerate the schema and the table of the chart's values after a change in helm/ or of a configuration key
 	@$(PYTHON) scripts/chart.py
+
+reference: $(DEV)  ## regenerate docs/reference after a change of proto comments, errors or configuration keys
+	@$(PYTHON) scripts/reference.py
 
 docs: $(DEV)  ## build the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

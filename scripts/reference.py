@@ -1,0 +1,172 @@
+"""Generate docs/reference from its sources: RPCs and messages from the comments in proto/, error reasons from the
+classes of errors and the table of statuses, configuration keys from their docstrings.
+
+    python scripts/reference.py            write the pages
+    python scripts/reference.py --check    print what would change; exits 1 if anything would
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from inspect import getdoc
+from pathlib import Path
+
+from kvplane.base import errors
+from kvplane.rpc.status import status_code
+from kvplane_service.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+PROTO = ROOT / "proto" / "kvplane" / "v1"
+PAGES = ROOT / "docs" / "reference"
+NOTE = "<!-- made by scripts/reference.py: make reference -->\n"
+
+OPENING = re.compile(r"(service|message|enum|oneof) (\w+) \{(\})?$")
+RPC = re.compile(r"rpc (\w+)\((stream )?([\w.]+)\) returns \((stream )?([\w.]+)\)")
+FIELD = re.compile(r"(?:(optional|repeated) )?(map<[^>]+>|[\w.]+) (\w+) = (\d+)(?: \[.*\])?;$")
+VALUE = re.compile(r"(\w+) = (\d+)(?: \[.*\])?;$")
+IGNORED = re.compile(r"(syntax|package|import|option|reserved)\b|\}$|$")
+
+
+def cell(text: str) -> str:
+    """Return a text as the cell of a table."""
+    plain = " ".join(text.split())
+    return plain.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table; the cells are Markdown."""
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def statements(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each statement of a proto file with the comment above it.
+
+    Raises:
+        ValueError: if a line is none that this script knows.
+    """
+    comment: list[str] = []
+    for number, raw in enumerate(source.splitlines(), 1):
+        line = raw.strip()
+        if line.startswith("//"):
+            comment.append(line[2:].strip())
+            continue
+        if not any(known.match(line) for known in (OPENING, RPC, FIELD, VALUE, IGNORED)):
+            raise ValueError(f"line {number}: {line!r} is no statement that scripts/reference.py can read (extend it)")
+        yield line, " ".join(comment)
+        comment = []
+
+
+def proto_section(source: str) -> Iterator[str]:
+    """Yield the Markdown of one proto file: its services, messages and enumerations in the order of the file."""
+    choice, in_table = "", False
+    for line, comment in statements(source):
+        if found := OPENING.match(line):
+            kind, name, closed = found.groups()
+            if kind == "oneof":
+                choice = name
+                continue
+            yield from ("", f"### {name}", "", f"*{kind}* {cell(comment)}")
+            in_table = False
+            if not closed:
+                yield ""
+        elif found := RPC.match(line):
+            name, asks, request, answers, response = found.groups()
+            sent, got = f"{asks or ''}{linked(request)}", f"{answers or ''}{linked(response)}"
+            yield from (f"**{name}** ({sent}) returns ({got})  ", cell(comment), "")
+        elif found := FIELD.match(line):
+            label, kind, name, number = found.groups()
+            if not in_table:
+                yield from table(("no.", "field", "type", "meaning"), ())
+                in_table = True
+            mark = f" (one of {choice})" if choice else ""
+            yield f"| {number} | `{name}` | {label + ' ' if label else ''}{linked(kind)} | {cell(comment)}{mark} |"
+        elif found := VALUE.match(line):
+            if not in_table:
+                yield from table(("no.", "value", "meaning"), ())
+                in_table = True
+            yield f"| {found[2]} | `{found[1]}` | {cell(comment)} |"
+        elif line == "}" and choice:
+            choice = ""
+
+
+def linked(kind: str) -> str:
+    """Return a type as Markdown: messages and enumerations, which alone begin with a capital, as links."""
+    return f"[{kind}](#{kind.lower()})" if kind[0].isupper() else f"`{kind}`"
+
+
+def rpcs_page() -> str:
+    """Return the page of the wire: every RPC, message and enumeration."""
+    lines = ["# RPCs and messages", "", NOTE, "Made from the comments in `proto/kvplane/v1`."]
+    for path in sorted(PROTO.glob("*.proto")):
+        lines += ["", f"## {path.name}", *proto_section(path.read_text())]
+    return "\n".join(lines) + "\n"
+
+
+def error_classes(base: type[errors.KvplaneError] = errors.KvplaneError) -> Iterator[type[errors.KvplaneError]]:
+    """Yield every class of errors below `base`, in the order of their definition."""
+    for child in base.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield child
+        yield from error_classes(child)
+
+
+def errors_page() -> str:
+    """Return the page of the error reasons."""
+    rows = (
+        (f"`{one.reason}`", f"`{status_code(one('')).name}`", f"`{one.__name__}`", cell(getdoc(one) or ""))
+        for one in error_classes()
+    )
+    head = """
+A refused call has a gRPC status whose details hold a `google.rpc.ErrorInfo` with the domain `kvplane`, the reason, and
+metadata (`remedy` and facts). A `BadRequest` names the field, if one is wrong; a `QuotaFailure` and a `RetryInfo`
+accompany an exceeded quota. The Python clients raise the class.
+"""
+    lines = table(("reason", "status", "class", "meaning"), rows)
+    return "\n".join(["# Error reasons", "", NOTE, head.strip(), "", *lines]) + "\n"
+
+
+def configuration_page() -> str:
+    """Return the page of the configuration keys."""
+    head = """
+A key is set, in this order of precedence, by `kvplane serve --set KEY=VALUE`, by the environment variable `KVPLANE_`
+followed by the key in capitals, or in the YAML file that `--config` names. Limits are inclusive. `kvplane config`
+prints the values in force and where each comes from.
+"""
+    rows = (
+        (f"`{name}`", f"`{field.default}`" if str(field.default) else "empty", cell(field.description or ""))
+        for name, field in Config.model_fields.items()
+    )
+    lines = table(("key", "default", "meaning"), rows)
+    return "\n".join(["# Configuration keys", "", NOTE, head.strip(), "", *lines]) + "\n"
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description="docs/reference from its sources")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything would change")
+    parser.add_argument("--pages", type=Path, default=PAGES)
+    arguments = parser.parse_args()
+    made = {"rpcs.md": rpcs_page(), "errors.md": errors_page(), "configuration.md": configuration_page()}
+    old = {name: (arguments.pages / name).read_text() if (arguments.pages / name).exists() else "" for name in made}
+    stale = [name for name, text in made.items() if old[name] != text]
+    for name in stale:
+        if arguments.check:
+            before, after = old[name].splitlines(), made[name].splitlines()
+            changes = difflib.unified_diff(before, after, name, "generated", lineterm="", n=0)
+            print("\n".join(list(changes)[:20]))
+        else:
+            (arguments.pages / name).write_text(made[name])
+            print(f"written: docs/reference/{name}")
+    if stale and arguments.check:
+        sys.exit(f"docs/reference: {', '.join(stale)}: not up to date with the sources: make reference")
+
+
+if __name__ == "__main__":
+    main()

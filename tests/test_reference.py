@@ -1,0 +1,106 @@
+"""docs/reference agrees with its sources, and its test vectors with the product and with the stated form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+import cbor2
+import pytest
+
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.step import ExtraKeys, Multimodal
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2
+from tests.test_readme import fenced_blocks
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "reference"
+HASHES = (PAGES / "hashes.md").read_text()
+VECTORS: list[dict[str, Any]] = json.loads(fenced_blocks(HASHES, "json")[0])
+
+
+def reference_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "reference.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_pages_are_up_to_date():
+    done = reference_script("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["rpcs.md", "errors.md", "configuration.md"])
+def test_changed_page_is_found_and_written_again(name, tmp_path):
+    pages = tmp_path / "reference"
+    shutil.copytree(PAGES, pages)
+    (pages / name).write_text((PAGES / name).read_text().replace("replica", "copy"))
+    done = reference_script("--check", "--pages", pages)
+    assert done.returncode == 1
+    assert f"{name}: not up to date" in done.stderr
+    assert reference_script("--pages", pages).returncode == 0
+    assert (pages / name).read_text() == (PAGES / name).read_text()
+
+
+def test_every_rpc_message_and_field_is_on_the_page():
+    page = (PAGES / "rpcs.md").read_text()
+    missing = []
+    for module in (admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2):
+        file = module.DESCRIPTOR
+        for message in file.message_types_by_name.values():
+            section = page.partition(f"\n### {message.name}\n")[2].partition("\n### ")[0]
+            missing += [f"{message.name}.{one.name}" for one in message.fields if f"| `{one.name}` |" not in section]
+        for service in file.services_by_name.values():
+            missing += [one.full_name for one in service.methods if f"**{one.name}** (" not in page]
+        for enum in file.enum_types_by_name.values():
+            missing += [one.name for one in enum.values if f"| `{one.name}` |" not in page]
+    assert missing == []
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
+def test_product_computes_the_vector(vector):
+    items = tuple(Multimodal(*item) for item in vector.get("multimodal", ()))
+    lora = vector.get("lora")
+    keys = ExtraKeys(tuple(lora) if lora else None, vector.get("salt", ""), items)
+    scheme = HashScheme.named(vector["block_size"], seed=vector["seed"])
+    hashes = RequestHasher(scheme, keys).append(pack_tokens(vector["tokens"]))
+    assert [one.hex() for one in split_hashes(hashes, 32)] == vector["hashes"]
+
+
+def stated_keys(vector: dict[str, Any], start: int) -> bytes:
+    """The extra keys of a block in the form that the page states, by another encoder than the product's."""
+    keys: list[list[Any]] = [["lora", *vector["lora"]]] if "lora" in vector else []
+    for name, offset, length in vector.get("multimodal", ()):
+        if offset < start + vector["block_size"] and start < offset + length:
+            keys.append(["mm", name, offset - start])
+    if "salt" in vector and start == 0:
+        keys.append(["cache_salt", vector["salt"]])
+    return cbor2.dumps(keys, canonical=True) if keys else b""
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
+def test_stated_form_gives_the_vector(vector):
+    size, tokens, hashes = vector["block_size"], vector["tokens"], []
+    parent = sha256(b"kvn1" + (vector["seed"] or "kvplane-none-hash").encode()).digest()
+    for start in range(0, len(tokens) // size * size, size):
+        keys = stated_keys(vector, start)
+        head = b"kvb1" + pack("<II", size, len(keys)) + parent
+        parent = sha256(head + pack(f"<{size}I", *tokens[start : start + size]) + keys).digest()
+        hashes.append(parent.hex())
+    assert hashes == vector["hashes"]
+
+
+def test_python_of_the_page_gives_the_vectors_without_keys():
+    (code,) = fenced_blocks(HASHES, "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    plain = [one for one in VECTORS if not {"lora", "salt", "multimodal"} & set(one)]
+    assert len(plain) == 3
+    for one in plain:
+        seed = {"seed": one["seed"]} if one["seed"] else {}
+        assert names["block_hashes"](one["tokens"], one["block_size"], **seed) == one["hashes"]
