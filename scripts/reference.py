@@ -1,5 +1,5 @@
 """Generate docs/reference from its sources: RPCs and messages from the comments in proto/, error reasons from the
-classes of errors and the table of statuses, configuration keys from their docstrings.
+classes of errors and the table of statuses, configuration keys from their docstrings, the command line from its parser.
 
     python scripts/reference.py            write the pages
     python scripts/reference.py --check    print what would change; exits 1 if anything would
@@ -14,9 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from inspect import getdoc
 from pathlib import Path
+from typing import Any
+
+import typer.main
 
 from kvplane.base import errors
 from kvplane.rpc.status import status_code
+from kvplane_service.cli import app
 from kvplane_service.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +36,10 @@ IGNORED = re.compile(r"(syntax|package|import|option|reserved)\b|\}$|$")
 
 
 def cell(text: str) -> str:
-    """Return a text as the cell of a table."""
-    plain = " ".join(text.split())
-    return plain.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*")
+    """Return a text as the cell of a table. Between backticks only the bar has a meaning there."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    parts[::2] = (one.replace("&", "&amp;").replace("<", "&lt;").replace("*", "\\*") for one in parts[::2])
+    return "`".join(parts)
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
@@ -147,13 +152,40 @@ prints the values in force and where each comes from.
     return "\n".join(["# Configuration keys", "", NOTE, head.strip(), "", *lines]) + "\n"
 
 
+def command_section(path: str, command: Any) -> Iterator[str]:  # noqa: ANN401 - click's or typer's own, by version
+    """Yield the Markdown of a command, or of each command of a group."""
+    if hasattr(command, "commands"):
+        for name, part in command.commands.items():
+            yield from command_section(f"{path} {name}", part)
+        return
+    arguments = [one.name.upper() for one in command.params if one.param_type_name == "argument"]
+    yield from ("", f"## {path}", "", f"    {' '.join([path, *arguments])}", "")
+    yield from (cell(paragraph) + "\n" for paragraph in (command.help or "").split("\n\n"))
+    options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+    if options:
+        names = (", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts)) for one in options)
+        yield from table(("option", "meaning"), zip(names, (cell(one.help or "") for one in options), strict=True))
+
+
+def commands_page() -> str:
+    """Return the page of the command line."""
+    head = "Each command also has `--help`, which shows defaults and environment variables."
+    lines = command_section("kvplane", typer.main.get_command(app))
+    return "\n".join(["# Command line", "", NOTE, head, *lines]) + "\n"
+
+
 def main() -> None:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description="docs/reference from its sources")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything would change")
     parser.add_argument("--pages", type=Path, default=PAGES)
     arguments = parser.parse_args()
-    made = {"rpcs.md": rpcs_page(), "errors.md": errors_page(), "configuration.md": configuration_page()}
+    made = {
+        "rpcs.md": rpcs_page(),
+        "errors.md": errors_page(),
+        "configuration.md": configuration_page(),
+        "commands.md": commands_page(),
+    }
     old = {name: (arguments.pages / name).read_text() if (arguments.pages / name).exists() else "" for name in made}
     stale = [name for name, text in made.items() if old[name] != text]
     for name in stale:

@@ -17,6 +17,7 @@ import pytest
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2
+from kvplane_service.cli import COMMANDS
 from tests.test_readme import fenced_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ def test_pages_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["rpcs.md", "errors.md", "configuration.md"])
+@pytest.mark.parametrize("name", ["rpcs.md", "errors.md", "configuration.md", "commands.md"])
 def test_changed_page_is_found_and_written_again(name, tmp_path):
     pages = tmp_path / "reference"
     shutil.copytree(PAGES, pages)
@@ -45,6 +46,12 @@ def test_changed_page_is_found_and_written_again(name, tmp_path):
     assert f"{name}: not up to date" in done.stderr
     assert reference_script("--pages", pages).returncode == 0
     assert (pages / name).read_text() == (PAGES / name).read_text()
+
+
+def test_every_command_is_on_the_page():
+    page = (PAGES / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"\n## kvplane {name}\n" not in page] == []
+    assert "\n## kvplane store inspect\n" in page
 
 
 def test_every_rpc_message_and_field_is_on_the_page():
