@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvplane import connect
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InternalError, KvplaneError, Unavailable
 from kvplane.base.step import Part, PartResult, StepResult
 from kvplane.blocking.transport import GrpcTransport, _Stream
@@ -23,7 +24,9 @@ from kvplane.v1.allocation_pb2 import Draining, SessionResponse
 from kvplane.wire.result import encode_result
 from kvplane.wire.stream import heartbeat_message
 from tests.client.loop_thread import LIMIT_S
+from tests.client.mini_engine import HYBRID
 from tests.client.worlds import GrpcWorld
+from tests.service.rig import until
 
 RECEIVE_S = 60.0
 
@@ -312,3 +315,36 @@ def test_a_process_ends_cleanly(world, how):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "Fatal" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["session", "subscription"])
+def test_collection_waits_for_no_lock_of_grpc(world, what):
+    """It may run on a thread that holds another lock of gRPC."""
+    with connect(world.service.address) as client:
+        made: Any
+        if what == "session":
+            made = client.session(world.replica)
+            call = made._transport._stream._call
+        else:
+            client.register_replica("quiet", HYBRID)
+            client.reset_prefix_cache("quiet")  # an event
+            made = client.subscribe("quiet", after_seq=0)
+            next(made)
+            call = made.gi_frame.f_locals["stream"]
+        is_held, is_collected = threading.Event(), threading.Event()
+        outcomes = []
+
+        def hold() -> None:
+            with call._state.condition:
+                is_held.set()
+                outcomes.append(is_collected.wait(LIMIT_S))
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert is_held.wait(LIMIT_S)
+        del made
+        gc.collect()
+        is_collected.set()
+        holder.join()
+        assert outcomes == [True]
+        until(lambda: not call.is_active())

@@ -22,6 +22,7 @@ from kvplane.base.events import EventBatch
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.base.sources import LayerSource, ModelSource
+from kvplane.blocking import collected
 from kvplane.blocking.session import Session
 from kvplane.blocking.transport import GrpcTransport
 from kvplane.rpc.access import Access, Tls, Token
@@ -262,6 +263,7 @@ class Client:
                 that the service still has.
         """
         feed = Feed(self._owners, self._retry, after_seq)
+        collected.prepare()
         while True:
             self._require_open()
             request = calls.subscription(replica, feed.seek())
@@ -272,8 +274,8 @@ class Client:
                     yield feed.take(wire.decode_batch(message))
             except grpc.RpcError:
                 failed = error_of_rpc(stream)
-            finally:
-                stream.cancel()
+            finally:  # also when the generator is garbage collected
+                collected.cancel_later(stream)
             self._wait(feed.broken(failed))
 
     def _do(self, call: Call[Answer]) -> Answer:

@@ -19,6 +19,7 @@ import grpc
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
+from kvplane.blocking import collected
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES
 from kvplane.rpc.status import error_of_rpc
 from kvplane.sansio.owners import Owners, Route, moving_is_breaking
@@ -178,7 +179,8 @@ class _Stream:
             self._call = method(iter(self._requests.get, None))
         except ValueError as error:
             raise FailedPrecondition("the gRPC channel is closed", remedy="connect again") from error
-        self._ending = finalize(self, _cut, self._call, self._requests)
+        collected.prepare()
+        self._ending = finalize(self, _cut_later, self._call, self._requests)
         self._ending.atexit = False  # the end of the process ends the stream too
         self._late_s: float | None = None  # timeout of a read that took too long
         facts = (self._call, self._answers)
@@ -224,7 +226,9 @@ class _Stream:
 
     def cut(self) -> None:
         """Cancel the stream and stop the reader and gRPC's sender thread. Any thread may call this method."""
-        self._ending()
+        if self._ending.detach() is not None:
+            self._call.cancel()
+            self._requests.put(None)
 
     def _error(self) -> KvplaneError:
         if self._late_s is not None:
@@ -265,6 +269,7 @@ def _read_on(call: _Call, answers: SimpleQueue[stream_messages.Taken | _End]) ->
         answers.put(_End(bug))
 
 
-def _cut(call: _Call, requests: SimpleQueue[SessionRequest | None]) -> None:
-    call.cancel()
+def _cut_later(call: _Call, requests: SimpleQueue[SessionRequest | None]) -> None:
+    """End a stream that is garbage collected, without a lock."""
+    collected.cancel_later(call)
     requests.put(None)
