@@ -40,6 +40,8 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "gpu_worker/kvplane_worker/rpc/handlers.py": "a bug in a handler is logged and ends its call with INTERNAL",
     "service/kvplane_service/auth/files.py": "a file that changes while the service runs keeps its old content",
     "service/kvplane_service/store/loading.py": "a bug in a read is named to its callers, and raised by supervise",
+    "service/kvplane_service/store/record.py": "whatever a forged chunk raises when it is read refuses this chunk",
+    "service/kvplane_service/store/registration.py": "whatever a forged record raises refuses this record",
 }
 
 WORKER_COMMAND = "gpu_worker/kvplane_worker/cli.py"

@@ -159,6 +159,8 @@ class Config(BaseModel):
     """PEM file of the private key of `store_tls_cert`."""
     store_timeout_ms: Millis = 2000
     """Timeout of a call to the store; when it expires, the service considers the store unavailable."""
+    store_load_ms: Millis = 60_000
+    """Time after which a replica whose stored entries cannot be read begins without them."""
     store_ttl_ms: Millis = 24 * 3600 * 1000
     """Time after which Redis deletes keys that no service has renewed."""
     owner_lease_ms: Millis = 5000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from contextlib import closing
 
 import pytest
@@ -12,8 +11,6 @@ import kvplane
 from kvplane import AdmitRow, NewsRow, Part, connect, part_of
 from kvplane.base.errors import KvplaneError
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.registry import Registration
-from kvplane_service.store.registration import ReplicaRecord, pack_record
 from kvplane_service.store.sqlite import SqliteStore
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
@@ -127,16 +124,8 @@ def newer(path):
         connection.execute("PRAGMA user_version = 99")
 
 
-def from_the_future(path):
-    """Written by a machine whose clock is ahead, or by this one before its clock was set back."""
-    store = SqliteStore(path)
-    now_ms = time.time_ns() // 1_000_000
-    store.put_record("r", pack_record(ReplicaRecord("r", Registration(SPEC), 3, 7, "here", now_ms + 3_600_000)))
-    store.close()
-
-
 @pytest.mark.parametrize(
-    ("made", "words"), [(letter, "not written by kvplane"), (newer, "run a newer kvplane"), (from_the_future, "clock")]
+    ("made", "words"), [(letter, "not written by kvplane"), (newer, "run a newer kvplane")]
 )
 def test_an_unusable_store_is_one_error_line_and_unchanged(made, words, tmp_path):
     path = tmp_path / "entries.db"

@@ -13,6 +13,7 @@ from kvplane_service.config import Config
 from kvplane_service.runtime.executors import Busy
 from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import StoreUnavailable
+from kvplane_service.store.interface import StoredChunk
 from kvplane_service.store.memory import MemoryStore
 from tests.store.test_ownership import LEASE_MS, Clock, Net, Service
 
@@ -154,3 +155,39 @@ async def test_a_deregistered_replica_is_read_no_more(net):
     service.registry.remove("a")
     await loaded(service, "a")
     assert service.keeper.is_there
+
+
+async def test_a_log_that_stays_unreadable_is_given_up_and_its_replica_begins_empty(net, caplog):
+    net.store.unreadable = {"a"}
+    service = await restarted(net)
+    await service.keeper.load()
+    with pytest.raises(Unavailable, match="a is recovering"):
+        service.open("a")
+    net.clock.now_ms += Config().store_load_ms
+    await loaded(service, "a")
+    assert "a begins without stored entries: the entries of a have not been readable for 60 s" in caplog.text
+    assert recovering(service, "a").refused == {"not read in time": 1}
+    service.open("a")
+    assert service.keeper.is_there
+    net.store.unreadable.clear()
+    assert await service.writer.write_all()
+    assert report(service, "a").state is StoreState.OK
+
+
+async def test_a_log_that_never_ends_is_given_up(net):
+    service = await restarted(net)
+    endless = net.store.load
+
+    def load(log):
+        yield from endless(log)
+        while log.replica == "a":
+            net.clock.now_ms += 10_000
+            yield StoredChunk(1, b"")
+
+    net.store.load = load
+    await service.keeper.load()
+    await loaded(service, *"abc")
+    assert recovering(service, "a").refused == {"not read in time": 1}
+    assert not recovering(service, "b").refused
+    for name in "abc":
+        service.open(name)

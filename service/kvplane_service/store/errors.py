@@ -43,12 +43,6 @@ class StoreDamaged(FailedPrecondition):
     reason = "STORE_DAMAGED"
 
 
-class ClockBehindStore(FailedPrecondition):
-    """The store has records with a later time than now, which means that this machine's clock was set back."""
-
-    reason = "CLOCK_BEHIND_STORE"
-
-
 class StoreUnavailable(Unavailable):
     """The store does not answer. The call can be retried."""
 
@@ -87,6 +81,7 @@ class Refusal(Enum):
     MISPLACED = "misplaced"  # its number is not the number under which it is stored
     NOT_PROVEN = "not proven"  # no key of the service seals it: forged, copied from another place, or without a seal
     SEALED = "sealed"  # by a key, and this service has none
+    FROM_THE_FUTURE = "from the future"  # it was written after this machine's time
     IMPOSSIBLE = "impossible"  # its fields contradict each other or are out of range
 
 

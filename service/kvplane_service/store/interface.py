@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+MAX_SEQ = 1 << 62  # chunks with this number or a higher one were not written by kvplane
 ALIVE = b"alive"  # what a lease holds unless its service gives something else; never empty
 
 

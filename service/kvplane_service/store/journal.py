@@ -25,7 +25,7 @@ from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, Entry, Life
-from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.interface import MAX_SEQ, LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
 
 CHUNK_ROWS = 1000
@@ -319,7 +319,7 @@ class ReplicaJournal:
         assert not self._chunks and not self._dirty, "this journal is in use"
         self._chunks, self._home, self._age = past.chunks, past.home, past.age
         self._log_bytes = sum(kept.num_bytes for kept in past.chunks)
-        self._seq = max((kept.seq for kept in past.chunks), default=0) + _ABOVE_LATE
+        self._seq = max((kept.seq for kept in past.chunks if kept.seq < MAX_SEQ), default=0) + _ABOVE_LATE
         self._tick = min(past.tick + 1, _MAX_AGE)
 
     def resync(self) -> None:

@@ -25,19 +25,16 @@ from kvplane_service.replicas.host import ReplicaState, new_replica
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import (
-    ClockBehindStore,
-    RecordRefused,
     Refusal,
     StoreDamaged,
     StoreUnavailable,
 )
-from kvplane_service.store.interface import IndexStore, LogName, SharedStore
+from kvplane_service.store.interface import MAX_SEQ, IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import Past, ReplicaJournal
-from kvplane_service.store.loading import LoadedLog, Loads
-from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record, unpack_record
+from kvplane_service.store.loading import Load, LoadedLog, Loads, read_record, read_records
+from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record
 from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 
-_CLOCK_TOLERANCE_MS = 5 * 60 * 1000
 _LAST_WRITE_S = 5.0
 _LOAD_PAUSE_S = 1.0
 
@@ -76,7 +73,7 @@ class Keeper:
         self.is_read = False  # the replicas of this service in the store are registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
-        self._loads = Loads(runtime)
+        self._loads = Loads(runtime, config.store_load_ms)
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
 
@@ -89,7 +86,6 @@ class Keeper:
         unknown.
 
         Raises:
-            ClockBehindStore: a record is from the future; nothing was registered.
             KvplaneError: the store cannot be used; it was not changed.
         """
         config = self._config
@@ -286,8 +282,8 @@ class Keeper:
         """
         recovering = self._registry.get(name).host.recovering
         assert recovering is not None, "it was registered from its record"
-        is_due = partial(self._is_loading, name, record)
-        self._loads.start(name, is_due, partial(self._load, name, record), recovering.fail)
+        is_due, read = partial(self._is_loading, name, record), partial(self._load, name, record)
+        self._loads.start(name, Load(is_due, read, partial(self._begin_empty, name, record), recovering.fail))
 
     def _is_loading(self, name: str, record: ReplicaRecord) -> bool:
         """Return True while the entries of the replica with this record have to be loaded: until the replica is given
@@ -295,26 +291,14 @@ class Keeper:
         """
         return self._restored.get(name) is record
 
-    def _check_clock(self, records: list[ReplicaRecord]) -> None:
-        now_ms = self._entropy.wall_clock_ms()
-        for record in records:
-            ahead_ms = record.written_ms - now_ms
-            if ahead_ms > _CLOCK_TOLERANCE_MS:
-                raise ClockBehindStore(
-                    f"the store's record of {record.name} was written {ahead_ms // 1000} s after this machine's time",
-                    field="store",
-                    remedy="correct the clock of this machine, or name another store; nothing was changed",
-                )
-
     async def _read_in(self) -> None:
-        """Open the store, and register the replicas of this service that the store has. Raises the errors of the store,
-        and ClockBehindStore.
+        """Open the store, and register the replicas of this service that the store has. Raises the errors of the
+        store.
         """
         assert self._writer is not None, "there is no store"
         store = self._writer.store
         await store.open()
-        records = await _read_records(store)
-        self._check_clock(records)
+        records = await read_records(store, self._entropy.wall_clock_ms())
         self._writer.note_success()
         self.is_read = True
         for record in records:
@@ -329,6 +313,8 @@ class Keeper:
     async def _restore(self, record: ReplicaRecord) -> bool:
         """Register a replica from its record. Returns False if it was registered here meanwhile and has been used."""
         name = record.name
+        if name not in self._registry:
+            self._registry.find_equal(name, record.registration)  # checks limits before anything is built
         replica = await self._runtime.offload(partial(new_replica, record.registration.spec))
         if name in self._registry:
             if self._registry.get(name).host.decisions.num_entries:
@@ -345,9 +331,9 @@ class Keeper:
         entry.host.recover(Recovering(record.epoch, record.incarnation))
         return True
 
-    async def _load(self, name: str, record: ReplicaRecord) -> None:
+    async def _load(self, name: str, record: ReplicaRecord, ends_ns: int) -> None:
         """Read the entries (stored states of blocks) of the replica with this record once, without retries. Raises the
-        errors of the store, and Busy.
+        errors of the store, and Busy; StoreUnavailable after the time `ends_ns`.
         """
         assert self._writer is not None, "there is no store"
         host = self._registry.get(name).host
@@ -357,6 +343,9 @@ class Keeper:
             async for page in self._writer.store.load(record.log):
                 await self._runtime.offload(partial(log.add_all, record.log, page))
                 recovering.rows = log.rows
+                if self._runtime.clock() >= ends_ns:
+                    what = f"{log.rows} entries were read within {self._config.store_load_ms} ms, and not all"
+                    raise StoreUnavailable(what, field="store", remedy="raise store_load_ms")
         except StoreDamaged as error:
             log.refused[Refusal.DAMAGED] += 1
             _log.warning("the entries of %s that were not read yet are lost: %s", name, error)
@@ -369,6 +358,18 @@ class Keeper:
         recovering.loading = False
         del self._restored[name]
         _log.info("%s: %d entries read, %d chunks refused", name, log.rows, log.refused.total())
+
+    def _begin_empty(self, name: str, record: ReplicaRecord) -> None:
+        """Let the replica with this record begin without stored entries, and delete the log that cannot be read."""
+        assert self._writer is not None, "there is no store"
+        recovering = self._registry.get(name).host.recovering
+        if recovering is None or not self._is_loading(name, record):
+            return  # deregistered or given up meanwhile
+        del self._restored[name]
+        self._writer.drop(self._journals[name].drop_all())
+        recovering.entries, recovering.loading, recovering.rows = [], False, 0
+        recovering.refused["not read in time"] += 1
+        _log.warning("%s begins without stored entries: %s", name, self._loads.problem(name))
 
     def _entered(self, entry: Entry) -> None:
         """Start writing a replica that was registered or restored."""
@@ -431,6 +432,9 @@ class Keeper:
         if self._journals.get(name) is not journal:
             return False  # given up meanwhile
         if record is None or self.wrote(record) or self.shared_store is None:
+            if number >= MAX_SEQ:  # no number is left above it
+                await self._writer.store.drop(journal.log)
+                number = 0
             journal.restart_above(number)
             self.confirm(name)
             return True
@@ -456,16 +460,6 @@ class Keeper:
         return self._writer is not None and self._writer.is_recorded(name)
 
 
-async def read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
-    """Return the record of a replica; None if there is none or it cannot be used."""
-    raw = await store.get_record(name)
-    try:
-        return unpack_record(raw) if raw is not None else None
-    except RecordRefused as error:
-        _log.warning("the store's record of %s cannot be used: %s", name, error)
-        return None
-
-
 def moved(record: ReplicaRecord) -> Moved:
     """Return the error for clients that call this service about a replica that another service owns."""
     return Moved(
@@ -474,16 +468,3 @@ def moved(record: ReplicaRecord) -> Moved:
         remedy=f"call the service at {record.owner}",
         metadata={"address": record.owner},
     )
-
-
-async def _read_records(store: IndexStore) -> list[ReplicaRecord]:
-    records = []
-    try:
-        for name, raw in await store.records():
-            try:
-                records.append(unpack_record(raw))
-            except RecordRefused as error:
-                _log.warning("the store's record of %s cannot be used: %s", name, error)
-    except StoreDamaged as error:
-        _log.warning("the store's records are lost: %s", error)
-    return records

@@ -1,4 +1,4 @@
-"""Read logs from a store: the usable entries of a log, and the tasks that read the logs of several replicas."""
+"""Read records and logs from a store: the usable ones, and the tasks that read the logs of several replicas."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 
 from kvplane_service.core.entries import Entries
 from kvplane_service.runtime.executors import Busy
-from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, Refusal
-from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, Refusal, StoreDamaged
+from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
 from kvplane_service.store.record import unpack_chunk
+from kvplane_service.store.registration import ReplicaRecord, unpack_record
 from kvplane_service.store.writer import Runtime
 
 _AT_ONCE = 4  # logs that are read at a time
 _PAUSE_S = 1.0  # between two attempts to read a log
-_NS_PER_S = 10**9
+_NS_PER_S, _NS_PER_MS = 10**9, 10**6
+_CLOCK_TOLERANCE_MS = 5 * 60 * 1000
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,23 @@ class LoadedLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """How to read the log of one replica.
+
+    Attributes:
+        is_due: returns False once the log need not be read any more.
+        read: reads the log until the given time (monotonic nanoseconds). An error of the store and Busy are retried.
+        give_up: called if the log could not be read in time.
+        fail: called with the error's text after any other error, which ends the read and is raised by `supervise`.
+    """
+
+    is_due: Callable[[], bool]
+    read: Callable[[int], Awaitable[None]]
+    give_up: Callable[[], None]
+    fail: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Failure:
     """Why a log is not read, and since when (monotonic nanoseconds)."""
 
@@ -78,7 +97,9 @@ class Loads:
         failures: number of attempts that failed.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, limit_ms: int) -> None:
+        """After `limit_ms` milliseconds a log that cannot be read is given up."""
+        self._limit_ns = limit_ms * _NS_PER_MS
         self.tasks: dict[asyncio.Task[None], str] = {}
         self.failures = 0
         self._runtime = runtime
@@ -88,17 +109,9 @@ class Loads:
         self._broken = asyncio.Event()
         self._bug: Exception | None = None
 
-    def start(
-        self, name: str, is_due: Callable[[], bool], read: Callable[[], Awaitable[None]], fail: Callable[[str], None]
-    ) -> None:
-        """Read the log of the replica `name` in a background task, which continues if the caller is cancelled.
-
-        Args:
-            is_due: returns False once the log need not be read any more.
-            read: reads the log. An error of the store and Busy are retried.
-            fail: called with the error's text after any other error, which ends the read and is raised by `supervise`.
-        """
-        task = asyncio.create_task(self._run(name, is_due, read, fail), name=f"load of {name}")
+    def start(self, name: str, load: Load) -> None:
+        """Read the log of the replica `name` in a background task, which continues if the caller is cancelled."""
+        task = asyncio.create_task(self._run(name, load), name=f"load of {name}")
         self.tasks[task] = name
         task.add_done_callback(self._ended)
 
@@ -129,22 +142,25 @@ class Loads:
             return ""
         return f"the entries of {name} have not been readable for {self._age_s(failure)} s: {failure.error}"
 
-    async def _run(
-        self, name: str, is_due: Callable[[], bool], read: Callable[[], Awaitable[None]], fail: Callable[[str], None]
-    ) -> None:
+    async def _run(self, name: str, load: Load) -> None:
+        ends_ns = None
         try:
-            while is_due():
+            while load.is_due():
                 try:
                     async with self._slots:
-                        if is_due():
-                            await read()
+                        ends_ns = ends_ns or self._runtime.clock() + self._limit_ns
+                        if load.is_due():
+                            await load.read(ends_ns)
                     break
                 except (*STORE_ERRORS, Busy) as error:
                     self._failed(name, error)
+                if ends_ns is not None and self._runtime.clock() >= ends_ns:
+                    load.give_up()
+                    break
                 await self._runtime.sleep(_PAUSE_S)
         except Exception as error:  # a bug: the replica must not wait for a read that has ended
             self._failed(name, error)
-            fail(f"{type(error).__name__}: {error}")
+            load.fail(f"{type(error).__name__}: {error}")
             self._bug = self._bug or error
             self._broken.set()
             return
@@ -172,3 +188,38 @@ class Loads:
 
     def _age_s(self, failure: _Failure) -> int:
         return (self._runtime.clock() - failure.since_ns) // _NS_PER_S
+
+
+async def read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
+    """Return the record of a replica; None if there is none or it cannot be used."""
+    try:
+        raw = await store.get_record(name)
+        return _unpacked(name, raw) if raw is not None else None
+    except (RecordRefused, StoreDamaged) as error:
+        _log.warning("the store's record of %s cannot be used: %s", name, error)
+        return None
+
+
+async def read_records(store: IndexStore, now_ms: int) -> list[ReplicaRecord]:
+    """Return the usable records of all replicas; `now_ms` is the time in milliseconds since 1970."""
+    records = []
+    try:
+        for name, raw in await store.records():
+            try:
+                records.append(_unpacked(name, raw, now_ms))
+            except RecordRefused as error:
+                _log.warning("the store's record of %s cannot be used: %s", name, error)
+    except StoreDamaged as error:
+        _log.warning("the store's records are lost: %s", error)
+    return records
+
+
+def _unpacked(name: str, raw: bytes, now_ms: int | None = None) -> ReplicaRecord:
+    record = unpack_record(raw)
+    if record.name != name:
+        raise RecordRefused(Refusal.MISPLACED, f"the record of {record.name[:140]!r} is stored as that of {name!r}")
+    ahead_ms = 0 if now_ms is None else record.written_ms - now_ms
+    if ahead_ms > _CLOCK_TOLERANCE_MS:
+        what = f"it was written {ahead_ms // 1000} s after this machine's time: check the clock of this machine"
+        raise RecordRefused(Refusal.FROM_THE_FUTURE, what)
+    return record

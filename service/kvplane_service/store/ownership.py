@@ -23,7 +23,8 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registry, UnknownReplica
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
-from kvplane_service.store.keeper import Keeper, moved, read_record
+from kvplane_service.store.keeper import Keeper, moved
+from kvplane_service.store.loading import read_record
 from kvplane_service.store.registration import ReplicaRecord
 from kvplane_service.store.writer import Runtime
 

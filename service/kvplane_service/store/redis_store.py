@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, cast
@@ -34,6 +35,7 @@ from redis.exceptions import (
 from kvplane_service.config import Config
 from kvplane_service.store.errors import (
     LogSuperseded,
+    StoreDamaged,
     StoreDenied,
     StoreForeign,
     StoreFull,
@@ -41,13 +43,15 @@ from kvplane_service.store.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
-from kvplane_service.store.interface import ALIVE, LogName, StoredChunk
+from kvplane_service.store.interface import ALIVE, MAX_SEQ, LogName, StoredChunk
 
 FORMAT_VERSION = 1
 _PAGE = 64  # chunks, or names, of one answer
+_MAX_DIGITS = 9  # of a format version
 _CHUNK = b"c"  # name of the only field of a stream's entries
-
 _MAX_CONNECTIONS = 4
+
+_log = logging.getLogger(__name__)
 
 Client: TypeAlias = "Redis | RedisCluster"
 
@@ -82,12 +86,23 @@ class RedisStore:
 
     async def _check_format(self, client: Client) -> None:
         key = f"{self._prefix}:format"
-        found = cast(bytes | None, await client.get(key))
+        try:
+            found = cast(bytes | None, await client.get(key))
+        except ResponseError as error:
+            if not (_is_wrong_type(error) and await self._has_replicas(client)):
+                raise
+            found = b"a value of another type"
         if found is None:
             if not self._read_only:
                 await client.set(key, FORMAT_VERSION, nx=True)
             return
-        if not found.isdigit():
+        is_number = found.isdigit() and len(found) < _MAX_DIGITS
+        if not is_number and await self._has_replicas(client):
+            _log.warning("the Redis key %s is damaged: it contains %r, and is written again", key, found[:32])
+            if not self._read_only:
+                await client.set(key, FORMAT_VERSION)
+            return
+        if not is_number:
             raise StoreForeign(
                 f"the Redis key {key} contains {found[:32]!r}, not a format version of kvplane",
                 field="store_prefix",
@@ -100,19 +115,30 @@ class RedisStore:
                 remedy="run a newer kvplane, or choose another store_prefix; nothing was changed",
             )
 
+    async def _has_replicas(self, client: Client) -> bool:
+        """Return True if the prefix has the records of kvplane, so that no other program uses it."""
+        try:
+            return bool(await client.zrange(f"{self._prefix}:replicas", 0, 0))
+        except ResponseError as error:
+            if not _is_wrong_type(error):
+                raise
+            return False
+
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         key = self._log_key(log)
-        async with self._named_errors() as client:
+        async with self._named_errors(key) as client:
             try:
                 await client.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
             except ResponseError as error:
                 # XADD refuses a number that is not above the newest: the log has this chunk already, or a newer one.
+                if "exhausted" in str(error):
+                    raise LogSuperseded(MAX_SEQ) from None
                 if "equal or smaller" not in str(error):
                     raise
                 found = await client.xrange(key, min=f"{chunk.seq}-0", count=2)
-                last = int(found[-1][0].partition(b"-")[0]) if found else chunk.seq
-                if not found or last > chunk.seq:
+                last = int(found[-1][0].partition(b"-")[0]) if found else MAX_SEQ  # empty, with a high last number
+                if last > chunk.seq:
                     raise LogSuperseded(last) from None
             pipeline = client.pipeline(transaction=not isinstance(client, RedisCluster))
             pipeline.xtrim(key, minid=f"{trim_below}-0", approximate=False)
@@ -125,7 +151,7 @@ class RedisStore:
         """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
         key, start = self._log_key(log), "-"
         while True:
-            async with self._named_errors() as client:
+            async with self._named_errors(key) as client:
                 entries: list[tuple[bytes, dict[bytes, bytes]]] = await client.xrange(key, min=start, count=_PAGE)
             yield [StoredChunk(int(number.partition(b"-")[0]), one.get(_CHUNK, b"")) for number, one in entries]
             if len(entries) < _PAGE:
@@ -146,7 +172,7 @@ class RedisStore:
         """Replace the record of a replica (see IndexStore.put_record). The record is written before its name is listed;
         readers skip a listed name without a record.
         """
-        async with self._named_errors() as client:
+        async with self._named_errors(f"{self._prefix}:replicas") as client:
             await client.set(self._record_key(replica), record, px=self._ttl_ms)
             seconds, microseconds = await self._time(client)
             ends_ms = seconds * 1000 + microseconds // 1000 + self._ttl_ms
@@ -157,20 +183,27 @@ class RedisStore:
 
     async def get_record(self, replica: str) -> bytes | None:
         """Return the record of a replica, or None (see IndexStore.get_record)."""
-        async with self._named_errors() as client:
+        async with self._named_errors(self._record_key(replica)) as client:
             found: bytes | None = await client.get(self._record_key(replica))
             return found
 
     async def records(self) -> list[tuple[str, bytes]]:
         """Return all pairs of name and record (see IndexStore.records)."""
-        async with self._named_errors() as client:
-            names = [name.decode() for name in await client.zrange(f"{self._prefix}:replicas", 0, -1)]
-        found = [(name, await self.get_record(name)) for name in sorted(names)]
-        return [(name, record) for name, record in found if record is not None]
+        async with self._named_errors(f"{self._prefix}:replicas") as client:
+            names = [name.decode(errors="replace") for name in await client.zrange(f"{self._prefix}:replicas", 0, -1)]
+        found = []
+        for name in sorted(names):
+            try:
+                record = await self.get_record(name)
+            except StoreDamaged as error:
+                _log.warning("the record of %s is lost: %s", name, error)
+            else:
+                found += [(name, record)] if record is not None else []
+        return found
 
     async def drop_record(self, replica: str) -> None:
         """Delete the record of a replica (see IndexStore.drop_record)."""
-        async with self._named_errors() as client:
+        async with self._named_errors(f"{self._prefix}:replicas") as client:
             await client.delete(self._record_key(replica))
             await client.zrem(f"{self._prefix}:replicas", replica)
 
@@ -186,7 +219,7 @@ class RedisStore:
 
     async def lease(self, service: str) -> bytes | None:
         """Return the lease of a service (see SharedStore.lease)."""
-        async with self._named_errors() as client:
+        async with self._named_errors(self._service_key(service)) as client:
             found: bytes | None = await client.get(self._service_key(service))
             return found
 
@@ -218,9 +251,9 @@ class RedisStore:
         return f"{self._prefix}:{{{replica}}}:record"
 
     @asynccontextmanager
-    async def _named_errors(self) -> AsyncIterator[Any]:
+    async def _named_errors(self, key: str = "") -> AsyncIterator[Any]:
         """Yield the client as soon as a connection is free. Translate the driver's errors into errors of
-        `store.errors`, and close the client if the server is unavailable.
+        `store.errors`, and close the client if the server is unavailable. If `key` is of another type, delete it.
         """
         client = None
         try:
@@ -233,9 +266,17 @@ class RedisStore:
                 self._turns.release()
         except (RedisError, RedisClusterException, OSError) as error:
             named = _named(error)
+            if isinstance(named, StoreForeign) and key and not self._read_only:
+                async with self._named_errors() as client:
+                    await client.delete(key)
+                raise StoreDamaged(f"{key} was of another type, and is deleted", field="store") from error
             if isinstance(named, StoreUnavailable) and client is not None and client is self._client:
                 await self.close()
             raise named from error
+
+
+def _is_wrong_type(error: Exception) -> bool:
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")
 
 
 def _named(error: Exception) -> Exception:
@@ -248,6 +289,6 @@ def _named(error: Exception) -> Exception:
         return StoreDenied(text, field="store_password", remedy=remedy)
     if isinstance(error, ReadOnlyError):
         return StoreReadOnly(text, field="store", remedy="name the primary server, or its Sentinels")
-    if isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE"):
+    if _is_wrong_type(error):
         return StoreForeign(text, field="store_prefix", remedy="choose another prefix; nothing was changed")
     return StoreUnavailable(text, field="store", remedy="check the server; allocation continues meanwhile")

@@ -12,16 +12,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from kvplane import wire
-from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane_service.registry import Registration
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.record import REGISTRATION, seal, unseal
+
+_MAX_ADDRESS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +101,25 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             registration,
             _number(content["epoch"], MAX_EPOCH + 1),
             _number(content["incarnation"], 1 << 64),
-            str(content["owner"]),
+            _address(content["owner"]),
             _number(content["written_ms"], 1 << 64),
             bool(content.get("released", False)),
             _number(content.get("process", 0), 1 << 64),  # records of earlier versions have none
         )
-    except (ValueError, KeyError, TypeError, DecodeError, InvalidArgument, binascii.Error) as error:
+    except Exception as error:  # whatever a forged body raises ends here
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error
 
 
 def _number(value: Any, below: int) -> int:  # noqa: ANN401 - what JSON holds
     if not isinstance(value, int) or not 0 <= value < below:
         raise ValueError(f"{value!r} is not an integer from 0 to {below - 1}")
+    return value
+
+
+def _address(value: Any) -> str:  # noqa: ANN401 - what JSON holds
+    """Return an address that can be sent to clients as a header of gRPC."""
+    if not isinstance(value, str) or len(value) > _MAX_ADDRESS or not (value.isascii() and value.isprintable()):
+        raise ValueError(f"{str(value)[:100]!r} is not an address")
     return value
 
 

@@ -2,6 +2,9 @@
 
 The application id marks a file of kvplane, and the user version is the version of the tables. Both are read before
 anything is written, so that a file of another program or of a newer kvplane stays unchanged.
+
+A file of kvplane is checked as a whole when it is opened, and an error that its content causes later is damage too. A
+damaged file is kept under another name; what can be read of it is copied to the file that replaces it.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import os
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kvplane.base.errors import NotFound
 from kvplane_service.store.errors import (
@@ -26,6 +30,7 @@ from kvplane_service.store.errors import (
     StoreUnavailable,
 )
 from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.record import MAGIC, SEAL_MAGIC
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +44,29 @@ _HEAD_BYTES = 108
 _VERSION_AT = struct.Struct(">60x i 4x i")
 _LEAF_PAGE = b"\x0d"
 _MAKE_WRITABLE = "make the file and its directory writable for this user"
-_TABLES = """
-CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
-CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT;
-CREATE TABLE record (replica TEXT PRIMARY KEY, raw BLOB NOT NULL) STRICT;
-"""
+_TABLES = (
+    "CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT",
+    "CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT",
+    "CREATE TABLE record (replica TEXT PRIMARY KEY, raw BLOB NOT NULL) STRICT",
+)
+_MARKS = (MAGIC + b"\1\0", SEAL_MAGIC + b"\1\0", _TABLES[1].encode())  # only kvplane writes these
+_MAX_VERSION = 999  # a higher version of the tables is damage
+_SEARCHED_BYTES = 8 << 20  # of a file without a valid header, for records of kvplane
+_OF_THE_MACHINE = {  # errors that no content of the file causes
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOLFS,
+    sqlite3.SQLITE_MISUSE,
+}
 
 
 class SqliteStore:
@@ -64,16 +87,18 @@ class SqliteStore:
         self._busy_timeout_s = busy_timeout_s
         self._read_only = read_only
         self._lock = threading.Lock()
+        self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         with self._named_errors():
-            if path.exists():
-                _check_file(path)
+            has_header = not path.exists() or _check_file(path)
             if read_only:
                 self._connection = _open_to_read(path, busy_timeout_s)
                 return
             _check_writable(path)
             try:
+                if not has_header:
+                    raise _Damage("the header of the file is damaged")
                 self._open()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 if not _is_damage(error):
                     raise
                 self._replace_damaged()
@@ -85,25 +110,49 @@ class SqliteStore:
         run = self._connection.execute
         with self._writing():  # before WAL mode, so that the header of the file has the application id
             if run("PRAGMA application_id").fetchone()[0] == 0:
-                for statement in _TABLES.split(";"):
+                for statement in _TABLES:
                     run(statement)
                 run(f"PRAGMA application_id = {APPLICATION_ID}")
                 run(f"PRAGMA user_version = {TABLES_VERSION}")
+        run("PRAGMA trusted_schema = OFF")
+        if {sql.strip() for (sql,) in run("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")} != set(_TABLES):
+            raise _Damage("the tables are not those of kvplane")
+        if (found := run("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+            raise _Damage(found)
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last writes, which only costs hits
         run(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
 
     def _replace_damaged(self) -> None:
-        """Rename the damaged file, which replaces an earlier damaged one, and continue with an empty file."""
+        """Rename the damaged file, which replaces an earlier damaged one, and continue with a new file that has the
+        rows that can be read.
+        """
         self._connection.close()
         renamed = f"{self._path}.damaged"
         for end in ("", "-wal"):
             if (part := Path(f"{self._path}{end}")).exists():
                 part.replace(f"{renamed}{end}")
         Path(f"{self._path}-shm").unlink(missing_ok=True)
-        _log.warning("%s is damaged: it is renamed to %s, and replaced by an empty file", self._path, renamed)
         self._open()
+        num_records, num_chunks = self._copy_from(Path(renamed))
+        what = "%s is damaged: it is renamed to %s; %d records and %d chunks of it can be read and are kept"
+        _log.warning(what, self._path, renamed, num_records, num_chunks)
+
+    def _copy_from(self, damaged: Path) -> tuple[int, int]:
+        """Copy the rows that can be read from a damaged file; returns the number of records and of chunks."""
+        with closing(_open_to_read(damaged, self._busy_timeout_s)) as old, self._writing():
+            add, before = self._connection.execute, self._connection.total_changes
+            for _, name, raw in _scan(old, "rowid, replica, raw FROM record"):
+                if isinstance(name, str) and isinstance(raw, bytes):
+                    add("INSERT OR IGNORE INTO record VALUES (?, ?)", (name, raw))
+            num_records, before = self._connection.total_changes - before, self._connection.total_changes
+            logs = {number for number, name in _scan(old, "rowid, name FROM log") if _add_log(add, number, name)}
+            before += len(logs)
+            for _, number, seq, raw in _scan(old, "rowid, log, seq, raw FROM chunk"):
+                if number in logs and isinstance(seq, int) and isinstance(raw, bytes):
+                    add("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?)", (number, seq, raw))
+            return num_records, self._connection.total_changes - before
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
@@ -112,6 +161,8 @@ class SqliteStore:
             run("INSERT OR IGNORE INTO log (name) VALUES (?)", (str(log),))
             number = self._number(log)
             (newest,) = run("SELECT max(seq) FROM chunk WHERE log = ?", (number,)).fetchone()
+            if not isinstance(newest, int | None):
+                raise _Damage(f"a chunk has the number {newest!r}")
             if newest is not None and newest > chunk.seq:
                 raise LogSuperseded(newest)
             run("DELETE FROM chunk WHERE log = ? AND seq < ?", (number, trim_below))
@@ -129,9 +180,12 @@ class SqliteStore:
                     "SELECT seq, raw FROM chunk WHERE log = ? AND seq > ? ORDER BY seq LIMIT 64",
                     (self._number(log), after),
                 ).fetchall()
+                numbers = [after, *(seq for seq, _ in rows)]
+                if not all(isinstance(seq, int) for seq in numbers) or sorted(set(numbers)) != numbers:
+                    raise _Damage("chunks are not in the order of their numbers")
             if not rows:
                 return
-            yield from (StoredChunk(seq, raw) for seq, raw in rows)
+            yield from (StoredChunk(seq, _bytes(raw)) for seq, raw in rows)
             after = rows[-1][0]
 
     def drop(self, log: LogName) -> None:
@@ -157,13 +211,13 @@ class SqliteStore:
         """Return the record of a replica, or None (see IndexStore.get_record)."""
         with self._lock, self._named_errors():
             row = self._connection.execute("SELECT raw FROM record WHERE replica = ?", (replica,)).fetchone()
-            return row[0] if row else None
+            return _bytes(row[0]) if row else None
 
     def records(self) -> Iterator[tuple[str, bytes]]:
         """Yield all pairs of name and record (see IndexStore.records)."""
         with self._lock, self._named_errors():
             rows = self._connection.execute("SELECT replica, raw FROM record ORDER BY replica").fetchall()
-        yield from rows
+        yield from ((name, _bytes(raw)) for name, raw in rows if isinstance(name, str))
 
     def drop_record(self, replica: str) -> None:
         """Delete the record of a replica (see IndexStore.drop_record)."""
@@ -198,7 +252,7 @@ class SqliteStore:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
             if _is_damage(error) and not self._read_only:
                 self._replace_damaged()
             raise _named(self._path, error) from error
@@ -215,27 +269,79 @@ def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
     return sqlite3.connect(uri, busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True)
 
 
-def _check_file(path: Path) -> None:
-    """Raise StoreForeign or StoreNewer if kvplane, or this version of it, did not write the file. Reads only the
-    header, because opening the database would create files next to it.
+def _scan(damaged: sqlite3.Connection, what: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of a table that can be read, in order from the first one and then from the last one, until the
+    damage.
+    """
+    damaged.text_factory = _text
+    seen = set[int]()
+    for order in ("ASC", "DESC"):
+        previous = None
+        with suppress(sqlite3.Error, UnicodeDecodeError, OverflowError):
+            for row in damaged.execute(f"SELECT {what} NOT INDEXED ORDER BY rowid {order}"):
+                number = row[0]
+                is_in_order = previous is None or (number > previous) == (order == "ASC")
+                if number in seen or not is_in_order:
+                    break
+                seen.add(number)
+                previous = number
+                yield row
+
+
+def _add_log(add: Callable[..., object], number: int, name: object) -> bool:
+    if isinstance(name, str):
+        add("INSERT OR IGNORE INTO log VALUES (?, ?)", (number, name))
+    return isinstance(name, str)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _bytes(raw: object) -> bytes:
+    """Return the raw content of a record; a value of another type, from a damaged file, becomes a truncated record."""
+    return raw if isinstance(raw, bytes) else b""
+
+
+class _Damage(sqlite3.DatabaseError):
+    """Damage that this module finds and SQLite does not."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+
+
+def _check_file(path: Path) -> bool:
+    """Return False if the file was written by kvplane and its header is damaged. Raise StoreForeign or StoreNewer if
+    kvplane, or this version of it, did not write the file. Opens no database, which would create files next to it.
     """
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+        raw = file.read(_SEARCHED_BYTES)
+    head = raw[:_HEAD_BYTES]
     if not head:
-        return
+        return True
     version, application = _VERSION_AT.unpack_from(head.ljust(_HEAD_BYTES))
     is_empty = head[100:101] == _LEAF_PAGE and head[103:105] == bytes(2)
     is_new = is_empty and application == version == 0
-    if not head.startswith(_MAGIC) or not (application == APPLICATION_ID or is_new):
+    is_known = head.startswith(_MAGIC) and (application == APPLICATION_ID or is_new)
+    if not is_known and (_is_cut(raw) or any(mark in raw for mark in _MARKS)):
+        return False
+    if not is_known:
         raise StoreForeign(
             f"{path} was not written by kvplane", field="store", remedy="name another file; this one was not changed"
         )
+    if not 0 <= version <= _MAX_VERSION:
+        return False
     if version > TABLES_VERSION:
         raise StoreNewer(
             f"{path} has tables of version {version}, this service supports versions up to {TABLES_VERSION}",
             field="store",
             remedy="run a newer kvplane, or name another file; this one was not changed",
         )
+    return is_new or set(head[18:20]) <= {1, 2}  # versions of the file format that SQLite can write
+
+
+def _is_cut(raw: bytes) -> bool:
+    """Return True for the beginning of a database, and for zeros alone, as a crash of the machine leaves them."""
+    return not raw.strip(b"\0") or (len(raw) < _HEAD_BYTES and _MAGIC.startswith(raw[: len(_MAGIC)]))
 
 
 def _check_writable(path: Path) -> None:
@@ -248,12 +354,18 @@ def _check_writable(path: Path) -> None:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return True if the error means that the file is damaged."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
-    return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    """Return True if the content of the file causes the error: any error of SQLite that the machine does not cause,
+    since the statements are always the same.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return True
+    if not isinstance(error, sqlite3.Error) or isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)):
+        return False
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF not in _OF_THE_MACHINE
 
 
-def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
+def _named(path: Path, error: sqlite3.Error | OSError | UnicodeDecodeError) -> Exception:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     text = f"{path}: {error}"
     if _is_damage(error):
