@@ -17,7 +17,7 @@ from tests.vllm import environment, processes
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
 NUM_SEEDS = int(os.environ.get("KVPLANE_VLLM_SEEDS", "20"))
 # Blocks in the pool: few enough that requests are preempted.
-POOLS = {"llama": 28, "gptoss": 40, "gemma3": 90, "qwen3next": 22}
+POOLS = {"llama": 28, "gptoss": 50, "gemma3": 105, "qwen3next": 22}
 FEW_SEEDS = 3  # with a service, and with speculation
 NGRAM_MODELS = ["llama", "gptoss"]
 

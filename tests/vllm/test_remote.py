@@ -1,20 +1,18 @@
 """Mode remote: a `kvplane serve` process decides for live engines, compared with stock.
 
-KVPLANE_VLLM_REMOTE_SEEDS seeds of each model are run; 1 by default.
+One engine of each kind answers all seeds of a model: 20, or KVPLANE_VLLM_SEEDS.
 """
 
 from __future__ import annotations
 
-import os
 from functools import cache, partial
 
 import pytest
 
 from tests.vllm import environment, processes
-from tests.vllm.test_live import NGRAM_MODELS, POOLS, differing
+from tests.vllm.test_live import FEW_SEEDS, NGRAM_MODELS, NUM_SEEDS, POOLS, differing, stock_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(0)]
-NUM_SEEDS = int(os.environ.get("KVPLANE_VLLM_REMOTE_SEEDS", "1"))
 MOST_MORE_STEPS = 1.03  # with pipeline: on
 
 
@@ -23,19 +21,25 @@ def vllm():
     environment.set_up()
 
 
-def run(model, kind, *more):
-    return processes.run("workload.py", model, kind, f"1-{NUM_SEEDS}", POOLS[model], *more)
+def run(model, kind, num_seeds, *more):
+    return processes.run("workload.py", model, kind, f"1-{num_seeds}", POOLS[model], *more)
 
 
-stock_of = cache(lambda model, *more: run(model, "stock", *more))
+few_of_stock = cache(lambda model, *more: run(model, "stock", FEW_SEEDS, *more))
 
 
-def remote(model, pipeline, *more):
+def remote(model, pipeline, *more, num_seeds=FEW_SEEDS):
+    """Run an engine, and check that its pool was short of blocks: 20 preemptions if it answers 20 seeds."""
     with processes.Service() as service:
-        found = run(model, "remote", *more, service.address, "r", pipeline)
+        found = run(model, "remote", num_seeds, *more, service.address, "r", pipeline)
     assert found["manager"] == "RemoteManager"
     steps, preempted = (sum(seed[name] for seed in found["seeds"]) for name in ("steps", "preempted"))
-    print(f"{model}, pipeline {pipeline}: {steps} steps, {preempted} preemptions, messages {found['messages']}")
+    print(
+        f"{model}, pipeline {pipeline}: {len(found['seeds'])} seeds, {steps} steps, {preempted} preemptions, "
+        f"{found['removed']} of {found['stored']} cached blocks evicted, messages {found['messages']}"
+    )
+    assert preempted >= 20 * (num_seeds >= 20)
+    assert found["removed"] >= 0.3 * found["stored"] > 0
     return found
 
 
@@ -46,7 +50,7 @@ def most_messages(found):
 @pytest.mark.parametrize("model", POOLS)
 def test_all_decisions_equal_those_of_stock_without_a_pipeline(model):
     """Tokens, hits, steps, preemptions, block tables, orders and KV events; one message per schedule(), rarely two."""
-    found = remote(model, "off")
+    found = remote(model, "off", num_seeds=NUM_SEEDS)
     assert differing(stock_of(model), found) == {}
     assert most_messages(found) <= 2
     assert found["messages"].get("2", 0) < 0.05 * found["messages"]["1"]
@@ -55,7 +59,7 @@ def test_all_decisions_equal_those_of_stock_without_a_pipeline(model):
 
 @pytest.mark.parametrize("model", POOLS)
 def test_tokens_equal_those_of_stock_with_a_pipeline(model):
-    stock, found = stock_of(model), remote(model, "on")
+    stock, found = stock_of(model), remote(model, "on", num_seeds=NUM_SEEDS)
     assert [seed["tokens"] for seed in found["seeds"]] == [seed["tokens"] for seed in stock["seeds"]]
     assert [seed["free"] for seed in found["seeds"]] == [seed["free"] for seed in stock["seeds"]]
     steps = [sum(seed["steps"] for seed in one["seeds"]) for one in (stock, found)]
@@ -67,15 +71,15 @@ def test_tokens_equal_those_of_stock_with_a_pipeline(model):
 @pytest.mark.parametrize("model", NGRAM_MODELS)
 def test_decisions_equal_those_of_stock_with_ngram_speculation(model):
     """`pipeline: on` is switched off."""
-    stock, found = stock_of(model, "--ngram"), remote(model, "on", "--ngram")
-    assert found["drafted"] > 50 / 3 * NUM_SEEDS
+    stock, found = few_of_stock(model, "--ngram"), remote(model, "on", "--ngram")
+    assert found["drafted"] > 50
     assert differing(stock, found) == {}
     assert most_messages(found) <= 2
 
 
 @pytest.mark.parametrize("pipeline", ["on", "off"])
 def test_the_service_preempts_by_priority_as_stock_does(pipeline):
-    stock, found = stock_of("llama", "--priority"), remote("llama", pipeline, "--priority")
+    stock, found = few_of_stock("llama", "--priority"), remote("llama", pipeline, "--priority")
     assert most_messages(found) <= 2
     if pipeline == "off":
         assert differing(stock, found) == {}

@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 REQUESTS = {"qwen3next": (16, 200, 1500, 24)}  # number, shortest and longest prompt, new tokens
 DEFAULT = 48, 40, 400, 48
-ROUND = {"qwen3next": (10, 24)}  # of one seed: number of prompts, new tokens
+ROUND = {"gptoss": (8, 80), "gemma3": (12, 60), "qwen3next": (10, 24)}  # of one seed: number of prompts, new tokens
 FEW = 8, 32
 SMALL = 8  # requests in a batch, of which the times are reported
 EVENTS = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}

@@ -103,6 +103,8 @@ class Planner:
         running = scheduler.running if start == 0 else scheduler.running[start:]
         run, extras, in_flight = program.run, list[int](), list[int]()
         caps: dict[int, int] = {}
+        # Unless vLLM schedules asynchronously, the running step has ended when the program of the next one is used.
+        ends_before = program.is_ahead and not self._is_async
         decodes_ahead = program.is_ahead and asks and not self._is_async and not scheduler.num_spec_tokens
         for request in running:
             entry = books.entries.get(request.request_id)
@@ -117,7 +119,7 @@ class Planner:
                 if num_tokens + 1 < entry.longest:  # else the token of the running step is the last one
                     run.append(entry)
                     extras.append(1)
-                    in_flight.append(request.num_in_flight_tokens)
+                    in_flight.append(0)
                 continue
             if not asks:
                 continue
@@ -132,7 +134,7 @@ class Planner:
                 caps[len(run)] = min(cap, limit)
             run.append(entry)
             extras.append(extra)
-            in_flight.append(request.num_in_flight_tokens)
+            in_flight.append(0 if ends_before else request.num_in_flight_tokens)
         self._fill(program, extras, caps, in_flight)
 
     def _extra(self, request: Request) -> int | None:
