@@ -56,11 +56,11 @@ def serve(path: str) -> None:
 
 
 @contextmanager
-def service() -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
+def service(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
     """Where it listens, its process, and the file of what held it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "held.json"
-        command = [sys.executable, "-c", SERVE, str(path), "serve", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-c", SERVE, str(path), "serve", "--listen", "127.0.0.1:0", *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         try:

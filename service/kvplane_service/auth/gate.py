@@ -41,6 +41,7 @@ class Call:
         is_hidden: the call named a replica that its owner may not see, and was answered NOT_FOUND.
         ended: the reason why the gate ended the call, None if it did not.
         record: writes an event and its outcome to the audit log.
+        quotas: counts the bytes of its messages; None inside the process, and without a gate.
     """
 
     method: str = ""
@@ -50,11 +51,21 @@ class Call:
     is_hidden: bool = False
     ended: KvplaneError | None = None
     record: Callable[[str, str], None] = field(default=lambda *_: None)
+    quotas: Quotas | None = None
 
     def name(self, replica: str) -> None:
         """Record the replica that the call names, for the audit log. An invalid name is ignored."""
         if self is not ANONYMOUS and Registry.is_name(replica):
             self.replica = replica
+
+    def pay(self, num_bytes: int) -> None:
+        """Count the bytes of the request before it is parsed. Raises QuotaExceeded (see Quotas.pay)."""
+        if self.quotas is not None:
+            self.quotas.pay(self.owner, num_bytes)
+
+    def owe(self, num_bytes: int) -> int:
+        """Count the bytes of a message of a session. Returns the milliseconds for which the message has to wait."""
+        return 0 if self.quotas is None else self.quotas.owe(self.owner, num_bytes)
 
     def check_domain(self, domain: str, field: str) -> None:
         """Raise PermissionDenied if the owner may not use this cache domain (requests share cached blocks only inside
@@ -110,6 +121,7 @@ class Gate:
         except KvplaneError as error:
             self._record("refused", call, error.reason)
             raise
+        call.quotas = self._quotas
         self._open[call] = _Stay(incoming.proof, identity, asyncio.current_task())
         CALL.set(call)
         outcome = "BROKEN_OFF"

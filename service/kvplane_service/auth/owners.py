@@ -45,11 +45,12 @@ def overlap(one: str, other: str) -> bool:
 
 
 class OwnerLimits(BaseModel):
-    """Inclusive limits of one owner; None = only the limits of the service apply."""
+    """Inclusive limits of one owner; None (null in YAML) = only the limits of the service apply."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_second: Count | None = None
+    bytes_per_second: Count | None = 16 << 20  # of requests; messages of sessions wait and are not refused
     concurrent_calls: Count | None = None  # including open sessions and subscriptions
     replicas: Count | None = None
     blocks: Count | None = None  # summed over the pools of its replicas
@@ -110,7 +111,14 @@ class Owner(BaseModel):
         return any(matches(pattern, domain) for pattern in self.domains)
 
 
-ANYONE = Owner(name="", scopes=frozenset(Scope), domains=(ALL,), replicas=(ALL,), every_replica=True)
+ANYONE = Owner(
+    name="",
+    scopes=frozenset(Scope),
+    domains=(ALL,),
+    replicas=(ALL,),
+    every_replica=True,
+    limits=OwnerLimits(bytes_per_second=None),
+)
 
 
 class Owners:

@@ -26,7 +26,7 @@ from grpc_status import rpc_status
 from kvplane.base.errors import DeadlineExceeded, InternalError, InvalidArgument, KvplaneError
 from kvplane.rpc.status import encode_status
 from kvplane.wire.parsing import parse
-from kvplane_service.auth.gate import Gate, Incoming
+from kvplane_service.auth.gate import CALL, Gate, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
 from kvplane_service.runtime.executors import Executor, Offload
@@ -123,12 +123,14 @@ def _server_stream(
 
 
 async def _request(context: Context) -> bytes:
-    """Return the request of a call that has one. Raises InvalidArgument if the client sent none, and as
-    `first_message`.
+    """Return the request of a call that has one. Raises InvalidArgument if the client sent none, QuotaExceeded if its
+    owner has used up its bytes, and as `first_message`.
     """
+    CALL.get().pay(0)  # refused unread
     raw = await first_message(context)
     if raw is None:
         raise InvalidArgument("the call has no request", remedy="send one message")
+    CALL.get().pay(len(raw))
     return raw
 
 

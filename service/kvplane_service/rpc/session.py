@@ -83,6 +83,7 @@ class SessionStreams:
     async def serve(self, context: Context) -> None:
         """Serve one stream until it ends."""
         raw, stamps = wire.split_stamps(await first_message(context) or b"")
+        CALL.get().owe(len(raw) + len(stamps))
         first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":
             kind = first.WhichOneof("kind") or "empty"
@@ -214,6 +215,9 @@ class _Stream:
             raw = await next_message(self._context)
             if raw is None:
                 return
+            if wait_ms := self._call.owe(len(raw)):
+                with host.holding(nonce):
+                    await asyncio.sleep(wait_ms / 1000)
             if len(raw) > LONG_MESSAGE_BYTES:
                 with host.holding(nonce):  # heartbeats behind it are not read while it waits for the thread
                     message = await self._offload(partial(_understand, raw, self._digest_size))

@@ -9,12 +9,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from kvplane.base.errors import QuotaExceeded
+from kvplane.base.errors import InvalidArgument, QuotaExceeded
 from kvplane.base.groups import ReplicaSpec
 from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.auth.owners import Owner, OwnerLimits
+from kvplane_service.auth.owners import ANYONE, Owner, OwnerLimits
 from kvplane_service.auth.quotas import Quotas
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.interface import ReplicaCore
@@ -173,3 +173,63 @@ def test_concurrent_registrations_build_no_pool_beyond_a_limit(tmp_path, monkeyp
             assert sum(callers.map(register, names)) == 4
         assert built == [SPEC.num_blocks] * 2
         assert len(acme.allocation.ListReplicas(pb.ListReplicasRequest()).replicas) == 2
+
+
+def test_bytes_are_counted_as_they_come_and_one_request_may_use_more_than_is_left():
+    clock = Clock()
+    quotas, acme, rival = Quotas(clock), owner(bytes_per_second=1000), Owner(name="rival")
+    quotas.enter(acme)
+    quotas.enter(rival)
+    quotas.pay(acme, 999)
+    quotas.pay(acme, 4001)
+    for num_bytes in (0, 1):
+        with pytest.raises(QuotaExceeded) as caught:
+            quotas.pay(acme, num_bytes)
+    assert (caught.value.field, caught.value.metadata["retry_ms"]) == ("bytes_per_second", "4002")
+    quotas.pay(rival, 5000)
+    assert quotas.owe(acme, 1000) == 4002, "messages of a session wait, in order"
+    assert quotas.owe(acme, 1) == 5002
+    clock.now_ns += 5 * SECOND + 2_000_000
+    quotas.pay(acme, 10)
+    clock.now_ns += 1000 * SECOND
+    quotas.pay(acme, 1000)
+    assert quotas.owe(acme, 0) == 2, "an allowance holds one second"
+
+
+def test_an_owner_without_a_limit_of_bytes_is_not_delayed():
+    quotas, acme = Quotas(Clock()), owner()
+    free = acme.model_copy(update={"limits": OwnerLimits(bytes_per_second=None)})
+    quotas.enter(free)
+    assert [quotas.owe(free, 1 << 40) for _ in range(3)] == [0, 0, 0]
+    assert OwnerLimits().bytes_per_second == 16 << 20
+    assert ANYONE.limits.bytes_per_second is None
+
+
+def test_the_bytes_of_an_owner_limit_its_calls_and_delay_its_sessions(tmp_path, monkeypatch):
+    waits: list[int] = []
+    owe = Quotas.owe
+
+    def noted(self: Quotas, of: Owner, num_bytes: int) -> int:
+        waits.append(owe(self, of, num_bytes))
+        return waits[-1]
+
+    monkeypatch.setattr(Quotas, "owe", noted)
+    clock = Clock()
+    guard = Guard(tmp_path, {"acme": {"limits": {"bytes_per_second": 100_000}}, "rival": {}})
+    with running(guard.config(), clock) as service:
+        acme, rival = Caller(service, "token-acme"), Caller(service, "token-rival")
+        acme.register("acme/r")
+        rival.register("rival/r")
+        stream = acme.open("acme/r")
+        long = pb.RequestContent(token_ids=[1_000_000] * 40_000)
+        with refusal(InvalidArgument, "content.token_ids"):  # its bytes are counted
+            acme.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="acme/r", content=long))
+        with refusal(QuotaExceeded, "bytes_per_second") as caught:
+            acme.describe("acme/r")
+        rival.describe("rival/r")
+        assert stream.step().WhichOneof("kind") == "result"
+        assert 0 < waits[-1] <= int(caught[0].metadata["retry_ms"])
+        assert waits[:-1] == [0], "the session was opened without a wait"
+        clock.now_ns += SECOND
+        acme.describe("acme/r")
+        stream.close()
