@@ -41,6 +41,10 @@ class Config(BaseModel):
     """Listen address: host:port (port 0 selects a free port, which is printed) or unix:PATH."""
     metrics_listen: str = ""
     """Address (host:port) of the HTTP endpoint that Prometheus scrapes; empty = disabled."""
+    metrics_token_file: str = ""
+    """File with the bearer token that a scrape of `metrics_listen` must have; empty = scrapes need none. The service
+    reads the file again when it changes. The endpoint has no TLS, so the token crosses the network in plain text.
+    """
     health_listen: str = ""
     """Address (host:port) of a plaintext port that serves only gRPC Health, for probes without TLS; empty = disabled.
     """
@@ -90,7 +94,9 @@ class Config(BaseModel):
     max_blocks: Annotated[int, Field(ge=2, le=MAX_BLOCKS)] = 1 << 22
     """Largest number of blocks per replica."""
     max_total_blocks: Annotated[int, Field(ge=2, le=2**40)] = 1 << 24
-    """Largest number of blocks over all replicas; each block takes about 200 bytes of memory in this process."""
+    """Largest number of blocks over all replicas; each block takes about 400 bytes of memory in this process
+    once it is cached.
+    """
     max_requests: Count = 65536
     """Largest number of open requests per replica that unary calls have created."""
     max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1
@@ -333,6 +339,9 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
         what = "it is empty, so that every token signed with a key of auth_jwks would be accepted"
         yield not has and bool(config.auth_jwks), key, what, "set it to the value that your tokens state"
         yield has and not config.auth_jwks, "auth_jwks", f"it is empty, although {key} is set", "name a JWKS file"
+    what = "it is set, although metrics_listen is empty"
+    is_unused = bool(config.metrics_token_file) and not config.metrics_listen
+    yield is_unused, "metrics_token_file", what, "set metrics_listen, or leave metrics_token_file empty"
     for key in ("metrics_listen", "health_listen"):
         value = getattr(config, key)
         is_taken = value == config.listen and not value.endswith(":0")

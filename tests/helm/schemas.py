@@ -23,6 +23,12 @@ def _resource(kind: str, api: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "required": list(fixed), "properties": fixed}
 
 
+_SECRET_KEY = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["key"],
+    "properties": {"name": _TEXT, "key": _TEXT, "optional": {"type": "boolean"}},
+}
 _ENDPOINT = {
     "type": "object",
     "additionalProperties": False,
@@ -30,6 +36,11 @@ _ENDPOINT = {
     "properties": {
         "port": _TEXT,
         "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+        "authorization": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"type": _TEXT, "credentials": _SECRET_KEY},
+        },
         "relabelings": {
             "type": "array",
             "items": {

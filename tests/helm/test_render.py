@@ -183,3 +183,45 @@ def test_the_claims_of_a_driver_replace_the_runtime_class():
     assert spec["runtimeClassName"] == "nvidia"
     assert [one["name"] for one in spec["containers"]] == ["worker-0", "worker-1"]
     assert "nvidia.com/gpu" not in json.dumps(spec["containers"])  # the engine requests it, or none would be free
+
+
+@pytest.mark.parametrize(
+    ("memory", "blocks"),
+    [
+        ("4Gi", 8_351_325),
+        ("1.5Gi", 2_386_092),
+        ("8G", 16_584_731),
+        ("2048Mi", 3_579_139),
+        (4 << 30, 8_351_325),
+        ("512Mi", 65_536),
+        ("4e9", None),
+    ],
+)
+@pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+def test_the_most_blocks_follow_from_the_memory_of_the_pod(helm, memory, blocks, tmp_path):
+    found = configuration(helm.objects({"resources": {"limits": {"memory": memory}}}))
+    assert found.get("max_total_blocks") == blocks
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(found))
+    assert load({}, {}, file).config.max_total_blocks == blocks or blocks is None
+
+
+def test_a_given_number_of_blocks_or_no_limit_of_memory_is_kept():
+    assert configuration(Helm4().objects({"config": {"max_total_blocks": 70_000}}))["max_total_blocks"] == 70_000
+    for limits in ({"memory": None}, None):
+        assert "max_total_blocks" not in configuration(Helm4().objects({"resources": {"limits": limits}}))
+
+
+def test_the_token_of_metrics_is_mounted_and_named_to_the_monitor():
+    objects = Helm3().objects(values_of("everything"))
+    assert configuration(objects)["metrics_token_file"] == "/etc/kvplane/metrics/token"
+    spec = the(objects, "StatefulSet")["spec"]["template"]["spec"]
+    (volume,) = (one for one in spec["volumes"] if one["name"] == "metrics-token")
+    items = [{"key": "bearer", "path": "token"}]
+    assert volume["secret"] == {"secretName": "scrapes", "defaultMode": 0o440, "items": items}
+    assert {"name": "metrics-token", "mountPath": "/etc/kvplane/metrics", "readOnly": True} in spec["containers"][0][
+        "volumeMounts"
+    ]
+    (endpoint,) = the(objects, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "scrapes", "key": "bearer"}}
+    assert "metrics_token_file" not in configuration(Helm3().objects({}))

@@ -78,6 +78,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"metrics": {"enabled": False, "serviceMonitor": {"enabled": True}}},
         "metrics.serviceMonitor has no endpoint to scrape",
     ),
+    "a token without metrics": (
+        {"metrics": {"enabled": False, "token": {"existingSecret": "s"}}},
+        "metrics.token protects nothing",
+    ),
     "one port twice": ({"ports": {"health": 7070}}, "must differ"),
     "too little time": ({"terminationGracePeriodSeconds": 25}, "give more than 25"),
     "a variable of the chart": (

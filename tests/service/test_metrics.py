@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import re
 import socket
 import urllib.error
@@ -12,13 +14,15 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvplane.base.errors import Unavailable
+from kvplane.base.errors import InvalidArgument, Unavailable
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_service.telemetry.http import MetricsServer
+from tests.service.guarded import replace
 from tests.service.hosts import BLOCK, Engine, spec_of
-from tests.service.rig import running
+from tests.service.rig import running, until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -80,6 +84,70 @@ def test_an_exemplar_names_a_step_of_its_bucket():
         assert found
         assert any('epoch="2"' in labels and 'seq="' in labels for _, labels, _ in found)
         assert all(float(value) <= float(bound) for bound, _, value in found)
+
+
+def test_a_page_is_built_once_per_second_and_format():
+    built: list[int] = []
+
+    class Counted(ServiceCollector):
+        def parts(self):
+            built.append(1)
+            return super().parts()
+
+    async def scrapes():
+        now_ns = 5
+        server = MetricsServer(Counted(Registry(Config(), lambda: 0)), clock=lambda: now_ns)
+        head, other = ["GET /metrics HTTP/1.1"], ["GET /metrics HTTP/1.1", f"Accept: {OPENMETRICS}"]
+        pages = await asyncio.gather(*(server._response(head) for _ in range(10)))
+        assert all(page == pages[0] for page in pages)
+        assert len(built) == 1
+        assert (await server._response(other))[1:] != pages[0][1:]
+        now_ns += 999_999_999
+        await server._response(head)
+        await server._response([*other[:1], "accept: application/openmetrics-text; version=1.0.0; escaping=values"])
+        assert len(built) == 2
+        now_ns += 1
+        await server._response(head)
+        assert len(built) == 3
+
+    asyncio.run(scrapes())
+
+
+def test_a_scrape_needs_the_token_of_the_file(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("first-metrics-token\n")
+
+    def scrape(url: str, authorization: str = "") -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        headers = {"Authorization": authorization} if authorization else {}
+        connection.request("GET", "/metrics", headers=headers)
+        return connection.getresponse()
+
+    def status(url: str, authorization: str) -> int:
+        with scrape(url, authorization) as answer:
+            return answer.status
+
+    with serving(metrics_token_file=str(path)) as (_, url):
+        for wrong in ("", "Bearer", "Bearer first-metrics-toke", "Basic first-metrics-token", "Bearer \xff"):
+            with scrape(url, wrong) as answer:
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+                assert b"kvplane_" not in answer.read()
+        assert status(url, "Bearer first-metrics-token") == 200
+        replace(path, "second-metrics-token")
+        assert status(url, "bearer second-metrics-token") == 200
+        assert status(url, "Bearer first-metrics-token") == 401
+        replace(path, "short")
+        assert status(url, "Bearer second-metrics-token") == 200, "the old content stays in use"
+
+
+@pytest.mark.parametrize("content", ["", "short", "two tokens-of-some-length", "one-of-two-tokens\nthe-other-of-them"])
+def test_a_file_without_one_token_is_refused_by_name(content, tmp_path):
+    (tmp_path / "token").write_text(content)
+    config = Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", metrics_token_file=str(tmp_path / "token"))
+    with pytest.raises(InvalidArgument, match="one token") as caught, running(config):
+        pass
+    assert caught.value.field == "metrics_token_file"
+    assert "openssl rand" in caught.value.remedy
 
 
 def test_metrics_port_refuses_unknown_paths_and_methods():
@@ -203,4 +271,4 @@ def test_a_deregistered_replica_leaves_no_series():
     with serving() as (service, url):
         assert 'replica="r"' in get(f"{url}/metrics")[0]
         service.in_loop(lambda: service.app.registry.remove("r"))
-        assert 'replica="r"' not in get(f"{url}/metrics")[0]
+        until(lambda: 'replica="r"' not in get(f"{url}/metrics")[0])  # the first page is kept for a second

@@ -52,6 +52,9 @@
 - {name: client-ca, mountPath: "{{ $dir }}/client-ca", readOnly: true}
 {{- end }}
 {{- end }}
+{{- if and .Values.metrics.enabled .Values.metrics.token.existingSecret }}
+- {name: metrics-token, mountPath: "{{ $dir }}/metrics", readOnly: true}
+{{- end }}
 {{- if include "kvplane.auth" . }}
 - {name: auth, mountPath: "{{ $dir }}/auth", readOnly: true}
 {{- end }}
@@ -88,6 +91,13 @@
     secretName: {{ .Values.tls.clientCA.existingSecret | default (include "kvplane.tlsSecret" .) | quote }}
     items: [{key: {{ .Values.tls.clientCA.key | quote }}, path: {{ .Values.tls.clientCA.key | quote }}}]
 {{- end }}
+{{- end }}
+{{- if and .Values.metrics.enabled .Values.metrics.token.existingSecret }}
+- name: metrics-token
+  secret:
+    secretName: {{ .Values.metrics.token.existingSecret | quote }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.metrics.token.key | quote }}, path: token}]
 {{- end }}
 {{- if include "kvplane.auth" . }}
 - name: auth

@@ -97,6 +97,9 @@ autoscaling.minReplicas {{ int $scale.minReplicas }} is above maxReplicas {{ int
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) }}
 metrics.serviceMonitor has no endpoint to scrape: set metrics.enabled=true
 {{- end }}
+{{- if and .Values.metrics.token.existingSecret (not .Values.metrics.enabled) }}
+metrics.token protects nothing: set metrics.enabled=true
+{{- end }}
 {{- end }}
 
 {{- define "kvplane.validate.pods" -}}

@@ -10,14 +10,18 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.auth.files import read_bytes
+from kvplane_service.auth.files import Reloaded, read_bytes
 
 KEY = "auth_tokens"
+METRICS_KEY = "metrics_token_file"
 PREFIX = "kvp_"
 MAX_TOKENS = 4096
+_METRICS_TOKEN = re.compile(rb"[!-~]{16,512}")
 _LINE = re.compile(r"sha256:([0-9a-f]{64})\s+(\S+)")
 
 
@@ -71,6 +75,25 @@ def read_tokens(path: str) -> StaticTokens:
         what = f"{path} has {len(found)} tokens, at most {MAX_TOKENS} are allowed"
         raise _refused(what, "remove tokens, or use auth_jwks")
     return StaticTokens(tuple(found.items()))
+
+
+def read_metrics_token(path: str) -> bytes:
+    """Read the file `metrics_token_file`, which has one token. Raises NotFound, or InvalidArgument."""
+    token = read_bytes(path, METRICS_KEY).strip()
+    if not _METRICS_TOKEN.fullmatch(token):
+        raise InvalidArgument(
+            f"{path} has not one token of 16 to 512 printable characters without spaces",
+            field=METRICS_KEY,
+            remedy=f"write one with: openssl rand -hex 32 > {path}",
+        )
+    return token
+
+
+def metrics_token(path: str) -> Callable[[], bytes] | None:
+    """Return a function that returns the newest valid token of the file; None without a file. Raises as
+    `read_metrics_token`.
+    """
+    return Reloaded([path], partial(read_metrics_token, path)).get if path else None
 
 
 def _digest(token: str) -> bytes:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane_service.auth.gate import open_gate
+from kvplane_service.auth.tokens import metrics_token
 from kvplane_service.config import Config, is_open_to_all, is_store_trusted
 from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
@@ -78,7 +79,9 @@ class App:
         durable = Durable(self.keeper, self.ownership)
         self._server = RpcServer(self.registry, config, self.about, durable, filters)
         self._holds = Holds()
-        self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report, self._holds))
+        self._metrics = MetricsServer(
+            ServiceCollector(self.registry, self.keeper.report, self._holds), metrics_token(config.metrics_token_file)
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

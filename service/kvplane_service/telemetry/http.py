@@ -2,12 +2,15 @@
 OpenMetrics.
 
 It runs on the service's event loop, because a scrape must read the state between two steps. It yields to other tasks
-after each replica, so that steps are served in between. A thread would block the interpreter for the same time.
+after each replica, so that steps are served in between. A thread would block the interpreter for the same time. A page
+is built at most once per second and format, whatever the number of scrapes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TypeAlias
@@ -24,6 +27,8 @@ _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
 _TIMEOUT_S = 5.0
 _MAX_WAITING = 16
+_KEPT_NS = 1_000_000_000  # time for which a page is answered again
+_OPENMETRICS = "application/openmetrics-text"
 _EOF = b"# EOF\n"  # last line of a page in the OpenMetrics format
 
 Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
@@ -32,8 +37,19 @@ Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
 class MetricsServer:
     """Serves the metrics of one collector over HTTP/1.1, with one request per connection."""
 
-    def __init__(self, collector: ServiceCollector) -> None:
+    def __init__(
+        self,
+        collector: ServiceCollector,
+        token: Callable[[], bytes] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`token` returns the bearer token that a scrape must have; None = scrapes need none. `clock` returns the
+        monotonic time in nanoseconds.
+        """
         self._collector = collector
+        self._token = token
+        self._clock = clock
+        self._kept: dict[str, tuple[int, list[bytes]]] = {}  # by content type: when its page was begun, and the page
         self._turns = Turns("metrics", _MAX_WAITING)
         self._server: asyncio.Server | None = None
 
@@ -81,14 +97,31 @@ class MetricsServer:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
         if rest.partition(" ")[0].partition("?")[0] != _PATH:
             return _response(HTTPStatus.NOT_FOUND, [f"metrics are at {_PATH}\n".encode()])
-        accept = next((line.partition(":")[2] for line in head[1:] if line.lower().startswith("accept:")), "")
-        encode, content_type = choose_encoder(accept)
+        if not self._is_allowed(_header(head, "authorization")):
+            return _response(HTTPStatus.UNAUTHORIZED, [b"send the token of metrics_token_file as a bearer token\n"])
+        encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in _header(head, "accept") else "")
         try:
-            async with self._turns.take():
-                body = await self._page(encode)
+            body = self._kept_page(content_type)
+            if body is None:
+                async with self._turns.take():
+                    body = self._kept_page(content_type)
+                    if body is None:
+                        begun_ns = self._clock()
+                        body = await self._page(encode)
+                        self._kept[content_type] = (begun_ns, body)
         except Busy as error:
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, [f"{error}\n".encode()])
         return _response(HTTPStatus.OK, body if method == "GET" else [], content_type)
+
+    def _is_allowed(self, authorization: str) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = authorization.strip().partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._token())
+
+    def _kept_page(self, content_type: str) -> list[bytes] | None:
+        begun_ns, page = self._kept.get(content_type, (0, None))
+        return page if self._clock() - begun_ns < _KEPT_NS else None
 
     async def _page(self, encode: Encode) -> list[bytes]:
         """Return the page of metrics in pieces, one per metric family. It is built in time slices of the event loop."""
@@ -117,6 +150,11 @@ class _One(CollectorRegistry):
         yield from self._families
 
 
+def _header(head: Sequence[str], name: str) -> str:
+    """Return the value of a header of a request; "" without it."""
+    return next((line.partition(":")[2] for line in head[1:] if line.lower().startswith(f"{name}:")), "")
+
+
 def _without_header(text: bytes) -> bytes:
     """Return the text of a metric family without its HELP and TYPE lines."""
     while text.startswith(b"# "):
@@ -127,8 +165,9 @@ def _without_header(text: bytes) -> bytes:
 def _response(
     status: HTTPStatus, body: Sequence[bytes] = (), content_type: str = "text/plain; charset=utf-8"
 ) -> list[bytes]:
+    challenge = "WWW-Authenticate: Bearer\r\n" if status is HTTPStatus.UNAUTHORIZED else ""
     head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n{challenge}"
         f"Content-Length: {sum(map(len, body))}\r\nConnection: close\r\n\r\n"
     )
     return [head.encode(), *body]
