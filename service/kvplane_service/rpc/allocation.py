@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.replicas.host import new_replica
@@ -24,6 +25,7 @@ from kvplane_service.unary.calls import EvictCall, ResetCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
+BYTES_PER_BLOCK = 8  # of an owner's bytes, for each block of a pool that is built
 MAX_REGISTRATIONS = 1024  # calls that may wait: after a restart the engines of all replicas may register at once
 
 
@@ -62,6 +64,7 @@ class AllocationServicer:
             async with self._building.take():  # limits count the replicas that were built before
                 entry = self._registry.find_equal(request.replica, registration)
                 if entry is None:
+                    CALL.get().owe(BYTES_PER_BLOCK * planned.spec.num_blocks)
                     replica = await self._offload(partial(new_replica, planned.spec))
                     entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.flush(request.replica)
