@@ -29,6 +29,7 @@ ISSUED = """
     release fails on the log of another process, loads known by name,
     the lease is renewed after the records are read,
     epoch raised by a forged row, unsealed record accepted, record of another place accepted,
+    redirect followed blindly, limit checked after building,
     idle check over a change,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
@@ -52,6 +53,8 @@ CAUGHT_BY = {
     "epoch raised by a forged row": "store/test_seals.py",
     "unsealed record accepted": "store/test_seals.py",
     "record of another place accepted": "store/test_seals.py",
+    "redirect followed blindly": "cli/test_moved.py",
+    "limit checked after building": "service/auth/test_quotas.py",
     "a cancel that leaks": "client/test_cancelling.py",
 }
 

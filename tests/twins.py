@@ -21,6 +21,7 @@ from functools import wraps
 from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
+from kvplane_service.auth.gate import CALL
 from kvplane_service.store.record import MAGIC
 
 Real = Callable[..., Any]
@@ -114,6 +115,22 @@ def trust_every_epoch(real: Real) -> Real:
 
 def accept_what_has_no_seal(real: Real) -> Real:
     return lambda self, kind, place, raw: raw if raw.startswith(MAGIC) else real(self, kind, place, raw)
+
+
+def look_up_without_limits(real: Real) -> Real:
+    """A registration of a new name is checked against no limit."""
+    del real
+    return lambda self, name, registration: self._registry._entries.get(name)
+
+
+def check_limits_when_adding(real: Real) -> Real:
+    """The limits of an owner are checked when its pool has been built."""
+
+    def add(self: Any, name: str, registration: Any, replica: Any) -> Any:
+        self._check_limits(CALL.get().owner, registration)
+        return real(self, name, registration, replica)
+
+    return add
 
 
 def seal_for_any_place(real: Real) -> Real:
@@ -729,6 +746,17 @@ TWINS: dict[str, Twin] = {
     "unsealed record accepted": Twin(
         "with a key, a record without a seal is not parsed",
         (Patch(f"{SERVICE}.store.seals:Seals.prove", accept_what_has_no_seal),),
+    ),
+    "redirect followed blindly": Twin(
+        "a client follows redirections only to the hosts that its addresses name",
+        (Patch("kvplane.sansio.owners:Addresses.permit", answer(True)),),
+    ),
+    "limit checked after building": Twin(
+        "no pool is built that a limit refuses",
+        (
+            Patch(f"{SERVICE}.auth.visible:VisibleReplicas.find_equal", look_up_without_limits),
+            Patch(f"{SERVICE}.auth.visible:VisibleReplicas.add", check_limits_when_adding),
+        ),
     ),
     "record of another place accepted": Twin(
         "a seal proves a record at its place only: its replica, log, incarnation and number",

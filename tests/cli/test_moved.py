@@ -16,6 +16,7 @@ from kvplane.sansio.owners import MAX_HOPS, Addresses, Owners
 from tests.cli.test_serve import serving
 from tests.client.lasting import ONE_GROUP
 from tests.store import servers
+from tests.twins import weakened
 
 CHANNELS = {"one": "ONE", "two": "TWO", "three": "THREE", "owner": "OWNER"}
 
@@ -136,3 +137,5 @@ def test_a_redirection_to_another_host_is_refused_with_a_remedy_and_opens_no_cha
     assert caught.value.metadata == {"address": "owner:1"}
     assert "*.SUFFIX" in caught.value.remedy
     assert owners.close() == ["ONE"]
+    with weakened("redirect followed blindly"):
+        assert Owners.at("one", CHANNELS.__getitem__).after(Moved("m", metadata={"address": "owner"}), 1) == "OWNER"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -23,6 +24,7 @@ from kvplane_service.rpc import allocation
 from kvplane_service.rpc.sources import Planned, plan_source
 from tests.service.guarded import Caller, Guard
 from tests.service.rig import SPEC, error_of, refusal, running, until
+from tests.twins import weakened
 
 SECOND = 1_000_000_000
 
@@ -140,7 +142,8 @@ def test_replicas_and_blocks_are_counted_per_owner(limited):
     rival.register("rival/r", spec)
 
 
-def test_concurrent_registrations_build_no_pool_beyond_a_limit(tmp_path, monkeypatch):
+def built_by_concurrent_registrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Twelve registrations of six names at once, of which the limits allow two; returns the pools that are built."""
     built: list[int] = []
 
     def counted(spec: ReplicaSpec) -> ReplicaCore:
@@ -171,8 +174,17 @@ def test_concurrent_registrations_build_no_pool_beyond_a_limit(tmp_path, monkeyp
 
         with ThreadPoolExecutor(len(names)) as callers:
             assert sum(callers.map(register, names)) == 4
-        assert built == [SPEC.num_blocks] * 2
         assert len(acme.allocation.ListReplicas(pb.ListReplicasRequest()).replicas) == 2
+    return built
+
+
+def test_concurrent_registrations_build_no_pool_beyond_a_limit(tmp_path, monkeypatch):
+    assert built_by_concurrent_registrations(tmp_path, monkeypatch) == [SPEC.num_blocks] * 2
+
+
+def test_a_limit_that_is_checked_after_building_is_caught(tmp_path, monkeypatch):
+    with weakened("limit checked after building"):
+        assert len(built_by_concurrent_registrations(tmp_path, monkeypatch)) > 2
 
 
 def test_bytes_are_counted_as_they_come_and_one_request_may_use_more_than_is_left():
