@@ -1,0 +1,44 @@
+"""docs/tutorial.md: every block runs, one behind another in one process, and prints what the page shows below it."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from kvplane_service.cli.child import ServiceChild
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "tutorial.md").read_text()
+ADDRESS = "127.0.0.1:7070"
+
+
+def steps_of(page: str) -> list[tuple[str, str]]:
+    """Return each block of Python with the output shown below it."""
+    return re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def output(code: str, name: str, variables: dict[str, Any]) -> str:
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, name, "exec"), variables)
+    return printed.getvalue()
+
+
+def test_each_of_the_ten_steps_prints_what_the_page_shows():
+    titles = re.findall(r"^## (\d+)\. ", PAGE, flags=re.MULTILINE)
+    assert titles == [str(number) for number in range(1, 11)]
+    steps = steps_of(PAGE)
+    assert len(steps) == len(titles) == PAGE.count("```python\n")
+    assert steps[0][0].count(ADDRESS) == 1
+    variables: dict[str, Any] = {}
+    with ServiceChild() as service:
+        for number, (code, shown) in enumerate(steps, 1):
+            assert output(code.replace(ADDRESS, service.address), f"step {number}", variables) == shown
+
+
+def test_blocks_are_paired_with_the_output_below_them():
+    page = "```python\na = 1\n\nprint(a)\n```\n\n```text\n1\n```\ntext\n```python\nb\n```\n"
+    assert steps_of(page) == [("a = 1\n\nprint(a)\n", "1\n")]
+    assert output(*steps_of(page)[0], {}) == "1\n"
