@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 
@@ -48,7 +49,7 @@ def load(path: Path) -> ModuleType:
 
 
 def native_of(algorithm: HashAlgorithm, compiled: ModuleType) -> NativeDigest:
-    return NativeDigest(python_digest(algorithm), FORMS[algorithm], compiled)
+    return NativeDigest(python_digest(algorithm), FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
 
 
 @algorithms
@@ -137,6 +138,7 @@ class Slow:
 
     ACCELERATED = False
     MAX_BLOCK = 8192
+    hash_run = None
 
 
 class Fast(Slow):
@@ -160,6 +162,12 @@ def test_the_environment_selects(monkeypatch, choice, module, used, said):
     assert isinstance(block_digest(HashAlgorithm.KVPLANE), NativeDigest) is used
     assert not isinstance(block_digest(HashAlgorithm.XXHASH), NativeDigest)
     assert native.describe().startswith(said)
+
+
+def test_a_compiled_algorithm_can_be_copied(compiled):
+    digest = native_of(HashAlgorithm.KVPLANE, compiled)
+    packed = pack_tokens(range(64))
+    assert deepcopy(digest).hash_run(bytes(32), packed, 16) == digest.hash_run(bytes(32), packed, 16)
 
 
 @pytest.mark.parametrize(("choice", "error"), [("yes", InvalidArgument), ("on", FailedPrecondition)])

@@ -57,6 +57,16 @@ def session(channel: grpc.Channel) -> Stream:
     return stream
 
 
+def test_a_parent_that_reads_the_address_and_closes_the_pipe_does_not_end_the_service():
+    with serving(PYTHONUNBUFFERED="1") as (process, address):
+        assert process.stdout is not None
+        process.stdout.close()
+        with grpc.insecure_channel(address) as channel:
+            session(channel).close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
 @pytest.mark.parametrize("loop", ["uvloop=true", "uvloop=false"])
 def test_serve_takes_a_free_port_and_drains_on_sigterm(loop):
     with serving("--set", loop) as (process, address):

@@ -42,15 +42,17 @@ def serve_command(
 
 
 def _print_addresses(app: App) -> None:
-    """Print the served addresses and flush, so that a parent process can read the ports as soon as the service
-    listens.
+    """Print the served addresses, so that a parent process can read the ports as soon as the service listens.
+
+    One write: a parent that reads the first lines and closes the pipe does not end the service.
     """
-    sys.stdout.write(f"kvplane: serving on {app.address}\n")
+    lines = [f"serving on {app.address}"]
     if app.metrics_address:
-        sys.stdout.write(f"kvplane: metrics on http://{app.metrics_address}/metrics\n")
+        lines.append(f"metrics on http://{app.metrics_address}/metrics")
     if app.health_address:
-        sys.stdout.write(f"kvplane: health on {app.health_address}\n")
-    sys.stdout.write(f"kvplane: block hashes: {native.describe()}\n")
+        lines.append(f"health on {app.health_address}")
+    lines.append(f"block hashes: {native.describe()}")
+    sys.stdout.write("".join(f"kvplane: {line}\n" for line in lines))
     sys.stdout.flush()
 
 

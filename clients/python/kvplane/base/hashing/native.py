@@ -9,6 +9,7 @@ portable code.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -43,12 +44,14 @@ class NativeDigest:
     Attributes:
         python: the algorithm in Python.
         form: its number in the module.
-        compiled: the module.
+        run: the module's `hash_run`; a function and no module, because modules can be neither copied nor pickled.
+        max_block: most tokens of a block that it takes.
     """
 
     python: BlockDigest
     form: int
-    compiled: ModuleType
+    run: Callable[[int, bytes, bytes, int], bytes]
+    max_block: int
 
     @property
     def size(self) -> int:
@@ -72,10 +75,9 @@ class NativeDigest:
 
     def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
         """Return the digests of consecutive blocks; see BlockDigest."""
-        if block_size > self.compiled.MAX_BLOCK:
+        if block_size > self.max_block:
             return self.python.hash_run(parent, packed, block_size)
-        digests: bytes = self.compiled.hash_run(self.form, parent, packed, block_size)
-        return digests
+        return self.run(self.form, parent, packed, block_size)
 
 
 def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
@@ -86,7 +88,9 @@ def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
         FailedPrecondition: KVPLANE_NATIVE is on, and the compiled module is missing.
     """
     form, compiled = FORMS.get(algorithm), _selected()
-    return python if form is None or compiled is None else NativeDigest(python, form, compiled)
+    if form is None or compiled is None:
+        return python
+    return NativeDigest(python, form, compiled.hash_run, compiled.MAX_BLOCK)
 
 
 def describe() -> str:
