@@ -51,6 +51,8 @@ _TABLES = (
 )
 _MARKS = (MAGIC + b"\1\0", SEAL_MAGIC + b"\1\0", _TABLES[1].encode())  # only kvplane writes these
 _MAX_VERSION = 999  # a higher version of the tables is damage
+_PROBED = 2_000  # rows that are looked up by their number in a damaged table
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError, OverflowError)
 _SEARCHED_BYTES = 8 << 20  # of a file without a valid header, for records of kvplane
 _OF_THE_MACHINE = {  # errors that no content of the file causes
     sqlite3.SQLITE_FULL,
@@ -270,22 +272,28 @@ def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
 
 
 def _scan(damaged: sqlite3.Connection, what: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a table that can be read, in order from the first one and then from the last one, until the
-    damage.
+    """Yield the rows of a table that can be read: in order from the first one and then from the last one, until the
+    damage, and then those between them that are found by their number.
     """
     damaged.text_factory = _text
-    seen = set[int]()
-    for order in ("ASC", "DESC"):
-        previous = None
-        with suppress(sqlite3.Error, UnicodeDecodeError, OverflowError):
+    seen, ends = set[int](), {"ASC": 0, "DESC": 0}
+    for order in ends:
+        with suppress(*_UNREADABLE):
             for row in damaged.execute(f"SELECT {what} NOT INDEXED ORDER BY rowid {order}"):
-                number = row[0]
-                is_in_order = previous is None or (number > previous) == (order == "ASC")
+                number, previous = row[0], ends[order]
+                is_in_order = not previous or (number > previous) == (order == "ASC")
                 if number in seen or not is_in_order:
                     break
                 seen.add(number)
-                previous = number
+                ends[order] = number
                 yield row
+    first, end = ends["ASC"] + 1, ends["DESC"] or ends["ASC"] + _PROBED
+    for number in range(max(first, end - _PROBED), end):
+        with suppress(*_UNREADABLE):
+            for row in damaged.execute(f"SELECT {what} NOT INDEXED WHERE rowid = ?", (number,)):
+                if row[0] == number and number not in seen:
+                    seen.add(number)
+                    yield row
 
 
 def _add_log(add: Callable[..., object], number: int, name: object) -> bool:
