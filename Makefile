@@ -139,10 +139,10 @@ clean:  ## remove environments, tools and caches
 NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp
 
 # The stamps are written last, so that an interrupted set-up is repeated.
-$(RUNTIME): pyproject.toml scripts/setup.sh $(NATIVE)
+$(RUNTIME): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)
 	@scripts/setup.sh service,cli
 	@touch $@
 
-$(DEV): pyproject.toml scripts/setup.sh $(NATIVE)
+$(DEV): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)
 	@scripts/setup.sh service,cli,worker,dev
 	@touch $(RUNTIME) $@

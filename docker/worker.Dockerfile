@@ -20,6 +20,9 @@ FROM docker.io/library/python:${PYTHON_TAG}${PYTHON_DIGEST}
 COPY --from=build /opt/kvplane /opt/kvplane
 # The root file system may be read-only, and the user has no name: Triton's kernels are written here.
 ENV PATH=/opt/kvplane/bin:$PATH HOME=/var/tmp TMPDIR=/var/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+LABEL org.opencontainers.image.title="kvplane worker" \
+      org.opencontainers.image.description="GPU worker of kvplane: holds the pages of a KV cache" \
+      org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
 ENTRYPOINT ["kvplane"]
 CMD ["worker", "--help"]

@@ -19,23 +19,7 @@ fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
     || fail "$python is missing or older than 3.11; name a newer one with PYTHON=/path/to/python"
 
-if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-    say "this Python cannot create environments; installing python3-venv"
-    [ "$(id -u)" = 0 ] || fail "python3-venv is missing: sudo apt-get install python3-venv"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
-fi
-
-# Tests of the store start their own Redis servers.
-if [[ ",$extras," == *,dev,* ]] && ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "there is no redis-server; installing it for the tests of the store"
-        apt-get update -qq
-        RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server >/dev/null
-    else
-        say "there is no redis-server: tests of the store on Redis will be skipped (sudo apt-get install redis-server)"
-    fi
-fi
+"$python" -c 'import ensurepip' 2>/dev/null || fail "this Python cannot create environments: sudo apt-get install python3-venv"
 
 # Recreate an incomplete environment, or one whose interpreter is missing.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -53,7 +37,7 @@ if [[ ,$extras, == *,worker,* ]]; then
     install "torch==$torch"
 fi
 say "installing kvplane[$extras] into .venv (the first time: 45 packages or more, 230 MB or more, about a minute)"
-install --editable ".[$extras]"
+install --constraint locks/dev.txt --editable ".[$extras]"
 .venv/bin/python -m pip check
 say "block hashes: $(.venv/bin/python -c 'from kvplane.base.hashing import native; print(native.describe())')"
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"

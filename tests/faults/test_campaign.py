@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.campaign import run_campaign
-from tests.store.servers import require_redis
+from tests.store.servers import redis_command
 
 FAULTS = 12
 SEEDS = (20, 21, 22)  # if every restart came at an idle moment, no hit after one was seen: run another campaign
@@ -13,7 +13,7 @@ SEEDS = (20, 21, 22)  # if every restart came at an idle moment, no hit after on
 
 @pytest.mark.timeout(600)
 def test_campaign_tokens_are_equal_and_everything_recovers():
-    require_redis()
+    redis_command()
     hits = 0
     for seed in SEEDS:
         report = run_campaign(FAULTS, seed, say=print)

@@ -29,7 +29,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.helm.charts import NAMESPACE, ROOT, Object
-from tests.store.servers import wait_until
+from tests.store.servers import redis_command, wait_until
 
 KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
 NODE_NAME = "node-1"
@@ -43,7 +43,9 @@ def program(word: str) -> list[str]:
         return KVPLANE
     if word == "python":
         return [sys.executable]
-    found = shutil.which(word) or (shutil.which("redis-server") if word == "valkey-server" else None)
+    if word == "valkey-server":
+        return list(redis_command())
+    found = shutil.which(word)
     assert found, f"there is no {word} here"
     return [found]
 

@@ -18,7 +18,7 @@ from tests.helm.charts import Helm4, values_of
 from tests.helm.pods import Machine, Pod, machine, secret
 from tests.service.certificates import Authority
 from tests.service.guarded import Guard
-from tests.store.servers import require_redis, wait_until
+from tests.store.servers import redis_command, wait_until
 from tests.worker.children import attach_once
 from tests.worker.rig import FORKS
 
@@ -121,7 +121,7 @@ def test_a_volume_outlives_its_pod():
 
 
 def test_three_processes_share_the_built_in_store():
-    require_redis()
+    redis_command()
     with machine(rendered("ha")) as node:
         for name in ("kvplane-valkey-deployment", "kvplane-0", "kvplane-1", "kvplane-2"):
             node.start(name)

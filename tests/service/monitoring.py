@@ -94,7 +94,7 @@ def demo(pools: Mapping[str, int], num_pages: int = 60) -> Pages:
 def promtool(*arguments: str | Path) -> str:
     """Its output; fails with what it complains about."""
     done = subprocess.run(
-        [ROOT / "scripts" / "prometheus.sh", "promtool", *map(str, arguments)],
+        [ROOT / "scripts" / "debian.sh", "promtool", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=110,
@@ -145,7 +145,7 @@ def prometheus(folder: Path, data: Path, config: str = "") -> Iterator[Prometheu
     file = folder / "prometheus.yml"
     file.write_text(config)
     port = _free_port()
-    command = [str(ROOT / "scripts" / "prometheus.sh"), "prometheus", f"--config.file={file}"]
+    command = [str(ROOT / "scripts" / "debian.sh"), "prometheus", f"--config.file={file}"]
     command += [f"--storage.tsdb.path={data}", "--storage.tsdb.retention.time=100y"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=warn"]
     with (folder / "log").open("w") as log:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+DEBIAN = Path(__file__).resolve().parents[2] / "scripts" / "debian.sh"
 START_LIMIT_S = 30.0
 USER, PASSWORD = "kvplane", "a-long-secret"
 # Exactly the permissions that the store needs.
@@ -23,10 +24,16 @@ ACL = (
 )
 
 
-def require_redis() -> str:
-    if REDIS is None:
-        pytest.skip("there is no redis-server: install it, or let scripts/setup.sh do so")
-    return REDIS
+@functools.cache
+def redis_command() -> tuple[str, ...]:
+    """The command of a Redis server: installed, or unpacked from Debian's package. Skips where there is neither."""
+    if valkey := shutil.which("valkey-server"):
+        return (valkey,)
+    command = (str(DEBIAN), "redis-server")
+    tried = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"there is no redis-server: {tried.stderr}")
+    return command
 
 
 def free_port() -> int:
@@ -63,7 +70,7 @@ class Server:
         config = self.folder / "redis.conf"
         if not config.exists():
             config.write_text("")
-        command = [require_redis(), str(config)]
+        command = [*redis_command(), str(config)]
         if self.sentinel:
             command.append("--sentinel")
         command += ["--port", str(self.port), "--dir", str(self.folder), "--save", "", *self.options]
