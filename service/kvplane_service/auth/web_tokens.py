@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jwt
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 from kvplane.base.errors import InvalidArgument, Unauthenticated
 from kvplane_service.auth.files import read_bytes
@@ -20,6 +21,7 @@ ALGORITHMS = frozenset(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "E
 LEEWAY_S = 10
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 256
+MIN_RSA_BITS = 2048  # RFC 7518, section 3.3
 _CLAIMS = ["exp", "iss", "aud", "sub"]
 
 
@@ -54,9 +56,11 @@ class WebTokens:
                 leeway=LEEWAY_S,
                 options={"require": _CLAIMS},
             )
+            return Claims(claims["sub"], float(claims["exp"]) + LEEWAY_S)
         except jwt.PyJWTError as error:
             raise _refused(f"the token is invalid: {_cause(error)}") from None
-        return Claims(claims["sub"], float(claims["exp"]) + LEEWAY_S)
+        except OverflowError:
+            raise _refused("the token's time of expiry (`exp`) is not a time") from None
 
     def _key_of(self, token: str) -> jwt.PyJWK:
         kid = jwt.get_unverified_header(token).get("kid")
@@ -97,6 +101,8 @@ def _read_key(one: object, where: str) -> tuple[str, jwt.PyJWK]:
     if key.algorithm_name not in ALGORITHMS:
         what = f"{where} is for the algorithm {key.algorithm_name}"
         raise _bad_file(what, f"use one of {', '.join(sorted(ALGORITHMS))}")
+    if isinstance(key.key, RSAPublicKey) and key.key.key_size < MIN_RSA_BITS:
+        raise _bad_file(f"{where} is an RSA key of {key.key.key_size} bits", f"use one of {MIN_RSA_BITS} bits or more")
     return one["kid"], key
 
 

@@ -23,6 +23,7 @@ from tests.service.rig import refusal, running
 
 ISSUER, AUDIENCE = "https://issuer.test", "kvplane"
 RSA_KEY = rsa.generate_private_key(65537, 2048)
+WEAK_RSA_KEY = rsa.generate_private_key(65537, 1024)
 EC_KEY = ec.generate_private_key(ec.SECP256R1())
 ED_KEY = ed25519.Ed25519PrivateKey.generate()
 STATUS = admin_pb2.StatusRequest()
@@ -112,6 +113,7 @@ FORGED = {
     "issued in the future": token(iat=time.time() + 3600),
     "expired": token(exp=time.time() - 2 * LEEWAY_S),
     "without end": token(exp=None),
+    "an end beyond all times": token(exp=10**400),
     "unknown": token(sub=None),
     "a subject that is no text": token(sub=7),
     "an unknown kid": token(kid="new"),
@@ -142,6 +144,7 @@ BAD_FILES = {
     "has no text `kid`": json.dumps(
         {"keys": [{key: value for key, value in public(EC_KEY, "x").items() if key != "kid"}]}
     ),
+    "is an RSA key of 1024 bits": json.dumps({"keys": [public(WEAK_RSA_KEY, "x")]}),
     "is a symmetric or private key": json.dumps({"keys": [SECRET]}),
     "is a symmetric or private key ": json.dumps({"keys": [{**public(EC_KEY, "x"), "d": "AAAA"}]}),
     "is not a valid public key": json.dumps({"keys": [{"kty": "RSA", "kid": "x"}]}),
