@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
-from kvplane.base.session import Opened
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.session import NEW_EPOCH, Opened
 from kvplane.base.step import Cache, Facts, News, Part, PartResult, Resume, Step, StepResult
+from kvplane.session.options import SessionOptions, first_request
 from kvplane.session.reopening import Revival, StepNumbering
 from tests.client.mini_engine import HYBRID
 
@@ -114,3 +119,18 @@ def test_adopted_loads_are_the_blocks_of_loads_in_the_image():
     assert Revival(resume=resume, held=(5, 6)).adopted_loads == {20, 21, 22, 30, 60, 70, 71}
     assert Revival().adopted_loads == frozenset()
     assert Revival(resume=replace(resume, loading=[], held_loading=[]), held=(5, 6, 7)).adopted_loads == frozenset()
+
+
+MEMORY: SessionOptions = {"stamp_table": (1, 2), "incarnation": 7, "owner_epoch": 3}
+
+
+def test_a_session_without_revival_begins_its_life_on_the_memory_that_it_is_given():
+    request = first_request("r", None, MEMORY)
+    assert {name: getattr(request, name) for name in MEMORY} == MEMORY
+    assert request.epoch == NEW_EPOCH
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_revival_and_the_memory_of_a_life_are_not_given_together(name):
+    with pytest.raises(InvalidArgument, match=f"{name} is given together with revive"):
+        first_request("r", Revival, cast(SessionOptions, {name: dict(MEMORY)[name]}))

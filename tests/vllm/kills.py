@@ -1,23 +1,27 @@
 """Kills vLLM engines at random points, and prints how many keys the next engine kept and whether a token differed.
 
-    python -m tests.vllm.kills MODEL LIVES [SEED]
+    python -m tests.vllm.kills MODEL LIVES [SEED [on|off]]
 
 Needs `make vllm-env`. MODEL is llama, gptoss, gemma3 or qwen3next. LIVES engines start; all but the last are killed.
+"on" and "off": in mode remote, with this value of the option `pipeline`.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.vllm.processes import run, worker_in
+from tests.vllm.processes import Service, run, worker_in
 
 
-def main(model: str, num_lives: int, seed: int = 1) -> None:
+def main(model: str, num_lives: str, seed: str = "1", pipeline: str = "") -> None:
     """Run the lives and print a summary. Exits with status 1 if a token differs or too few keys are kept."""
-    with TemporaryDirectory() as folder, worker_in(Path(folder) / "w") as worker:
-        lives = run("restarts.py", model, worker, seed, num_lives)
+    with ExitStack() as stack:
+        worker = stack.enter_context(worker_in(Path(stack.enter_context(TemporaryDirectory())) / "w"))
+        remote = ("remote", stack.enter_context(Service()).address, pipeline) if pipeline else ()
+        lives = run("restarts.py", model, worker, seed, num_lives, *remote)
     names = ("killed", "kept", "of", "differing", "compared", "cached")
     total = {name: sum(life[name] for life in lives) for name in names}
     sys.stdout.write(
@@ -28,4 +32,4 @@ def main(model: str, num_lives: int, seed: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])

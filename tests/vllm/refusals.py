@@ -20,10 +20,12 @@ import torch
 import vllm.v1.worker.gpu_model_runner as runner
 from restarts import Life, forked, paged
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from workload import MODELS, OPTIONS, prompts
 
 from kvplane.base.rank_plan import RankPlan
 from kvplane.rank import Rank
+from kvplane_vllm.options import options_of
 from kvplane_worker.attach import attach
 
 ONE = list(enumerate(prompts("llama", 3)))[:1]
@@ -93,6 +95,14 @@ def other_allocation(worker: str, folder: Path) -> None:
     Life("llama", folder, **paged(worker))
 
 
+def asynchronous(worker: str, folder: Path) -> None:
+    """Check the options of an engine in mode remote that schedules asynchronously, which vLLM does not do on a CPU."""
+    options = paged(worker, mode="remote", address="127.0.0.1:1", replica="r")
+    config = EngineArgs(model=str(MODELS / "llama"), skip_tokenizer_init=True, **options).create_engine_config()
+    config.scheduler_config.async_scheduling = True
+    options_of(config)
+
+
 CASES: dict[str, Callable[[str, Path], Any]] = {
     "no worker class": no_worker_class,
     "no scheduler class": stock_scheduler,
@@ -100,6 +110,7 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     "fallback": stock_fallback,
     "xxhash": lambda worker, folder: Life("llama", folder, **paged(worker), prefix_caching_hash_algo="xxhash"),
     "no worker named": unnamed,
+    "asynchronous, in mode remote": asynchronous,
     "new weights": lambda worker, folder: Life("llama", folder, **paged(worker)).worker.reload_weights(),
     "steps without stamps": without_orders,
     "another allocation": other_allocation,

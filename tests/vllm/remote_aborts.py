@@ -1,13 +1,14 @@
 """An engine in mode remote whose clients give up: prints the tokens of the requests that were answered, as JSON.
 
-python tests/vllm/remote_aborts.py MODEL stock|on|off SEED NUM_BLOCKS [ADDRESS REPLICA [FAULT|disturbed]]
+python tests/vllm/remote_aborts.py MODEL stock|on|off SEED NUM_BLOCKS [ADDRESS REPLICA [FAULT|disturbed [WORKER]]]
 
 Runs in the environment of vLLM (`environment`). Requests arrive between steps; some are given up at once, in the middle
 of their prompt or of their answer, and the same prompt arrives again, so that blocks of a launch that did not run would
 be hit. "stock" answers all prompts, without aborts. FAULT names a fault to plant (`FAULTS`).
 
 "disturbed": it prints lines "STEP", at which the service can be killed or drained while requests run, and
-continues until DISTURBANCES of these lines were answered by a line on standard input.
+continues until DISTURBANCES of these lines were answered by a line on standard input. WORKER is the directory of a
+kvplane worker that lends the pages.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ def main(model: str, kind: str, seed: int, num_blocks: int, *target: str) -> Non
     """Run the requests, and print the result."""
     more: dict[str, Any] = {}
     if kind != "stock":
-        if target[2:] not in ((), ("disturbed",)):
+        if target[2:] and target[2] != "disturbed":
             FAULTS[target[2]]()
         options = {"mode": "remote", "address": target[0], "replica": target[1], "pipeline": kind, "step_timeout": "1"}
+        if len(target) > 3:
+            options |= {"pages": "worker", "worker": target[3]}
+            more["worker_cls"] = "kvplane_vllm.Worker"
         more["additional_config"] = {"kvplane": options}
     llm = engine(model, "stock" if kind == "stock" else "kvplane", num_blocks, **more)
     said = Said()  # after vLLM has configured its loggers

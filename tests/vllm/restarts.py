@@ -1,12 +1,12 @@
 """Engine lives on the pages of one kvplane worker: each ends by SIGKILL at a random point, and the next one continues.
 
-python tests/vllm/restarts.py MODEL WORKER SEED LIVES [FAULT|mirror ADDRESS]
+python tests/vllm/restarts.py MODEL WORKER SEED LIVES [FAULT|mirror ADDRESS|remote ADDRESS [PIPELINE]]
 
 Runs in the environment of vLLM (`environment`). WORKER is the directory of a `kvplane worker --opaque`. Every token of
 every life is compared with those of a stock engine that is not killed. FAULT is planted in the life before the last:
 "overwritten" (its pages are overwritten and their stamps kept) or "unstamped" (it writes no stamps). With "mirror" the
-service at ADDRESS follows each life. Prints the result as JSON. A life is a fork of this process, which has imported
-vLLM already.
+service at ADDRESS follows each life, with "remote" it decides. Prints the result as JSON. A life is a fork of this
+process, which has imported vLLM already.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from vllm import SamplingParams
 from workload import engine, mirror_state, prompts
 
 from kvplane.base.stamp_table import StampTable
+from kvplane.rpc.channel import open_channel
+from kvplane.v1.admin_pb2 import SnapshotRequest
+from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane_vllm.pages import PagesOfWorker
+from kvplane_vllm.remote.manager import RemoteManager
 
 POOLS = {"llama": 60, "gptoss": 90, "gemma3": 200, "qwen3next": 120}  # so small that blocks are evicted
 NUM_PROMPTS, NEW_TOKENS = 12, 24  # of each life
@@ -46,6 +51,7 @@ class Life:
 
     def __init__(self, model: str, folder: Path, **options: Any) -> None:
         self.folder = folder
+        self.address = options.get("additional_config", {}).get("kvplane", {}).get("address", "")
         self.report: dict[str, Any] = {"compared": 0, "differing": 0, "cached": 0, "killed": False}
         begin = time.monotonic()
         kind, more = "kvplane" if options else "stock", {"max_num_seqs": MAX_REQUESTS.get(model, 16)}
@@ -57,6 +63,10 @@ class Life:
 
     def published(self) -> list[tuple[int, str]]:
         """The keys whose content was executed, as the allocator has them."""
+        if isinstance(self.manager, RemoteManager):
+            with open_channel(self.address) as channel:
+                cached = AdminStub(channel).Snapshot(SnapshotRequest(replica="r"), timeout=60).keys
+            return sorted({(one.group, one.hash.hex()) for one in cached if not one.tentative})
         pool, executed = self.manager.pool, self.manager.executed or 0
         keys = [(pool.key_of(block), pool.key_step[block]) for block in range(1, pool.num_blocks)]
         return sorted({(key[1], key[2].hex()) for key, step in keys if key is not None and step <= executed})
@@ -64,7 +74,7 @@ class Life:
     def end(self, killed: bool = False) -> None:
         """Write the report and get killed; `killed`: in the middle of its work."""
         self.report["killed"] = killed
-        if hasattr(self.manager, "recovered"):
+        if isinstance(self.manager, (PagesOfWorker, RemoteManager)):
             self.report["published"] = self.published()
         (self.folder / "report.json").write_text(json.dumps(self.report))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,6 +97,14 @@ class Life:
                     answers[number] = tokens
                     self.report["cached"] += output.num_cached_tokens or 0
         return answers
+
+    def resets(self, prompt: tuple[int, dict[str, Any]], expected: dict[str, list[int]]) -> None:
+        """Reset the cache more often than steps may be in flight, without a launch in between, and answer a prompt."""
+        for _ in range(6):
+            assert self.llm.reset_prefix_cache()
+        cached = self.report["cached"]
+        self.run([prompt], expected)
+        assert self.report["cached"] == cached, "the cache was reset"
 
     def kill_at(self, step: int, point: str) -> None:
         """Arrange the end of this life in a step, at one of POINTS."""
@@ -141,7 +159,7 @@ def paged(worker: str, **more: str) -> dict[str, Any]:
     return {"worker_cls": "kvplane_vllm.Worker", "additional_config": chosen}
 
 
-def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "", address: str = "") -> None:
+def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "", *target: str) -> None:
     """Run the reference and the lives, and print the result."""
     rng = random.Random(seed)
     numbered = list(enumerate(prompts(model, seed)))
@@ -164,19 +182,22 @@ def main(model: str, worker: str, seed: int, num_lives: int, fault: str = "", ad
                 planted = fault if number == num_lives - 2 else ""
                 if planted == "unstamped":
                     StampTable.write = lambda *_: None  # type: ignore[method-assign]
-                mirror = {"mode": "mirror", "address": address, "replica": "r"} if address else {}
-                life = Life(model, folder, **paged(worker, **mirror))
-                if address:
-                    life.report["mirror"] = mirror_state(life.manager, address, "r")
+                mode = {"mode": fault, "replica": "r"} if target else {}
+                mode |= dict(zip(("address", "pipeline"), target, strict=False))
+                life = Life(model, folder, **paged(worker, **mode))
+                if fault == "mirror":
+                    life.report["mirror"] = mirror_state(life.manager, *target, "r")
                 found = set(life.published())
                 life.report["kept"] = sum(tuple(key) in found for key in before)
-                life.report["epoch"] = life.manager.epoch
+                life.report["epoch"] = (life.manager.link if fault == "remote" else life.manager).epoch
                 life.report["point"] = at
-                if fault in ("", "mirror") and number < num_lives - 1:
+                if fault in ("", "mirror", "remote") and number < num_lives - 1:
                     life.kill_at(*at)
                 life.run(order, expected)
-                if address:
-                    life.report["mirror_at_end"] = mirror_state(life.manager, address, "r")
+                if fault == "mirror":
+                    life.report["mirror_at_end"] = mirror_state(life.manager, *target, "r")
+                if fault == "remote":
+                    life.resets(order[0], expected)
                 if planted == "overwritten":
                     life.worker.kvplane_pages.region.fill_(0x11)
                 life.end()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.service.rig import running
 from tests.vllm import environment
-from tests.vllm.processes import run, worker_in
+from tests.vllm.processes import Service, run, worker_in
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 SEEDS = {"llama": 5, "gptoss": 5, "gemma3": 5, "qwen3next": 1}  # states are cached at block ends, which few lives reach
@@ -52,6 +52,22 @@ def test_a_service_has_the_keys_that_an_engine_kept(worker, model):
     assert sum(life["cached"] for life in lives) > 0
 
 
+@pytest.mark.parametrize("pipeline", ["on", "off"])
+@pytest.mark.parametrize("model", SEEDS)
+def test_a_service_that_decides_keeps_the_cache_of_a_killed_engine(worker, model, pipeline):
+    """Mode remote with `pages: worker`: the stamps prove what the service knows to a new engine life."""
+    with Service() as service:
+        lives = run("restarts.py", model, worker, SEEDS[model], 6, "remote", service.address, pipeline)
+    kept, published = (sum(life[name] for life in lives) for name in ("kept", "of"))
+    print(f"{model}, pipeline {pipeline}: {len(lives) - 1} kills, {kept} of {published} published keys kept")
+    epochs = [life["epoch"] for life in lives]
+    assert epochs == list(range(epochs[0], epochs[0] + 6))
+    assert sum(life["compared"] for life in lives) > 100
+    assert sum(life["differing"] for life in lives) == 0
+    assert kept >= 0.9 * published > 0
+    assert sum(life["cached"] for life in lives) > 0
+
+
 def test_tokens_differ_where_pages_are_overwritten_and_their_stamps_kept(worker):
     """The negative control: hits of a new engine life read the pages of the old one."""
     _, last = run("restarts.py", "llama", worker, 5, 2, "overwritten")
@@ -81,6 +97,7 @@ REFUSED = {
     "fallback": "vLLM's own KV cache manager writes no stamps",
     "xxhash": "block hashes of this algorithm differ between processes",
     "no worker named": "the worker is not named",
+    "asynchronous, in mode remote": "pages: worker in the mode remote needs --no-async-scheduling",
     "new weights": "the pages of the kvplane worker are kept for the weights",
     "steps without stamps": "without writing its stamps",
     "another allocation": "does not allocate its KV cache as one tensor of zeroes",

@@ -82,8 +82,8 @@ def options_of(config: VllmConfig) -> dict[str, str]:
 def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
     mode, has_worker = given.get("mode", "inprocess"), given.get("pages") == "worker"
     has_service, is_remote = mode != "inprocess", mode == "remote"
-    if is_remote and has_worker:
-        problem = "the mode remote does not support pages: worker"
+    if is_remote and has_worker and config.scheduler_config.async_scheduling:
+        problem = "pages: worker in the mode remote needs --no-async-scheduling"
         raise InvalidArgument(problem, field="additional_config.kvplane.pages")
     users = (
         ("address", has_service),

@@ -88,9 +88,19 @@ class RankMemory:
         epoch that the memory shows and above `known_epoch`.
         """
         epoch = max(known_epoch, self._group.owner_epoch, *(newest_epoch(stamps) for stamps in self.stamps())) + 1
+        self.own(epoch)
+        return epoch
+
+    def terms(self) -> dict[str, Any]:
+        """Return the options with which a session begins a new engine life on this memory."""
+        group = self._group
+        stamps, incarnation, owner_epoch = group.agreed_stamps(), group.incarnation, group.owner_epoch
+        return {"stamp_table": stamps, "incarnation": incarnation, "owner_epoch": owner_epoch}
+
+    def own(self, epoch: int) -> None:
+        """Make the engine life of this epoch the only one whose orders the ranks accept."""
         for table in self.tables:
             table.begin_life(epoch)
-        return epoch
 
     def entries(self) -> Entries:
         """Return all records, also those of keys that are no longer in memory."""

@@ -72,13 +72,12 @@ class OnKvplane:
         UnsupportedModel for an unsupported model.
         """
         chosen = options_of(vllm_config)
-        is_remote = chosen.get("mode") == "remote"
+        is_remote, addresses = chosen.get("mode") == "remote", worker_addresses(vllm_config, chosen)
         if is_remote:
             from kvplane_vllm.remote.scheduler import OnService, remote_manager  # needs gRPC
 
-            module.KVCacheManager = remote_manager(vllm_config, chosen)  # type: ignore[assignment,misc]
+            module.KVCacheManager = remote_manager(vllm_config, chosen, addresses)  # type: ignore[assignment,misc]
         else:
-            addresses = worker_addresses(vllm_config, chosen)
             algorithm = vllm_config.cache_config.prefix_caching_hash_algo
             factory = manager_factory(chosen, addresses, algorithm)
             module.KVCacheManager = factory  # type: ignore[assignment,misc]

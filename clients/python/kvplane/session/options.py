@@ -20,7 +20,7 @@ class SessionOptions(TypedDict, total=False):
     Attributes:
         epoch: epoch of the engine life to continue; NEW_EPOCH, the default, begins a new engine life.
         with_events: whether answers contain cache events.
-        stamp_table: see OpenRequest; not together with a `revive`, whose Revival has the stamps.
+        stamp_table, incarnation, owner_epoch: see OpenRequest; not together with a `revive`, whose Revival has them.
         client: name of the client, for operators.
         retry: how to retry after the stream breaks, see Session.
         step_timeout_s: seconds that a call waits for an answer before it raises DeadlineExceeded.
@@ -32,6 +32,8 @@ class SessionOptions(TypedDict, total=False):
     epoch: int
     with_events: bool
     stamp_table: Sequence[int]
+    incarnation: int
+    owner_epoch: int
     client: str
     retry: RetryPolicy | None
     step_timeout_s: float
@@ -59,10 +61,13 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
     check(revive, Callable[[], Revival] | None, "revive")
     epoch, stamps = options.get("epoch", NEW_EPOCH), tuple(options.get("stamp_table", ()))
     with_events, client = options.get("with_events", False), options.get("client", "")
+    incarnation, owner_epoch = options.get("incarnation", 0), options.get("owner_epoch", 0)
     if revive is None:
-        return OpenRequest(replica, draw_nonce(), epoch, with_events, client, stamps)
-    if stamps or epoch != NEW_EPOCH:
-        name = "stamp_table" if stamps else "epoch"
+        memory = {"stamp_table": stamps, "incarnation": incarnation, "owner_epoch": owner_epoch}
+        return OpenRequest(replica, draw_nonce(), epoch, with_events, client, **memory)  # type: ignore[arg-type]
+    given = [name for name in ("stamp_table", "epoch", "incarnation", "owner_epoch") if options.get(name)]
+    if given:
+        name = given[0]
         raise InvalidArgument(
             f"{name} is given together with revive, which begins a new engine life with its own stamps",
             field=name,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import UNCHANGED, AdmitStatus, Cache, End, Facts, News, Part, PartResult, StepResult
+from kvplane.base.step import UNCHANGED, AdmitStatus, Cache, End, Facts, News, Orders, Part, PartResult, StepResult
 
 
 class Entry:
@@ -181,6 +181,7 @@ class Books:
         lost: requests that the service preempted for another reason.
         free_blocks: free blocks, as of the last answer.
         num_unused: grants that vLLM did not use, or only in part.
+        launch_orders: (step, part, orders) since the last launch; None if nothing takes them.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -190,6 +191,7 @@ class Books:
         self._most_tokens = spec.max_model_len
         self.free_blocks = spec.num_blocks - 1
         self.lost: list[Any] = []
+        self.launch_orders: list[tuple[int, int, Orders]] | None = None
         self.num_unused = 0
         self.forget([])
 
@@ -395,6 +397,8 @@ class Books:
             first = answer.parts[0]
             self._lose(first.preempted)
             self._take_orders(first)
+        if self.launch_orders is not None:
+            self.launch_orders += [(answer.seq, part, one.orders) for part, one in enumerate(answer.parts)]
         result = answer.parts[-1]
         self.free_blocks = result.free_blocks
         self._take_victims(result, answer.seq)

@@ -63,7 +63,7 @@ class Driver:
             if self._was_ahead:
                 unused = self._receive()
             self._preempt_lost(preempt)
-            self._link.reopen()
+            self._reopen()
             if not self._was_ahead:
                 self._exchange(self._plan(0))
                 self._preempt_lost(preempt)
@@ -93,6 +93,12 @@ class Driver:
                 self._link.send(program.parts(), self._executed())
         self.messages[self._link.num_messages - self._num_sent] += 1
         return done
+
+    def _reopen(self) -> None:
+        life = self._link.life
+        self._link.reopen()
+        if self._link.life != life and self._books.launch_orders is not None:
+            self._books.launch_orders.clear()  # the ranks refuse those of the last engine life
 
     def _preempt_lost(self, preempt: Callable[[list[Any]], None]) -> None:
         if self._books.lost:
@@ -289,7 +295,7 @@ class Driver:
         books = self._books
         if self._link.in_flight:
             self._receive()
-        self._link.reopen()
+        self._reopen()
         books.drop_unused()
         if not self._may_send():
             raise Away

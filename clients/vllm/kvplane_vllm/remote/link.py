@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 from kvplane.base.errors import DeadlineExceeded, KvplaneError, Moved, NotFound, ServiceRestarted, Unavailable
 from kvplane.base.groups import ReplicaSpec
@@ -19,7 +20,7 @@ from kvplane_vllm.remote.settings import Settings
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 AWAY = (Unavailable, DeadlineExceeded)
-MOVES = "the running requests are computed again in a new session, and the cache starts empty"
+MOVES = "the running requests are computed again in a new session"
 ENDED = (ServiceRestarted, NotFound, Moved)  # the service has nothing of this session; a new one can be opened
 
 
@@ -31,6 +32,18 @@ class Lost(Exception):
     """The session ended: the service knows no request of this engine any more."""
 
 
+class Memory(Protocol):
+    """Page memory that outlives the engine, and with it the keys that its stamps prove."""
+
+    def terms(self) -> dict[str, Any]:
+        """Return the options with which a session begins a new engine life on this memory."""
+        ...
+
+    def own(self, epoch: int) -> None:
+        """Make the engine life of this epoch the only one whose orders the ranks accept."""
+        ...
+
+
 class Link:
     """A session with one replica.
 
@@ -39,10 +52,21 @@ class Link:
         answered: number of the last step that was answered in this life.
         num_messages: steps sent.
         waited_s: how long the engine's thread waited for answers.
+        epoch, kept_keys: of the session opened last; how many keys of earlier engine lives are still valid.
     """
 
-    def __init__(self, settings: Settings, spec: ReplicaSpec) -> None:
-        """Register the replica and open a session. Raises KvplaneError if the service cannot be reached or refuses."""
+    def __init__(
+        self, settings: Settings, spec: ReplicaSpec, memory: Memory | None = None, *, with_events: bool = False
+    ) -> None:
+        """Register the replica and open a session. Raises KvplaneError if the service cannot be reached or refuses.
+
+        Args:
+            settings: which service, and how it is asked.
+            spec: the settings of the replica.
+            memory: of the pages; None: they end with this process, and prove nothing to a new engine life.
+            with_events: whether answers contain cache events.
+        """
+        self._memory, self._with_events = memory, with_events
         self._settings, self._spec = settings, spec
         self._has_others = len(Addresses(settings.address).services) > 1
         retry = RetryPolicy(attempts=None, within_s=settings.step_timeout_s)
@@ -148,13 +172,19 @@ class Link:
         self._client.register_replica(name, self._spec)
         retry = RetryPolicy(attempts=None, within_s=wait_s)
         options = {"step_timeout_s": wait_s, "open_timeout_s": wait_s, "retry": retry}
+        if self._memory is not None:
+            options |= self._memory.terms()
         self._session = self._client.session(
             name,
-            with_events=self._spec.events,
+            with_events=self._with_events,
             client="vllm",
             remember=False,  # the requests are sent again from vLLM's queues
             **options,  # type: ignore[arg-type]
         )
+        self.epoch, self.kept_keys = self._session.epoch, self._session.kept_keys
+        if self._memory is not None:
+            self._memory.own(self.epoch)
+            logger.info("engine life %d: %d keys kept", self.epoch, self.kept_keys)
         self.life += 1
         self.answered = self._session.next_seq - 1
 

@@ -14,11 +14,15 @@ from vllm.v1.request import Request, RequestStatus
 from kvplane.base.groups import AlignSpec, CommitRule
 from kvplane.base.step import End
 from kvplane_vllm import events
+from kvplane_vllm.launch import Launch
+from kvplane_vllm.pages import RankMemory
 from kvplane_vllm.remote.books import Books, Entry
 from kvplane_vllm.remote.driver import Driver
 from kvplane_vllm.remote.link import Link
 from kvplane_vllm.remote.settings import Settings
 from kvplane_vllm.spec import limits_of, replica_spec
+
+DIGEST_BYTES = 32  # of sha256, which this mode requires
 
 
 class Block:
@@ -73,6 +77,7 @@ class RemoteManager(KVCacheManager):
         link: the connection to the service.
         books: what the service knows and granted.
         driver: asks the service; set by `bind`.
+        memory: the stamps of the pages, where kvplane workers lend them.
     """
 
     driver: Driver
@@ -87,24 +92,29 @@ class RemoteManager(KVCacheManager):
         *args: Any,
         settings: Settings,
         vllm_config: Any,
+        addresses: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """Take the arguments of vLLM's manager. Raises UnsupportedModel for a kind of cache that kvplane does not have,
-        and KvplaneError if the service cannot be reached or refuses the replica.
+        and KvplaneError if the service cannot be reached or refuses the replica. `addresses`: of the kvplane workers
+        that lend the pages.
         """
         limits_of_vllm = max_model_len, scheduler_block_size, hash_block_size, max_in_flight_tokens
         super().__init__(kv_cache_config, *limits_of_vllm, *args, **options)
         self.hash_algorithm = vllm_config.cache_config.prefix_caching_hash_algo
         sizes = max_in_flight_tokens, scheduler_block_size, hash_block_size
         limits = limits_of(self, max_model_len, *sizes, options)
-        spec = replica_spec(
-            kv_cache_config, self.coordinator, limits, CommitRule.SAFE, events=self.enable_kv_cache_events
-        )
+        has_events = self.enable_kv_cache_events or bool(addresses)  # the service stores what it announces
+        spec = replica_spec(kv_cache_config, self.coordinator, limits, CommitRule.SAFE, has_events)
         self.spec = replace(spec, align=self._align(vllm_config, scheduler_block_size, hash_block_size))
         self.spec.validate()
         self.blocks = [Block(number) for number in range(self.spec.num_blocks)]
-        self.link = Link(settings, self.spec)
+        self.memory = RankMemory(addresses, self.spec.num_blocks, DIGEST_BYTES) if addresses else None
+        self.link = Link(settings, self.spec, self.memory, with_events=self.enable_kv_cache_events)
         self.books = Books(self.spec)
+        if self.memory is not None:
+            self.books.launch_orders = []
+        self._finished = (self.link.life, 0)  # (engine life, step) of the last launch that finished on all ranks
         self._life = self.link.life
         self.block_pool: Any = Pool(self)
 
@@ -175,6 +185,21 @@ class RemoteManager(KVCacheManager):
     def free(self, request: Request) -> None:
         """See vLLM's KVCacheManager."""
         self.driver.free(request, End.FREE if request.is_finished() else End.PREEMPTED)
+
+    def take_launch(self) -> Launch:
+        """Return the orders since the last launch, for the ranks that write stamps."""
+        orders, self.books.launch_orders = self.books.launch_orders, []
+        assert orders is not None, "kvplane workers lend the pages"
+        life, seq = self._finished
+        return Launch(self.link.epoch, seq if life == self.link.life else 0, orders)
+
+    def executed(self, life: int, seq: int) -> None:
+        """Take the report that all ranks have finished a step. Raises FailedPrecondition if a rank launched it without
+        its orders.
+        """
+        if self.memory is not None and life == self.link.life:
+            self.memory.check_carried_out(seq)
+        self.driver.executed = self._finished = life, seq
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 

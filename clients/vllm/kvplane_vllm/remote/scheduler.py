@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvplane.base.errors import LimitExceeded
+from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.remote.driver import Driver
 from kvplane_vllm.remote.manager import RemoteManager
 from kvplane_vllm.remote.settings import refuse_scheduler, settings_of, why_synchronous
@@ -18,9 +19,11 @@ from kvplane_vllm.remote.settings import refuse_scheduler, settings_of, why_sync
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
-def remote_manager(vllm_config: Any, chosen: dict[str, str]) -> Callable[..., RemoteManager]:
-    """Return the function that builds the KV cache manager for these options."""
-    return partial(RemoteManager, settings=settings_of(chosen), vllm_config=vllm_config)
+def remote_manager(
+    vllm_config: Any, chosen: dict[str, str], addresses: Sequence[str]
+) -> Callable[..., RemoteManager]:
+    """Return the function that builds the KV cache manager for these options. `addresses`: of the kvplane workers."""
+    return partial(RemoteManager, settings=settings_of(chosen), vllm_config=vllm_config, addresses=addresses)
 
 
 class OnService:
@@ -66,11 +69,13 @@ class OnService:
         finally:
             scheduler._pause_state = state
         output.kvplane_step = self.driver.end()  # type: ignore[attr-defined]
+        if scheduler.kv_cache_manager.memory is not None:
+            setattr(output, ATTRIBUTE, scheduler.kv_cache_manager.take_launch())
         return output
 
     def executed(self, output: SchedulerOutput) -> None:
         """Take the report that the worker has finished the step of this output and all earlier ones."""
-        self.driver.executed = output.kvplane_step  # type: ignore[attr-defined]
+        self._scheduler.kv_cache_manager.executed(*output.kvplane_step)  # type: ignore[attr-defined]
 
     def updated(self) -> None:
         """Report the requests that ended, if vLLM has no other."""
