@@ -16,8 +16,8 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
 from kvplane_service.core import state
 from kvplane_service.core.facts import Update
-from kvplane_service.core.inspect import digest
 from kvplane_service.core.open_step import OpenStep
+from kvplane_service.core.state import digest
 from tests.core.test_step_law import MIXES
 from tests.service.mirrors import DecidingEngine, open_request, spec_of
 from tests.service.rig import WAIT_S, held_thread, running, until

@@ -7,7 +7,7 @@ from kvplane.blocking.client import Client
 from kvplane.blocking.transport import GrpcTransport
 from kvplane.rpc.channel import open_channel
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import digest
+from kvplane_service.core.state import digest
 from kvplane_service.process.app import App
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost

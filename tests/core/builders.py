@@ -38,6 +38,7 @@ from kvplane_service.core.managers.questions import Query
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
+from kvplane_service.core.state import digest as state_digest
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
 STALE_HIT, NO_ROOM, NEVER_FITS = AdmitStatus.STALE_HIT, AdmitStatus.NO_ROOM, AdmitStatus.NEVER_FITS
@@ -299,7 +300,7 @@ class Engine:
 
     @property
     def digest(self) -> str:
-        return inspect.digest(self.replica)
+        return state_digest(self.replica)
 
     def table(self, slot: int, group: int = 0) -> list[int]:
         return self.replica.coordinator.tables(slot)[group]

@@ -183,17 +183,19 @@ def decisive_state(replica: Replica) -> dict[object, object]:
 
 
 def _table_state(manager: GroupManager, slot: int) -> tuple[object, ...]:
-    """The request's table and what is noted about it. Of states before the running one, those that may get a key."""
+    """The request's table and what is noted about it. Of states before the running one, those that may get a key.
+
+    `last_state` is left out: what the window releases always contains it, so it decides nothing.
+    """
     table, first = manager.table[slot], max(manager.num_cached[slot], 0)
     state = (table, first, manager.partial_hit.get(slot))
     if not isinstance(manager, AlignedStateManager):
         return state
     before = range(len(table) - 1 - manager.spec.speculative_blocks)
-    last, ends = manager.last_state[slot], manager._stopped_at.get(slot, {})
+    ends = manager._stopped_at.get(slot, {})
     whole = {index: end for index, end in ends.items() if end == (index + 1) * manager.block_size}
     left = {index: end for index, end in whole.items() if index in before and table[index] and index >= first}
-    is_there = last in before and table[last]
-    return *state, last if is_there else None, manager.num_retired[slot], manager.has_allocated[slot], left
+    return *state, manager.num_retired[slot], manager.has_allocated[slot], left
 
 
 def _shared_keys(pool: BlockPool) -> Iterator[tuple[Key, tuple[int, ...]]]:

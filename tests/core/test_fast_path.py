@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.step import Admit, Facts, News, OnRefusal, Part, Run
-from kvplane_service.core import inspect
+from kvplane_service.core.state import digest as state_digest
 from tests.core.builders import Engine, digests, full, replica_spec, state, tokens, window
 from tests.core.test_step_law import MIXES, Sender, Writer
 
@@ -163,7 +163,7 @@ def test_invalidating_the_fast_path_changes_no_decision(mix, data):
         for slot in awake.replica.requests.slots():
             awake.replica.requests.invalidate_fast_path(slot)
         assert quiet.send(part, executed) == awake.send(part, executed)
-        assert inspect.digest(quiet.replica) == inspect.digest(awake.replica)
+        assert state_digest(quiet.replica) == state_digest(awake.replica)
 
     for _ in range(data.draw(st.integers(1, 5))):
         send(Writer(rng, quiet.replica, quiet.replica.executed_through).step())

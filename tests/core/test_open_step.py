@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Watermark
-from kvplane_service.core import inspect
+from kvplane_service.core import inspect, state
 from kvplane_service.core.facts import Update
 from kvplane_service.core.open_step import AdmitTerms, OpenStep
 from kvplane_service.core.replica import Replica
@@ -40,7 +40,7 @@ class Engine:
             )()
         result, sent = step.close(), step.recorded()
         assert self.follower.apply(sent) == result
-        assert inspect.digest(self.follower) == inspect.digest(self.replica)
+        assert state.digest(self.follower) == state.digest(self.replica)
         inspect.check(self.replica)
         self.parts += len(sent.parts)
         self.load_after += sum(map(bool, (step for part in result.parts for step in part.admit_load_after)))
@@ -311,11 +311,11 @@ def test_an_unusual_row_is_left_to_the_methods_that_check_it(row):
     step = OpenStep(replica, 1)
     step.add(1, 4, [])
     assert step.decode(2, 13, [], 1, 0, 0)
-    before = inspect.digest(replica)
+    before = state.digest(replica)
     if row[1] == 12:
         replica.coordinator.has_states = True
     assert step.decode(*row) is False
-    assert inspect.digest(replica) == before
+    assert state.digest(replica) == before
     assert step.decode(0, 13, [], 1, 0, 0)
 
 

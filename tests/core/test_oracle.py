@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import AdmitStatus, Facts, Part, RowFlag, Step
-from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest as state_digest
 from tests.core.builders import (
     GRANTED,
     REFERENCE,
@@ -104,7 +104,7 @@ class Operations(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "engine"):
-            assert inspect.digest(self.engine.replayed()) == self.engine.digest
+            assert state_digest(self.engine.replayed()) == self.engine.digest
 
     def left(self, slot):
         pass

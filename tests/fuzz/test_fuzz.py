@@ -14,7 +14,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.core.inspect import digest
+from kvplane_service.core.state import digest
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn
 from tests.fuzz import mutator, world

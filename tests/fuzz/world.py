@@ -34,7 +34,8 @@ from kvplane_service.auth.gate import ANONYMOUS, CALL, Gate
 from kvplane_service.auth.identity import Identities, Proof
 from kvplane_service.auth.scopes import METHODS as RULES
 from kvplane_service.auth.scopes import Scope
-from kvplane_service.core.inspect import check, digest
+from kvplane_service.core.inspect import check
+from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer

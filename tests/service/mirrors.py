@@ -7,10 +7,9 @@ import pytest
 from kvplane.base.session import MirrorTerms, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
-from kvplane_service.core.inspect import digest
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import export_state
+from kvplane_service.core.state import digest, export_state
 from tests.core.builders import SAFE, replica_spec
 from tests.core.test_open_step import Engine
 from tests.core.test_step_law import MIXES

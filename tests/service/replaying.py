@@ -14,8 +14,9 @@ from kvplane_replay.fleet import Fleet
 from kvplane_replay.plan import CostModel, EngineConfig, Routing
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check, digest
+from kvplane_service.core.inspect import check
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 

@@ -14,8 +14,7 @@ import pytest
 
 from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.wire.mirror import Mirrored, answer_digest
-from kvplane_service.core.inspect import digest
-from kvplane_service.core.state import slices
+from kvplane_service.core.state import digest, slices
 from tests.core.follower import Follower, _published
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvplane.base.step import EventKind
-from kvplane_service.core import inspect
+from kvplane_service.core.state import digest as state_digest
 from kvplane_service.decisions import log as decisions
 from tests.sim import history
 
@@ -44,7 +44,7 @@ def view(service: Service, seen: Seen, is_message: bool = True) -> None:
     shows = bool(seen.follower.view) and not seen.follower.withdrawn
     attached = host.mirror._request
     status, life = host.state.value, attached.life_nonce if attached else host._life_nonce
-    state = inspect.digest(host.replica.reference()) if is_message else ""
+    state = state_digest(host.replica.reference()) if is_message else ""
     place = service.number, host.name, life, host.seq
     service.world.record(history.Viewed(*place, is_message, status, shows, seen.age_ms, state))
 

@@ -22,8 +22,8 @@ from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, answer_digest, decode_progress, mirrored_message, slice_message
 from kvplane.wire.stream import heartbeat_message
-from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.state import slices
 from kvplane_service.replicas.host import ReplicaHost
 from tests.core.page_memory import WrongPage
@@ -148,7 +148,7 @@ class MirroredLife(EngineLife):
 
     def _decided(self, answer: str) -> None:
         replica = self.session.replica
-        state = inspect.digest(replica)
+        state = state_digest(replica)
         self.world.record(history.Decided(self.site.name, self.nonce, replica.seq, answer, state))
 
     def _check_pages(self) -> None:

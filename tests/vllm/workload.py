@@ -32,7 +32,6 @@ from kvplane.v1.admin_pb2 import SnapshotRequest
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2 import EvictBlocksRequest, MutationHeader
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane_service.core import inspect
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
 
@@ -91,7 +90,7 @@ def mirror_state(manager: Any, address: str, replica: str) -> dict[str, Any]:
     state = manager.sender.state
     with open_channel(address) as channel:
         digest = AdminStub(channel).Snapshot(SnapshotRequest(replica=replica, summary=True)).digest
-    is_same = digest == inspect.digest(manager.replica)
+    is_same = digest == state.digest(manager.replica)
     return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 

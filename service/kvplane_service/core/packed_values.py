@@ -10,7 +10,7 @@ A value is one byte, its kind, and its content; integers are little-endian, and 
     A               array: type code "I" (u32) or "Q" (u64), count, the entries
     L Q t           list, deque, tuple: count, the values
     S               set: count, the values, sorted
-    d               dict: count, then key and value of each entry, in the order of the dict
+    d               dict: count, then key and value of each entry, by ascending key: the order of a dict decides nothing
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
@@ -50,7 +51,7 @@ def _pack(value: object) -> Iterator[bytes]:
         yield from _pack_list(value)
     elif isinstance(value, dict):
         yield _COUNT.pack(b"d", len(value))
-        for key, one in value.items():
+        for key, one in sorted(value.items(), key=itemgetter(0)):
             yield from _pack(key)
             yield from _pack(one)
     elif isinstance(value, tuple | deque | set):

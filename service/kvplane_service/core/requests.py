@@ -111,7 +111,7 @@ class Requests:
         self.num_prompt[slot] = self.num_tokens[slot] = num_tokens
         self.content[slot] = content
         self.by_service[slot] = content.hasher is not None
-        self.single_group_hit[slot] = self.load_after[slot] = 0
+        self.single_group_hit[slot] = self.load_after[slot] = self.ends_at[slot] = 0
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:

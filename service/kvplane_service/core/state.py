@@ -2,12 +2,13 @@
 
     export_state(replica) -> bytes           load_state(spec, bytes) -> Replica, which answers every later step equally
     slices(replica) -> the same bytes in pieces; the replica may apply further steps while they are read
+    digest(replica) -> the SHA-256 of the bytes on which later decisions depend
 
 The layout: MAGIC, then named values as in `packed_values`, each preceded by its name (a text). All lists are by block,
 by slot or by group; a set or dict is keyed by one of these.
 
     spec        digest of the spec: another pool cannot load the state
-    replica     seq, keeps_keys, shown, and the counters
+    replica     seq, keeps_keys, shown
     pool        epoch, generation, counter, step, executed_through and further numbers; reserved and busy blocks
     pool.NAME   one column of the pool per value
     free        free blocks in eviction order
@@ -15,12 +16,14 @@ by slot or by group; a set or dict is keyed by one of these.
                 plus 1, 0 = no key; and the digests of the blocks that have a key
     more_keys   further keys of blocks
     shared      keys of several blocks, these in the order in which they are hit
-    requests    by column
+    requests    by column; only the serial of a free slot
     content     repeated: slot, hashes, and the state of the hasher if the service hashes the tokens
     tracker     the records of steps in flight
-    manager     repeated, by group: every attribute of the manager except SETTINGS
+    manager     repeated, by group: the attributes in the manager's STATE
+    counters, residency, pool_counters, group_counters and, per column, ages of blocks: statistics, which decide nothing
 
-Left out: stored refusals, on which no decision depends, and what is empty between two steps (orders and events).
+Left out: stored refusals, on which no decision depends; what is empty between two steps (orders and events); and what
+is derived (the bounds of the fast path, the index of keys). So two cores that decided equally have equal bytes.
 """
 
 from __future__ import annotations
@@ -44,31 +47,38 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.packed_values import ValueReader, pack_value
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import Content, Requests
+from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
 
-MAGIC = b"kvplane state 1\n"
+MAGIC = b"kvplane state 2\n"
 
-POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp", "_born", "_used", "_last_use")
-POOL_VALUES = (
-    "generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "_age_base",
-    "reserved", "busy", "evicted_keys", "registered",
-)  # fmt: skip
+POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
+POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
+POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
+POOL_STATISTICS = ("_age_base", "evicted_keys", "registered")
 REQUEST_COLUMNS = (
     "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
     "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "adopted_step", "load_after",
-    "ends_at", "fast_path_until", "alloc_bound", "window_bound", "register_bound",
+    "ends_at",
 )  # fmt: skip
 REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
-# Attributes of managers that the spec determines. Every other attribute is part of the state.
-SETTINGS = frozenset({
-    "group", "spec", "replica", "pool", "requests", "orders", "drops_last_block", "block_size", "hash_size",
-    "_window", "_margin", "_rule",
-})  # fmt: skip
+# Derived: a loaded request has no fast path until its next row has computed its bounds again.
+BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 
 
 def export_state(replica: Replica) -> bytes:
     """Return the whole state of a replica. No step may be open."""
     return b"".join(slices(replica))
+
+
+def digest(replica: Replica) -> str:
+    """Return the SHA-256 (hex) of the state without its statistics, also before the events of a step are taken.
+
+    Equal operations on equal replicas give equal digests, in any process and on any core.
+    """
+    hashed = hashlib.sha256()
+    for piece in _encode(_copy(replica, with_statistics=False)):
+        hashed.update(piece)
+    return hashed.hexdigest()
 
 
 def slices(replica: Replica) -> Iterator[bytes]:
@@ -111,7 +121,7 @@ def _spec_digest(spec: ReplicaSpec) -> bytes:
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
-def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
+def _copy(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
     """Return the entries of the state. What a later step could change is copied by this call; the rest is read later.
 
     Hashes of a request are only appended, so their number is noted instead of a copy.
@@ -125,13 +135,19 @@ def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
     pairs: dict[tuple[str, int], int] = {}
     before: list[tuple[str, object]] = [
         ("spec", _spec_digest(replica.spec)),
-        ("replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown), list(astuple(replica.counters))]),
+        ("replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown)]),
         ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
-        ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
         *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
     ]
+    statistics: list[tuple[str, object]] = [
+        ("counters", list(astuple(replica.counters))),
+        ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
+        ("pool_counters", {name: _copied(getattr(pool, name)) for name in POOL_STATISTICS}),
+        ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
+        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
+    ]
     free = pool.free.copy()
-    columns = {name: list(getattr(requests, name)) for name in REQUEST_COLUMNS}
+    columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
     contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
     hashers = {slot: _hasher_state(content.hasher) for slot, content, _ in contents if content.hasher}
@@ -141,7 +157,7 @@ def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
         ("requests", {**columns, **values}),
         ("tracker", _tracker_state(tracker)),
         *[
-            ("manager", {name: _copied(value) for name, value in vars(manager).items() if name not in SETTINGS})
+            ("manager", {name: _copied(getattr(manager, name)) for name in manager.STATE})
             for manager in replica.coordinator.managers
         ],
     ]
@@ -154,8 +170,25 @@ def _copy(replica: Replica) -> Iterator[tuple[str, object]]:
         yield from after
         for slot, content, count in contents:
             yield "content", [slot, list(islice(content.digests, count)), hashers.get(slot)]
+        if with_statistics:
+            yield from statistics
 
     return entries()
+
+
+def _request_columns(requests: Requests) -> dict[str, list[Any]]:
+    """Return the columns of all slots. Of a free slot only the serial is part of the state: its next request sets the
+    rest.
+    """
+    live = requests.live
+    columns: dict[str, list[Any]] = {}
+    for name in REQUEST_COLUMNS:
+        column = getattr(requests, name)
+        none = type(column[0])() if column else None
+        columns[name] = [one if is_live else none for one, is_live in zip(column, live, strict=True)]
+    columns["serial"] = requests.serial[:]
+    columns["ends_at"] = [requests.launch_end(slot) if runs else 0 for slot, runs in enumerate(requests.running)]
+    return columns
 
 
 def _encode(entries: Iterator[tuple[str, object]]) -> Iterator[bytes]:
@@ -211,21 +244,25 @@ def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
 
 
 def _load(replica: Replica, entries: dict[str, list[Any]]) -> None:
-    ((replica.seq, replica._keeps_keys, replica._shown, counters),) = entries["replica"]
+    ((replica.seq, replica._keeps_keys, replica._shown),) = entries["replica"]
+    (counters,) = entries["counters"]
     for name, value in zip([field.name for field in fields(Counters)], counters, strict=True):
         setattr(replica.counters, name, value)
     _load_pool(replica.coordinator.pool, entries)
     _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
     _load_tracker(replica.tracker, entries["tracker"][0])
     for manager, state in zip(replica.coordinator.managers, entries["manager"], strict=True):
-        for name in vars(manager).keys() - SETTINGS:
+        for name in manager.STATE:
             setattr(manager, name, state[name])
+    for manager, (allocated, adopted) in zip(replica.coordinator.managers, entries["group_counters"][0], strict=True):
+        manager.allocated, manager.adopted = allocated, adopted
 
 
 def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
-    for name, value in ((name, entries["pool"][0][name]) for name in POOL_VALUES):
-        setattr(pool, name, value)
-    for name in POOL_COLUMNS:
+    for entry, names in (("pool", POOL_VALUES), ("pool_counters", POOL_STATISTICS)):
+        for name in names:
+            setattr(pool, name, entries[entry][0][name])
+    for name in (*POOL_COLUMNS, *POOL_STATISTICS_COLUMNS):
         (column,) = entries[f"pool.{name}"]
         if len(column) != pool.num_blocks or type(column) is not type(getattr(pool, name)):
             raise ValueError(f"pool.{name} has {len(column)} entries")
@@ -262,6 +299,8 @@ def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: Ha
     (state,) = entries["requests"]
     for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
         setattr(requests, name, state[name])
+    for name in BOUNDS:
+        setattr(requests, name, [NO_FAST_PATH] * len(requests.live))
     requests.content = [Content([]) for _ in requests.live]
     for slot, digests, hasher in entries.get("content", ()):
         requests.content[slot] = Content(digests, _hasher(hasher, scheme) if hasher else None)

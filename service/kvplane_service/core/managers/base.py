@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
@@ -29,6 +30,9 @@ class GroupManager(ABC):
     """Manages the blocks of one group: allocates, releases, registers and finds blocks as its kind of attention
     requires.
     """
+
+    # Attributes on which decisions depend; the spec determines the others.
+    STATE: ClassVar[tuple[str, ...]] = ("table", "num_cached", "partial_hit", "copies", "stores_empty_ranges")
 
     def __init__(self, setup: GroupSetup) -> None:
         self.group = setup.group
@@ -469,16 +473,6 @@ class GroupManager(ABC):
         """Whether the manager's record of the request is consistent with its table; used by the check of invariants."""
         del slot
         return True
-
-    # -- digest ------------------------------------------------------------------------------------------------------
-
-    def slot_state(self, slot: int) -> tuple[object, ...]:
-        """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
-        return self.table[slot], self.num_cached[slot], self.partial_hit.get(slot)
-
-    def step_state(self) -> tuple[object, ...]:
-        """Return the manager's state of the current step that decisions depend on, for the digest of the replica."""
-        return ()
 
     # -- options -----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,11 @@ NO_STATE = -1
 class AlignedStateManager(GroupManager):
     """Manages states in mode "align": states at block ends are cached, and the request continues in new blocks."""
 
+    STATE = (
+        *GroupManager.STATE,
+        "last_state", "num_retired", "has_allocated", "_stopped_at", "last_checkpoints", "_registered_this_step",
+    )  # fmt: skip
+
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         self.last_state: list[int] = []  # index of the state from which the last allocated block continues
@@ -64,16 +69,6 @@ class AlignedStateManager(GroupManager):
     def new_step(self) -> None:
         """Clear the set of keys that the previous step registered."""
         self._registered_this_step.clear()
-
-    def slot_state(self, slot: int) -> tuple[object, ...]:
-        """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
-        own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
-        ends = sorted(self._stopped_at.get(slot, {}).items())
-        return *super().slot_state(slot), *own, ends, self.last_checkpoints.get(slot)
-
-    def step_state(self) -> tuple[object, ...]:
-        """Return the keys that the current step registered, for the digest of the replica."""
-        return tuple(sorted(self._registered_this_step))
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
