@@ -9,6 +9,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Step
+from kvplane_replay.from_log import replay_log
 from kvplane_service.core import inspect, state
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.pool import BlockPool
@@ -16,6 +17,8 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.state import export_state, load_state, slices
 from tests.core.builders import full, replica_spec
+from tests.core.core_version import STEPS as RECORDED_STEPS
+from tests.core.core_version import files
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import MIXES, STEPS
 from tests.core.test_step_law import MIXES as ROW_MIXES
@@ -72,6 +75,35 @@ def play(mix, seed):
 def test_a_loaded_replica_answers_every_later_step_equally(mix):
     engines = [play(mix, seed) for seed in SEEDS]
     assert sum(engine.loads_of_state for engine in engines) > 2 * len(SEEDS)
+
+
+def test_a_loaded_replica_names_the_keys_of_a_block_in_the_same_order():
+    """The events of a block that loses several keys name them in the order in which they were registered."""
+    replica = Replica(replica_spec(full(), num_blocks=10))
+    keys = [("", 0, digest * 32) for digest in (b"m", b"z", b"a", b"k")]
+    for num_tokens, key in enumerate(reversed(keys), 1):
+        replica.coordinator.pool.register(3, key, num_tokens)
+    replica.coordinator.pool.registered.clear()
+    loaded = load_state(replica.spec, export_state(replica))
+    assert state.digest(loaded) == state.digest(replica)
+    assert loaded.coordinator.pool.unregister(3) == replica.coordinator.pool.unregister(3) == keys[::-1]
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_a_replica_loaded_before_each_step_has_the_recorded_results(path, monkeypatch):
+    apply, loads = Replica.apply, []
+
+    def apply_to_loaded(replica, step):
+        loaded = load_state(replica.spec, export_state(replica))
+        result, of_loaded = apply(replica, step), apply(loaded, step)
+        assert of_loaded.parts == result.parts
+        assert state.digest(loaded) == state.digest(replica)
+        loads.append(step.seq)
+        return result
+
+    monkeypatch.setattr(Replica, "apply", apply_to_loaded)
+    replay_log(path)
+    assert len(loads) >= RECORDED_STEPS
 
 
 def test_slices_have_the_state_of_their_call():

@@ -14,7 +14,7 @@ by slot or by group; a set or dict is keyed by one of these.
     free        free blocks in eviction order
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
-    more_keys   further keys of blocks
+    more_keys   further keys of blocks with their tokens, in order of registration: events name them in this order
     shared      keys of several blocks, these in the order in which they are hit
     requests    by column; only the serial of a free slot
     content     repeated: slot, hashes, and the state of the hasher if the service hashes the tokens
@@ -127,7 +127,7 @@ def _copy(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str,
     Hashes of a request are only appended, so their number is noted instead of a copy.
     """
     pool, requests, tracker = replica.coordinator.pool, replica.requests, replica.tracker
-    keys, more = pool.key[:], {block: dict(further) for block, further in pool.more_keys.items()}
+    keys, more = pool.key[:], {block: list(further.items()) for block, further in pool.more_keys.items()}
     if pool.lazy_keys is not None:
         for block, key in pool.lazy_keys:
             keys[block] = key
@@ -271,7 +271,7 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
     pool.stamped.clear()
     pool.free.rebuild(entries["free"][0])
-    pool.more_keys = entries["more_keys"][0]
+    pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}
     pool.key = _keys(entries["keys"], pool.num_blocks)
     for block, key in enumerate(pool.key):
         for one in () if key is None else (key, *pool.more_keys.get(block, ())):
