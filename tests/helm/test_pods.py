@@ -122,7 +122,9 @@ def test_a_volume_outlives_its_pod():
 
 def test_three_processes_share_the_built_in_store():
     redis_command()
-    with machine(rendered("ha")) as node:
+    builtin = {"type": "builtin", "builtin": {"existingSecret": "own"}}
+    password = secret("own", password='a "quoted" \\word')
+    with machine(rendered("ha", store=builtin), password) as node:
         for name in ("kvplane-valkey-deployment", "kvplane-0", "kvplane-1", "kvplane-2"):
             node.start(name)
         for pod in node.pods:
@@ -207,7 +209,7 @@ def test_a_node_s_workers_hold_pages_for_engines_of_that_node():
 
 
 def test_a_worker_presents_its_credentials(tmp_path):
-    worker = {"mode": "sidecar", "device": "cpu", "graceSeconds": 5, "replica": "acme/$(POD_NAME)"}
+    worker = {"mode": "sidecar", "device": "cpu", "graceSeconds": 5}
     with machine(rendered("tls", gpuWorker=worker)) as node:
         tls = guarded(node, tmp_path)
         pod = node.start("kvplane-0")

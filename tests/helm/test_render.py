@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 
@@ -43,7 +44,8 @@ def test_both_helms_render_the_same(case):
     assert kinds(by_four) == kinds([one for one in by_three if one["kind"] not in of_operators])
     generated = [one for one in by_three if one["kind"] == "Secret"]
     plain = [one for one in by_three if one["kind"] not in of_operators and one not in generated]
-    assert all(one in by_four for one in plain)
+    own = re.compile(r'"checksum/store-password": "\w+"')  # every rendering generates another password
+    assert {own.sub("", json.dumps(one)) for one in plain} <= {own.sub("", json.dumps(one)) for one in by_four}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -116,6 +118,109 @@ def test_a_pod_has_time_to_drain(case):
     container = spec["containers"][0]
     sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert spec["terminationGracePeriodSeconds"] > sleep + configuration(objects)["drain_grace_ms"] / 1000
+
+
+@pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+def test_store_and_service_start_again_together_when_the_generated_password_differs(helm):
+    def rendering():
+        objects = helm.objects(values_of("ha"))
+        pods = [the(objects, kind)["spec"]["template"] for kind in ("Deployment", "StatefulSet")]
+        seen = [pod["metadata"]["annotations"]["checksum/store-password"] for pod in pods]
+        password = the(objects, "Secret", "-valkey")["stringData"]["password"]
+        assert seen == [hashlib.sha256(password.encode()).hexdigest()] * 2
+        return password
+
+    assert rendering() != rendering()
+
+
+@pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+def test_a_password_of_one_s_own_renders_the_same_every_time(helm):
+    own = {"existingSecret": "own", "passwordKey": "word"}
+    values = {"store": {"type": "builtin", "builtin": own, "sealing": {"enabled": False}}}
+    objects = helm.objects(values)
+    assert objects == helm.objects(values)
+    assert "Secret" not in kinds(objects)
+    reference = {"secretKeyRef": {"name": "own", "key": "word"}}
+    valkey = the(objects, "Deployment")["spec"]["template"]["spec"]
+    assert valkey["initContainers"][0]["env"] == [{"name": "PASSWORD", "valueFrom": reference}]
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(valkey["containers"][0])
+    service = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "KVPLANE_STORE_PASSWORD", "valueFrom": reference} in service["env"]
+
+
+def test_the_health_port_is_within_the_cluster_only():
+    for kind in ("ClusterIP", "NodePort", "LoadBalancer"):
+        objects = Helm4().objects({"service": {"type": kind}})
+        ports = {}
+        for one in objects:
+            if one["kind"] == "Service":
+                ports[one["metadata"]["name"]] = [port["name"] for port in one["spec"]["ports"]]
+                assert one["spec"].get("clusterIP") == "None" or one["spec"]["type"] == kind
+        assert ports == {"kvplane": ["grpc"], "kvplane-headless": ["grpc", "health"], "kvplane-metrics": ["metrics"]}
+
+
+def test_the_name_to_which_clients_are_sent_resolves_while_a_pod_is_not_ready():
+    objects = Helm4().objects({})
+    workload = the(objects, "StatefulSet")
+    service = the(objects, "Service", "-headless")
+    assert workload["spec"]["serviceName"] == service["metadata"]["name"]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    env = workload["spec"]["template"]["spec"]["containers"][0]["env"]
+    (advertise,) = (one["value"] for one in env if one["name"] == "KVPLANE_ADVERTISE")
+    assert advertise.startswith(f"$(POD_NAME).{service['metadata']['name']}.")
+
+
+@pytest.mark.parametrize(("mode", "name"), [("daemonset", "$(NODE_NAME)"), ("sidecar", "$(POD_NAME)")])
+def test_a_worker_s_replica_begins_with_the_prefix_of_its_owner(mode, name):
+    def replica(**values):
+        specs = pod_specs(Helm4().objects({"gpuWorker": {"mode": mode}, **values}))
+        (worker,) = (one for spec in specs for one in spec["containers"] if one["name"] == "worker-0")
+        return next(word for word in worker["args"] if word.startswith("--replica="))
+
+    assert replica() == f"--replica={name}"
+    assert replica(access={"replicaPrefix": "acme/"}) == f"--replica=acme/{name}"
+
+
+def admits(policies, source, target, port):
+    """Whether policies let a pod with labels `source` connect to one with labels `target` of the same namespace."""
+
+    def selects(selector, labels):
+        return selector.get("matchLabels", {}).items() <= labels.items()
+
+    def allowed(direction, peer, one, other):
+        ours = [policy for policy in policies if selects(policy["podSelector"], one)]
+        rules = [rule for policy in ours for rule in policy[direction] if port in [p["port"] for p in rule["ports"]]]
+        peers = [rule.get(peer, [{"podSelector": {}}]) for rule in rules]
+        chosen = [entry["podSelector"] for entries in peers for entry in entries if "podSelector" in entry]
+        return not ours or any(selects(selector, other) for selector in chosen)
+
+    return allowed("egress", "to", source, target) and allowed("ingress", "from", target, source)
+
+
+@pytest.mark.parametrize("clients", [[], [{"namespaceSelector": {"matchLabels": {"engines": "true"}}}]])
+def test_policies_admit_what_pods_of_a_release_need_and_nothing_else(clients):
+    policy = {"enabled": True, "clients": clients}
+    objects = Helm3().objects({**values_of("ha"), "gpuWorker": {"mode": "daemonset"}, "networkPolicy": policy})
+    policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
+    labels = {}
+    for one in objects:
+        if one["kind"] in ("StatefulSet", "Deployment", "DaemonSet", "Pod"):
+            found = one.get("spec", {}).get("template", one)["metadata"]["labels"]
+            labels[found["app.kubernetes.io/component"]] = found
+    admitted = {
+        (source, target, port)
+        for source in labels
+        for target in labels
+        for port in ("grpc", "health", "valkey")
+        if admits(policies, labels[source], labels[target], port)
+    }
+    assert admitted == {
+        ("service", "service", "grpc"),  # whether the owner of a replica is still there
+        ("service", "valkey", "valkey"),
+        ("worker", "service", "grpc"),
+        ("test", "service", "grpc"),
+        ("test", "service", "health"),
+    }
 
 
 def test_a_changed_configuration_changes_the_pods():

@@ -97,6 +97,15 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"gpuWorker": {"mode": "daemonset"}, "auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"}},
         "gpuWorker has no token",
     ),
+    "a replica of no owner": (
+        {
+            "gpuWorker": {"mode": "daemonset"},
+            "tls": {"enabled": True, "existingSecret": "s"},
+            "auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"},
+            "access": {"existingSecret": "s", "tokenKey": "t"},
+        },
+        "set access.replicaPrefix, such as acme/, or gpuWorker.replica",
+    ),
     "a worker without a certificate": (
         {"gpuWorker": {"mode": "daemonset"}, "tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}},
         "gpuWorker has no certificate",

@@ -68,6 +68,29 @@ labels: {{- include "kvplane.labels" . | nindent 2 }}
 {{- end -}}
 {{- end }}
 
+{{/* Secret with the password of the built-in store. */}}
+{{- define "kvplane.valkeySecret" -}}
+{{- .Values.store.builtin.existingSecret | default (printf "%s-valkey" (include "kvplane.fullname" .)) -}}
+{{- end }}
+
+{{/*
+Password of the built-in store: generated at the first install and kept. `helm template` and --dry-run cannot read the
+cluster and generate another one, once per rendering: every object of a rendering has the same.
+*/}}
+{{- define "kvplane.valkeyPassword" -}}
+{{- $builtin := .Values.store.builtin -}}
+{{- if not (hasKey $builtin "generated") -}}
+{{- $old := lookup "v1" "Secret" .Release.Namespace (include "kvplane.valkeySecret" .) -}}
+{{- $_ := set $builtin "generated" (get ($old.data | default dict) $builtin.passwordKey | b64dec | default (randAlphaNum 32)) -}}
+{{- end -}}
+{{- $builtin.generated -}}
+{{- end }}
+
+{{/* Differs when the password of the built-in store does: store and service then start again, together. */}}
+{{- define "kvplane.valkeyChecksum" -}}
+{{- with .Values.store.builtin.existingSecret }}{{ sha256sum . }}{{ else }}{{ include "kvplane.valkeyPassword" . | sha256sum }}{{ end -}}
+{{- end }}
+
 {{/* HOST:PORT of the service within the cluster. */}}
 {{- define "kvplane.address" -}}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}

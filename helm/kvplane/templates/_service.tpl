@@ -16,7 +16,7 @@
 {{- end }}
 {{- if eq .Values.store.type "builtin" }}
 - name: KVPLANE_STORE_PASSWORD
-  valueFrom: {secretKeyRef: {name: "{{ include "kvplane.fullname" . }}-valkey", key: password}}
+  valueFrom: {secretKeyRef: {name: {{ include "kvplane.valkeySecret" . | quote }}, key: {{ .Values.store.builtin.passwordKey | quote }}}}
 {{- end }}
 {{- if .Values.tracing.endpoint }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT

@@ -136,6 +136,9 @@ gpuWorker.resourceClaims needs Kubernetes 1.31, this is {{ .Capabilities.KubeVer
 {{- if and (include "kvplane.auth" .) (not .Values.access.tokenKey) (not .Values.access.certKey) }}
 gpuWorker has no token for the service: name access.existingSecret and access.tokenKey
 {{- end }}
+{{- if and (include "kvplane.auth" .) (not $worker.replica) (not .Values.access.replicaPrefix) }}
+gpuWorker.replica is by default a name that no owner's default pattern NAME/* matches: set access.replicaPrefix, such as acme/, or gpuWorker.replica
+{{- end }}
 {{- if and (eq .Values.tls.clientAuth "require") (not .Values.access.certKey) }}
 gpuWorker has no certificate for the service: name access.existingSecret, access.certKey and access.keyKey
 {{- end }}

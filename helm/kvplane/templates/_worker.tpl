@@ -16,7 +16,7 @@ No liveness probe: a slow worker still holds the cache of an engine, and a resta
     {{- end }}
     - worker
     - --service={{ $.service }},{{ include "kvplane.pods" $.root }}
-    - --replica={{ $worker.replica | default (ternary "$(NODE_NAME)" "$(POD_NAME)" $isDaemon) }}
+    - --replica={{ $worker.replica | default (printf "%s%s" $.root.Values.access.replicaPrefix (ternary "$(NODE_NAME)" "$(POD_NAME)" $isDaemon)) }}
     - --rank={{ $rank }}
     - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}
     - --run-dir={{ $worker.runDir }}/rank-{{ $rank }}
