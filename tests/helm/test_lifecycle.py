@@ -71,7 +71,7 @@ class ByHelm3:
 
 
 def plain(one: Object) -> Object:
-    """An object without the fields of API and Helm, and without a generated password."""
+    """An object without the fields of API and Helm, and without a generated password and its checksum."""
     one = json.loads(json.dumps(one))
     for key in ADDED:
         one["metadata"].pop(key, None)
@@ -82,6 +82,8 @@ def plain(one: Object) -> Object:
         one["spec"].pop("clusterIP", None)
     if one["kind"] == "StatefulSet":
         one["spec"].pop("updateStrategy", None)
+    if one["kind"] in ("StatefulSet", "Deployment"):
+        one["spec"]["template"]["metadata"].get("annotations", {}).pop("checksum/store-password", None)
     if one["kind"] == "Secret":
         one.pop("data", None)
         one.pop("stringData", None)
