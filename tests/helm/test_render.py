@@ -188,11 +188,11 @@ def admits(policies, source, target, port):
         return selector.get("matchLabels", {}).items() <= labels.items()
 
     def allowed(direction, peer, one, other):
-        ours = [policy for policy in policies if selects(policy["podSelector"], one)]
-        rules = [rule for policy in ours for rule in policy[direction] if port in [p["port"] for p in rule["ports"]]]
+        chosen_by = [policy for policy in policies if selects(policy["podSelector"], one)]
+        rules = [rule for one in chosen_by for rule in one[direction] if port in [p["port"] for p in rule["ports"]]]
         peers = [rule.get(peer, [{"podSelector": {}}]) for rule in rules]
         chosen = [entry["podSelector"] for entries in peers for entry in entries if "podSelector" in entry]
-        return not ours or any(selects(selector, other) for selector in chosen)
+        return not chosen_by or any(selects(selector, other) for selector in chosen)
 
     return allowed("egress", "to", source, target) and allowed("ingress", "from", target, source)
 
