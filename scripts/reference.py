@@ -1,5 +1,6 @@
 """Generate docs/reference from its sources: RPCs and messages from the comments in proto/, error reasons from the
-classes of errors and the table of statuses, configuration keys from their docstrings, the command line from its parser.
+classes of errors and the table of statuses, configuration keys from their docstrings, the command line from its parser,
+metrics from the collector; times from the recorded results of tests/bench.
 
     python scripts/reference.py            write the pages
     python scripts/reference.py --check    print what would change; exits 1 if anything would
@@ -22,10 +23,13 @@ from kvplane.base import errors
 from kvplane.rpc.status import status_code
 from kvplane_service.cli import app
 from kvplane_service.config import Config
+from kvplane_service.registry import Registry
+from kvplane_service.telemetry.collector import ServiceCollector
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = ROOT / "proto" / "kvplane" / "v1"
 PAGES = ROOT / "docs" / "reference"
+RESULTS = ROOT / "tests" / "bench" / "results"
 NOTE = "<!-- made by scripts/reference.py: make reference -->\n"
 
 OPENING = re.compile(r"(service|message|enum|oneof) (\w+) \{(\})?$")
@@ -174,6 +178,87 @@ def commands_page() -> str:
     return "\n".join(["# Command line", "", NOTE, head, *lines]) + "\n"
 
 
+def metrics_page() -> str:
+    """Return the page of the metrics, under the names that Prometheus stores."""
+    head = """
+`kvplane serve --metrics ADDRESS` serves these ([how to scrape them](../metrics.md)). A histogram `NAME` has the series
+`NAME_bucket` and `NAME_count`, and `NAME_sum` where it is of seconds.
+"""
+    families = ServiceCollector(Registry(Config(), lambda: 0)).collect()
+    rows = (
+        (
+            f"`{one.name}{'_total' if one.type == 'counter' else ''}`",
+            one.type,
+            ", ".join(f"`{label}`" for label in getattr(one, "_labelnames", ())),
+            cell(one.documentation),
+        )
+        for one in families
+    )
+    lines = table(("metric", "kind", "labels", "meaning"), rows)
+    return "\n".join(["# Metrics and their labels", "", NOTE, head.strip(), "", *lines]) + "\n"
+
+
+# The sections of the page on performance: title, file of results, the tables taken from it (0 = the first), what they
+# say. Tables are taken whole, so the rows that lose are among them.
+MEASURED = (
+    (
+        "A step of vLLM's scheduler",
+        "vllm_schedule.md",
+        (0,),
+        "CPU time of the engine's thread for `schedule()`, with kvplane in the engine's process, mirrored by a "
+        "service, or decided by it, as a multiple of stock vLLM: above 1 kvplane costs more, as it does at 8 requests.",
+    ),
+    (
+        "A step of an engine on the protocol",
+        "peer.md",
+        (0, 2, 4, 6),
+        "The engine's thread, next to vLLM's own manager doing the same work in its process; µs, and in bold as a "
+        "multiple of vLLM's. Steps \"ahead\" are sent while the GPU executes the one before.",
+    ),
+    ("Steps in the steady state", "steady.md", (0,), "CPU time per step in the service, µs: least (median)."),
+    (
+        "How long a step holds the event loop",
+        "held.md",
+        (0, 1),
+        "While it is held, no other engine of the service is answered. Bold: longer than allowed.",
+    ),
+    ("A restart with a million entries", "restart.md", (0,), "CPU time until all keys are ready."),
+    ("What a noisy owner costs another", "neighbour.md", (0,), "With the default limit of bytes, and without."),
+    ("What watching costs", "overhead.md", (0,), "CPU time that is added to a step."),
+    ("Hashing", "hashing.md", (0,), "6,144 tokens in µs, with the compiled hashes and in Python alone."),
+    ("Hits inside the blocks of states", "fine_hits.md", (0,), "A chat of 100 sessions; see `prefix_match_unit`."),
+)
+
+
+def tables_of(text: str) -> list[list[str]]:
+    """Return the lines of each Markdown table in a text, after the heading of its section in bold, if it has one."""
+    found = []
+    for section in re.split(r"^## ", "\n" + text, flags=re.MULTILINE):
+        name, _, rest = section.partition("\n")
+        heading = [f"**{name}**", ""] if name else []
+        blocks = re.findall(r"(?:^\|.*\n?)+", rest, flags=re.MULTILINE)
+        found += [[*heading, *block.strip().splitlines()] for block in blocks]
+    return found
+
+
+def performance_page() -> str:
+    """Return the page of the measured times: whole tables of the recorded results, with date and machine."""
+    head = """
+Tables of `tests/bench/results`, each with its date, machine and load. All were measured on shared machines of two
+cores: compare within a table, not between tables. The head of each file names the command that measures it
+again. Nothing here was measured on a GPU; what is known of kernels is in [Kernels](../kernels.md).
+"""
+    lines = ["# Performance", "", NOTE, head.strip()]
+    for title, name, numbers, text in MEASURED:
+        recorded = (RESULTS / name).read_text()
+        found = tables_of(recorded)
+        when = next(line for line in recorded.splitlines() if re.match(r"(date )?\d{4}-\d\d-\d\d", line))
+        lines += ["", f"## {title}", "", f"{text} `{name}`: {when.removeprefix('date ').rstrip('.')}."]
+        for number in numbers:
+            lines += ["", *found[number]]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description="docs/reference from its sources")
@@ -185,6 +270,8 @@ def main() -> None:
         "errors.md": errors_page(),
         "configuration.md": configuration_page(),
         "commands.md": commands_page(),
+        "metrics.md": metrics_page(),
+        "performance.md": performance_page(),
     }
     old = {name: (arguments.pages / name).read_text() if (arguments.pages / name).exists() else "" for name in made}
     stale = [name for name, text in made.items() if old[name] != text]

@@ -58,6 +58,13 @@ def test_links_to_files_of_the_repository_became_text(site):
     assert "../SECURITY.md" not in page
 
 
+def test_pages_made_of_files_at_the_root_are_in_the_site(site):
+    security, comparison = ((site / f"{name}.html").read_text() for name in ("security", "comparison"))
+    assert '<h2 id="residual-risks">' in security
+    assert "Tair KVCache Manager" in comparison
+    assert "Status and limits" not in comparison
+
+
 def test_broken_links_of_a_built_page_are_found(tmp_path):
     (tmp_path / "a.html").write_text('<p id="here"><a href="b.html"></a><a href="#here"></a><a href="a.html#gone"></a>')
     assert broken_links(tmp_path) == ["a.html: b.html", "a.html: a.html#gone"]
@@ -69,13 +76,14 @@ def test_broken_links_of_a_built_page_are_found(tmp_path):
         ("[gone](gone.md)", "gone.md"),
         ("[gone](glossary.md#gone)", "gone"),
         ("[gone](../GONE.md)", "the link to ../GONE.md leads nowhere"),
-        (None, 'not included in the "nav" configuration'),
+        ("unlisted page", 'not included in the "nav" configuration'),
+        ("renamed section", "there is no section 'Compared with'"),
     ],
 )
 def test_fault_ends_the_build(text, complaint, tmp_path):
     tree = tmp_path / "tree"
     (tree / "scripts").mkdir(parents=True)
-    for name in ("mkdocs.yml", "scripts/docs_links.py"):
+    for name in ("mkdocs.yml", "scripts/docs_links.py", "README.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tree / name)
     shutil.copytree(ROOT / "docs", tree / "docs")
     for page in (ROOT / "docs").rglob("*.md"):
@@ -83,8 +91,10 @@ def test_fault_ends_the_build(text, complaint, tmp_path):
             outside = (page.parent / target).resolve().relative_to(ROOT)
             (tree / outside).parent.mkdir(parents=True, exist_ok=True)
             (tree / outside).touch()
-    if text is None:
+    if text == "unlisted page":
         (tree / "docs" / "unlisted.md").write_text("# Unlisted\n")
+    elif text == "renamed section":
+        (tree / "README.md").write_text((ROOT / "README.md").read_text().replace("## Compared", "## Others"))
     else:
         with (tree / "docs" / "glossary.md").open("a") as page:
             page.write(f"\n{text}\n")

@@ -36,11 +36,13 @@ def test_pages_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["rpcs.md", "errors.md", "configuration.md", "commands.md"])
+@pytest.mark.parametrize(
+    "name", ["rpcs.md", "errors.md", "configuration.md", "commands.md", "metrics.md", "performance.md"]
+)
 def test_changed_page_is_found_and_written_again(name, tmp_path):
     pages = tmp_path / "reference"
     shutil.copytree(PAGES, pages)
-    (pages / name).write_text((PAGES / name).read_text().replace("replica", "copy"))
+    (pages / name).write_text((PAGES / name).read_text().replace("replica", "copy").replace("µs", "ms"))
     done = reference_script("--check", "--pages", pages)
     assert done.returncode == 1
     assert f"{name}: not up to date" in done.stderr
@@ -67,6 +69,13 @@ def test_every_rpc_message_and_field_is_on_the_page():
         for enum in file.enum_types_by_name.values():
             missing += [one.name for one in enum.values if f"| `{one.name}` |" not in page]
     assert missing == []
+
+
+def test_page_on_performance_has_the_rows_that_lose():
+    page = (PAGES / "performance.md").read_text()
+    assert page.count("\n| 8 | 1 | ") == 2, "schedule() of eight requests, where stock vLLM is faster"
+    for model in ("Llama-3.1-70B", "gpt-oss-20b", "Gemma-3-27B", "Jamba-v0.1"):
+        assert f"\n**{model}**\n" in page
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])

@@ -85,11 +85,22 @@ def _keys(host: ReplicaHost) -> Values:
 
 
 _FAMILIES = (
-    Family(GaugeMetricFamily, "kvplane_blocks", "Blocks of the pool by state.", ("state",), _blocks),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_blocks",
+        "Blocks by state: held by requests; busy (under loads of earlier engine lives); cached and free; free without "
+        "a key.",
+        ("state",),
+        _blocks,
+    ),
     Family(GaugeMetricFamily, "kvplane_keys", "Distinct keys of the prefix cache.", ("group_kind",), _keys),
     _gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
     _counter("kvplane_steps", "Steps applied.", lambda host: host.replica.counters.steps),
-    _counter("kvplane_admitted_requests", "Admissions granted.", lambda host: host.replica.counters.admitted),
+    _counter(
+        "kvplane_admitted_requests",
+        "Admissions granted, including those after a preemption.",
+        lambda host: host.replica.counters.admitted,
+    ),
     _counter("kvplane_ended_requests", "Requests ended.", lambda host: host.replica.counters.ended),
     _counter("kvplane_granted_tokens", "Tokens granted.", lambda host: host.replica.counters.granted_tokens),
     _counter(
@@ -104,99 +115,107 @@ _FAMILIES = (
     ),
     _counter(
         "kvplane_starved_chunks",
-        "Rows granted nothing after 64 such rows of a request: the others left less than a state block.",
+        "Rows that got no tokens after 64 such rows of the same request: earlier rows left less than one state block "
+        "of each step's budget. The request waits while they continue; kvplane doctor has the remedy.",
         lambda host: host.replica.counters.starved_chunks,
     ),
     _counter(
         "kvplane_prefix_hit_tokens",
-        "Tokens of these that hit the prefix cache.",
+        "Tokens looked up by granted admissions that were hits.",
         lambda host: host.replica.counters.hit_tokens,
     ),
     Family(
         CounterMetricFamily,
         "kvplane_group_queried_tokens",
-        "Tokens looked up, once for each group of the kind.",
+        "Tokens looked up, counted once per group of the kind.",
         ("group_kind",),
         _queried,
     ),
     Family(
         CounterMetricFamily,
         "kvplane_group_hit_tokens",
-        "Tokens of blocks that hits adopted, in groups of the kind.",
+        "Tokens of the blocks that hits adopted; windows and states adopt few.",
         ("group_kind",),
         _hit,
     ),
     Family(
         CounterMetricFamily,
         "kvplane_allocated_blocks",
-        "Blocks handed out.",
+        "Blocks allocated.",
         ("group_kind",),
         lambda host: _by_kind(host, lambda group: group.allocated),
     ),
     Family(
         CounterMetricFamily,
         "kvplane_removed_keys",
-        "Keys removed from their block.",
+        "Keys removed from their block: " + ", ".join(REMOVALS.values()) + ".",
         ("reason",),
         lambda host: [((name,), host.tally.removals[reason]) for reason, name in REMOVALS.items()],
     ),
     Family(
         CounterMetricFamily,
         "kvplane_preemptions",
-        "Requests that lost their blocks before their end.",
+        "Requests that lost their blocks before their end: out_of_blocks; taken_back (a failed step, or adopted keys "
+        "that were withdrawn); went_back (rejected drafts or a failed load moved the request back behind states or "
+        "windows that it held); engine (requested by the engine).",
         ("reason",),
         lambda host: [((reason.value,), count) for reason, count in host.tally.preemptions.items()],
     ),
     Family(
         CounterMetricFamily,
         "kvplane_refusals",
-        "Admissions not granted.",
+        "Admissions not granted: " + ", ".join(REFUSALS.values()) + ".",
         ("reason",),
         lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
     ),
     Family(
         CounterMetricFamily,
         "kvplane_idle_checks",
-        "Checks of the replica's state while it was idle.",
+        "Checks of the replica's state while it was idle: passed, dropped (the replica changed meanwhile), broken "
+        "(an invariant is violated).",
         ("outcome",),
         lambda host: [((outcome.value,), count) for outcome, count in host.idle_check.counts.items()],
     ),
-    _counter("kvplane_lives", "Engine lives begun by sessions.", lambda host: host.tally.lives),
-    _counter("kvplane_lapses", "Session leases that lapsed.", lambda host: host.events.num_withdrawals),
-    _gauge("kvplane_mirror_lag_steps", "Steps of the mirrored engine not applied.", lambda host: host.mirror.lag_steps),
+    _counter("kvplane_lives", "Engine lives started by sessions.", lambda host: host.tally.lives),
+    _counter("kvplane_lapses", "Expired leases of sessions.", lambda host: host.events.num_withdrawals),
+    _gauge(
+        "kvplane_mirror_lag_steps",
+        "Steps that a mirrored engine has applied and the service has not, as of the last message.",
+        lambda host: host.mirror.lag_steps,
+    ),
     _gauge(
         "kvplane_mirror_lag_seconds",
-        "Age of the last message of the mirrored engine.",
+        "Age of the last message of a mirrored engine when it was sent.",
         lambda host: host.mirror.lag_ms / 1000,
     ),
     _counter(
         "kvplane_mirror_divergences",
-        "Steps whose result differed from the mirrored engine's.",
+        "Steps whose result differed from that of the mirrored engine.",
         lambda host: host.mirror.divergences,
     ),
-    _counter("kvplane_mirror_images", "Images of mirrored engines loaded.", lambda host: host.mirror.images),
+    _counter("kvplane_mirror_images", "Images of mirrored engines that were loaded.", lambda host: host.mirror.images),
     Family(
         GaugeMetricFamily,
         "kvplane_lease_left_seconds",
-        "Seconds until the lease of the replica's session expires; absent without a session.",
+        "Time until the lease of the session expires; absent without a session.",
         (),
         lambda host: [] if host.lease_left_ns is None else [((), host.lease_left_ns * _NS)],
     ),
     _counter("kvplane_event_batches", "Batches of cache events published.", lambda host: host.events.last_seq),
     _gauge("kvplane_event_subscribers", "Subscribers of the events.", lambda host: host.events.num_subscribers),
-    _gauge("kvplane_decisions", "Entries kept in the decision log.", lambda host: len(host.decisions)),
-    _counter("kvplane_lost_decisions", "Entries dropped from the decision log.", lambda host: host.decisions.num_lost),
+    _gauge("kvplane_decisions", "Decisions in the log.", lambda host: len(host.decisions)),
+    _counter("kvplane_lost_decisions", "Decisions that the log has dropped.", lambda host: host.decisions.num_lost),
     Family(
         GaugeMetricFamily,
         "kvplane_log_bytes",
-        "Bytes of the log budget in use.",
+        "Bytes of a log of the replica: decisions or events.",
         ("log",),
         lambda host: [(("decisions",), host.decisions.num_bytes), (("events",), host.events.num_bytes)],
     ),
     Family(
         CounterMetricFamily,
         "kvplane_lost_log_bytes",
-        "Bytes of entries dropped from a log.",
+        "Bytes of entries that a log has dropped.",
         ("log",),
         lambda host: [(("decisions",), host.decisions.lost_bytes), (("events",), host.events.lost_bytes)],
     ),
@@ -208,8 +227,8 @@ def _no_store(_: Entry) -> StoreReport:
 
 
 _HISTOGRAMS_IN_STEPS = (
-    ("evicted_idle", "idle_before_evict", "Steps between the last use of a block and the eviction of its key."),
-    ("block_lifetime", "lifetime", "Steps between two allocations of a block."),
+    ("evicted_idle", "idle_before_evict", "Steps from the last use of a block to the eviction of its key."),
+    ("block_lifetime", "lifetime", "Steps from an allocation of a block to its next allocation."),
     ("block_reuse", "reuse_gap", "Steps between two uses of a cached block."),
 )
 
@@ -253,7 +272,9 @@ class ServiceCollector(Collector):
         yield _build_info()
         yield _states([entry.host for entry in self._registry])
         yield _held(self._holds)
-        budget = GaugeMetricFamily("kvplane_log_budget_bytes", "Memory budget of all logs together.", labels=())
+        budget = GaugeMetricFamily(
+            "kvplane_log_budget_bytes", "Byte limit of the logs of all replicas together (log_bytes).", labels=()
+        )
         budget.add_metric((), self._registry.logs.max_bytes)
         yield budget
 
@@ -280,7 +301,10 @@ def _build_info() -> Metric:
 
 def _held(holds: Holds) -> Metric:
     family = HistogramMetricFamily(
-        "kvplane_loop_held_seconds", "How long the event loop was blocked at a time, sampled.", labels=()
+        "kvplane_loop_held_seconds",
+        "How long the event loop was blocked at a time, sampled 100 times a second; the service answers nothing "
+        "meanwhile.",
+        labels=(),
     )
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     family.add_metric((), list(zip(bounds, map(float, accumulate(holds.counts)), strict=True)), holds.sum_s)
@@ -288,18 +312,25 @@ def _held(holds: Holds) -> Metric:
 
 
 def _states(hosts: Sequence[ReplicaHost]) -> Metric:
-    family = GaugeMetricFamily("kvplane_replicas", "Registered replicas by state.", labels=("state",))
-    states = [host.state for host in hosts]
+    states = ", ".join(state.value for state in ReplicaState)
+    family = GaugeMetricFamily("kvplane_replicas", f"Registered replicas by state: {states}.", labels=("state",))
+    found = [host.state for host in hosts]
     for state in ReplicaState:
-        family.add_metric((state.value,), states.count(state))
+        family.add_metric((state.value,), found.count(state))
     return family
 
 
 def _store(reports: Sequence[tuple[str, StoreReport]]) -> Iterator[Metric]:
     """Yield the metric families about the store, with values for the replicas that have a store."""
-    lag = GaugeMetricFamily("kvplane_store_lag_entries", "Changes not written to the store yet.", labels=("replica",))
-    age = GaugeMetricFamily("kvplane_store_lag_seconds", "Age of the oldest unwritten change.", labels=("replica",))
-    failures = CounterMetricFamily("kvplane_store_failures", "Failed store calls.", labels=("replica",))
+    lag = GaugeMetricFamily(
+        "kvplane_store_lag_entries", "Changes that are not stored yet; absent without a store.", labels=("replica",)
+    )
+    age = GaugeMetricFamily(
+        "kvplane_store_lag_seconds", "Age of the oldest change that is not stored yet.", labels=("replica",)
+    )
+    failures = CounterMetricFamily(
+        "kvplane_store_failures", "Failed store calls of the whole service.", labels=("replica",)
+    )
     for name, report in reports:
         if report.state is not StoreState.OFF:
             lag.add_metric((name,), report.lag_entries)
@@ -310,7 +341,9 @@ def _store(reports: Sequence[tuple[str, StoreReport]]) -> Iterator[Metric]:
 
 def _step_seconds(hosts: Sequence[ReplicaHost]) -> Metric:
     family = HistogramMetricFamily(
-        "kvplane_step_seconds", "Time of the allocator per step, or piece of one.", labels=("replica",)
+        "kvplane_step_seconds",
+        "Allocator time per step, or per message of a step sent in parts; exemplars name the step.",
+        labels=("replica",),
     )
     for host in hosts:
         times = host.tally.step_times
