@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import AdmitStatus, Blocks, EventKind, Part, PartResult, RemoveReason
+from kvplane.base.step import EVICTIONS, AdmitStatus, Blocks, EventKind, Part, PartResult
 from kvplane_replay.plan import NS_PER_SECOND, CostModel
 from kvplane_service.core.cache_events import runs_of
 
@@ -77,7 +77,7 @@ class Tally:
         self.refused += answer.admit_status.count(AdmitStatus.REFUSED)
         self._count_blocks(part, answer)
         for run in runs_of(answer.events):
-            if run.kind is EventKind.REMOVED and run.reason is RemoveReason.EVICTED:
+            if run.kind is EventKind.REMOVED and run.reason in EVICTIONS:
                 self.evicted_blocks[run.group] += len(run.hashes)
 
     def count_admission(self, known_tokens: int, hit: int, granted: int, is_resumed: bool) -> None:

@@ -1,6 +1,6 @@
 """Recordings that hold the rules of the core still: what a `CORE_VERSION` stands for.
 
-    python -m tests.core.core_version        after CORE_VERSION was raised: record what the core decides now
+    python -m tests.core.core_version        record what the core decides now, for a new CORE_VERSION or a new mix
 
 A mirror compares only CORE_VERSION before it trusts that engine and service decide equally. So a change after which
 equal steps have other results, or the exported state other bytes, needs a new version. Each recording is of a random
@@ -50,13 +50,17 @@ def files(version: int = CORE_VERSION) -> list[Path]:
 
 
 def write() -> None:
-    """Record this version; a version that has recordings is not recorded again."""
+    """Record this version; what is recorded already is not recorded again."""
     folder = FOLDER / f"v{CORE_VERSION}"
-    if folder.exists():
-        sys.exit(f"{folder} exists: raise CORE_VERSION in kvplane.base.session")
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for number, mix in enumerate(MIXES):
+    paths = [folder / f"{number:02}.log" for number in range(len(MIXES))]
+    if all(path.exists() for path in paths):
+        sys.exit(f"{folder} is complete: raise CORE_VERSION in kvplane.base.session")
+    if not folder.exists():
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        folder.mkdir(parents=True)
+    for number, (mix, path) in enumerate(zip(MIXES, paths, strict=True)):
+        if path.exists():
+            continue
         groups, changes = MIXES[mix][0], {"num_blocks": 24, **MIXES[mix][1]}
         drafts = 2 if "drafts" in mix else 0
         spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **changes)
@@ -69,7 +73,7 @@ def write() -> None:
         for _ in range(STEPS):
             engine.step()
         size = engine.replica.digest_size
-        with (folder / f"{number:02}.log").open("wb") as file:
+        with path.open("wb") as file:
             file.write(MAGIC)
             write_frame(file, header_of(mix, engine.spec))
             recorded: list[Entry] = [Life(engine.epoch, (), [], 0, 1, state=state), *engine.decisions]

@@ -17,6 +17,7 @@ from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.eviction import WindowTailList
 from kvplane_service.core.inspect import _keys
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager
@@ -24,6 +25,7 @@ from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
+from kvplane_service.core.state import _policy_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Image:
         free: in eviction order.
         shared: keys of several blocks, in the order in which these are hit.
         busy: blocks that loads of earlier engine lives may still write.
+        eviction: the eviction policy's own part of the state (`state._policy_state`).
     """
 
     spec: ReplicaSpec
@@ -60,6 +63,7 @@ class Image:
     free: tuple[int, ...]
     shared: tuple[tuple[Key, tuple[int, ...]], ...]
     busy: tuple[int, ...] = ()
+    eviction: tuple[int, dict[int, int]] = (0, {})
 
 
 def image_of(replica: Replica) -> Image:
@@ -76,6 +80,7 @@ def image_of(replica: Replica) -> Image:
         tuple(replica.coordinator.pool.free),
         tuple(_shared_keys(replica.coordinator.pool)),
         replica.busy_blocks,
+        _eviction_of(replica),
     )
 
 
@@ -102,9 +107,16 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
     free = replica.coordinator.pool.free
     for key, blocks in image.shared:
         _prefer(replica.coordinator.pool, key, blocks)
+    num_first, hit_end = image.eviction
     if set(free) == set(image.free):
-        free.rebuild(image.free)
+        free.rebuild(image.free, num_first) if isinstance(free, WindowTailList) else free.rebuild(image.free)
+    replica.requests.hit_end = dict(hit_end)
     return replica, result.orders
+
+
+def _eviction_of(replica: Replica) -> tuple[int, dict[int, int]]:
+    policy = _policy_state(replica)
+    return (sum(1 for _ in policy[1]), policy[2]) if policy else (0, {})
 
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:
@@ -163,6 +175,7 @@ def decisive_state(replica: Replica) -> dict[object, object]:
     keys = [(one.block, one.key, one.num_tokens * (one.key == pool.key_of(one.block))) for one in _keys(replica)]
     state: dict[object, object] = {
         "free": list(pool.free),
+        "eviction": _eviction_of(replica),
         "references": list(pool.references),
         "keys": keys,
         "shared keys": sorted(_shared_keys(pool)),

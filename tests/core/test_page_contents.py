@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.groups import DENSE_RETENTION, AlignSpec, GroupSpec
+from kvplane.base.groups import DENSE_RETENTION, AlignSpec, EvictionPolicy, GroupSpec
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
@@ -77,6 +77,14 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "drafts, one group": ([full(is_draft=True, drops_last_block=True)], {}),
     "prompt and window": ([prompt_and_window(5), full(lookup_class=5)], {"num_blocks": 32}),
     "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
+    "windows leave first": (
+        [full(), window(6), window(10, lookup_class=8)],
+        {"eviction": EvictionPolicy.WINDOW_TAIL, "retention_interval": DENSE_RETENTION},
+    ),
+    "states, drafts and chunks leave first": (
+        [state(speculative_blocks=2), full(), chunked(8, lookup_class=5)],
+        {"eviction": EvictionPolicy.WINDOW_TAIL, "retention_interval": DENSE_RETENTION, "num_blocks": 40},
+    ),
 }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import EvictionPolicy
 from kvplane.base.step import Step
 from kvplane_replay.from_log import replay_log
 from kvplane_service.core import inspect, state
@@ -122,7 +124,7 @@ def play_all():
             play(mix, seed)
 
 
-@pytest.mark.parametrize("left_out", ["shared", "more_keys", "tentative", "free", "ends_at"])
+@pytest.mark.parametrize("left_out", ["shared", "more_keys", "tentative", "free", "ends_at", "eviction"])
 def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
     """Each part of the state decides some later answer, or its absence is refused."""
     export = state._copy
@@ -152,7 +154,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     statistics = {*state.POOL_STATISTICS, *state.POOL_STATISTICS_COLUMNS}
     assert vars(pool).keys() == derived | statistics | {*state.POOL_COLUMNS, *state.POOL_VALUES}
     requests: Requests = replica.requests
-    assert vars(requests).keys() == {"content", *state.REQUEST_COLUMNS, *state.REQUEST_VALUES, *state.BOUNDS}
+    assert vars(requests).keys() == {"content", "hit_end", *state.REQUEST_COLUMNS, *state.REQUEST_VALUES, *state.BOUNDS}
     tracker: InFlightTracker = replica.tracker
     settings = {"_blocks", "_requests", "_counters", "_safe"}
     assert vars(tracker).keys() == settings | {*state._tracker_state(tracker)}
@@ -168,6 +170,11 @@ def test_damaged_and_other_states_are_refused():
         load_state(replica_spec(full(), num_blocks=11), raw)
     with pytest.raises(InvalidArgument, match="this version"):
         load_state(spec, raw[1:])
+    other = replace(spec, eviction=EvictionPolicy.WINDOW_TAIL)
+    for mine, its, state_of in (("window_tail", "lru", raw), ("lru", "window_tail", export_state(Replica(other)))):
+        with pytest.raises(InvalidArgument, match=f"'{mine}', but the state is that of a pool with '{its}'") as refused:
+            load_state(replace(spec, eviction=EvictionPolicy(mine)), state_of)
+        assert refused.value.field == "eviction"
     random = Random(7)
     for _ in range(400):
         cut = random.randrange(len(raw))

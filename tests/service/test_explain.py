@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from kvplane.base.errors import NotFound
-from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
@@ -125,6 +125,18 @@ def test_explain_evicted_names_step_and_request():
     explanation = desk.why("aaaabbbbccccd")
     assert summary(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
     assert desk.world.host.age_ns(explanation.why.at_ns) == 5_000_000_000
+
+
+def test_explain_left_window_names_the_policy_s_choice():
+    """The window of "long" goes before that of "old", which is older; so a prompt that leaves "long" hits less."""
+    spec = replica_spec(window(4), full(), num_blocks=23, max_in_flight_tokens=64, eviction=EvictionPolicy.WINDOW_TAIL)
+    desk = Desk(spec)
+    desk.serve("old", "zzzzyyyyx")
+    desk.admit("long", "aaaabbbbccccddddeeeeffff")
+    desk.step(Part(facts=Facts(slot=[1], appended=[1], tokens=[ord("g")]), run=Run(slot=[1])))
+    desk.admit("big", "o" * 12)
+    assert summary(desk.why("aaaabbbb?")) == (Cause.LEFT_WINDOW, 4, (0,), (4, 8), "big", 5)
+    assert summary(desk.why("zzzzyyyyx")) == (Cause.NOTHING, 8, (), (0, 0), *NO_STEP)
 
 
 def test_explain_dropped_by_the_engine():

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.groups import AlignSpec, GroupSpec, ReplicaSpec
+from kvplane.base.groups import AlignSpec, EvictionPolicy, GroupSpec, ReplicaSpec
 from kvplane.base.stamp_table import StampReading
 from kvplane.rank import RankGroup
 from kvplane.sansio.owners import Owners
@@ -40,7 +40,10 @@ MIXES: tuple[tuple[tuple[GroupSpec, ...], dict[str, Any]], ...] = (
     ((state(), full()), {"align": AlignSpec(4, 4096)}),
     ((state(8), full(8)), {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)}),
     ((window(5, 2), full(8), full(4, lookup_class=5)), {"hash_block_size": 2, "partial_hits": True}),
-    ((full(), window(6), window(10, lookup_class=8), chunked(8), state(), ring()), {"retention_interval": 8}),
+    (
+        (full(), window(6), window(10, lookup_class=8), chunked(8), state(), ring()),
+        {"retention_interval": 8, "eviction": EvictionPolicy.WINDOW_TAIL},
+    ),
     ((full(), window(6, is_draft=True, drops_last_block=True)), {}),
     ((state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)), {}),
 )  # fmt: skip

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvplane.base.checkpoints import CheckpointRule
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import ALL_GROUPS, Orders
+from kvplane_service.core.eviction import make_free_list
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
@@ -97,6 +98,7 @@ class Coordinator:
         self.spec = spec
         self.requests = requests
         self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
+        self.pool.free = make_free_list(spec.eviction, spec.num_blocks)
         self._orders = Orders()
         self.managers: tuple[GroupManager, ...] = tuple(
             make_manager(GroupSetup(number, group, spec, self.pool, requests, self._orders))
@@ -200,6 +202,8 @@ class Coordinator:
         num_slots = min(num_main + admission.lookahead, spec.max_model_len)
         zeroes = len(self._orders.zero_block)
         self.requests.computed[slot] = total  # where the first chunk starts
+        if spec.eviction is EvictionPolicy.WINDOW_TAIL:
+            self.requests.hit_end[slot] = local
         self._adopt(admission, local, total)
         new = [manager.allocate(slot, num_slots, num_main, admission.num_encoder) for manager in self.managers]
         if admission.num_external and admission.delay_caching and spec.commit is CommitRule.SAFE:

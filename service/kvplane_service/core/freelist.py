@@ -5,7 +5,7 @@ time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,36 +22,46 @@ class Links:
         following, previous: by block, the next and the previous block in eviction order; the last entry is that of the
             sentinel.
         count: number of free blocks.
+        first_keyed: the first block that has a key; the sentinel if none has one.
     """
 
     following: array[int]
     previous: array[int]
     count: int
+    first_keyed: int
 
     @classmethod
-    def of(cls, num_blocks: int, order: Ints) -> Links:
-        """Build the links of a list with the blocks of `order`, which is the eviction order."""
+    def of(cls, num_blocks: int, order: Ints, num_unkeyed: int) -> Links:
+        """Build the links of a list with the blocks of `order`, the eviction order. The first `num_unkeyed` blocks have
+        no key, all others have one.
+        """
         chain = np.concatenate([[num_blocks], order, [num_blocks]])
         following, previous = np.zeros(num_blocks + 1, np.uint32), np.zeros(num_blocks + 1, np.uint32)
         following[chain[:-1]] = chain[1:]
         previous[chain[1:]] = chain[:-1]
-        return cls(column(U32, following), column(U32, previous), len(order))
+        first_keyed = int(chain[1 + num_unkeyed])
+        return cls(column(U32, following), column(U32, previous), len(order), first_keyed)
 
 
 class FreeList:
     """Blocks that can be allocated; the first one is evicted next.
 
-    The order is the eviction policy. Blocks without a key are freed to the front, since they can never hit; blocks with
-    a key to the back, the tail of the request first, so that the beginnings of prefixes are evicted last (as in vLLM's
-    block pool).
+    The order is the eviction policy, here LRU; `eviction` has another. Blocks without a key are freed to the front,
+    since they can never hit; blocks with a key to the back, the tail of the request first, so that the beginnings of
+    prefixes are evicted last (as in vLLM's block pool).
 
         sentinel -> next victim -> ... -> last freed -> sentinel        (sentinel = num_blocks)
+
+    Attributes:
+        let_go: those of the last `pop` that the policy let go because they left a window; none for LRU.
     """
+
+    let_go: Collection[int] = frozenset()
 
     def __init__(self, num_blocks: int) -> None:
         """Make a list of all blocks except the null block 0, in ascending order."""
         self.sentinel = num_blocks
-        self.replace(Links.of(num_blocks, np.arange(1, num_blocks)))
+        self.replace(Links.of(num_blocks, np.arange(1, num_blocks), num_blocks - 1))
 
     def __iter__(self) -> Iterator[int]:
         """Yield the block ids in eviction order."""
@@ -92,15 +102,19 @@ class FreeList:
         """Put blocks at the back; blocks[-1] is evicted last."""
         self._insert(self._previous[self.sentinel], blocks)
 
+    def append_left_window(self, blocks: Sequence[int]) -> None:
+        """Put blocks with a key that left the window of a running request; LRU does not distinguish them."""
+        self.append(blocks)
+
     def rebuild(self, order: Iterable[int]) -> None:
         """Replace the content of the list by `order`."""
         self._next[self.sentinel] = self._previous[self.sentinel] = self.sentinel
         self.count = 0
         self.append(list(order))
 
-    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None]:
+    def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None, None, int]:
         """Move all blocks without a key to the front of all blocks with a key. Yields between slices; the list is valid
-        at each yield.
+        at each yield. Returns the first block with a key, or the sentinel.
 
         Walks from the back of the list to the first block that has a key, and moves the blocks without a key that were
         on the way in front of this block. This is fast where most blocks with keys are at the back, as `append` puts
@@ -130,6 +144,7 @@ class FreeList:
         while walked:
             self._split(walked.pop(), tokens, first)
             yield
+        return first
 
     def _split(self, piece: Ints, tokens: npt.NDArray[np.uint32], first: int) -> None:
         """Move the blocks without a key of a piece of the list in front of the block `first`."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
-from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane.base.step import EVICTIONS, CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, zeros
 from kvplane_service.core.counters import Residency
@@ -119,11 +119,11 @@ class BlockPool:
             reuse_gap[(now - max(used[block], base)).bit_length()] += 1
             used[block] = now
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], left_window: bool = False) -> None:
         """Remove one reference from each block except the null block; blocks without references become free.
 
-        Freed blocks join the free list in the given order: those without a key at its front, those with a key at its
-        back. So among blocks with a key, and among those without, the first one in `blocks` is evicted first.
+        Freed blocks join the free list in the given order: without a key at its front, with one at its back
+        (`left_window`: where the policy puts such blocks). So of each kind, the first one in `blocks` is evicted first.
         """
         references, key = self.references, self.key
         unkeyed, keyed = list[int](), list[int]()
@@ -140,7 +140,7 @@ class BlockPool:
             self.num_evictable += len(keyed)
             if self.refusals.by_block:
                 self.refusals.forget_blocks(keyed)
-            self.free.append(keyed)
+            (self.free.append_left_window if left_window else self.free.append)(keyed)
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
         """Record that launches or copies up to this step may still use the blocks; a request releases them now."""
@@ -430,7 +430,7 @@ class BlockPool:
             self.evicted_keys[group] += 1
         idle = self._age_base + self.step - max(self._used[block], self._age_base)
         self.residency.idle_before_evict[idle.bit_length()] += 1
-        self.report_removed(keys, block, RemoveReason.EVICTED)
+        self.report_removed(keys, block, EVICTIONS[block in self.free.let_go])
 
     def report_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
         """Emit REMOVED events for keys that were removed from the block."""

@@ -166,7 +166,7 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
         column(U64, stamp),
         column(U32, num_tokens),
         _presence(num_tokens),
-        Links.of(shape.num_blocks, np.concatenate([free, keyed])),
+        Links.of(shape.num_blocks, np.concatenate([free, keyed]), len(free)),
         table,
         table.shared_keys(),
         further,

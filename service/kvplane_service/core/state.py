@@ -12,6 +12,7 @@ by slot or by group; a set or dict is keyed by one of these.
     pool        epoch, generation, counter, step, executed_through and further numbers; reserved and busy blocks
     pool.NAME   one column of the pool per value
     free        free blocks in eviction order
+    eviction    only with another policy than LRU: its name, its part of the order, and `hit_end` of the requests
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
     more_keys   further keys of blocks with their tokens, in order of registration: events name them in this order
@@ -36,12 +37,13 @@ from itertools import islice
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, Residency
+from kvplane_service.core.eviction import WindowTailList
 from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
 from kvplane_service.core.packed_values import ValueReader, pack_value
@@ -101,9 +103,10 @@ def load_state(spec: ReplicaSpec, raw: bytes) -> Replica:
     entries: dict[str, list[Any]] = {}
     while reader.has_more:
         entries.setdefault(str(reader.read()), []).append(reader.read())
-    if entries.get("spec") != [_spec_digest(spec)]:
-        raise _refusal("the state is that of a pool with another spec")
     try:
+        _check_policy(spec, entries.get("eviction", []))
+        if entries.get("spec") != [_spec_digest(spec)]:
+            raise _refusal("the state is that of a pool with another spec")
         _load(replica, entries)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
         raise _refusal(f"the state is incomplete: {type(error).__name__} {error}") from error
@@ -115,7 +118,18 @@ def _refusal(problem: str) -> InvalidArgument:
 
 
 def _spec_digest(spec: ReplicaSpec) -> bytes:
+    """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
     return hashlib.sha256(repr(spec).encode()).digest()
+
+
+def _check_policy(spec: ReplicaSpec, found: list[Any]) -> None:
+    policy = found[0][0] if found else EvictionPolicy.LRU.value
+    if policy != spec.eviction.value:
+        raise InvalidArgument(
+            f"it is {spec.eviction.value!r}, but the state is that of a pool with {policy!r}",
+            field="eviction",
+            remedy="load the state into a replica with the policy of the state",
+        )
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -146,7 +160,7 @@ def _copy(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str,
         ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
         *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
     ]
-    free = pool.free.copy()
+    free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
     contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
@@ -165,6 +179,9 @@ def _copy(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str,
     def entries() -> Iterator[tuple[str, object]]:
         yield from before
         yield "free", array("I", free)
+        if policy:
+            name, first, hit_end = policy
+            yield "eviction", [name, sum(1 for _ in first), hit_end]
         for start in range(0, len(keys), SLICE_BLOCKS):
             yield "keys", _key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
         yield from after
@@ -174,6 +191,14 @@ def _copy(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str,
             yield from statistics
 
     return entries()
+
+
+def _policy_state(replica: Replica) -> tuple[str, Iterator[int], dict[int, int]] | None:
+    """Return what the eviction policy has in addition to the order of the free blocks; None for LRU."""
+    free = replica.coordinator.pool.free
+    if not isinstance(free, WindowTailList):
+        return None
+    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end)
 
 
 def _request_columns(requests: Requests) -> dict[str, list[Any]]:
@@ -270,7 +295,10 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     pool.residency = Residency(*entries["residency"][0])
     pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
     pool.stamped.clear()
-    pool.free.rebuild(entries["free"][0])
+    if isinstance(pool.free, WindowTailList):
+        pool.free.rebuild(entries["free"][0], entries["eviction"][0][1])
+    else:
+        pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}
     pool.key = _keys(entries["keys"], pool.num_blocks)
     for block, key in enumerate(pool.key):
@@ -299,6 +327,8 @@ def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: Ha
     (state,) = entries["requests"]
     for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
         setattr(requests, name, state[name])
+    if "eviction" in entries:
+        requests.hit_end = entries["eviction"][0][2]
     for name in BOUNDS:
         setattr(requests, name, [NO_FAST_PATH] * len(requests.live))
     requests.content = [Content([]) for _ in requests.live]

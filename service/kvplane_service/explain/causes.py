@@ -29,6 +29,7 @@ class Cause(StrEnum):
     NOT_READ = "not_read"  # the request disabled the look-up
     BELOW_ONE_BLOCK = "below_one_block"
     EVICTED = "evicted"
+    LEFT_WINDOW = "left_window"  # evicted, by the policy window_tail, since a request's window had left it behind
     DROPPED = "dropped"
     WITHDRAWN = "withdrawn"
     UNVERIFIED = "unverified"
@@ -49,6 +50,7 @@ class Cause(StrEnum):
 
 _OF_REMOVAL = {
     RemoveReason.EVICTED: Cause.EVICTED,
+    RemoveReason.LEFT_WINDOW: Cause.LEFT_WINDOW,
     RemoveReason.DROPPED: Cause.DROPPED,
     RemoveReason.WITHDRAWN: Cause.WITHDRAWN,
     RemoveReason.PROMOTED: Cause.DROPPED,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import (
+    EVICTIONS,
     NO_EXTRA_KEYS,
     AdmitStatus,
     CacheEvent,
@@ -343,7 +344,7 @@ class _Piece(NamedTuple):
             if event.kind is EventKind.STORED:
                 if event.slot in late:
                     return at
-            elif event.reason is RemoveReason.EVICTED and takers.get(event.blocks[0]) in late:
+            elif event.reason in EVICTIONS and takers.get(event.blocks[0]) in late:
                 return at
         return len(self.events)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
-from kvplane.base.groups import AlignSpec, CommitRule, Drafter, HashAlgorithm, MambaMode, ReplicaSpec
+from kvplane.base.groups import AlignSpec, CommitRule, Drafter, EvictionPolicy, HashAlgorithm, MambaMode, ReplicaSpec
 from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
@@ -167,6 +167,9 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         watermark_blocks=int(source.watermark * plan.num_blocks),
         commit=decode_enum(replica_pb2.CommitRule, "COMMIT_RULE", source.commit, "commit", CommitRule.SAFE),
         align=_align(plan),
+        eviction=decode_enum(
+            replica_pb2.EvictionPolicy, "EVICTION_POLICY", source.eviction, "eviction", EvictionPolicy.LRU
+        ),
     )
     warnings = tuple(warning.message for warning in plan.warnings)
     plans = tuple(to_rank_plan(plan, stage) for stage in range(len(plan.workers)))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import binascii
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvplane import wire
+from kvplane.base.groups import EvictionPolicy
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane_service.registry import Registration
@@ -55,8 +56,11 @@ class ReplicaRecord:
 def namespace_of(registration: Registration) -> bytes:
     """Return 16 bytes, a digest that differs between two registrations if neither can use the entries stored for the
     other.
+
+    The eviction policy is left out: it decides when a key leaves, not which content a key names.
     """
-    spec = wire.encode_spec(registration.spec).SerializeToString(deterministic=True)
+    alike = replace(registration.spec, eviction=EvictionPolicy.LRU)
+    spec = wire.encode_spec(alike).SerializeToString(deterministic=True)
     digest = hashlib.blake2b(digest_size=16)
     for part in (registration.namespace_digest, registration.num_ranks.to_bytes(4, "little"), spec):
         digest.update(len(part).to_bytes(4, "little") + part)

@@ -104,7 +104,9 @@ class Client:
         namespace_digest: bytes = b"",
     ) -> allocation_pb2.RegisterReplicaResponse:
         """Create a replica on the service; see `kvplane.Client.register_replica`."""
-        return await self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+        answer = await self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+        calls.check_policy(source, answer)
+        return answer
 
     async def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
         """Remove a replica. If `epoch` is given and differs from the replica's current epoch, the service refuses."""

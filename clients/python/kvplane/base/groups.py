@@ -51,6 +51,18 @@ class CommitRule(Enum):
     REFERENCE = "reference"
 
 
+class EvictionPolicy(Enum):
+    """Which cached block is evicted first, where no block without a key is left.
+
+    LRU: the block that was used least recently, the end of a prefix before its beginning, as in vLLM. WINDOW_TAIL: the
+    blocks that left the window of a running request (or its chunk, or are older states), except those that a repeat or
+    a continuation of its prompt needs; then as LRU.
+    """
+
+    LRU = "lru"
+    WINDOW_TAIL = "window_tail"
+
+
 class HashAlgorithm(Enum):
     """The algorithm of the block hashes (see `kvplane.base.hashing`). The value is the name used on the wire."""
 
@@ -191,6 +203,7 @@ class ReplicaSpec:
             so that a prompt that differs only inside its last block still has a hit (vLLM #57610). False = as in vLLM.
         align: where prefill chunks end for recurrent state.
         events: whether step results contain cache events.
+        eviction: which cached block is evicted first.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -211,6 +224,7 @@ class ReplicaSpec:
     keep_divergence_boundary: bool = False
     align: AlignSpec = field(default_factory=AlignSpec)
     events: bool = True
+    eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state._spec_digest
 
     @property
     def hit_alignment(self) -> int:

@@ -136,8 +136,11 @@ class Client:
 
         Raises:
             AlreadyExists: a replica of this name has other arguments.
+            FailedPrecondition: the service does not know the eviction policy.
         """
-        return self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+        answer = self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+        calls.check_policy(source, answer)
+        return answer
 
     def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
         """Remove a replica. If `epoch` is given and differs from the replica's current epoch, the service refuses."""

@@ -13,12 +13,14 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from kvplane import wire
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.errors import FailedPrecondition
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.requests import Allocate, At, Commit, Content, Ending
 from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.typed import checked
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
 from kvplane.wire.columns import build
+from kvplane.wire.spec import encode_policy
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -54,6 +56,21 @@ def register_replica(
     request = build(allocation_pb2.RegisterReplicaRequest, "request", {**fields, **wire.encode_source(source)})
     answer = allocation_pb2.RegisterReplicaResponse
     return Call(f"/{ALLOCATION}/RegisterReplica", request, answer, timeout_s=REGISTER_TIMEOUT_S)
+
+
+def check_policy(
+    source: ReplicaSpec | ModelSource | LayerSource, answer: allocation_pb2.RegisterReplicaResponse
+) -> None:
+    """Raise FailedPrecondition if the service did not take the eviction policy, which an earlier version does not know.
+
+    The replica exists then, with the policy LRU.
+    """
+    if answer.spec.eviction != encode_policy(source.eviction) and source.eviction is not EvictionPolicy.LRU:
+        raise FailedPrecondition(
+            f"the service does not know the policy {source.eviction.value!r}",
+            field="eviction",
+            remedy="use a service of this version, or deregister the replica and register it with 'lru'",
+        )
 
 
 @checked

@@ -32,6 +32,12 @@ class CommitRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMIT_RULE_SAFE: _ClassVar[CommitRule]
     COMMIT_RULE_REFERENCE: _ClassVar[CommitRule]
 
+class EvictionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_POLICY_UNSPECIFIED: _ClassVar[EvictionPolicy]
+    EVICTION_POLICY_LRU: _ClassVar[EvictionPolicy]
+    EVICTION_POLICY_WINDOW_TAIL: _ClassVar[EvictionPolicy]
+
 class HashAlgorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HASH_ALGORITHM_UNSPECIFIED: _ClassVar[HashAlgorithm]
@@ -63,6 +69,9 @@ MAMBA_MODE_ALIGN: MambaMode
 COMMIT_RULE_UNSPECIFIED: CommitRule
 COMMIT_RULE_SAFE: CommitRule
 COMMIT_RULE_REFERENCE: CommitRule
+EVICTION_POLICY_UNSPECIFIED: EvictionPolicy
+EVICTION_POLICY_LRU: EvictionPolicy
+EVICTION_POLICY_WINDOW_TAIL: EvictionPolicy
 HASH_ALGORITHM_UNSPECIFIED: HashAlgorithm
 HASH_ALGORITHM_KVPLANE: HashAlgorithm
 HASH_ALGORITHM_SHA256: HashAlgorithm
@@ -122,7 +131,7 @@ class AlignSpec(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., chunk_limit: _Optional[int] = ..., stop_at_tail: bool = ...) -> None: ...
 
 class ReplicaSpec(_message.Message):
-    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events")
+    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +150,7 @@ class ReplicaSpec(_message.Message):
     KEEP_DIVERGENCE_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     DISABLE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
     num_blocks: int
     max_model_len: int
@@ -159,10 +169,11 @@ class ReplicaSpec(_message.Message):
     keep_divergence_boundary: bool
     align: AlignSpec
     disable_events: bool
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ...) -> None: ...
+    eviction: EvictionPolicy
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
-    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit")
+    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +192,7 @@ class ModelSource(_message.Message):
     SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     model: str
     tensor_parallel: int
     cache_dtype: str
@@ -199,7 +211,8 @@ class ModelSource(_message.Message):
     speculative_tokens: int
     drafter: Drafter
     prefix_match_unit: int
-    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ...) -> None: ...
+    eviction: EvictionPolicy
+    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
     __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
@@ -276,7 +289,7 @@ class Layer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., format: _Optional[_Union[LayerFormat, _Mapping]] = ..., shares_with: _Optional[str] = ...) -> None: ...
 
 class LayerSource(_message.Message):
-    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit")
+    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +308,7 @@ class LayerSource(_message.Message):
     SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     memory_bytes: int
     num_blocks: int
@@ -313,7 +327,8 @@ class LayerSource(_message.Message):
     speculative_tokens: int
     drafter: Drafter
     prefix_match_unit: int
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ...) -> None: ...
+    eviction: EvictionPolicy
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
 
 class PipelineStage(_message.Message):
     __slots__ = ("layer_names",)

@@ -29,6 +29,7 @@ class RemoveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVE_REASON_WITHDRAWN: _ClassVar[RemoveReason]
     REMOVE_REASON_UNVERIFIED: _ClassVar[RemoveReason]
     REMOVE_REASON_MOVED: _ClassVar[RemoveReason]
+    REMOVE_REASON_LEFT_WINDOW: _ClassVar[RemoveReason]
 ON_REFUSAL_UNSPECIFIED: OnRefusal
 ON_REFUSAL_STOP: OnRefusal
 ON_REFUSAL_SKIP: OnRefusal
@@ -44,6 +45,7 @@ REMOVE_REASON_PROMOTED: RemoveReason
 REMOVE_REASON_WITHDRAWN: RemoveReason
 REMOVE_REASON_UNVERIFIED: RemoveReason
 REMOVE_REASON_MOVED: RemoveReason
+REMOVE_REASON_LEFT_WINDOW: RemoveReason
 
 class Facts(_message.Message):
     __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped")

@@ -11,6 +11,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import (
     AlignSpec,
     CommitRule,
+    EvictionPolicy,
     GroupKind,
     GroupSpec,
     HashAlgorithm,
@@ -64,6 +65,7 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["groups"] = [_encode_group(group, f"groups[{index}]") for index, group in enumerate(spec.groups)]
     fields["hash_algorithm"] = encode_enum(pb.HashAlgorithm, "HASH_ALGORITHM", spec.hash_algorithm)
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
+    fields["eviction"] = encode_policy(spec.eviction)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
     fields["align"] = build(pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN})
@@ -84,6 +86,7 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
             HashAlgorithm.KVPLANE,
         ),
         commit=decode_enum(pb.CommitRule, "COMMIT_RULE", message.commit, "commit", CommitRule.SAFE),
+        eviction=decode_enum(pb.EvictionPolicy, "EVICTION_POLICY", message.eviction, "eviction", EvictionPolicy.LRU),
         enable_caching=not message.disable_caching,
         events=not message.disable_events,
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
@@ -91,6 +94,12 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
     )
     spec.validate()
     return spec
+
+
+def encode_policy(policy: EvictionPolicy) -> int:
+    """Return the proto number of an eviction policy: 0 for the default, so that specs with it keep their bytes."""
+    default = policy is EvictionPolicy.LRU
+    return 0 if default else encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", policy)
 
 
 def encode_enum(enum_type: EnumTypeWrapper, prefix: str, value: Enum) -> int:

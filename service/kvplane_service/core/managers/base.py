@@ -16,8 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
-from kvplane.base.groups import DENSE_RETENTION, CommitRule
+from kvplane.base.groups import DENSE_RETENTION, CommitRule, EvictionPolicy
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.eviction import kept_indices
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
 from kvplane_service.core.setup import is_cached
@@ -293,17 +294,25 @@ class GroupManager(ABC):
         for index in range(min(last, len(table)) - 1, first - 1, -1):
             if table[index] == NULL_BLOCK:
                 break  # safe: earlier calls released from `first` on, and a hit has its nulls in front
-            freed.append(table[index])
-            table[index] = NULL_BLOCK
+            freed.append(index)
         if freed:
             self._give_up(slot, freed)
 
-    def _give_up(self, slot: int, blocks: list[int]) -> None:
-        """Release blocks that a running request does not need any more; records that launches in flight may still read
-        them.
+    def _give_up(self, slot: int, indices: Sequence[int]) -> None:
+        """Release the blocks at these indices, which a running request does not need any more; records that launches in
+        flight may still read them.
         """
+        table = self.table[slot]
+        blocks = [table[index] for index in indices]
+        for index in indices:
+            table[index] = NULL_BLOCK
         # Launches of earlier steps: that of the present step does not read what it skips.
         self.pool.note_use(blocks, min(self.requests.granted_step[slot], self.pool.step - 1))
+        if self.replica.eviction is EvictionPolicy.WINDOW_TAIL:
+            kept = kept_indices(self, slot)
+            left = [block for index, block in zip(indices, blocks, strict=True) if index not in kept]
+            self.pool.release(left, left_window=True)
+            blocks = [block for index, block in zip(indices, blocks, strict=True) if index in kept]
         self.pool.release(blocks)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------

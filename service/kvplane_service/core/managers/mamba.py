@@ -265,9 +265,7 @@ class AlignedStateManager(GroupManager):
         super().release_skipped(slot, num_processed)
         index = self.last_state[slot]
         if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
-            table = self.table[slot]
-            self._give_up(slot, [table[index]])
-            table[index] = NULL_BLOCK
+            self._give_up(slot, [index])
 
     def releases(self, slot: int, num_processed: int) -> bool:
         """Whether `release_skipped` would release a state."""
@@ -276,12 +274,10 @@ class AlignedStateManager(GroupManager):
         return last_goes or super().releases(slot, num_processed)
 
     def _release_range(self, slot: int, first: int, last: int) -> None:
-        table = self.table[slot]
         first = max(first, self.num_retired[slot])
         if first >= last:
             return
-        self._give_up(slot, [table[index] for index in range(last - 1, first - 1, -1)])
-        table[first:last] = [NULL_BLOCK] * (last - first)
+        self._give_up(slot, range(last - 1, first - 1, -1))
         self.num_retired[slot] = last
 
     def window_bound(self, slot: int, num_processed: int) -> int:

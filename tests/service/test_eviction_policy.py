@@ -1,0 +1,71 @@
+"""The eviction policy of a replica from its source to its spec, and what a peer of another version does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvplane import connect, wire
+from kvplane.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument
+from kvplane.base.groups import EvictionPolicy
+from kvplane.base.sources import ModelSource
+from kvplane.unary import calls
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.registry import Registration
+from kvplane_service.rpc.sources import plan_source
+from kvplane_service.store.registration import namespace_of
+from tests.core.builders import full, replica_spec, window
+from tests.service.rig import running
+from tests.service.test_match_unit import both_sources, planned
+
+WINDOW_TAIL = EvictionPolicy.WINDOW_TAIL
+SPEC = replica_spec(window(8), full())
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_sources_and_specs_carry_the_policy(policy):
+    for source in (*both_sources(eviction=policy), replace(SPEC, eviction=policy)):
+        assert planned(source).spec.eviction is policy
+
+
+def test_sources_and_specs_without_a_policy_have_lru_and_their_earlier_bytes():
+    for source in (*both_sources(), SPEC):
+        assert planned(source).spec.eviction is EvictionPolicy.LRU
+        (message,) = wire.encode_source(source).values()
+        assert "eviction" not in [field.name for field, _ in message.ListFields()]
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    for source in (*both_sources(), SPEC):
+        request = pb.RegisterReplicaRequest(replica="r", **wire.encode_source(source))
+        kind = request.WhichOneof("source")
+        getattr(request, kind).eviction = 9
+        with pytest.raises(InvalidArgument, match=r"9 is not a value.*EVICTION_POLICY_WINDOW_TAIL") as refused:
+            plan_source(request)
+        assert refused.value.field == f"{kind}.eviction"
+
+
+def test_a_service_that_does_not_know_the_policy_is_refused_by_name():
+    """It ignores the field and answers with the spec without it."""
+    answer = pb.RegisterReplicaResponse(spec=wire.encode_spec(SPEC))
+    calls.check_policy(SPEC, answer)
+    with pytest.raises(FailedPrecondition, match="the service does not know the policy 'window_tail'") as refused:
+        calls.check_policy(replace(SPEC, eviction=WINDOW_TAIL), answer)
+    assert refused.value.field == "eviction"
+
+
+def test_a_registered_replica_has_its_policy_until_it_is_deregistered():
+    with running() as service, connect(service.address) as client:
+        source = ModelSource(model="gpt-oss-120b", num_blocks=4096, eviction=WINDOW_TAIL)
+        assert client.register_replica("r", source).spec.eviction == wire.encode_spec(planned(source).spec).eviction
+        with client.session("r") as session:
+            assert session.spec.eviction is WINDOW_TAIL
+        with pytest.raises(AlreadyExists, match=r"eviction EvictionPolicy.WINDOW_TAIL"):
+            client.register_replica("r", replace(source, eviction=EvictionPolicy.LRU))
+
+
+def test_replicas_with_different_policies_share_stored_entries():
+    """The policy decides when a key leaves, not what it names."""
+    names = {namespace_of(Registration(replace(SPEC, eviction=policy), 1, b"")) for policy in EvictionPolicy}
+    assert len(names) == 1
