@@ -6,15 +6,19 @@ import json
 
 import yaml
 
+from kvplane_service.models.model_types import READERS
+
 
 def test_plan_prints_tables(kvplane):
     code, out, _ = kvplane("plan", "gpt-oss-120b", "--concurrent-batches", "2")
     assert code == 0
     lines = out.splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "gpt-oss-120b in 40GiB per rank: 72,817 blocks of 589,824 bytes",
         "73,728 bytes per token while every token is kept",
-        "3,081 blocks per request of 32,768 tokens: 23.63 concurrent requests; uniform 17.78, gain 1.33 x",
+        "3,081 blocks per request of 32,768 tokens: 23.63 concurrent requests if each is in a prefill of 8,192 tokens "
+        "(engines admit by this), 35.38 while all decode",
+        "17.78 in a uniform cache, so the gain is 1.33 x and 1.99 x",
     ]
     assert "fp8       8   4,608        1,165,084  378.15      284.44" in lines
     assert any(line.startswith("131,072  7.89") and line.endswith("██") for line in lines)
@@ -38,7 +42,9 @@ def test_plan_states_the_unit_of_hits(kvplane):
     coarse, fine = lines
     assert coarse[3] == "prefix hits are multiples of 544 tokens"
     assert coarse[4].startswith("warning: prefix hits are multiples of 544 tokens, a block of states; with prefix_mat")
-    assert fine[3:5] == ["prefix hits are multiples of 16 tokens", ""]
+    mtp = "warning: the model's layer for multi-token prediction: planned only with the drafter mtp"
+    assert fine[3:6] == ["prefix hits are multiples of 16 tokens", mtp, ""]
+    assert coarse[5] == mtp
     assert json.loads(kvplane("plan", "llama-3.1-8b", "--no-prefix-caching", "-o", "json")[1])["hit_unit"] == 0
     code, _, errors = kvplane("plan", "qwen3-next-80b", "--prefix-match-unit", "48")
     assert (code, errors.split(":")[1].strip()) == (2, "prefix_match_unit")
@@ -76,3 +82,41 @@ def test_plan_plot_to_an_invalid_path_is_refused(kvplane, tmp_path):
     code, _, errors = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "folder.png"))
     assert code == 2
     assert "is a directory (name a file)" in errors
+
+
+def test_plan_for_a_gpu_subtracts_the_share_of_the_weights(kvplane):
+    def blocks(*options):
+        answer = json.loads(kvplane("plan", "llama-3.1-70b", "-o", "json", *options)[1])
+        fp8 = [one for one in answer["by_layout"] if one["cache_dtype"] == "fp8"]
+        return answer["num_blocks"], {one["tensor_parallel"]: one["num_blocks"] for one in fp8}
+
+    on_gpu = blocks("--gpu", "H100", "--utilization", "0.9", "--weights", "140GB", "--tensor-parallel", "4")
+    # 80 GB x 0.9 - 140 GB / 4 = 37 GB
+    assert on_gpu[0] == blocks("--memory", "37GB", "--tensor-parallel", "4")[0]
+    assert on_gpu[1].keys() == {4, 8}, "the weights do not fit on fewer"
+    assert on_gpu[1][8] == blocks("--memory", "54.5GB", "--tensor-parallel", "8", "--cache-dtype", "fp8")[0]
+
+
+def test_plan_for_bad_memory_is_refused(kvplane):
+    for options, complaint in (
+        (("--gpu", "h100", "--memory", "40GiB"), "gpu: --gpu and --memory are both given"),
+        (("--gpu", "voodoo"), "gpu: the GPU 'voodoo' is unknown (use one of a10, "),
+        (("--gpu", "h100", "--utilization", "1.5"), "utilization: it is 1.5"),
+        (("--gpu", "h100", "--weights", "140GB"), "weights: 140,000,000,000 bytes on 1 ranks leave none"),
+        (("--weights", "much"), "weights: 'much' is not a size in bytes"),
+    ):
+        code, _, errors = kvplane("plan", "llama-3.1-70b", *options)
+        assert code == 2
+        assert errors.startswith(f"kvplane: {complaint}")
+
+
+def test_models_lists_names_and_model_types(kvplane):
+    code, out, _ = kvplane("models")
+    assert code == 0
+    lines = out.splitlines()
+    assert "jamba-v0.1      32      28 mamba, 4 full_attention" in lines
+    assert max(map(len, lines)) <= 100
+    named = json.loads(kvplane("models", "-o", "json")[1])
+    assert {"name": "llama-3.1-8b", "layers": 32, "caches": "32 full_attention"} in named["models"]
+    assert named["model_types"] == sorted(READERS)
+    assert all(one in out for one in READERS)

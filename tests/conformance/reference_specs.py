@@ -45,6 +45,7 @@ _MAMBA = {
     "page_size_padded": "padded_page_bytes",
     "mamba_cache_mode": "mode",
     "num_speculative_blocks": "speculative_blocks",
+    "prefill_checkpoint_alignment": "checkpoint_alignment",
 }
 # Type of the reference -> our type, and its fields -> ours.
 TYPES: dict[str, tuple[type[LayerSpec], dict[str, str]]] = {
@@ -81,6 +82,7 @@ _DEFAULTS = {
     "computes_chunk": 0,
     "mode": MambaMode.NONE,
     "speculative_blocks": 0,
+    "checkpoint_alignment": 0,
 }
 
 

@@ -12,7 +12,8 @@ from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import Layer, MambaSpec
 from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_groups
-from kvplane_service.models.catalogue import MODELS, ModelOptions, model_layers
+from kvplane_service.models.catalogue import MODELS, model_layers
+from kvplane_service.models.shapes import ModelOptions
 from tests.conformance.groups import read_cases
 from tests.conformance.reference_specs import read_spec
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "health": "kvplane_service.cli.query.service",
     "drain": "kvplane_service.cli.query.service",
     "plan": "kvplane_service.cli.plan",
+    "models": "kvplane_service.cli.plan",
     "record": "kvplane_service.cli.query.replica",
     "replay": "kvplane_service.cli.replay.commands",
     "decode": "kvplane_service.cli.server",

@@ -1,10 +1,14 @@
-"""The command `plan`: compute the cache capacity of a model without a service, as tables, JSON, YAML or a plot."""
+"""The command `plan`: compute the cache capacity of a model without a service, as tables, JSON, YAML or a plot; and
+`models`: list what it can plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from kvplane_service.models.sizing import Figures, Sizing
 
 _BAR_CELLS = 40
+_TEXT_COLUMNS = 100
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _PLOT_INCHES = (7.0, 4.2)
 
@@ -36,7 +41,16 @@ def plan_command(
             help="Model of the catalogue, a config.json, or a directory with one.", autocompletion=_complete_model
         ),
     ],
-    memory: Annotated[str, typer.Option(help="Cache memory of one rank, such as 40GiB.")] = "40GiB",
+    memory: Annotated[
+        str, typer.Option(help="Memory of one rank for cache and --weights, such as 80GB. 40GiB without it and --gpu.")
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="GPU of a rank, such as h100, instead of --memory.")] = "",
+    utilization: Annotated[
+        float, typer.Option(help="Part of the GPU's memory that the engine uses (vLLM: --gpu-memory-utilization).")
+    ] = 0.92,
+    weights: Annotated[
+        str, typer.Option(help="Weights of the whole model, such as 70GB, which the ranks divide; add activations.")
+    ] = "0",
     context: Annotated[int, typer.Option(min=1, help="Longest request in tokens.")] = 32768,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8.")] = "bfloat16",
@@ -59,36 +73,73 @@ def plan_command(
     Compares a hybrid cache, where window and state layers free what they no longer need, with a uniform one, where
     every layer keeps every token; also for other data types, numbers of ranks and context lengths.
     """
-    from kvplane_service.models.catalogue import ModelOptions
+    from kvplane_service.models.shapes import ModelOptions
     from kvplane_service.models.sizing import Sizing, figures_of, find_model, parse_bytes
 
     options = ModelOptions(
-        tensor_parallel, cache_dtype, block_size, context, speculative_tokens=speculative_tokens, drafter=drafter
+        tensor_parallel,
+        cache_dtype,
+        block_size,
+        context,
+        speculative_tokens=speculative_tokens,
+        drafter=drafter,
+        state_checkpoints=prefix_caching,
     )
-    found, memory_bytes = find_model(model), parse_bytes(memory)
-    sizing = Sizing(
-        found, options, memory_bytes, batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit
-    )
+    given = (_memory(memory, gpu, utilization), batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit)
+    sizing = Sizing(find_model(model), options, *given, parse_bytes(weights, "weights"))
     figures = figures_of(sizing)
+    where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     if plot is not None:
-        _plot(f"{model} in {memory} per rank", sizing, plot)
+        _plot(f"{model} in {where}", sizing, plot)
     if output is not Format.TABLE:
         print(plain_text(_plain(sizing, figures), output))
         return
-    print("\n\n".join((_head(model, memory, figures, context), _groups(figures), _variants(sizing), _lengths(sizing))))
+    head = _head(f"{model} in {where}", sizing, figures)
+    print("\n\n".join((head, _groups(figures), _variants(sizing), _lengths(sizing))))
 
 
-def _head(model: str, memory: str, figures: Figures, context: int) -> str:
-    gain = ""
-    if figures.gain is not None:
-        gain = f"; uniform {figures.uniform_concurrency:.2f}, gain {figures.gain:.2f} x"
+def models_command(output: Output = Format.TABLE) -> None:
+    """List the models of the catalogue, by which a replica can be registered, and the model types of which a
+    config.json is read.
+    """
+    from kvplane_service.models.catalogue import MODELS
+    from kvplane_service.models.model_types import READERS
+    from kvplane_service.models.shapes import ModelOptions
+
+    rows = [("MODEL", "LAYERS", "CACHES")]
+    for name, model in MODELS.items():
+        kinds = Counter(layer.spec.kind.value for layer in model.layers(ModelOptions()))
+        rows.append((name, str(model.num_layers), ", ".join(f"{count} {kind}" for kind, count in kinds.items())))
+    if output is not Format.TABLE:
+        listed = [{"name": name, "layers": int(layers), "caches": caches} for name, layers, caches in rows[1:]]
+        print(plain_text({"models": listed, "model_types": sorted(READERS)}, output))
+        return
+    types = fill(", ".join(sorted(READERS)), width=_TEXT_COLUMNS, break_on_hyphens=False)
+    print(f"{columns(rows)}\n\na config.json with one of the model types\n{types}")
+
+
+def _memory(memory: str, gpu: str, utilization: float) -> int:
+    from kvplane_service.models.sizing import gpu_bytes, parse_bytes
+
+    if gpu and memory:
+        raise InvalidArgument("--gpu and --memory are both given", field="gpu", remedy="give one of them")
+    return gpu_bytes(gpu, utilization) if gpu else parse_bytes(memory or "40GiB")
+
+
+def _head(title: str, sizing: Sizing, figures: Figures) -> str:
+    uniform = []
+    if figures.uniform_concurrency and figures.gain:
+        gains = f"{figures.gain:.2f} x and {figures.decoding_concurrency / figures.uniform_concurrency:.2f} x"
+        uniform = [f"{figures.uniform_concurrency:.2f} in a uniform cache, so the gain is {gains}"]
     hits = [f"prefix hits are multiples of {figures.hit_unit:,} tokens"] if figures.hit_unit else []
     return "\n".join(
         (
-            f"{model} in {memory} per rank: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
+            f"{title}: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
             f"{figures.bytes_per_token:,.0f} bytes per token while every token is kept",
-            f"{figures.blocks_per_request:,} blocks per request of {context:,} tokens: "
-            f"{figures.concurrency:.2f} concurrent requests{gain}",
+            f"{figures.blocks_per_request:,} blocks per request of {sizing.options.max_model_len:,} tokens: "
+            f"{figures.concurrency:.2f} concurrent requests if each is in a prefill of {sizing.max_batched_tokens:,} "
+            f"tokens (engines admit by this), {figures.decoding_concurrency:.2f} while all decode",
+            *uniform,
             *hits,
             *(f"warning: {warning}" for warning in figures.warnings),
         )

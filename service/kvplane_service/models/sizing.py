@@ -13,9 +13,11 @@ from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
+from kvplane.base.layer_spec import LayerSpec, ceil_div
 from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, Worker, plan_cache
-from kvplane_service.models.catalogue import MODELS, Model, ModelOptions, model_layers
+from kvplane_service.models.catalogue import MODELS, model_layers
 from kvplane_service.models.hf_config import read_model
+from kvplane_service.models.shapes import Model, ModelOptions
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072, 262_144)
 _DTYPES = ("bfloat16", "fp8")
@@ -24,6 +26,11 @@ Label = TypeVar("Label")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+# Memory in GB as the makers' data sheets state it; a driver leaves a little less or more of it.
+GPUS = {
+    "a10": 24, "a100": 80, "a100-40gb": 40, "b200": 180, "h100": 80, "h200": 141, "l4": 24, "l40s": 48, "mi300x": 192,
+    "mi325x": 256, "t4": 16, "v100": 32,
+}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", re.IGNORECASE)
 
 
@@ -32,11 +39,12 @@ class Sizing:
     """The input of a plan: a model, how it is served, and the memory of one rank.
 
     Attributes:
-        memory_bytes: cache memory of one rank.
+        memory_bytes: cache memory of one rank, and of its share of the weights.
         max_batched_tokens: most tokens of one step.
         max_concurrent_batches: most steps in flight.
         prefix_caching: if False, recurrent states are not cached and prompts share no blocks.
         prefix_match_unit: tokens per block hash; 0: the most that every group allows.
+        weights_bytes: weights of the whole model, which the ranks divide.
     """
 
     model: Model
@@ -46,6 +54,20 @@ class Sizing:
     max_concurrent_batches: int = 1
     prefix_caching: bool = True
     prefix_match_unit: int = 0
+    weights_bytes: int = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the weights leave on one rank. Raises InvalidArgument if they leave none."""
+        left = self.memory_bytes - ceil_div(self.weights_bytes, self.options.tensor_parallel)
+        if left > 0:
+            return left
+        raise InvalidArgument(
+            f"{self.weights_bytes:,} bytes on {self.options.tensor_parallel} ranks leave none of the "
+            f"{self.memory_bytes:,} bytes of each",
+            field="weights",
+            remedy="use more ranks or GPUs with more memory",
+        )
 
     def plan(self, hybrid: bool = True) -> CachePlan:
         """Return the cache plan; if `hybrid` is False, every layer keeps every token. Raises InvalidArgument if no plan
@@ -53,8 +75,10 @@ class Sizing:
         """
         mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE
         layers = self.model.layers(replace(self.options, mamba_mode=mode))
+        if not hybrid:
+            layers = tuple(replace(layer, spec=_keeping_all(layer.spec)) for layer in layers)
         return plan_cache(
-            [Worker(layers, self.memory_bytes)],
+            [Worker(layers, self.cache_bytes)],
             PlanOptions(
                 max_model_len=self.options.max_model_len,
                 max_batched_tokens=self.max_batched_tokens,
@@ -66,6 +90,10 @@ class Sizing:
                 prefix_match_unit=self.prefix_match_unit if hybrid else 0,  # a uniform cache has no states
             ),
         )
+
+    def decoding(self) -> Sizing:
+        """Return an equal input for requests of which each computes one token per step, as all do between prefills."""
+        return replace(self, max_batched_tokens=1 + self.options.speculative_tokens)
 
     def at(self, max_model_len: int) -> Sizing:
         """Return an equal input, but with another context length."""
@@ -94,8 +122,11 @@ class Figures:
         bytes_per_block: memory of a block.
         num_blocks: number of blocks that fit.
         blocks_per_request: blocks of a request with the full context length.
-        concurrency: number of such requests that fit at the same time.
-        uniform_concurrency: the same number if every layer keeps every token; None if that cannot be planned.
+        concurrency: number of such requests that fit at the same time if each of them computes `max_batched_tokens`
+            tokens of its prompt in every step in flight: the worst case, by which engines admit.
+        decoding_concurrency: the same number while all of them decode.
+        uniform_concurrency: number of requests if every layer keeps every token, in either case; None if that cannot
+            be planned.
         hit_unit: number of tokens that prefix hits are multiples of; 0 without prefix caching.
         warnings: what an operator should know about the plan.
     """
@@ -106,6 +137,7 @@ class Figures:
     num_blocks: int
     blocks_per_request: int
     concurrency: float
+    decoding_concurrency: float
     uniform_concurrency: float | None
     hit_unit: int
     warnings: tuple[str, ...]
@@ -129,13 +161,23 @@ def find_model(name: str) -> Model:
     return MODELS[name]
 
 
-def parse_bytes(text: str) -> int:
+def gpu_bytes(name: str, utilization: float) -> int:
+    """Return the part of a GPU's memory that an engine uses. Raises InvalidArgument."""
+    if name.lower() not in GPUS:
+        what = f"the GPU {name[:40]!r} is unknown"
+        raise InvalidArgument(what, field="gpu", remedy=f"use one of {', '.join(GPUS)}, or give --memory")
+    if not 0.0 < utilization <= 1.0:
+        raise InvalidArgument(f"it is {utilization}", field="utilization", remedy="give a part above 0 and at most 1")
+    return int(GPUS[name.lower()] * _UNITS["GB"] * utilization)
+
+
+def parse_bytes(text: str, field: str = "memory") -> int:
     """Return the number of bytes that a text such as "40GiB", "80 GB" or "1073741824" states. Raises
     InvalidArgument.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise InvalidArgument(f"{text!r} is not a size in bytes", field="memory", remedy="write a size such as 40GiB")
+        raise InvalidArgument(f"{text!r} is not a size in bytes", field=field, remedy="write a size such as 40GiB")
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
@@ -150,9 +192,10 @@ def figures_of(sizing: Sizing) -> Figures:
         num_blocks=plan.num_blocks,
         blocks_per_request=plan.blocks_per_request,
         concurrency=plan.max_concurrency,
-        uniform_concurrency=_uniform(sizing),
+        decoding_concurrency=_concurrency(sizing.decoding()) or plan.max_concurrency,
+        uniform_concurrency=_concurrency(sizing, hybrid=False),
         hit_unit=plan.hit_alignment if sizing.prefix_caching else 0,
-        warnings=tuple(warning.message for warning in plan.warnings),
+        warnings=(*(warning.message for warning in plan.warnings), *_left_out(sizing)),
     )
 
 
@@ -208,8 +251,22 @@ def _group_figures(group: CacheGroup) -> GroupFigures:
     return GroupFigures(group.kind, len(group.layer_names), group.block_size, group.spec.page_bytes, per_token)
 
 
-def _uniform(sizing: Sizing) -> float | None:
+def _concurrency(sizing: Sizing, hybrid: bool = True) -> float | None:
     try:
-        return sizing.plan(hybrid=False).max_concurrency
+        return sizing.plan(hybrid).max_concurrency
     except InvalidArgument:
         return None
+
+
+def _keeping_all(spec: LayerSpec) -> LayerSpec:
+    """Return the format of a layer that keeps every token, whatever it attends to."""
+    return spec.as_full_attention(spec.block_size)
+
+
+def _left_out(sizing: Sizing) -> list[str]:
+    """Return what a plan does not contain although the model has it."""
+    count = sizing.model.mtp_layers
+    if not count or sizing.options.drafter is Drafter.MTP:
+        return []
+    layers = "layer" if count == 1 else f"{count} layers"
+    return [f"the model's {layers} for multi-token prediction: planned only with the drafter mtp"]

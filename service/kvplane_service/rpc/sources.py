@@ -25,7 +25,8 @@ from kvplane_service.core.planner import (
     to_groups,
     to_rank_plan,
 )
-from kvplane_service.models.catalogue import ModelOptions, check_speculation, model_layers
+from kvplane_service.models.catalogue import model_layers
+from kvplane_service.models.shapes import ModelOptions, check_speculation
 
 MAX_LAYERS = 4096
 _AnyLayer: TypeAlias = Layer | KVSharingLayer

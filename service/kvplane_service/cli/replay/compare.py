@@ -20,7 +20,8 @@ from kvplane_replay.summary import Summary
 from kvplane_replay.workloads import DocumentShape, document_workload
 from kvplane_service.cli.output import columns
 from kvplane_service.cli.replay.engines import running
-from kvplane_service.models.catalogue import ModelOptions, model_layers
+from kvplane_service.models.catalogue import model_layers
+from kvplane_service.models.shapes import ModelOptions
 
 SHAPE = DocumentShape()
 POOLS = {"gpt-oss-120b": 6 << 30, "gemma-3-27b": 24 << 30}  # bytes: room for all conversations, if windows are freed

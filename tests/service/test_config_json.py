@@ -1,0 +1,298 @@
+"""Models read from a config.json: equal to what vLLM 0.33 plans, and refused where a field could matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane_service.models.catalogue import MODELS
+from kvplane_service.models.hf_config import model_of
+from kvplane_service.models.model_types import READERS
+from kvplane_service.models.shapes import ModelOptions, Sliding
+from kvplane_service.models.sizing import Sizing, figures_of, find_model
+from tests.conformance.reference_specs import read_spec
+
+FOLDER = Path(__file__).with_name("reference_plans")
+CASES: dict[str, dict[str, Any]] = json.loads((FOLDER / "configs.json").read_text())
+PLANS: dict[str, dict[str, Any]] = json.loads((FOLDER / "plans.json").read_text())
+MEMORY_BYTES = 80 << 30
+AS_VLLM = ModelOptions(max_model_len=32768, state_checkpoints=True)
+
+
+def test_every_case_is_recorded_and_names_its_origin():
+    assert PLANS.keys() == CASES.keys()
+    assert len(PLANS) >= 40
+    assert all(case["model_type"] for case in CASES.values()), "a class of transformers"
+    assert len({case["model_type"] for case in CASES.values()}) >= 40
+
+
+def test_every_type_that_is_read_has_a_recorded_plan_or_is_another_name_of_one():
+    recorded = {plan["config"]["model_type"] for plan in PLANS.values()}
+    # Outer types of files that have a text model; Llama 4 is compared with a row of golden_groups.json.
+    others = {"gemma3", "llama4", "llama4_text"}
+    assert set(READERS) - recorded == others
+    assert recorded <= set(READERS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_equals_that_of_vllm(name):
+    plan = PLANS[name]
+    model = model_of(plan["config"])
+    expected = [read_spec(plan["formats"][number], name) for count, number in plan["layers"] for _ in range(count)]
+    # vLLM lists the layers of some models in another order.
+    assert sorted(repr(layer.spec) for layer in model.layers(AS_VLLM)) == sorted(map(repr, expected))
+    figures = figures_of(Sizing(model, AS_VLLM, MEMORY_BYTES))
+    assert figures.num_blocks == plan["num_blocks"]
+    assert sorted(group.num_layers for group in figures.groups) == plan["groups"]
+    assert figures.concurrency == pytest.approx(plan["concurrency"], abs=1e-9)
+
+
+MATTERS = {
+    "llama": ("num_kv_heads", "sliding_window", "kv_lora_rank", "num_kv_shared_layers", "mamba_ssm_dtype"),
+    "qwen3_next": ("mamba_ssm_dtype", "sliding_window", "attention_chunk_size"),
+    "falcon": ("sliding_window", "n_head_kv"),
+    "deepseek_v3": ("index_topk", "index_head_dim", "compress_ratios"),
+    "nemotron_h": ("sliding_window", "num_kv_shared_layers"),
+    "gpt2": ("multi_query", "add_cross_attention"),
+    "gemma4_text": ("kv_lora_rank", "attention_chunk_size"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in MATTERS.items() for field in fields])
+def test_field_that_may_matter_and_is_not_read_is_refused_by_name(name, field):
+    config = PLANS[name]["config"]
+    model_of(config)
+    with pytest.raises(InvalidArgument, match="kvplane does not read it") as caught:
+        model_of({**config, field: 2})
+    assert caught.value.field == field
+    model_of({**config, field: None})  # as the classes write what a model does not have
+
+
+# Models that vLLM 0.33 does not plan, or not from this kind of file.
+@pytest.mark.parametrize(
+    "model_type", ["bamba", "bert", "minimax", "minimax_text_01", "t5", "whisper", "rwkv", "deepseek_v4", "", None, 7]
+)
+def test_model_type_that_is_not_read_is_refused(model_type):
+    with pytest.raises(InvalidArgument, match="which kvplane does not read") as caught:
+        model_of({**PLANS["llama"]["config"], "model_type": model_type})
+    assert caught.value.field == "model_type"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("qwen3_5_text", {"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}, "use_sliding_window"),
+        ("kimi_linear", {"num_hidden_layers": 28}, "linear_attn_config.kda_layers"),
+        ("kimi_linear", {"linear_attn_config": {}}, "linear_attn_config.num_heads"),
+        ("kimi_linear", {"linear_attn_config": None}, "linear_attn_config"),
+        ("zamba2", {"hybrid_layer_ids": [54]}, "hybrid_layer_ids"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern"),
+        ("mimo_v2_flash", {"sliding_window": 64}, "sliding_window"),
+        ("gemma4_text", {"per_layer_config": {"5": {"num_key_value_heads": 1}}}, "per_layer_config.5"),
+        ("gemma4_text", {"per_layer_config": {"99": {"head_dim": 512}}}, "per_layer_config.99"),
+        ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
+        ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-M?"}, "hybrid_override_pattern"),
+        ("gpt2", {"n_embd": None}, "n_embd"),
+        ("gpt2", {"n_layer": -1}, "n_layer"),
+        ("llama", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+    ],
+)
+def test_contradictory_config_of_a_type_is_refused_by_field(name, changes, field):
+    with pytest.raises(InvalidArgument) as caught:
+        model_of({**PLANS[name]["config"], **changes})
+    assert caught.value.field == field
+
+
+def test_pattern_of_characters_is_that_of_the_types():
+    config = PLANS["nemotron_h"]["config"]
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    pattern = "".join(letters[one] for one in config["layers_block_type"])
+    spelled = {**config, "layers_block_type": None, "hybrid_override_pattern": pattern}
+    assert model_of(spelled) == model_of(config)
+
+
+def test_text_model_of_a_multimodal_file_is_read():
+    text = PLANS["gemma3_text"]["config"]
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"num_hidden_layers": 27}}
+    assert model_of(config) == model_of(text)
+
+
+# Published config.json files, as far as the cache depends on them.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-70b": {
+        "model_type": "llama",
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "hidden_size": 8192,
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "hidden_size": 2880,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
+    "gemma-3-27b": {
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "hidden_size": 5376,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+        },
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    },
+    "llama-4-scout": {
+        "text_config": {
+            "model_type": "llama4_text",
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "hidden_size": 5120,
+            "head_dim": 128,
+            "attention_chunk_size": 8192,
+        },
+    },
+    "jamba-v0.1": {
+        "model_type": "jamba",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    "qwen3-next-80b": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "hidden_size": 2048,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "hidden_size": 7168,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json_has_the_layers_of_the_catalogue(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    read = find_model(str(tmp_path))
+    assert find_model(str(tmp_path / "config.json")) == read
+    options = ModelOptions()
+    assert [layer.spec for layer in read.layers(options)] == [layer.spec for layer in MODELS[name].layers(options)]
+
+
+NEEDED = [
+    ("llama-3.1-70b", "num_hidden_layers"),
+    ("llama-3.1-70b", "hidden_size"),
+    ("gpt-oss-120b", "sliding_window"),
+    ("jamba-v0.1", "mamba_d_state"),
+    ("qwen3-next-80b", "linear_key_head_dim"),
+    ("deepseek-v3", "qk_rope_head_dim"),
+]
+
+
+@pytest.mark.parametrize(("name", "field"), NEEDED)
+def test_config_json_without_a_field_is_refused_with_its_usual_place(name, field):
+    config = {key: value for key, value in CONFIGS[name].items() if key != field}
+    with pytest.raises(InvalidArgument, match="the field is missing") as caught:
+        model_of(config)
+    assert caught.value.field == field
+    assert caught.value.remedy.startswith("it usually is ")
+
+
+@pytest.mark.parametrize("value", [0, -8, "8", 1.5, None, True])
+def test_config_json_with_invalid_heads_is_refused(value):
+    with pytest.raises(InvalidArgument) as caught:
+        model_of({**CONFIGS["llama-3.1-70b"], "num_key_value_heads": value})
+    assert caught.value.field == "num_key_value_heads"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["tree_attention"] * 80}, "layer_types"),
+        ({"num_attention_heads": 7}, "head_dim"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"head_dim": 1 << 40}, "head_dim"),
+        ({"layer_types": [["full_attention"]] * 80}, "layer_types"),
+        ({"model_type": "llama4", "attention_chunk_size": 128, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": "x"}, "attn_layer_offset"),
+        ({"sliding_window": 4096, "model_type": "olmo3"}, "layer_types"),  # which layers have it?
+        ({"sliding_window": 4096, "model_type": ["gemma2"]}, "model_type"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"model_type": "qwen3_next"}, "full_attention_interval"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers"),
+        ({"model_type": "kimi_k2", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2}, "index_topk"),
+    ],
+)
+def test_contradictory_config_json_is_refused_by_field(changes, field):
+    with pytest.raises(InvalidArgument) as caught:
+        model_of({**CONFIGS["llama-3.1-70b"], **changes})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral"}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"model_type": "gemma2"}, [0, 2, 4, 6]),
+        ({"model_type": "gemma3_text"}, [0, 1, 2, 3, 4, 6, 7]),
+        ({"model_type": "exaone4", "sliding_window_pattern": 4}, [0, 1, 2, 4, 5, 6]),
+        ({"model_type": "qwen2", "use_sliding_window": False, "max_window_layers": 3}, []),
+        ({"model_type": "mistral", "sliding_window": None}, []),
+    ],
+)
+def test_config_json_decides_which_layers_have_a_window(changes, windows):
+    """As the model types of transformers define it when the file does not."""
+    config = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 128, **changes}
+    shapes = model_of(config).pattern
+    assert [layer for layer, shape in enumerate(shapes) if isinstance(shape, Sliding)] == windows
+
+
+def test_missing_or_malformed_config_json_is_refused(tmp_path):
+    with pytest.raises(NotFound, match="No such file"):
+        find_model(str(tmp_path / "config.json"))
+    for text, match in (("[]", "not a JSON object"), ("{", "not JSON")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(InvalidArgument, match=match):
+            find_model(str(tmp_path / "bad.json"))
+    with pytest.raises(NotFound, match=r"the most similar name is llama-3\.1-70b"):
+        find_model("llama-3.1-71b")
+
+
