@@ -48,7 +48,7 @@ class KnownRequests:
         self.running: set[int] = set()  # slots that hold blocks
         self._requests: dict[int, _Request] = {}
         self._obstacle = ""
-        self._decoding: Sequence[int] = []  # slots of the last decode steps
+        self._decoding: tuple[Sequence[int], Sequence[int]] = ((), ())  # of the last decode steps: slots, a 1 for each
         self._decoded: list[array[int]] = []  # per decode step, a token of each of these slots; empty with hashes
 
     def note(self, step: Step, result: StepResult) -> None:
@@ -124,14 +124,14 @@ class KnownRequests:
 
     def _add_facts(self, facts: Facts) -> None:
         self._add_appended(facts)
-        rows, hash_at = range(len(facts.slot)), 0
-        size = len(facts.hashes) // max(1, sum(facts.num_hashes))
-        for row in compress(rows, facts.num_hashes):
-            one, count = self._requests[facts.slot[row]], facts.num_hashes[row]
-            one.num_hashes += count
-            one.hashes += facts.hashes[hash_at : hash_at + count * size]
-            hash_at += count * size
-        for row in compress(rows, facts.end):
+        if facts.hashes:
+            hash_at, size = 0, len(facts.hashes) // max(1, sum(facts.num_hashes))
+            for slot, count in zip(compress(facts.slot, facts.num_hashes), filter(None, facts.num_hashes), strict=True):
+                one = self._requests[slot]
+                one.num_hashes += count
+                one.hashes += facts.hashes[hash_at : hash_at + count * size]
+                hash_at += count * size
+        for row in compress(range(len(facts.end)), facts.end):
             self._end(facts.slot[row], End(facts.end[row]))
 
     def _add_appended(self, facts: Facts) -> None:
@@ -139,10 +139,12 @@ class KnownRequests:
         to each request together: to add each alone would be the most expensive part of receiving an answer.
         """
         num_rows, num_tokens = len(facts.slot), len(facts.tokens)
-        if facts.appended.count(1) == num_rows and num_tokens in (0, num_rows):
-            if facts.slot != self._decoding or num_tokens != len(self._decoded[-1]):
+        slots, ones = self._decoding
+        is_next = facts.slot == slots and facts.appended == ones  # first: two comparisons of arrays are much faster
+        if num_tokens in (0, num_rows) and (is_next or facts.appended.count(1) == num_rows):
+            if not is_next or num_tokens != len(self._decoded[-1]):
                 self._add_collected()
-                self._decoding = facts.slot[:]
+                self._decoding = facts.slot[:], facts.appended[:]
             self._decoded.append(array("I", facts.tokens))
             if len(self._decoded) == _MAX_COLLECTED:
                 self._add_collected()
@@ -158,7 +160,7 @@ class KnownRequests:
     def _add_collected(self) -> None:
         """Add the collected tokens to their requests."""
         steps, self._decoded = self._decoded, []
-        slots, self._decoding = self._decoding, []
+        (slots, _), self._decoding = self._decoding, ((), ())
         for slot in slots:
             self._requests[slot].num_tokens += len(steps)
         for slot, tokens in zip(slots, zip(*steps, strict=True), strict=False):  # without tokens: no row

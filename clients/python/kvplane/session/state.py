@@ -93,7 +93,8 @@ class SessionState:
         for at, given in enumerate(parts):
             if not isinstance(given, Part):
                 check(given, Part, f"parts[{at}]")
-        check(last, bool, "last")
+        if last is not True:
+            check(last, bool, "last")
         step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through))
         self._unanswered.append(step)
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
@@ -238,7 +239,8 @@ class SessionState:
                     remedy="with several steps in flight, give the last step that has finished on all ranks",
                 )
             return seq - 1
-        check(given, int, "executed_through")
+        if type(given) is not int:
+            check(given, int, "executed_through")
         if not latest <= given <= self._answered_seq:
             raise InvalidArgument(
                 f"{given} is not within {latest} to {self._answered_seq}",

@@ -1,6 +1,6 @@
 """Conversion of the columns of a step: lists or arrays in kvplane's types, packed little-endian bytes in the message.
 
-A section of a step is described once, as a tuple of Column; packing and unpacking read that description. So a column
+A section of a step is described once, as Columns; packing and unpacking read that description. So a column
 takes one C call in each direction, and its rules (element size, one entry per row, highest value) are in one place.
 Every step uses this module, so field names are built only for an error.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
@@ -46,6 +47,21 @@ class Column(NamedTuple):
     by_row: bool = True
     highest: int | None = None
     stays_packed: bool = False
+
+
+class Columns:
+    """The description of a section: its columns, in order.
+
+    Attributes:
+        each: the columns.
+        read: returns the values of all of them, from kvplane's type or the message, in one call.
+    """
+
+    __slots__ = ("each", "read")
+
+    def __init__(self, *columns: Column) -> None:
+        self.each = columns
+        self.read = attrgetter(*(column.name for column in columns))
 
 
 def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
@@ -92,17 +108,19 @@ def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int
     return memoryview(raw).cast("Q")
 
 
-def pack_section(section: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
+def pack_section(section: object, columns: Columns, where: str) -> dict[str, Any]:
     """Return the non-empty columns of a section as packed bytes, by field name."""
-    packed = {}
-    for name, code, *_ in columns:
-        values = getattr(section, name)
-        if values:
-            packed[name] = pack(values, code, where, name)
-    return packed
+    values = columns.read(section)
+    if not any(values):
+        return {}  # as most sections of most steps are
+    return {
+        column.name: pack(given, column.code, where, column.name)
+        for column, given in zip(columns.each, values, strict=True)
+        if given
+    }
 
 
-def unpack_section(message: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
+def unpack_section(message: object, columns: Columns, where: str) -> dict[str, Any]:
     """Return the non-empty columns of a message as lists, by field name.
 
     Raises:
@@ -111,9 +129,11 @@ def unpack_section(message: object, columns: Iterable[Column], where: str) -> di
             field is `where` and the name of the column.
     """
     lists: dict[str, Any] = {}
+    packed = columns.read(message)
+    if not any(packed):
+        return lists
     rows = -1
-    for name, code, by_row, highest, stays_packed in columns:
-        raw = getattr(message, name)
+    for (name, code, by_row, highest, stays_packed), raw in zip(columns.each, packed, strict=True):
         if not raw:
             if by_row and rows < 0:
                 rows = 0

@@ -11,6 +11,7 @@ from kvplane.wire.columns import (
     U32,
     U64,
     Column,
+    Columns,
     build,
     pack,
     pack_section,
@@ -19,7 +20,7 @@ from kvplane.wire.columns import (
     wrong_total,
 )
 
-_RESULT = (
+_RESULT = Columns(
     Column("granted", by_row=False),
     Column("preempted", by_row=False),
     Column("admit_status", highest=7),
@@ -31,11 +32,11 @@ _RESULT = (
     Column("peek_single_group_hit", by_row=False),
     Column("num_hashes", by_row=False),
 )
-_BLOCKS = (Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
-_STAMPS = (Column("stamp_block"), Column("stamp", U64))
-_COPIES = (Column("copy_src"), Column("copy_dst"), Column("copy_group"))
-_ZEROES = (Column("zero_block"), Column("zero_group"))
-_ORDERS = _STAMPS + _COPIES + _ZEROES
+_BLOCKS = Columns(Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
+_STAMPS = Columns(Column("stamp_block"), Column("stamp", U64))
+_COPIES = Columns(Column("copy_src"), Column("copy_dst"), Column("copy_group"))
+_ZEROES = Columns(Column("zero_block"), Column("zero_group"))
+_ORDERS = Columns(*_STAMPS.each, *_COPIES.each, *_ZEROES.each)
 _BLOCK_FIELDS = ("new_blocks", "tables", "peek_blocks")
 
 

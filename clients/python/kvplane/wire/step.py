@@ -29,6 +29,7 @@ from kvplane.wire.columns import (
     I32,
     U64,
     Column,
+    Columns,
     build,
     cannot_build,
     pack_section,
@@ -37,7 +38,7 @@ from kvplane.wire.columns import (
     wrong_total,
 )
 
-_FACTS = (
+_FACTS = Columns(
     Column("slot"),
     Column("computed", I32),
     Column("appended"),
@@ -48,13 +49,13 @@ _FACTS = (
     Column("fence", U64),
     Column("release_skipped", I32),
 )
-_CACHE = (
+_CACHE = Columns(
     Column("failed_steps", U64, by_row=False),
     Column("evicted", by_row=False),
     Column("released", by_row=False),
     Column("loads_over", by_row=False),
 )
-_NEWS = (
+_NEWS = Columns(
     Column("slot"),
     Column("num_tokens"),
     Column("tokens", by_row=False, stays_packed=True),
@@ -62,7 +63,7 @@ _NEWS = (
     Column("skip_reading", highest=1),
     Column("max_tokens"),
 )
-_RESUME = (
+_RESUME = Columns(
     Column("slot"),
     Column("computed"),
     Column("launch_end"),
@@ -77,7 +78,7 @@ _RESUME = (
     Column("held_blocks", by_row=False),
     Column("held_loading", by_row=False, highest=1),
 )
-_RUN = (
+_RUN = Columns(
     Column("slot"),
     Column("extra", I32),
     Column("cap"),
@@ -87,7 +88,7 @@ _RUN = (
     Column("victims", by_row=False),
     Column("reserved"),
 )
-_ADMIT = (
+_ADMIT = Columns(
     Column("slot"),
     Column("extra", I32),
     Column("cap"),
@@ -103,7 +104,7 @@ _ADMIT = (
     Column("skip_zero_groups", U64),
     Column("single_group_hit"),
 )
-_PEEK = (Column("slot"), Column("limit"))
+_PEEK = Columns(Column("slot"), Column("limit"))
 _ON_RUN_REFUSAL = tuple(OnRefusal)
 _ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
