@@ -19,7 +19,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
 # Full-screen; needs a store; runs until stopped: other tests run them.
 LEFT_OUT = {"kvplane top", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
-OFFLINE = ("kvplane plan", "kvplane replay", "kvplane token")
+OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token")
 
 
 def test_operating_notes_show_the_commands():
