@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm.model_executor.models.registry as registry
+from messages import Messages
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored
@@ -216,6 +217,7 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
         names = "address", "replica", "pipeline"
         more["additional_config"] = {"kvplane": {"mode": "remote", **dict(zip(names, target, strict=True))}}
     observed = Observed(engine(model, kind, num_blocks, **more), model)
+    counts = Messages(observed.scheduler) if kind == "remote" else None
     between = observed.overwrite if kind == "overwritten" else lambda: None
     first, last = map(int, seeds.split("-"))
     found = [observed.seed(seed, between, words) for seed in range(first, last + 1)]
@@ -227,9 +229,10 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
         result["messages"] = manager.sender.num_submitted
         result["evicted"] = evict_by_service(observed, *target)
         result["mirror"] = mirror_state(manager, *target)
-    if kind == "remote":
+    if counts is not None:
         driver = observed.scheduler.on_service.driver
         result |= {"messages": driver.messages, "unused": manager.books.num_unused, "lives": manager.link.life}
+        result |= {"messages_decoding": counts.decoding, "messages_others": counts.others}
     print("RESULT " + json.dumps(result))
 
 
