@@ -74,25 +74,41 @@ def test_engine_loop_runs_as_printed(address):
     assert second.startswith("turn 2: 96 of 100 prompt tokens were cached")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_engine_loop_hits_on_every_model(address, model):
-    """The prompt is longer than a block of any model."""
+def hits_of_the_loop(changes: dict[str, str], **names: object) -> list[int]:
+    """Prompt tokens that each turn of the loop hits, with parts of its text replaced; `names` are global in it."""
     (loop,) = fenced_blocks(FIRST_ENGINE, "python")
-    for said, other in {
-        DEFAULT_ADDRESS: address,
-        '"readme"': f'"{model}"',
-        "llama-3.1-8b": model,
-        "num_blocks=2100": "num_blocks=8000",
-        "range(1000, 1100)": "range(1000, 3000)",
-    }.items():
+    for said, other in changes.items():
         assert said in loop
         loop = loop.replace(said, other)
     printed = StringIO()
     with redirect_stdout(printed):
-        exec(compile(loop, "first-engine.md", "exec"), {})
-    hits = [int(line.split()[2]) for line in printed.getvalue().splitlines()]
-    assert hits[0] == 0
-    assert hits[1] >= 1500
+        exec(compile(loop, "first-engine.md", "exec"), names)
+    return [int(line.split()[2]) for line in printed.getvalue().splitlines()]
+
+
+LONG_PROMPT = {"num_blocks=2100": "num_blocks=8000", "range(1000, 1100)": "range(1000, 3000)"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_engine_loop_hits_on_every_model(address, model):
+    """The prompt is longer than a block of any model."""
+    changes = {DEFAULT_ADDRESS: address, '"readme"': f'"{model}"', "llama-3.1-8b": model, **LONG_PROMPT}
+    first, second = hits_of_the_loop(changes)
+    assert first == 0
+    assert second >= 1500
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek_v32", "falcon_h1", "gemma3n_text", "kimi_linear", "lfm2", "mimo_v2_flash", "nemotron_h", "zamba2"],
+)
+def test_engine_loop_hits_on_models_registered_from_a_config(address, name):
+    plans = ROOT / "tests" / "service" / "reference_plans" / "plans.json"
+    config = json.dumps(json.loads(plans.read_text())[name]["config"])
+    changes = {DEFAULT_ADDRESS: address, '"readme"': f'"{name}"', 'model="llama-3.1-8b"': "config=CONFIG"}
+    first, second = hits_of_the_loop(changes | LONG_PROMPT, CONFIG=config)
+    assert first == 0
+    assert second >= 1000
 
 
 def test_unaligned_rows_of_a_recurrent_model_hit_nothing(address):

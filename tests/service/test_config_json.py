@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.v1.allocation_pb2 import RegisterReplicaRequest
+from kvplane.v1.replica_pb2 import ModelSource
 from kvplane_service.models.catalogue import MODELS
 from kvplane_service.models.hf_config import model_of
 from kvplane_service.models.model_types import READERS
 from kvplane_service.models.shapes import ModelOptions, Sliding
 from kvplane_service.models.sizing import Sizing, figures_of, find_model
+from kvplane_service.rpc.sources import plan_source
 from tests.conformance.reference_specs import read_spec
 
 FOLDER = Path(__file__).with_name("reference_plans")
@@ -108,6 +111,37 @@ def test_model_type_that_is_not_read_is_refused(model_type):
 def test_contradictory_config_of_a_type_is_refused_by_field(name, changes, field):
     with pytest.raises(InvalidArgument) as caught:
         model_of({**PLANS[name]["config"], **changes})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_replica_is_registered_from_its_config(name):
+    plan = PLANS[name]
+    source = ModelSource(config=json.dumps(plan["config"]), memory_bytes=MEMORY_BYTES, max_model_len=32768)
+    planned = plan_source(RegisterReplicaRequest(replica="r", model=source))
+    assert planned.spec.num_blocks == plan["num_blocks"]
+    assert sorted(len(one.layer_names) for one in planned.spec.groups) == plan["groups"]
+    # A state inside a launch is written by engines on Mamba 2 kernels alone; no source says that this one does.
+    assert {one.checkpoint_alignment for one in planned.spec.groups} == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"config": "{"}, "model.config"),
+        ({"config": "[" * 100_000}, "model.config"),
+        ({"config": "[]"}, "model.config"),
+        ({"config": " " * ((1 << 20) + 1)}, "model.config"),
+        ({"config": "{}"}, "model.config.model_type"),
+        ({"config": json.dumps({"model_type": "x" * 100_000})}, "model.config.model_type"),
+        ({"config": json.dumps({**PLANS["llama"]["config"], "index_topk": 8})}, "model.config.index_topk"),
+        ({"model": "llama-3.1-8b"}, "model.model"),
+    ],
+)
+def test_registration_from_a_bad_config_is_refused_by_field(changes, field):
+    fields = {"config": json.dumps(PLANS["llama"]["config"]), "num_blocks": 100, **changes}
+    with pytest.raises(InvalidArgument) as caught:
+        plan_source(RegisterReplicaRequest(replica="r", model=ModelSource(**fields)))
     assert caught.value.field == field
 
 

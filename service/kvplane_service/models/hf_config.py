@@ -35,14 +35,30 @@ def read_model(path: Path) -> Model:
     if len(text) > MAX_CONFIG_BYTES:
         what = f"{path} has {len(text)} bytes, at most {MAX_CONFIG_BYTES} are read"
         raise InvalidArgument(what, field="model", remedy="name the model's config.json")
+    return model_of(_json_object(text, str(path), "model"))
+
+
+def parse_model(text: str) -> Model:
+    """Return the model that the text of a config.json describes. Raises InvalidArgument for the field `config`, or one
+    inside it.
+    """
+    config = _json_object(text, "it", "config")
+    try:
+        return model_of(config)
+    except InvalidArgument as error:
+        error.field = f"config.{error.field}"
+        raise
+
+
+def _json_object(text: str | bytes, name: str, field: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        remedy = "name the model's config.json"
-        raise InvalidArgument(f"{path} is not JSON: {error}", field="model", remedy=remedy) from None
+        remedy = "give the model's config.json"
+        raise InvalidArgument(f"{name} is not JSON: {error}", field=field, remedy=remedy) from None
     if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} is not a JSON object", field="model", remedy="name the model's config.json")
-    return model_of(config)
+        raise InvalidArgument(f"{name} is not a JSON object", field=field, remedy="give the model's config.json")
+    return config
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
@@ -50,7 +66,7 @@ def model_of(config: Mapping[str, Any]) -> Model:
     fields = Fields.of_text_model(config)
     reader = READERS.get(fields.model_type)
     if reader is None:
-        nearest = difflib.get_close_matches(fields.model_type, READERS, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(fields.model_type[:40], READERS, n=1, cutoff=0.0)[0]
         raise InvalidArgument(
             f"it is {repr(config.get('model_type'))[:40]}, which kvplane does not read",
             field="model_type",

@@ -1,5 +1,5 @@
-"""Determine the spec of a registration from its source: explicit groups, a model of the catalogue, or a list of
-layers.
+"""Determine the spec of a registration from its source: explicit groups, a model of the catalogue or of a
+config.json, or a list of layers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from kvplane_service.core.planner import (
     to_rank_plan,
 )
 from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions, check_speculation
+from kvplane_service.models.hf_config import parse_model
+from kvplane_service.models.shapes import Model, ModelOptions, check_speculation
 
 MAX_LAYERS = 4096
+MAX_CONFIG_CHARACTERS = 1 << 20
 _AnyLayer: TypeAlias = Layer | KVSharingLayer
 _Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
 
@@ -76,9 +78,19 @@ def _plan_model(source: replica_pb2.ModelSource) -> Planned:
     given = _given(source, "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "speculative_tokens")
     mode = MambaMode.NONE if source.disable_caching else MambaMode.ALIGN
     options = ModelOptions(mamba_mode=mode, drafter=_drafter(source), **given)
-    layers = model_layers(source.model, options)
+    layers = _model_of_config(source).layers(options) if source.config else model_layers(source.model, options)
     drops = options.drafter is not Drafter.NONE
     return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel, drops_last_block=drops))
+
+
+def _model_of_config(source: replica_pb2.ModelSource) -> Model:
+    if source.model:
+        what, remedy = f"it is {source.model[:40]!r}, and config is set", "set exactly one of model and config"
+        raise InvalidArgument(what, field="model", remedy=remedy)
+    if len(source.config) > MAX_CONFIG_CHARACTERS:
+        what = f"it has {len(source.config)} characters, at most {MAX_CONFIG_CHARACTERS} are read"
+        raise InvalidArgument(what, field="config", remedy="give the model's config.json")
+    return parse_model(source.config)
 
 
 def _drafter(source: _Source) -> Drafter:

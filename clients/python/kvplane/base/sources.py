@@ -1,5 +1,5 @@
-"""Two ways to register a replica without a ReplicaSpec: by a model of the service's catalogue, or by a list
-of layers.
+"""Two ways to register a replica without a ReplicaSpec: by a model of the service's catalogue or its config.json, or
+by a list of layers.
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource(PoolSettings):
-    """A replica for a model of the service's catalogue.
+    """A replica for a model of the service's catalogue, or for the model of a config.json. Give one of `model` and
+    `config`.
 
     Attributes:
         model: name of the model, such as "llama-3.1-70b".
+        config: text of the model's Hugging Face config.json.
         tensor_parallel: number of tensor-parallel ranks; all have the same memory layout.
         cache_dtype: "bfloat16" (default), "float16" or "fp8".
         block_size: tokens per attention block. Groups may get larger blocks, so that all pages have one size.
     """
 
-    model: str
+    model: str = ""
+    config: str = ""
     tensor_parallel: int = 0
     cache_dtype: str = ""
     block_size: int = 0

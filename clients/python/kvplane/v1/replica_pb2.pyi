@@ -173,7 +173,7 @@ class ReplicaSpec(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
-    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction")
+    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "config")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class ModelSource(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
     model: str
     tensor_parallel: int
     cache_dtype: str
@@ -212,7 +213,8 @@ class ModelSource(_message.Message):
     drafter: Drafter
     prefix_match_unit: int
     eviction: EvictionPolicy
-    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
+    config: str
+    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., config: _Optional[str] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
     __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
