@@ -136,7 +136,9 @@ clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp
+NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp \
+	$(wildcard service/kvplane_service/core/native/*.h service/kvplane_service/core/native/*/*.h \
+	service/kvplane_service/core/native/*.cpp)
 
 # The stamps are written last, so that an interrupted set-up is repeated.
 $(RUNTIME): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)

@@ -1,36 +1,76 @@
-"""Build hook of hatchling: compile the hashing of blocks with g++, or leave it out where that is not possible.
+"""Build hook of hatchling: compile the hashing of blocks and the core with g++, or leave them out where that is not
+possible.
 
-With the library, the wheel fits one platform and every Python from 3.11; without it, all platforms. KVPLANE_BUILD
+With the libraries, the wheel fits one platform and every Python from 3.11; without them, all platforms. KVPLANE_BUILD
 selects: `auto` (default) compiles where it can, `native` fails where it cannot, `python` does not compile.
-An editable install puts the library next to its source.
+An editable install puts the libraries next to their sources.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "kvplane/base/hashing/_native.abi3.so"
-SOURCE = Path(__file__).resolve().parent / "kvplane/base/hashing/_native.cpp"
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
-FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 LINKED = ["-static-libgcc", "-static-libstdc++"]  # so that the library needs libc alone
 VARIABLE = "KVPLANE_BUILD"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that is compiled from one C++ file.
+
+    Attributes:
+        path: where the wheel has it.
+        root: folder of the repository that has `path` in an editable install.
+        source: the C++ file, in `root`.
+        flags: further flags of the compiler.
+    """
+
+    path: str
+    root: str
+    source: str
+    flags: tuple[str, ...] = ()
+
+
+HASHES = Library(
+    "kvplane/base/hashing/_native.abi3.so",
+    "clients/python",
+    "kvplane/base/hashing/_native.cpp",
+    ("-fno-exceptions", "-fno-rtti"),
+)
+CORE = Library(
+    "kvplane_service/core/native/_native.abi3.so", "service", "kvplane_service/core/native/module.cpp", ("-fno-rtti",)
+)
+LIBRARIES = (HASHES, CORE)
 
 
 class CannotCompile(Exception):
-    """The library cannot be compiled here; the message says why."""
+    """The libraries cannot be compiled here; the message says why."""
 
 
-def compile_library(target: Path, *, flags: list[str] | None = None) -> None:
-    """Compile the library to a path.
+def digest_of_sources(library: Library) -> str:
+    """Return the SHA-256 of the library's C++ files, so that a test notices a library of older ones."""
+    hashed = hashlib.sha256()
+    for path in sorted((ROOT / library.root / library.source).parent.rglob("*")):
+        if path.suffix in (".cpp", ".h"):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()
+
+
+def compile_library(library: Library, target: Path, *, flags: list[str] | None = None) -> None:
+    """Compile a library to a path.
 
     Raises:
         CannotCompile: there is no g++, or it fails.
@@ -40,7 +80,10 @@ def compile_library(target: Path, *, flags: list[str] | None = None) -> None:
         raise CannotCompile(f"there is no {compiler}")
     headers = sysconfig.get_paths()["include"]
     fresh = target.with_suffix(f".{os.getpid()}")
-    command = [compiler, *FLAGS, *(flags or []), *LINKED, f"-I{headers}", str(SOURCE), "-o", str(fresh)]
+    source = ROOT / library.root / library.source
+    named = f'-DKVPLANE_SOURCES="{digest_of_sources(library)}"'
+    flags = [*FLAGS, *library.flags, *(flags or []), *LINKED, named]
+    command = [compiler, *flags, f"-I{headers}", str(source), "-o", str(fresh)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
@@ -50,7 +93,7 @@ def compile_library(target: Path, *, flags: list[str] | None = None) -> None:
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Add the library to a wheel."""
+    """Add the libraries to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before the wheel is written. Raises CannotCompile if that fails and KVPLANE_BUILD is native."""
@@ -59,7 +102,8 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             raise ValueError(f"{VARIABLE} is {choice!r}: set auto, native or python")
         self._folder: str | None = None
         if version == "editable":
-            self._next_to_source.unlink(missing_ok=True)  # an older one could differ from its source
+            for library in LIBRARIES:  # older ones could differ from their sources
+                self._next_to_source(library).unlink(missing_ok=True)
         if choice == "python":
             return
         try:
@@ -67,20 +111,21 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except CannotCompile as reason:
             if choice == "native":
                 raise
-            self.app.display_warning(f"kvplane: block hashing is not compiled ({reason}); Python does it")
+            self.app.display_warning(f"kvplane: block hashing and the core are not compiled ({reason}), Python is used")
 
-    @property
-    def _next_to_source(self) -> Path:
-        return Path(self.root) / "clients" / "python" / LIBRARY
+    def _next_to_source(self, library: Library) -> Path:
+        return Path(self.root) / library.root / library.path
 
     def _add(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
-            compile_library(self._next_to_source)
+            for library in LIBRARIES:
+                compile_library(library, self._next_to_source(library))
             return
         self._folder = tempfile.mkdtemp()
-        library = Path(self._folder) / "library.so"
-        compile_library(library)
-        build_data["force_include"][str(library)] = LIBRARY
+        for number, library in enumerate(LIBRARIES):
+            made = Path(self._folder) / f"{number}.so"
+            compile_library(library, made)
+            build_data["force_include"][str(made)] = library.path
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"cp311-abi3-{platform}"

@@ -29,9 +29,8 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import load_state
 from kvplane_service.decisions.recording import Frames, result_digest, step_of
+from kvplane_service.replicas import cores
 
 _FIRST_EPOCH = 1
 
@@ -100,7 +99,7 @@ class _Replayed:
     """A replica to which the recorded steps are applied."""
 
     def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
-        self._replica = Replica(spec)
+        self._replica = cores.new_replica(spec)
         self._replica.begin_epoch(_FIRST_EPOCH)
         if step_version == 1:
             self._replica.store_empty_ranges()
@@ -119,7 +118,7 @@ class _Replayed:
                     field="--blocks",
                     remedy="replay it with the recorded number of blocks",
                 )
-            self._replica = load_state(self._replica.spec, life.state)
+            self._replica = cores.load_replica(self._replica.spec, life.state)
         elif self._outcome.is_what_if:  # the recorded busy blocks are ids of another pool
             self._replica.begin_epoch(life.epoch, memory_is_new=True)
         else:

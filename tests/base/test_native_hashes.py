@@ -31,7 +31,7 @@ def compiled(tmp_path_factory) -> ModuleType:
     """The module, compiled from the source in this tree."""
     path = tmp_path_factory.mktemp("native") / "_native.abi3.so"
     try:
-        native_build.compile_library(path, flags=native_build.WARNINGS)
+        native_build.compile_library(native_build.HASHES, path, flags=native_build.WARNINGS)
     except native_build.CannotCompile as reason:
         if "there is no" not in str(reason):
             raise

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Part, PartResult, Step
 from kvplane_service.core.inspect import check, take_snapshot
-from kvplane_service.core.replica import Replica
+from kvplane_service.replicas import cores
 
 CHECK_EVERY = 50
 
@@ -58,7 +58,7 @@ class InProcessPath:
     """Calls the core directly; checks its invariants after every `check_every` parts."""
 
     def __init__(self, spec: ReplicaSpec, check_every: int = CHECK_EVERY) -> None:
-        self.replica = Replica(spec)
+        self.replica = cores.new_replica(spec)
         self._check_every = check_every
         self._seq, self._part = 1, 0
         self.messages = 0
@@ -72,16 +72,16 @@ class InProcessPath:
             self._seq, self._part = (self._seq + 1, 0) if one.last else (self._seq, self._part + 1)
             self.messages += 1
             if self.messages % self._check_every == 0:
-                check(self.replica)
+                check(self.replica.reference())
         return results
 
     def free_order(self) -> list[int]:
         """See Path."""
-        return list(self.replica.coordinator.pool.free)
+        return list(self.replica.reference().coordinator.pool.free)
 
     def snapshot(self) -> Seen:
         """See Path."""
-        seen = take_snapshot(self.replica)
+        seen = take_snapshot(self.replica.reference())
         blocks = sorted({one.block for one in seen.keys})
         tables = {one.slot: [list(table) for table in one.tables] for one in seen.requests if one.running}
         return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage, tables)

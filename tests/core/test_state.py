@@ -11,16 +11,13 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.step import Step
-from kvplane_replay.from_log import replay_log
-from kvplane_service.core import inspect, state
+from kvplane_service.core import inspect, state, state_entries
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.state import export_state, load_state, slices
 from tests.core.builders import full, replica_spec
-from tests.core.core_version import STEPS as RECORDED_STEPS
-from tests.core.core_version import files
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import MIXES, STEPS
 from tests.core.test_step_law import MIXES as ROW_MIXES
@@ -44,7 +41,6 @@ class MirroredEngine(RandomEngine):
     mirror: Replica | None = None
 
     def apply(self, parts):
-        self.replica._shown = list(self.replica._shown)  # the simulated memory writes its stamps in place
         if self.seq == 1:
             self.mirror = None  # a new engine life is not a step
         results = super().apply(parts)
@@ -91,23 +87,6 @@ def test_a_loaded_replica_names_the_keys_of_a_block_in_the_same_order():
     assert loaded.coordinator.pool.unregister(3) == replica.coordinator.pool.unregister(3) == keys[::-1]
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
-def test_a_replica_loaded_before_each_step_has_the_recorded_results(path, monkeypatch):
-    apply, loads = Replica.apply, []
-
-    def apply_to_loaded(replica, step):
-        loaded = load_state(replica.spec, export_state(replica))
-        result, of_loaded = apply(replica, step), apply(loaded, step)
-        assert of_loaded.parts == result.parts
-        assert state.digest(loaded) == state.digest(replica)
-        loads.append(step.seq)
-        return result
-
-    monkeypatch.setattr(Replica, "apply", apply_to_loaded)
-    replay_log(path)
-    assert len(loads) >= RECORDED_STEPS
-
-
 def test_slices_have_the_state_of_their_call():
     """The replica applies further steps between two slices."""
     engine = play("states, drafts and windows", 3)
@@ -127,7 +106,7 @@ def play_all():
 @pytest.mark.parametrize("left_out", ["shared", "more_keys", "tentative", "free", "ends_at", "eviction"])
 def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
     """Each part of the state decides some later answer, or its absence is refused."""
-    export = state._copy
+    export = Replica.state_entries
 
     def copied(replica, with_statistics=True):
         entries = []
@@ -139,7 +118,7 @@ def test_a_part_that_is_left_out_is_caught(monkeypatch, left_out):
             entries.append((name, value))
         return iter(entries)
 
-    monkeypatch.setattr(state, "_copy", copied)
+    monkeypatch.setattr(Replica, "state_entries", copied)
     with pytest.raises((AssertionError, InvalidArgument, IndexError, ValueError)):
         play_all()
 
@@ -151,13 +130,14 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     derived = {"num_blocks", "enable_caching", "with_events", "free", "key", "more_keys", "index", "lazy_keys",
                "num_groups", "stamped", "_stamp_base", "events", "refusals", "residency"}  # fmt: skip
     pool: BlockPool = replica.coordinator.pool
-    statistics = {*state.POOL_STATISTICS, *state.POOL_STATISTICS_COLUMNS}
-    assert vars(pool).keys() == derived | statistics | {*state.POOL_COLUMNS, *state.POOL_VALUES}
+    statistics = {*state_entries.POOL_STATISTICS, *state_entries.POOL_STATISTICS_COLUMNS}
+    assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *state_entries.POOL_VALUES}
     requests: Requests = replica.requests
-    assert vars(requests).keys() == {"content", "hit_end", *state.REQUEST_COLUMNS, *state.REQUEST_VALUES, *state.BOUNDS}
+    columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES, *state_entries.BOUNDS}
+    assert vars(requests).keys() == {"content", "hit_end"} | columns
     tracker: InFlightTracker = replica.tracker
     settings = {"_blocks", "_requests", "_counters", "_safe"}
-    assert vars(tracker).keys() == settings | {*state._tracker_state(tracker)}
+    assert vars(tracker).keys() == settings | {*state_entries._tracker_state(tracker)}
     for manager in replica.coordinator.managers:
         assert vars(manager).keys() == SETTINGS | STATISTICS | {*manager.STATE} | (vars(manager).keys() & OWN_SETTINGS)
 

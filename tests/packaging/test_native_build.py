@@ -17,7 +17,7 @@ from tests.packaging.images import instructions
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
-LIBRARY = native_build.LIBRARY
+LIBRARIES = native_build.LIBRARIES
 HASH = """
 from kvplane.base.hashing import HashScheme, RequestHasher, native, pack_tokens
 print(native.describe(), RequestHasher(HashScheme.named(4)).append(pack_tokens(range(40))).hex())
@@ -51,11 +51,11 @@ def test_both_wheels_are_built_and_hash_equally(tmp_path):
         done = build(tmp_path / kind, KVPLANE_BUILD=kind)
         assert done.returncode == 0, done.stderr
         found[kind] = unpacked(tmp_path / kind)
-    assert (found["native"] / LIBRARY).is_file()
+    assert all((found["native"] / library.path).is_file() for library in LIBRARIES)
     assert [path.name.split("-", 2)[2] for path in (tmp_path / "python").glob("*.whl")] == ["py3-none-any.whl"]
     assert next((tmp_path / "native").glob("*.whl")).name.split("-", 2)[2].startswith("cp311-abi3-linux_")
     assert not list(found["python"].rglob("*.so"))
-    assert not [path for kind in found.values() for path in kind.rglob("*.cpp")]
+    assert not [path for kind in found.values() for path in kind.rglob("*") if path.suffix in (".cpp", ".h")]
     (how, hashes), (how_in_python, hashes_in_python) = described(found["native"]), described(found["python"])
     assert hashes == hashes_in_python
     assert "not compiled" not in how
@@ -67,7 +67,7 @@ def test_without_a_compiler_the_wheel_fits_every_platform_and_says_so(tmp_path, 
     compiler = {"missing": "no-such-compiler", "failing": "false"}[failure]
     done = build(tmp_path, CXX=compiler, KVPLANE_BUILD="auto")
     assert done.returncode == 0, done.stderr
-    assert "block hashing is not compiled" in done.stdout + done.stderr
+    assert "block hashing and the core are not compiled" in done.stdout + done.stderr
     assert [path.name.split("-", 2)[2] for path in tmp_path.glob("*.whl")] == ["py3-none-any.whl"]
     assert not list(unpacked(tmp_path).rglob("*.so"))
 
@@ -102,17 +102,18 @@ def test_editable_install_puts_the_library_next_to_its_source(tmp_path):
         pytest.skip("there is no g++: the editable install does not compile")
     tree = editable_tree(tmp_path / "tree")
     build_editable(tree, tmp_path)
-    assert (tree / "clients/python" / LIBRARY).is_file()
+    assert all((tree / library.root / library.path).is_file() for library in LIBRARIES)
     assert [path.suffix for path in unpacked(tmp_path).iterdir() if path.is_file()] == [".pth"]
 
 
 @pytest.mark.parametrize("variables", [{"KVPLANE_BUILD": "python"}, {"CXX": "no-such-compiler"}])
 def test_editable_install_without_compiling_removes_an_older_library(tmp_path, variables):
     tree = editable_tree(tmp_path / "tree")
-    library = tree / "clients/python" / LIBRARY
-    library.write_bytes(b"of an older source")
+    older = [tree / library.root / library.path for library in LIBRARIES]
+    for path in older:
+        path.write_bytes(b"of an older source")
     build_editable(tree, tmp_path, **variables)
-    assert not library.exists()
+    assert not any(path.exists() for path in older)
 
 
 @pytest.mark.parametrize("name", ["service", "worker"])

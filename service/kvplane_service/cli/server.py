@@ -9,6 +9,7 @@ import typer
 
 from kvplane.base.hashing import native
 from kvplane_service.cli.options import ConfigFile, Listen, Settings, load_config, version_text
+from kvplane_service.replicas import cores
 
 if TYPE_CHECKING:
     from kvplane_service.process.app import App
@@ -51,7 +52,7 @@ def _print_addresses(app: App) -> None:
         lines.append(f"metrics on http://{app.metrics_address}/metrics")
     if app.health_address:
         lines.append(f"health on {app.health_address}")
-    lines.append(f"block hashes: {native.describe()}")
+    lines.append(f"block hashes: {native.describe()}; core: {cores.describe()}")
     sys.stdout.write("".join(f"kvplane: {line}\n" for line in lines))
     sys.stdout.flush()
 

@@ -36,13 +36,14 @@ from kvplane_service.core.entries import Entries, collect, replay_events, stored
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.interface import BlockCounts, GroupView
+from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
 from kvplane_service.core.setup import check_spec
+from kvplane_service.core.state_entries import copy_entries
 from kvplane_service.core.step_applier import StepApplier, align_chunk
 from kvplane_service.core.validate import StepValidator
 
@@ -80,7 +81,7 @@ class Replica:
         StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
         if any(part.resume is not None for part in step.parts):
             Resumption(self.coordinator, self.tracker, self._shown).check(step)
-        contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        contents_of_news = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         self.begin_step(step.seq, step.executed_through)
         results = []
         for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
@@ -145,7 +146,7 @@ class Replica:
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
         self.seq = 0
-        self._shown = stamp_table
+        self._shown = stamp_table[:]  # the caller may reuse its array
         return self._pool.count_keys()
 
     def recover(
@@ -210,10 +211,20 @@ class Replica:
         """Return a reference implementation with this state, to be read only."""
         return self
 
-    def adopt(self, other: Replica) -> None:
+    def adopt(self, other: ReplicaCore) -> None:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
         assert self.spec == other.spec, "the replicas have different specs"
-        vars(self).update(vars(other))
+        vars(self).update(vars(other.reference()))
+
+    def check(self, step: Step) -> None:
+        """Raise InvalidArgument if any part of the step cannot be applied. Changes nothing."""
+        StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
+        for number, part in enumerate(step.parts):
+            hash_news(self._scheme, part.news, f"parts[{number}].news")
+
+    def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
+        """Return the entries of the exported state at the time of this call, see `state`. No step may be open."""
+        return copy_entries(self, with_statistics)
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
         """Yield STORED events of all keys, each with the step in flight that registered the keys, 0 if published."""
@@ -251,11 +262,11 @@ class Replica:
         InvalidArgument.
         """
         self.check_alone(Part(news=content))
-        return self._hash_news(content, "news")[0].digests
+        return hash_news(self._scheme, content, "news")[0].digests
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
-        StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [part]))
+        check_alone(self.spec, part)
 
     def peek_slot(self, slot: int) -> Hit:
         """Return the hit that an admission of this request would find now. Changes nothing."""
@@ -412,32 +423,6 @@ class Replica:
         self.counters.steps += 1
         last.free_blocks = self._pool.num_free
 
-    def _hash_news(self, news: News, field: str) -> list[Content]:
-        """Return the contents (block hashes) of the new requests. Changes nothing. Raises InvalidArgument for invalid
-        extra keys.
-        """
-        contents, at = [], 0
-        digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
-        for row, num_tokens in enumerate(news.num_tokens):
-            if news.tokens:
-                extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
-                tokens = news.tokens[at : at + num_tokens]
-                contents.append(self._hash_tokens(tokens, extra, f"{field}.extra_keys[{row}]"))
-                at += num_tokens
-            else:
-                count = news.num_hashes[row] if news.num_hashes else 0
-                contents.append(Content(digests[at : at + count]))
-                at += count
-        return contents
-
-    def _hash_tokens(self, tokens: Sequence[int], extra: ExtraKeys, field: str) -> Content:
-        try:
-            hasher = RequestHasher(self._scheme, extra)
-        except InvalidArgument as error:
-            inner = error.field.removeprefix("extra_keys")
-            raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
-        return Content(split_hashes(hasher.append(pack_tokens(tokens)), self._scheme.digest.size), hasher)
-
     def apply_news(self, news: News, contents: list[Content]) -> None:
         """Put the new requests, which have these contents (block hashes), into their slots."""
         requests, longest = self.requests, self.spec.max_model_len
@@ -463,3 +448,34 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
+
+
+def check_alone(spec: ReplicaSpec, part: Part) -> None:
+    """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
+    StepValidator(spec, Requests(), 0).check(Step(0, 1, [part]))
+
+
+def hash_news(scheme: HashScheme, news: News, field: str) -> list[Content]:
+    """Return the contents (block hashes) of the new requests. Raises InvalidArgument for invalid extra keys."""
+    contents, at = [], 0
+    digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
+    for row, num_tokens in enumerate(news.num_tokens):
+        if news.tokens:
+            extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
+            tokens = news.tokens[at : at + num_tokens]
+            contents.append(_hash_tokens(scheme, tokens, extra, f"{field}.extra_keys[{row}]"))
+            at += num_tokens
+        else:
+            count = news.num_hashes[row] if news.num_hashes else 0
+            contents.append(Content(digests[at : at + count]))
+            at += count
+    return contents
+
+
+def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys, field: str) -> Content:
+    try:
+        hasher = RequestHasher(scheme, extra)
+    except InvalidArgument as error:
+        inner = error.field.removeprefix("extra_keys")
+        raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
+    return Content(split_hashes(hasher.append(pack_tokens(tokens)), scheme.digest.size), hasher)

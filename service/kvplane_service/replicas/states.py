@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.replicas import cores
 
 FIRST_EPOCH = 1
 
@@ -21,8 +22,8 @@ class ReplicaState(Enum):
     DIVERGED = "diverged"  # the session of a mirror, whose state the service does not have
 
 
-def new_replica(spec: ReplicaSpec) -> Replica:
+def new_replica(spec: ReplicaSpec) -> ReplicaCore:
     """Make a replica in its first epoch. May be called on a thread, since a large pool takes long to build."""
-    replica = Replica(spec)
+    replica = cores.new_replica(spec)
     replica.begin_epoch(FIRST_EPOCH)
     return replica

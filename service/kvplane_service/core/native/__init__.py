@@ -1,0 +1,434 @@
+"""The compiled core: what `Replica` does within a step, for groups of full, windowed and chunked attention.
+
+`NativeReplica` answers as `Replica` does, which is the specification. What happens once per engine life, and what
+people read, runs on a `Replica` that is loaded from the state of the core. `module.cpp` is the entry of the C++ files,
+each of which is named as the Python file that it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.hashing import HashScheme, pack_tokens
+from kvplane.base.step import (
+    Blocks,
+    CacheEvent,
+    News,
+    Orders,
+    Part,
+    PartResult,
+    Step,
+    StepResult,
+)
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.counters import Counters, GroupCounters, Residency
+from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.core.explain_lookup import LookupExplanation
+from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore, RequestColumns
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.native import _native
+from kvplane_service.core.native.transfer import entries_of, state_of
+from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
+from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
+from kvplane_service.core.replica import Replica, check_alone, hash_news
+from kvplane_service.core.state_entries import hasher_of, load_entries
+
+KINDS = {
+    GroupKind.FULL_ATTENTION: 0,
+    GroupKind.MLA: 1,
+    GroupKind.SLIDING_WINDOW: 2,
+    GroupKind.SLIDING_WINDOW_MLA: 3,
+    GroupKind.CHUNKED_LOCAL: 4,
+}
+SOURCES = _native.SOURCES
+REFUSED, PLAIN, HAS_TOKENS, RESUMES = range(4)  # kinds of a step that was read
+
+
+def is_supported(spec: ReplicaSpec) -> bool:
+    """Whether the compiled core has all kinds of groups of this replica, and its eviction policy."""
+    return (
+        all(group.kind in KINDS for group in spec.groups)
+        and not spec.align.block_size
+        and spec.eviction is EvictionPolicy.LRU
+    )
+
+
+class NativeReplica:
+    """A replica whose steps are applied by the compiled core.
+
+    Where `_aside` is set, this `Replica` has the state, and the core takes it over before the next step: engine lives
+    begin and end on it.
+
+    Attributes:
+        fallbacks: number of steps that were applied by a `Replica` because they continue requests (`Part.resume`).
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        """Raise InvalidArgument if fields of the spec contradict each other."""
+        self.fallbacks = 0
+        self._take_over(Replica(spec))
+
+    @classmethod
+    def of(cls, replica: Replica) -> NativeReplica:
+        """Make a core with the state of a replica."""
+        made = cls.__new__(cls)
+        made.fallbacks = 0
+        made._take_over(replica)
+        return made
+
+    def _take_over(self, replica: Replica) -> None:
+        spec = self.spec = replica.spec
+        self._scheme = HashScheme.of(spec)
+        self._keeps_keys, self._shown = replica._keeps_keys, replica._shown
+        self._under_load = set(replica.tracker.under_load)
+        self._core = _native.new(_settings(spec, self._scheme.digest.size), [_of_group(group) for group in spec.groups])
+        entries: dict[str, list[Any]] = {}
+        for name, value in replica.state_entries():
+            entries.setdefault(name, []).append(value)
+        _native.load(self._core, state_of(entries, spec))
+        self._hashers = {
+            slot: hasher_of(hasher, self._scheme) for slot, _, hasher in entries.get("content", ()) if hasher
+        }
+        self._requests = NativeRequests(self._core)
+        self._groups = replica.groups
+        self._aside: Replica | None = None
+        self._copy: Replica | None = None
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def apply(self, step: Step) -> StepResult:
+        """Apply the parts of a step, see `Replica.apply`."""
+        if self._aside is not None:
+            self._take_over(self._aside)
+        self._copy = None
+        kind = _native.read(self._core, step)
+        if kind == REFUSED:
+            self.reference().check(step)  # names the fault
+        if kind in (REFUSED, RESUMES):
+            result = self._set_aside().apply(step)
+            self.fallbacks += 1
+            return result
+        made = self._hash(step) if kind == HAS_TOKENS else None
+        executed_through, packed = _native.apply(self._core, None if made is None else made[0])
+        results = [_result(values) for values in packed]
+        if made is not None:
+            for of_part, (facts, news) in zip(results, made[1], strict=True):
+                of_part.hashed_facts, of_part.hashed_news = facts, news
+        return StepResult(step.seq, step.part, results, executed_through)
+
+    def _hash(self, step: Step) -> tuple[tuple[Any, ...], list[tuple[list[bytes], list[bytes]]]]:
+        """Hash the tokens of new requests, which may raise InvalidArgument, then those of running ones.
+
+        Returns, per part, the hashes of facts and news as the core reads them, and as the decision log stores them.
+        """
+        contents = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        made, logged = [], []
+        for part, of_news in zip(step.parts, contents, strict=True):
+            facts, at, counts, hashed = part.facts, 0, [], []
+            for row, slot in enumerate(facts.slot if facts.tokens else ()):
+                count = facts.appended[row]
+                tokens = facts.tokens[at : at + count]
+                at += count
+                hasher = self._hashers.get(slot)
+                digests = hasher.append(pack_tokens(tokens)) if tokens and hasher is not None else b""
+                if tokens:
+                    hashed.append(digests)
+                counts.append(len(digests) // self._scheme.digest.size)
+            of_facts = (counts, b"".join(hashed)) if facts.tokens else None
+            news = None
+            if part.news.tokens:
+                joined = b"".join(chain.from_iterable(one.digests for one in of_news))
+                news = ([len(one.digests) for one in of_news], joined)
+                self._hashers |= {
+                    slot: one.hasher for slot, one in zip(part.news.slot, of_news, strict=True) if one.hasher
+                }
+            made.append((of_facts, news))
+            logged.append((hashed, [b"".join(one.digests) for one in of_news] if part.news.tokens else []))
+        return tuple(made), logged
+
+    # -- engine lives ------------------------------------------------------------------------------------------------
+
+    def _set_aside(self) -> Replica:
+        """Return a `Replica` that has the state from now on, until the next step."""
+        if self._aside is None:
+            self._aside, self._copy = self.reference(), None
+        return self._aside
+
+    def begin_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Begin a new engine life, see `Replica.begin_epoch`."""
+        return self._set_aside().begin_epoch(epoch, stamp_table, busy, memory_is_new)
+
+    def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
+        """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
+        yield from self._set_aside().end_epoch(stamp_table)
+
+    def enter_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
+        return self._set_aside().enter_epoch(epoch, stamp_table, busy, memory_is_new)
+
+    def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
+        """Select the stored entries that the page memory proves, see `Replica.verify_entries`."""
+        return self.reference().verify_entries(tables, stored)
+
+    def install_recovered(self, recovered: RecoveredState) -> RecoveryOutcome:
+        """Install the result of `verify_entries`, see `Replica.install_recovered`."""
+        return self._set_aside().install_recovered(recovered)
+
+    def adopt(self, other: ReplicaCore) -> None:
+        """Take over the state of another replica with an equal spec, which must not be used afterwards."""
+        assert self.spec == other.spec, "the replicas have different specs"
+        if isinstance(other, NativeReplica):
+            vars(self).update(vars(other))
+        else:
+            self._aside, self._copy = other.reference(), None
+
+    def take_events(self) -> CacheEvents:
+        """Return and clear the cache events that `begin_epoch` caused."""
+        return CacheEvents() if self._aside is None else self._aside.take_events()
+
+    def store_empty_ranges(self) -> None:
+        """Report empty registrations, see `Replica.store_empty_ranges`."""
+        self._set_aside().store_empty_ranges()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
+        """Return the entries of the exported state, see `state`."""
+        if self._aside is not None:
+            return self._aside.state_entries(with_statistics)
+        return iter(entries_of(self, _native.dump(self._core), with_statistics))
+
+    def reference(self) -> Replica:
+        """Return a reference implementation with this state, to be read only."""
+        if self._aside is not None:
+            return self._aside
+        if self._copy is None:
+            replica, entries = Replica(self.spec), dict[str, list[Any]]()
+            for name, value in self.state_entries():
+                entries.setdefault(name, []).append(value)
+            load_entries(replica, entries)
+            self._copy = replica
+        return self._copy
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
+        """Find the cached prefix that other clients may use, see `Replica.lookup`."""
+        size = len(digests[0]) if digests else 0
+        if self._aside is not None or len(set(map(len, digests))) > 1:
+            return self.reference().lookup(digests, domain, num_tokens)
+        tokens, single, blocks = _native.find(self._core, b"".join(digests), size, domain, num_tokens - 1)
+        return Hit(tokens, single, tuple(blocks))
+
+    def peek_slot(self, slot: int) -> Hit:
+        """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
+        if self._aside is not None:
+            return self._aside.peek_slot(slot)
+        tokens, single, blocks = _native.peek(self._core, slot)
+        return Hit(tokens, single, tuple(blocks))
+
+    def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
+        """Explain the length of a hit, see `Replica.explain`."""
+        return self.reference().explain(digests, domain, num_tokens)
+
+    def digests_of(self, content: News) -> list[bytes]:
+        """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
+        self.check_alone(Part(news=content))
+        return hash_news(self._scheme, content, "news")[0].digests
+
+    def check_alone(self, part: Part) -> None:
+        """Raise InvalidArgument if a replica without requests could not apply the part."""
+        check_alone(self.spec, part)
+
+    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
+        """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
+        if blocks is None or self._aside is not None:
+            return self.reference().entries(blocks)
+        blocks = list(blocks)
+        _, _, _, _, _, _, domains = _native.books(self._core)
+        bare: list[int] = []
+        rows: dict[int, list[tuple[int, int, bytes, int]]] = {}
+        horizon, stamps = self.executed_through, {}
+        for block, (stamp, step, keys) in zip(blocks, _native.keys(self._core, blocks), strict=True):
+            stamps[block] = stamp
+            if not keys or step > horizon:
+                bare.append(block)
+                continue
+            for number, ((pair, digest), num_tokens) in enumerate(keys):
+                rows.setdefault(pair, []).append((block, 0 if number else num_tokens, digest, stamp))
+        flat = list(chain.from_iterable(rows.values()))
+        num_groups = len(self.spec.groups)
+        return Entries(
+            self.digest_size,
+            runs=[
+                KeyRun(domains[(pair - 1) // num_groups], (pair - 1) % num_groups, len(run))
+                for pair, run in rows.items()
+            ],
+            block=[block for block, _, _, _ in flat],
+            stamp=[stamp for _, _, _, stamp in flat],
+            num_tokens=[num_tokens for _, num_tokens, _, _ in flat],
+            age=[0] * len(flat),
+            digests=b"".join([digest for _, _, digest, _ in flat]),
+            unkeyed_block=bare,
+            unkeyed_stamp=[stamps[block] for block in bare],
+        )
+
+    def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
+        """Yield STORED events of all keys, see `Replica.stored_events`."""
+        return self.reference().stored_events()
+
+    def replay_events(self) -> Iterator[CacheEvent]:
+        """Yield STORED events of all keys, for a new subscriber."""
+        return self.reference().replay_events()
+
+    def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]:
+        """Return all blocks that have this key, published or not."""
+        if self._aside is not None:
+            return self._aside.blocks_of(domain, group, digest)
+        return _native.blocks(self._core, domain, group, digest)[0]
+
+    def key_step(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the step that registered this key; None if no block has the key."""
+        if self._aside is not None:
+            return self._aside.key_step(domain, group, digest)
+        blocks, step = _native.blocks(self._core, domain, group, digest)
+        return step if blocks else None
+
+    def count_keys(self) -> int:
+        """Count the distinct keys of the prefix cache."""
+        return self._aside.count_keys() if self._aside is not None else sum(_native.books(self._core)[1])
+
+    def count_keys_of(self, group: int) -> int:
+        """Count the distinct keys of one group."""
+        return self._aside.count_keys_of(group) if self._aside is not None else _native.books(self._core)[1][group]
+
+    def group_counters(self) -> list[GroupCounters]:
+        """Return the counters of each group. Passes over the pool."""
+        return self.reference().group_counters()
+
+    def common_prefix_blocks(self) -> list[int]:
+        """Return, per group, how many leading blocks all running requests share."""
+        return self.reference().common_prefix_blocks()
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
+        if self._aside is not None:
+            return self._aside.can_rewind(slot, num_computed)
+        return _native.can_rewind(self._core, slot, num_computed)
+
+    def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
+        """Return `wanted`: chunks of these groups end anywhere."""
+        del slot, start
+        return wanted
+
+    def count_held(self, slot: int) -> int:
+        """Count the blocks that are held for the transfer of an ended request."""
+        return self._aside.count_held(slot) if self._aside is not None else _native.request(self._core, slot)[3]
+
+    def count_granted(self, seq: int) -> int:
+        """Count the requests to which a step in flight granted tokens; 0 for other steps."""
+        if self._aside is not None:
+            return self._aside.count_granted(seq)
+        return dict(_native.books(self._core)[3]).get(seq, 0)
+
+    @property
+    def requests(self) -> RequestColumns:
+        """Columns of all requests, by slot."""
+        return self._aside.requests if self._aside is not None else self._requests
+
+    @property
+    def groups(self) -> Sequence[GroupView]:
+        """The groups of layers, by number."""
+        if self._aside is not None:
+            return self._aside.groups
+        counts = _native.books(self._core)[2]
+        return [NativeGroup(one, *of_group) for one, of_group in zip(self._groups, counts, strict=True)]
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the registration; a copy."""
+        return self._aside.counters if self._aside is not None else Counters(*_native.books(self._core)[4])
+
+    @property
+    def residency(self) -> Residency:
+        """Histograms of block lifetimes."""
+        return self.reference().residency
+
+    @property
+    def block_counts(self) -> BlockCounts:
+        """Number of blocks by state."""
+        if self._aside is not None:
+            return self._aside.block_counts
+        _, _, _, num_free, num_evictable, _ = _native.numbers(self._core)
+        busy = len(self.busy_blocks)
+        return BlockCounts(self.spec.num_blocks - 1 - num_free - busy, busy, num_evictable, num_free - num_evictable)
+
+    @property
+    def busy_blocks(self) -> tuple[int, ...]:
+        """Blocks that loads of earlier engine lives may still write, ascending."""
+        return self._aside.busy_blocks if self._aside is not None else tuple(_native.books(self._core)[0])
+
+    @property
+    def digest_size(self) -> int:
+        """Bytes of a block hash."""
+        return self._scheme.digest.size
+
+    @property
+    def seq(self) -> int:
+        """Number of the last step."""
+        return self._aside.seq if self._aside is not None else _native.numbers(self._core)[0]
+
+    @property
+    def epoch(self) -> int:
+        """Number of the engine life."""
+        return self._aside.epoch if self._aside is not None else _native.numbers(self._core)[1]
+
+    @property
+    def executed_through(self) -> int:
+        """Number of the last executed step."""
+        return self._aside.executed_through if self._aside is not None else _native.numbers(self._core)[2]
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that can be allocated now."""
+        return self._aside.free_blocks if self._aside is not None else _native.numbers(self._core)[3]
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that hold blocks and may run."""
+        return self._aside.num_running if self._aside is not None else _native.numbers(self._core)[5]
+
+
+def _result(values: tuple[Any, ...]) -> PartResult:
+    (
+        granted, preempted, status, hit, admitted, single, load_after, new_blocks, tables, peek_hit, peek_single,
+        peek_blocks, num_hashes, last_hash, reset_done, orders, free_blocks, events, taken_back, went_back,
+    ) = values  # fmt: skip
+    return PartResult(
+        granted, preempted, status, hit, admitted, single, load_after, Blocks(*new_blocks), Blocks(*tables),
+        peek_hit, peek_single, Blocks(*peek_blocks), num_hashes, last_hash, reset_done, Orders(*orders),
+        free_blocks, CacheEvents() if events is None else NativeEvents(events), [], [], taken_back, went_back,
+    )  # fmt: skip
+
+
+def _settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
+    return [
+        spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
+        spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
+        spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
+    ]  # fmt: skip
+
+
+def _of_group(group: GroupSpec) -> list[int]:
+    return [
+        KINDS[group.kind], group.block_size, group.window, group.chunk, int(group.is_draft),
+        int(group.drops_last_block),
+        group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
+    ]  # fmt: skip

@@ -1,0 +1,346 @@
+// Converts values between Python and C++. A failed conversion throws Unreadable, with Python's error cleared.
+#pragma once
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "replica.h"
+
+namespace kvplane {
+
+struct Unreadable {};
+
+// A reference to a Python object that ends with this value.
+class Owned {
+  public:
+    explicit Owned(PyObject* object) : object_(object) {
+        if (object == nullptr) Fail();
+    }
+    Owned(const Owned&) = delete;
+    Owned& operator=(const Owned&) = delete;
+    ~Owned() { Py_DECREF(object_); }
+    PyObject* get() const { return object_; }
+
+    [[noreturn]] static void Fail() {
+        PyErr_Clear();
+        throw Unreadable();
+    }
+
+  private:
+    PyObject* object_;
+};
+
+inline void Check(bool holds) {
+    if (!holds) Owned::Fail();
+}
+
+// Declared before their use in each other: lookup by argument does not find them for types of the standard library.
+PyObject* ToPy(const Key& key);
+PyObject* ToPy(const Grants& grants);
+PyObject* ToPy(const Digests& digests);
+template <typename T>
+PyObject* ToPy(const std::vector<T>& values);
+template <typename T>
+PyObject* ToPy(const std::set<T>& values);
+template <typename T>
+PyObject* ToPy(const std::deque<T>& values);
+template <typename T, size_t N>
+PyObject* ToPy(const std::array<T, N>& values);
+template <typename A, typename B>
+PyObject* ToPy(const std::pair<A, B>& value);
+template <typename K, typename V>
+PyObject* ToPy(const std::map<K, V>& values);
+template <typename K, typename V>
+PyObject* ToPy(const Ordered<K, V>& values);
+void FromPy(PyObject* object, Key* key);
+void FromPy(PyObject* object, Grants* grants);
+void FromPy(PyObject* object, Digests* digests);
+template <typename T>
+void FromPy(PyObject* object, std::vector<T>* values);
+template <typename T>
+void FromPy(PyObject* object, std::set<T>* values);
+template <typename T>
+void FromPy(PyObject* object, std::deque<T>* values);
+template <typename A, typename B>
+void FromPy(PyObject* object, std::pair<A, B>* value);
+template <typename K, typename V>
+void FromPy(PyObject* object, std::map<K, V>* values);
+template <typename K, typename V>
+void FromPy(PyObject* object, Ordered<K, V>* values);
+
+// -- to Python -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+    requires std::is_integral_v<T>
+PyObject* ToPy(const T& value) {
+    if constexpr (std::is_same_v<T, uint64_t>) return PyLong_FromUnsignedLongLong(value);
+    return PyLong_FromLongLong(static_cast<long long>(value));
+}
+inline PyObject* ToPy(const std::string& text) {
+    return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass");
+}
+inline PyObject* ToBytes(const uint8_t* data, size_t size) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(size));
+}
+inline PyObject* ToPy(const Digest& digest) { return ToBytes(digest.bytes.data(), digest.size); }
+inline PyObject* ToPy(const std::vector<uint8_t>& bytes) { return ToBytes(bytes.data(), bytes.size()); }
+
+template <typename Range>
+PyObject* ToList(const Range& values) {
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.size()));
+    Py_ssize_t at = 0;
+    for (const auto& value : values) PyList_SetItem(list, at++, ToPy(value));
+    return list;
+}
+template <typename T>
+PyObject* ToPy(const std::vector<T>& values) {
+    return ToList(values);
+}
+template <typename T>
+PyObject* ToPy(const std::set<T>& values) {
+    return ToList(values);
+}
+template <typename T>
+PyObject* ToPy(const std::deque<T>& values) {
+    return ToList(values);
+}
+template <typename T, size_t N>
+PyObject* ToPy(const std::array<T, N>& values) {
+    return ToList(values);
+}
+
+// Steals the references.
+template <typename... T>
+PyObject* Tuple(T*... values) {
+    PyObject* tuple = PyTuple_New(sizeof...(values));
+    Py_ssize_t at = 0;
+    (PyTuple_SetItem(tuple, at++, values), ...);
+    return tuple;
+}
+
+inline PyObject* ToPy(const Key& key) { return Tuple(ToPy(key.pair), ToPy(key.digest)); }
+inline PyObject* ToPy(const Grants& grants) {
+    return Tuple(ToPy(grants.slot), ToPy(grants.serial), ToPy(grants.num_tokens));
+}
+inline PyObject* ToPy(const Digests& digests) { return Tuple(ToPy(digests.bytes), ToPy(digests.size)); }
+
+template <typename A, typename B>
+PyObject* ToPy(const std::pair<A, B>& value) {
+    return Tuple(ToPy(value.first), ToPy(value.second));
+}
+template <typename K, typename V>
+PyObject* ToPy(const std::map<K, V>& values) {
+    PyObject* list = PyList_New(0);
+    for (const auto& entry : values) {
+        PyObject* one = Tuple(ToPy(entry.first), ToPy(entry.second));
+        PyList_Append(list, one);
+        Py_DECREF(one);
+    }
+    return list;
+}
+template <typename K, typename V>
+PyObject* ToPy(const Ordered<K, V>& values) {
+    PyObject* list = PyList_New(0);
+    values.ForEach([&](const K& key, const V& value) {
+        PyObject* one = Tuple(ToPy(key), ToPy(value));
+        PyList_Append(list, one);
+        Py_DECREF(one);
+    });
+    return list;
+}
+
+inline PyObject* ToPy(const BlockLists& lists) {
+    return Tuple(ToPy(lists.row), ToPy(lists.group), ToPy(lists.count), ToPy(lists.ids));
+}
+
+inline PyObject* ToPy(const Orders& orders) {
+    return Tuple(ToPy(orders.stamp_block), ToPy(orders.stamp), ToPy(orders.copy_src), ToPy(orders.copy_dst),
+                 ToPy(orders.copy_group), ToPy(orders.zero_block), ToPy(orders.zero_group));
+}
+
+inline PyObject* ToPy(const Event& event) {
+    return Tuple(ToPy(event.kind), ToPy(event.group), ToPy(event.hashes), ToPy(event.hash_size), ToPy(event.blocks),
+                 ToPy(event.domain), ToPy(event.parent), ToPy(event.block_size), ToPy(event.slot), ToPy(event.start),
+                 ToPy(event.end), ToPy(event.block_starts), ToPy(event.reason));
+}
+
+constexpr const char* kEvents = "kvplane.events";
+
+inline void DestroyEvents(PyObject* capsule) {
+    delete static_cast<std::vector<Event>*>(PyCapsule_GetPointer(capsule, kEvents));
+}
+
+// Takes the events out of the result.
+inline PyObject* ToPy(PartResult& result) {
+    PyObject* events = Py_NewRef(Py_None);
+    if (!result.events.empty()) {
+        Py_DECREF(events);
+        events = PyCapsule_New(new std::vector<Event>(std::move(result.events)), kEvents, DestroyEvents);
+    }
+    return Tuple(ToPy(result.granted), ToPy(result.preempted), ToPy(result.admit_status), ToPy(result.admit_hit),
+                 ToPy(result.admit_granted), ToPy(result.admit_single_group_hit), ToPy(result.admit_load_after),
+                 ToPy(result.new_blocks), ToPy(result.tables), ToPy(result.peek_hit),
+                 ToPy(result.peek_single_group_hit), ToPy(result.peek_blocks), ToPy(result.num_hashes),
+                 ToPy(result.last_hash), PyBool_FromLong(result.reset_done), ToPy(result.orders),
+                 ToPy(result.free_blocks), events, ToPy(result.taken_back), ToPy(result.went_back));
+}
+
+// -- from Python -----------------------------------------------------------------------------------------------------
+
+template <typename T>
+    requires std::is_integral_v<T>
+void FromPy(PyObject* object, T* value) {
+    if constexpr (std::is_same_v<T, uint64_t>) {
+        *value = PyLong_AsUnsignedLongLong(object);
+    } else {
+        const long long number = PyLong_AsLongLong(object);
+        *value = static_cast<T>(number);
+        Check(static_cast<long long>(*value) == number);
+    }
+    if (PyErr_Occurred()) Owned::Fail();
+}
+inline void FromPy(PyObject* object, std::string* text) {
+    Check(PyUnicode_Check(object));
+    const Owned encoded(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass"));
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    Check(PyBytes_AsStringAndSize(encoded.get(), &data, &size) == 0);
+    text->assign(data, static_cast<size_t>(size));
+}
+inline void FromPy(PyObject* object, std::vector<uint8_t>* bytes) {
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    Check(PyBytes_AsStringAndSize(object, &data, &size) == 0);
+    bytes->assign(data, data + size);
+}
+inline void FromPy(PyObject* object, Digest* digest) {
+    std::vector<uint8_t> bytes;
+    FromPy(object, &bytes);
+    Check(bytes.size() <= kDigestBytes);
+    *digest = Digest(bytes.data(), bytes.size());
+}
+
+template <typename F>
+void ForEach(PyObject* sequence, F&& visit) {
+    const Py_ssize_t count = PySequence_Size(sequence);
+    Check(count >= 0);
+    for (Py_ssize_t at = 0; at < count; ++at) {
+        const Owned item(PySequence_GetItem(sequence, at));
+        visit(item.get());
+    }
+}
+template <typename T>
+void FromPy(PyObject* object, std::vector<T>* values) {
+    values->clear();
+    ForEach(object, [&](PyObject* item) {
+        values->emplace_back();
+        FromPy(item, &values->back());
+    });
+}
+template <typename T>
+void FromPy(PyObject* object, std::deque<T>* values) {
+    values->clear();
+    ForEach(object, [&](PyObject* item) {
+        values->emplace_back();
+        FromPy(item, &values->back());
+    });
+}
+template <typename T>
+void FromPy(PyObject* object, std::set<T>* values) {
+    values->clear();
+    ForEach(object, [&](PyObject* item) {
+        T value{};
+        FromPy(item, &value);
+        values->insert(value);
+    });
+}
+template <typename T, size_t N>
+void FromPy(PyObject* object, std::array<T, N>* values) {
+    std::vector<T> read;
+    FromPy(object, &read);
+    Check(read.size() == N);
+    std::copy(read.begin(), read.end(), values->begin());
+}
+inline PyObject* At(PyObject* tuple, Py_ssize_t at) {
+    PyObject* item = PyTuple_GetItem(tuple, at);
+    Check(item != nullptr);
+    return item;
+}
+template <typename A, typename B>
+void FromPy(PyObject* object, std::pair<A, B>* value) {
+    FromPy(At(object, 0), &value->first);
+    FromPy(At(object, 1), &value->second);
+}
+inline void FromPy(PyObject* object, Key* key) {
+    FromPy(At(object, 0), &key->pair);
+    FromPy(At(object, 1), &key->digest);
+}
+inline void FromPy(PyObject* object, Grants* grants) {
+    FromPy(At(object, 0), &grants->slot);
+    FromPy(At(object, 1), &grants->serial);
+    FromPy(At(object, 2), &grants->num_tokens);
+}
+inline void FromPy(PyObject* object, Digests* digests) {
+    FromPy(At(object, 0), &digests->bytes);
+    FromPy(At(object, 1), &digests->size);
+}
+template <typename K, typename V>
+void FromPy(PyObject* object, std::map<K, V>* values) {
+    values->clear();
+    ForEach(object, [&](PyObject* item) {
+        std::pair<K, V> one;
+        FromPy(item, &one);
+        values->insert(std::move(one));
+    });
+}
+template <typename K, typename V>
+void FromPy(PyObject* object, Ordered<K, V>* values) {
+    *values = Ordered<K, V>();
+    ForEach(object, [&](PyObject* item) {
+        std::pair<K, V> one;
+        FromPy(item, &one);
+        (*values)[one.first] = std::move(one.second);
+    });
+}
+
+// A column of a step: a list, or an array or memoryview of u32, i32, u64 or i64.
+inline bool ReadBuffer(PyObject* object, Column* column) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const char code = view.format == nullptr ? 'B' : view.format[0];
+    const auto count = static_cast<size_t>(view.len / view.itemsize);
+    bool read = true;
+    const auto copy = [&]<typename T>(const T* data) { column->assign(data, data + count); };
+    if (code == 'I' && view.itemsize == 4) {
+        copy(static_cast<const uint32_t*>(view.buf));
+    } else if (code == 'i' && view.itemsize == 4) {
+        copy(static_cast<const int32_t*>(view.buf));
+    } else if ((code == 'q' || code == 'l') && view.itemsize == 8) {
+        copy(static_cast<const int64_t*>(view.buf));
+    } else if ((code == 'Q' || code == 'L') && view.itemsize == 8) {
+        copy(static_cast<const int64_t*>(view.buf));  // 2^63 and above become negative, which no column permits
+    } else {
+        read = false;
+    }
+    PyBuffer_Release(&view);
+    return read;
+}
+
+inline void ReadColumn(PyObject* object, Column* column) {
+    column->clear();
+    if (PyList_Check(object)) {
+        const Py_ssize_t count = PyList_Size(object);
+        column->resize(static_cast<size_t>(count));
+        for (Py_ssize_t at = 0; at < count; ++at)
+            (*column)[static_cast<size_t>(at)] = PyLong_AsLongLong(PyList_GetItem(object, at));
+        if (count && PyErr_Occurred()) Owned::Fail();
+    } else if (!ReadBuffer(object, column)) {
+        FromPy(object, column);
+    }
+}
+
+}  // namespace kvplane

@@ -1,0 +1,369 @@
+// Allocates blocks for a request in all groups of a replica, or in none.
+#pragma once
+
+#include "lookup.h"
+#include "managers/chunked.h"
+#include "managers/full.h"
+#include "managers/window.h"
+
+namespace kvplane {
+
+struct Admission {
+    Int slot, num_new;
+    const Hit* hit;
+    Int num_external = 0, lookahead = 0, num_encoder = 0;
+    bool delay_caching = false, full_fit = false;
+    Int leave_free = 0, watermark = 0;
+    uint64_t loaded_groups = ~uint64_t{0};
+};
+
+struct Growth {
+    Int num_new, lookahead, in_flight;
+    bool delay_caching = false;
+    Int leave_free = 0;
+    bool full_fit = false;
+};
+
+class Coordinator {
+  public:
+    explicit Coordinator(const Spec& replica_spec) : spec(replica_spec), pool(replica_spec) {
+        for (size_t number = 0; number < spec.groups.size(); ++number)
+            managers.push_back(MakeManager(static_cast<Int>(number)));
+        lookup = std::make_unique<PrefixLookup>(spec, managers);
+        only_tables_grow_ = true;
+        for (const auto& one : managers) {
+            const Int kind = one->spec.kind;
+            only_tables_grow_ &=
+                (kind == kFull || kind == kMla || kind == kWindow) && one->block_size == spec.hash_block_size;
+            drops_last_block_ |= one->drops_last_block;
+        }
+        cache_unit_ = managers.size() == 1 || spec.partial_hits || drops_last_block_ ? 1 : spec.scheduler_block_size;
+        unfinalized_ = std::max<Int>(0, spec.prefill_lookahead - 1);
+    }
+
+    // -- look-up -----------------------------------------------------------------------------------------------------
+
+    Hit FindHit(Int slot, Int limit = kForever) const {
+        const Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
+        return lookup->Find(requests.content[slot], requests.domain[slot], most, kInside, limit);
+    }
+
+    bool HitIsReady(const Hit& hit) const {
+        return std::all_of(managers.begin(), managers.end(), [&](const auto& one) {
+            return one->HitIsReady(hit.blocks[static_cast<size_t>(one->group)], hit.num_tokens);
+        });
+    }
+
+    bool CanRewind(Int slot, Int num_computed) const {
+        return std::all_of(managers.begin(), managers.end(),
+                           [&](const auto& one) { return one->CanRewind(slot, num_computed); });
+    }
+
+    // -- allocation --------------------------------------------------------------------------------------------------
+
+    Int FreeWanted(const Admission& admission) const {
+        const Int total = Known(admission), num_main = total + admission.num_new;
+        const Int num_slots = std::min(num_main + admission.lookahead, spec.max_model_len);
+        const Need need{admission.slot, num_slots, num_main, total, admission.hit->num_tokens, admission.num_encoder};
+        Int wanted = Count(need, admission.hit) + admission.leave_free;
+        if (admission.full_fit) {
+            wanted = std::max(wanted, BlocksOfAll(admission.slot, total, admission.hit->num_tokens, admission.hit,
+                                                  admission.num_encoder));
+        }
+        return wanted + admission.watermark;
+    }
+
+    // The caller has checked that FreeWanted blocks are free.
+    void Admit(const Admission& admission, Rows* fresh) {
+        const Int slot = admission.slot, local = admission.hit->num_tokens, total = Known(admission);
+        const Int num_main = total + admission.num_new,
+                  num_slots = std::min(num_main + admission.lookahead, spec.max_model_len);
+        const size_t zeroes = orders.zero_block.size();
+        requests.computed[slot] = total;
+        AdoptHit(admission, local, total);
+        Empty(fresh);
+        for (size_t number = 0; number < managers.size(); ++number)
+            managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+        if (admission.num_external && admission.delay_caching && spec.safe)
+            LeaveToLoad(admission, local, total, zeroes);
+        requests.ends_at[slot] = num_main;
+        if (!admission.delay_caching) Register(slot, std::min(num_main, requests.num_tokens[slot]));
+        requests.InvalidateFastPath(slot);
+    }
+
+    // Returns false, and allocates nothing, if too few blocks are free.
+    bool Extend(Int slot, const Growth& growth, Rows* fresh) {
+        Empty(fresh);
+        const Int computed = requests.computed[slot];
+        if (growth.full_fit && BlocksOfAll(slot, computed, computed, nullptr, 0) > pool.num_free()) return false;
+        const Int num_main = computed + growth.num_new,
+                  num_slots = std::min(num_main + growth.lookahead, spec.max_model_len);
+        const Int processed = std::max<Int>(0, computed - growth.in_flight);
+        const bool slides = processed >= requests.window_bound[slot] || growth.leave_free > 0;
+        bool grows = slides || num_slots > requests.alloc_bound[slot];
+        if (grows) {
+            bool done = false;
+            if (only_tables_grow_ && requests.alloc_bound[slot] && !slides && !growth.delay_caching) {
+                done = AppendBlocks(slot, num_slots, fresh);
+                grows = false;
+            } else {
+                done = GrowTables(slot, num_slots, processed, growth.leave_free, fresh);
+            }
+            if (!done) {
+                requests.InvalidateFastPath(slot);
+                return false;
+            }
+        }
+        requests.ends_at[slot] = num_main;
+        const Int known = std::min(num_main, requests.num_tokens[slot]);
+        const bool registers = known >= requests.register_bound[slot] && !growth.delay_caching;
+        if (registers) Register(slot, known);
+        if (grows) {
+            FindFastPath(slot, processed, num_main);
+        } else if (registers) {
+            FindNextKey(slot, num_main);
+        }
+        return true;
+    }
+
+    void ReleaseSkipped(Int slot, Int num_processed) {
+        if (requests.loading.contains(slot)) return;
+        const Int processed = std::min(num_processed, requests.computed[slot] - requests.in_flight[slot]);
+        for (const auto& one : managers) one->ReleaseSkipped(slot, std::max<Int>(0, processed));
+        requests.InvalidateFastPath(slot);
+    }
+
+    void ZeroUnloaded(Int slot, Int num_tokens) {
+        for (const auto& one : managers) one->ZeroUnloaded(slot, num_tokens);
+    }
+
+    Int BlocksWhenAlone(Int num_tokens) const {
+        Int sum = 0;
+        for (const auto& one : managers) sum += one->BlocksAlone(num_tokens);
+        return sum;
+    }
+
+    // -- prefix cache ------------------------------------------------------------------------------------------------
+
+    void Register(Int slot, Int num_tokens) {
+        if (!spec.enable_caching) return;
+        const Column boundaries = ReplayBoundaries(requests.num_prompt[slot]);
+        for (const auto& one : managers) one->RegisterBlocks(slot, Share(*one, num_tokens), boundaries);
+    }
+
+    void RegisterAgain(const Column& blocks) {
+        if (!spec.safe) return;
+        const std::set<Block> given(blocks.begin(), blocks.end());
+        for (const auto& one : managers) one->RegisterAgain(given);
+    }
+
+    // -- release -----------------------------------------------------------------------------------------------------
+
+    void Free(Int slot) {
+        for (const auto& one : managers) {
+            taken_.clear();
+            one->TakeAll(slot, &taken_);
+            pool.Release(taken_.rbegin(), taken_.rend());
+        }
+    }
+
+    BlockList TakeAll(Int slot) {
+        BlockList blocks;
+        for (const auto& one : managers) one->TakeAll(slot, &blocks);
+        return blocks;
+    }
+
+    // -- steps -------------------------------------------------------------------------------------------------------
+
+    void Grow(Int slot) {
+        for (const auto& one : managers) one->Grow(slot);
+    }
+
+    BlockList TakeCopies() {
+        BlockList held;
+        for (const auto& one : managers) {
+            for (const auto& [source, target] : one->copies) {
+                held.push_back(source);
+                held.push_back(target);
+            }
+            one->copies.clear();
+        }
+        return held;
+    }
+
+    Orders TakeOrders() {
+        pool.TakeStamped(&orders.stamp_block);
+        for (const Block block : orders.stamp_block) orders.stamp.push_back(pool.stamp[block]);
+        return std::exchange(orders, {});
+    }
+
+    const Spec& spec;
+    Requests requests;
+    BlockPool pool;
+    Orders orders;
+    std::vector<std::unique_ptr<GroupManager>> managers;
+    std::unique_ptr<PrefixLookup> lookup;
+
+  private:
+    std::unique_ptr<GroupManager> MakeManager(Int number) {
+        switch (spec.groups[static_cast<size_t>(number)].kind) {
+            case kFull:
+            case kMla:
+                return std::make_unique<FullAttentionManager>(number, spec, pool, requests, orders);
+            case kWindow:
+            case kWindowMla:
+                return std::make_unique<SlidingWindowManager>(number, spec, pool, requests, orders);
+            default:
+                return std::make_unique<ChunkedLocalManager>(number, spec, pool, requests, orders);
+        }
+    }
+
+    void Empty(Rows* fresh) const {
+        fresh->resize(managers.size());
+        for (BlockList& row : *fresh) row.clear();
+    }
+
+    Int Known(const Admission& admission) const {
+        return std::min(admission.hit->num_tokens + admission.num_external, spec.max_model_len);
+    }
+
+    bool AppendBlocks(Int slot, Int num_slots, Rows* fresh) {
+        Int sum = 0;
+        for (const auto& one : managers) sum += one->BlocksToExtend(slot, num_slots);
+        if (sum > pool.num_free()) return false;
+        Empty(fresh);
+        Int bound = kForever;
+        for (size_t number = 0; number < managers.size(); ++number) {
+            if (managers[number]->BlocksToExtend(slot, num_slots))
+                managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+            bound = std::min(bound, managers[number]->AllocBound(slot));
+        }
+        requests.alloc_bound[slot] = bound;
+        requests.fast_path_until[slot] =
+            std::min({bound, requests.window_bound[slot], requests.register_bound[slot] - 1});
+        return true;
+    }
+
+    bool GrowTables(Int slot, Int num_slots, Int processed, Int leave_free, Rows* fresh) {
+        Int need = leave_free;
+        for (const auto& one : managers) {
+            one->ReleaseSkipped(slot, processed);
+            need += one->BlocksToExtend(slot, num_slots);
+        }
+        if (need > pool.num_free()) return false;
+        Empty(fresh);
+        for (size_t number = 0; number < managers.size(); ++number)
+            managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+        return true;
+    }
+
+    Int BlocksOfAll(Int slot, Int total, Int local, const Hit* hit, Int num_encoder) const {
+        const Int num_tokens = std::min(requests.num_tokens[slot], spec.max_model_len);
+        return Count(Need{slot, num_tokens, num_tokens, total, local, num_encoder, true}, hit);
+    }
+
+    Int Count(const Need& need, const Hit* hit) const {
+        static const BlockList none;
+        Int sum = 0;
+        for (size_t number = 0; number < managers.size(); ++number) {
+            sum += managers[number]->BlocksNeeded(need, hit == nullptr ? none : hit->blocks[number]);
+        }
+        return sum;
+    }
+
+    void AdoptHit(const Admission& admission, Int local, Int total) {
+        const Rows& blocks = admission.hit->blocks;
+        const bool any = std::any_of(blocks.begin(), blocks.end(), [](const BlockList& row) { return !row.empty(); });
+        if (!any && !admission.num_external) return;
+        for (size_t number = 0; number < managers.size(); ++number)
+            managers[number]->Adopt(admission.slot, blocks[number], local, total);
+        if (!admission.num_external) return;
+        for (const auto& one : managers) one->AllocateExternal(admission.slot, local, total);
+    }
+
+    void LeaveToLoad(const Admission& admission, Int local, Int total, size_t first_zero) {
+        std::set<Block> loaded;
+        for (const auto& one : managers) {
+            if (!(admission.loaded_groups >> one->group & 1)) continue;
+            const BlockList& blocks = one->table[admission.slot];
+            const Int end = std::min(one->BlocksFor(total), static_cast<Int>(blocks.size()));
+            for (Int index = local / one->block_size; index < end; ++index) loaded.insert(blocks[index]);
+        }
+        size_t kept = first_zero;
+        for (size_t i = first_zero; i < orders.zero_block.size(); ++i) {
+            if (loaded.contains(orders.zero_block[i])) continue;
+            orders.zero_block[kept] = orders.zero_block[i];
+            orders.zero_group[kept++] = orders.zero_group[i];
+        }
+        orders.zero_block.resize(kept);
+        orders.zero_group.resize(kept);
+    }
+
+    void FindFastPath(Int slot, Int processed, Int num_main) {
+        if (num_main < requests.num_prompt[slot]) {
+            requests.InvalidateFastPath(slot);
+            return;
+        }
+        Int blocks = kForever, window = kForever;
+        for (const auto& one : managers) {
+            blocks = std::min(blocks, one->AllocBound(slot));
+            window = std::min(window, one->WindowBound(processed));
+        }
+        const Int keys = RegisterBoundOf(slot);
+        requests.alloc_bound[slot] = blocks;
+        requests.window_bound[slot] = window;
+        requests.register_bound[slot] = keys;
+        requests.fast_path_until[slot] = std::min({blocks, window, keys - 1});
+    }
+
+    void FindNextKey(Int slot, Int num_main) {
+        if (num_main < requests.num_prompt[slot]) {
+            requests.InvalidateFastPath(slot);
+            return;
+        }
+        const Int keys = requests.register_bound[slot] = RegisterBoundOf(slot);
+        requests.fast_path_until[slot] = std::min({requests.alloc_bound[slot], requests.window_bound[slot], keys - 1});
+    }
+
+    Int RegisterBoundOf(Int slot) const {
+        if (!spec.enable_caching) return kForever;
+        Int keys = kForever;
+        for (const auto& one : managers) keys = std::min(keys, one->RegisterBound(slot));
+        return CeilDiv(keys, cache_unit_) * cache_unit_;
+    }
+
+    // Positions at which the computation of a later request that repeats this prompt can begin, ascending.
+    Column ReplayBoundaries(Int num_prompt) const {
+        const Int unit = spec.scheduler_block_size;
+        std::set<Int> found;
+        if (!drops_last_block_) {
+            found = {num_prompt - 1};
+        } else {
+            found = {std::max<Int>((num_prompt - 1) / unit * unit - unit, 0),
+                     std::max<Int>(num_prompt / unit * unit - unit, 0)};
+        }
+        if (spec.keep_divergence_boundary) {
+            for (const Int boundary : std::set<Int>(found))
+                found.insert(std::max<Int>(boundary / unit * unit - unit, 0));
+        }
+        return Column(found.begin(), found.end());
+    }
+
+    Int Share(const GroupManager& manager, Int num_tokens) const {
+        const Int final = std::max<Int>(0, num_tokens - unfinalized_);
+        if (managers.size() == 1) return final;
+        const Int aligned = Align(num_tokens);
+        if (manager.drops_last_block && aligned > 0) return std::min(final, Align(final) + manager.block_size);
+        return aligned;
+    }
+
+    Int Align(Int num_tokens) const {
+        return spec.partial_hits ? num_tokens : num_tokens / spec.scheduler_block_size * spec.scheduler_block_size;
+    }
+
+    bool only_tables_grow_ = false, drops_last_block_ = false;
+    Int cache_unit_ = 1, unfinalized_ = 0;
+    BlockList taken_;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,115 @@
+// Applies the sections `facts` and `cache` of a part: what happened to requests and pages since the last step.
+#pragma once
+
+#include "in_flight.h"
+#include "step.h"
+
+namespace kvplane {
+
+class FactApplier {
+  public:
+    FactApplier(Coordinator& coordinator, InFlightTracker& tracker)
+        : blocks_(coordinator), requests_(coordinator.requests), pool_(coordinator.pool), tracker_(tracker) {}
+
+    void Apply(const Part& part, Int seq, PartResult* result) {
+        const Facts& facts = part.facts;
+        const Column& counts = part.facts_made.given ? part.facts_made.num_hashes : facts.num_hashes;
+        const Hashes& hashes = part.facts_made.given ? part.facts_made.hashes : facts.hashes;
+        Int total = 0;
+        for (const Int count : counts) total += count;
+        const size_t digest_size = total ? hashes.size / static_cast<size_t>(total) : 0;
+        const uint8_t* at = hashes.data;
+        for (size_t row = 0; row < facts.slot.size(); ++row) {
+            const Int slot = facts.slot[row];
+            const Int computed = Entry(facts.computed, row, kUnchanged), end = Entry(facts.end, row, kEndNone);
+            if (computed != kUnchanged) Correct(slot, computed, end, seq, result);
+            requests_.num_tokens[slot] += Entry(facts.appended, row, 0);
+            const size_t given = static_cast<size_t>(Entry(counts, row, 0)) * digest_size;
+            if (given) AddDigests(slot, at, given, digest_size);
+            at += given;
+            const Int commit = Entry(facts.commit, row, kUnchanged),
+                      skipped = Entry(facts.release_skipped, row, kUnchanged);
+            if (commit != kUnchanged) Commit(slot, commit, seq);
+            if (skipped != kUnchanged && requests_.running[slot]) blocks_.ReleaseSkipped(slot, skipped);
+            if (end != kEndNone) Finish(slot, end, Entry(facts.fence, row, 0), seq, result);
+            if (part.with_hashes) ReportHashes(slot, result);
+        }
+    }
+
+    void ReportHashes(Int slot, PartResult* result) const {
+        const Digests& digests = requests_.content[slot];
+        result->num_hashes.push_back(digests.count());
+        result->last_hash.push_back(digests.count() ? digests.at(digests.count() - 1) : Digest());
+    }
+
+    void ApplyCache(const Cache& cache, PartResult* result) {
+        for (const Int failed : cache.failed_steps) Append(tracker_.FailStep(failed), &result->preempted);
+        bool any = false;
+        for (const Int block : cache.evicted) {
+            const bool had_keys = pool_.DropKeys(static_cast<Block>(block), kDropped);
+            if (!had_keys) pool_.Restamp(static_cast<Block>(block));
+            any |= had_keys;
+        }
+        if (any) {
+            blocks_.RegisterAgain(cache.evicted);
+            requests_.InvalidateAllFastPaths();
+        }
+        for (const Int slot : cache.released) Append(tracker_.ReleaseHeld(slot, pool_.step), &result->preempted);
+        if (!cache.loads_over.empty()) pool_.ReleaseBusy(cache.loads_over);
+        if (cache.reset) result->reset_done = pool_.Reset();
+    }
+
+  private:
+    static void Append(const Column& slots, Column* into) { into->insert(into->end(), slots.begin(), slots.end()); }
+
+    void Correct(Int slot, Int computed, Int end, Int seq, PartResult* result) {
+        if (computed < requests_.computed[slot] && blocks_.spec.safe) {
+            if (end == kEndNone && !blocks_.CanRewind(slot, computed)) {
+                const Column gone = tracker_.Preempt(slot, seq);
+                Append(gone, &result->preempted);
+                result->went_back += static_cast<Int>(gone.size());
+                return;
+            }
+            if (requests_.not_zeroed.contains(slot)) blocks_.ZeroUnloaded(slot, computed);
+        }
+        requests_.ends_at[slot] = requests_.LaunchEnd(slot);
+        requests_.computed[slot] = std::min(requests_.computed[slot], computed);
+        requests_.InvalidateFastPath(slot);
+    }
+
+    void AddDigests(Int slot, const uint8_t* data, size_t count, size_t digest_size) {
+        requests_.content[slot].add(data, count, digest_size);
+        if (blocks_.spec.enable_caching) requests_.InvalidateRegisterBound(slot);
+    }
+
+    void Commit(Int slot, Int num_tokens, Int seq) {
+        tracker_.LoadIsOver(slot);
+        num_tokens = std::min({num_tokens, requests_.computed[slot], requests_.num_tokens[slot]});
+        pool_.step = tracker_.IsExecuted(slot, num_tokens) ? pool_.executed_through : seq;
+        requests_.ends_at[slot] = requests_.LaunchEnd(slot);
+        blocks_.Register(slot, num_tokens);
+        tracker_.NoteKeys(slot, pool_.step);
+        pool_.step = seq;
+        requests_.InvalidateFastPath(slot);
+    }
+
+    void Finish(Int slot, Int end, Int fence, Int seq, PartResult* result) {
+        if (end != kEndHeld) fence = tracker_.LoadIsOver(slot, fence);
+        if (end == kEndFree) {
+            Append(tracker_.Finish(slot, seq, fence), &result->preempted);
+        } else if (end == kEndHeld) {
+            Append(tracker_.Hold(slot, seq), &result->preempted);
+        } else if (requests_.running[slot]) {
+            for (const Int gone : tracker_.Preempt(slot, seq, fence)) {
+                if (gone != slot) result->preempted.push_back(gone);
+            }
+        }
+    }
+
+    Coordinator& blocks_;
+    Requests& requests_;
+    BlockPool& pool_;
+    InFlightTracker& tracker_;
+};
+
+}  // namespace kvplane

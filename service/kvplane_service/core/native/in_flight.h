@@ -1,0 +1,380 @@
+// Records of each step in flight: tokens granted, keys registered, and blocks to release after its execution.
+#pragma once
+
+#include "coordinator.h"
+
+namespace kvplane {
+
+struct Counters {
+    Int steps = 0, admitted = 0, ended = 0, preempted = 0, refused = 0, queried_tokens = 0, hit_tokens = 0,
+        granted_tokens = 0;
+    Int withdrawn_keys = 0, unaligned_chunks = 0, starved_chunks = 0;
+
+    std::vector<std::pair<const char*, Int*>> All() {
+        return {{"steps", &steps},
+                {"admitted", &admitted},
+                {"ended", &ended},
+                {"preempted", &preempted},
+                {"refused", &refused},
+                {"queried_tokens", &queried_tokens},
+                {"hit_tokens", &hit_tokens},
+                {"granted_tokens", &granted_tokens},
+                {"withdrawn_keys", &withdrawn_keys},
+                {"unaligned_chunks", &unaligned_chunks},
+                {"starved_chunks", &starved_chunks}};
+    }
+};
+
+// One use of a slot by a request, from its admission to its end or preemption.
+using Stay = std::pair<Int, Int>;  // slot, serial
+
+struct Grants {
+    Column slot, serial, num_tokens;
+};
+
+// Values by key, in order of insertion; a removed key that is added again comes last.
+template <typename K, typename V>
+class Ordered {
+  public:
+    V& operator[](const K& key) {
+        const auto [at, is_new] = where_.try_emplace(key, entries_.size());
+        if (is_new) entries_.emplace_back(key, V());
+        return entries_[at->second].second;
+    }
+    const V* Find(const K& key) const {
+        const auto found = where_.find(key);
+        return found == where_.end() ? nullptr : &entries_[found->second].second;
+    }
+    V Pop(const K& key) {
+        const auto found = where_.find(key);
+        if (found == where_.end()) return V();
+        V value = std::move(entries_[found->second].second);
+        entries_[found->second].second = V();
+        where_.erase(found);
+        return value;
+    }
+    template <typename F>
+    void ForEach(F&& visit) const {
+        for (size_t at = 0; at < entries_.size(); ++at) {
+            const auto found = where_.find(entries_[at].first);
+            if (found != where_.end() && found->second == at) visit(entries_[at].first, entries_[at].second);
+        }
+    }
+
+  private:
+    std::vector<std::pair<K, V>> entries_;
+    std::map<K, size_t> where_;
+};
+
+using NamedKeys = std::vector<std::pair<Block, Key>>;
+
+class InFlightTracker {
+  public:
+    InFlightTracker(Coordinator& coordinator, Counters& all)
+        : blocks_(coordinator), requests_(coordinator.requests), pool_(coordinator.pool), counters_(all) {}
+
+    // -- notes -------------------------------------------------------------------------------------------------------
+
+    void NoteGrant(Int slot, Int num_tokens, Int seq) {
+        if (!requests_.not_zeroed.empty()) EndLoads({slot});
+        requests_.in_flight[slot] += num_tokens;
+        requests_.granted_step[slot] = seq;
+        Grants& of_step = grants[seq];
+        of_step.slot.push_back(slot);
+        of_step.serial.push_back(requests_.serial[slot]);
+        of_step.num_tokens.push_back(num_tokens);
+        counters_.granted_tokens += num_tokens;
+    }
+
+    void EndLoads(const Column& slots) {
+        for (const Int slot : slots) {
+            requests_.loading.erase(slot);
+            requests_.not_zeroed.erase(slot);
+        }
+    }
+
+    void NoteAdmission(Int slot, const Hit& hit) {
+        ++counters_.admitted;
+        if (!requests_.skip_reading[slot]) {
+            counters_.queried_tokens += requests_.num_tokens[slot];
+            counters_.hit_tokens += hit.num_tokens;
+        }
+        if (!blocks_.spec.safe) return;
+        Int last = 0;
+        for (const BlockList& row : hit.blocks) {
+            for (const Block block : row) {
+                if (block == kNullBlock || pool_.key_step[block] <= pool_.executed_through) continue;
+                const Int step = pool_.key_step[block];
+                adoptions[step][block].push_back(StayOf(slot));
+                last = std::max(last, step);
+            }
+        }
+        requests_.adopted_step[slot] = last;
+    }
+
+    void NoteFilling(Int slot, const Hit& hit, Int seq) {
+        const std::set<Block> loaded = LoadedBlocks(slot, hit);
+        BlockList& filled = filling[seq];
+        filled.insert(filled.end(), loaded.begin(), loaded.end());
+    }
+
+    void NoteKeys(Int slot, Int seq) {
+        if (pool_.registered.empty()) return;
+        if (blocks_.spec.safe && seq > pool_.executed_through) {
+            NamedKeys& mine = tentative[seq][StayOf(slot)];
+            mine.insert(mine.end(), pool_.registered.begin(), pool_.registered.end());
+        }
+        pool_.registered.clear();
+    }
+
+    bool IsExecuted(Int slot, Int num_tokens) const {
+        if (num_tokens > requests_.computed[slot] - requests_.in_flight[slot]) return false;
+        if (requests_.granted_step[slot] > pool_.executed_through) return false;
+        return requests_.adopted_step[slot] <= pool_.executed_through;
+    }
+
+    // Notes a load into an admitted request; returns the last step in flight that may use one of its blocks.
+    Int NoteLoad(Int slot, const Hit& hit) {
+        requests_.loading.insert(slot);
+        requests_.not_zeroed.insert(slot);
+        return requests_.load_after[slot] = pool_.LastUse(LoadedBlocks(slot, hit));
+    }
+
+    // -- ends --------------------------------------------------------------------------------------------------------
+
+    void Executed(Int through) {
+        through = pool_.executed_through = std::max(pool_.executed_through, through);
+        while (!grants.empty() && grants.begin()->first <= through) {
+            const Grants& done = grants.begin()->second;
+            for (size_t row = 0; row < done.slot.size(); ++row) {
+                const Int slot = done.slot[row];
+                if (requests_.serial[slot] != done.serial[row] || !requests_.running[slot]) continue;
+                requests_.in_flight[slot] = std::max<Int>(requests_.in_flight[slot] - done.num_tokens[row], 0);
+            }
+            grants.erase(grants.begin());
+        }
+        tentative.erase(tentative.begin(), tentative.upper_bound(through));
+        adoptions.erase(adoptions.begin(), adoptions.upper_bound(through));
+        filling.erase(filling.begin(), filling.upper_bound(through));
+        while (!waiting.empty() && waiting.front().first <= through) {
+            const BlockList blocks = std::move(waiting.front().second);
+            waiting.pop_front();
+            pool_.Release(blocks);
+        }
+    }
+
+    void ReleaseLater(const BlockList& blocks, Int fence) {
+        if (fence <= pool_.executed_through) {
+            pool_.Release(blocks);
+        } else if (!blocks.empty()) {
+            Require(fence <= pool_.step, "blocks wait for a step that was not sent");
+            waiting.emplace_back(fence, blocks);
+        }
+    }
+
+    Column Preempt(Int slot, Int seq, Int fence = 0) {
+        return PreemptCascade({StayOf(slot)}, requests_.granted_step[slot] == seq ? seq : seq + 1, fence);
+    }
+
+    Column FailStep(Int seq) {
+        std::vector<Stay> stays;
+        if (const auto found = grants.find(seq); found != grants.end()) stays = StaysOf(found->second);
+        return PreemptCascade(std::move(stays), seq);
+    }
+
+    // Records that a load has ended; returns the step after which the request's pages may be released.
+    Int LoadIsOver(Int slot, Int fence = 0) {
+        if (requests_.loading.erase(slot)) {
+            fence = std::max(fence, requests_.load_after[slot]);
+            if (const auto found = held.find(slot); found != held.end() && !requests_.held[slot]) {
+                const BlockList blocks = std::move(found->second);
+                held.erase(found);
+                ReleaseLater(blocks, fence);
+            }
+        }
+        return fence;
+    }
+
+    // Slots that get no tokens in this part.
+    std::set<Int> CannotRun(Int seq) const {
+        std::set<Int> none;
+        if (const auto found = grants.find(seq); blocks_.spec.safe && found != grants.end()) {
+            none.insert(found->second.slot.begin(), found->second.slot.end());
+        }
+        for (const Int slot : requests_.loading) {
+            if (!IsReady(slot)) none.insert(slot);
+        }
+        return none;
+    }
+
+    Column Finish(Int slot, Int seq, Int fence) {
+        std::vector<Stay> adopters = ForgetUngranted(slot, seq);
+        GiveBack(slot, fence);
+        requests_.Finish(slot);
+        ++counters_.ended;
+        return PreemptCascade(std::move(adopters), seq);
+    }
+
+    Column Hold(Int slot, Int seq) {
+        std::vector<Stay> adopters = ForgetUngranted(slot, seq);
+        PinForTransfer(slot);
+        requests_.Stop(slot);
+        requests_.held[slot] = 1;
+        ++counters_.ended;
+        return PreemptCascade(std::move(adopters), seq);
+    }
+
+    Column ReleaseHeld(Int slot, Int seq) {
+        if (!requests_.held[slot]) {
+            const bool ready = IsReady(slot);
+            const Int fence = LoadIsOver(slot);
+            return ready || !requests_.running[slot] ? Column() : Preempt(slot, seq, fence);
+        }
+        const BlockList blocks = std::move(held.at(slot));
+        held.erase(slot);
+        ReleaseLater(blocks, requests_.load_after[slot]);
+        requests_.Finish(slot);
+        return {};
+    }
+
+    void CloseStep(Int seq) {
+        const BlockList copies = blocks_.TakeCopies();
+        if (copies.empty()) return;
+        pool_.NoteUse(copies, seq);
+        ReleaseLater(copies, blocks_.spec.safe ? seq : 0);
+    }
+
+    std::map<Int, Grants> grants;
+    std::map<Int, Ordered<Stay, NamedKeys>> tentative;           // step -> keys, by the stay that registered
+    std::map<Int, Ordered<Block, std::vector<Stay>>> adoptions;  // step -> stays that adopted a key of it, by block
+    std::deque<std::pair<Int, BlockList>> waiting;               // (step, blocks) to release once it is executed
+    std::map<Int, BlockList> held;                               // slot -> blocks that a transfer reads or writes
+    std::map<Int, BlockList> filling;                            // step -> blocks that are loaded before its launch
+
+  private:
+    Stay StayOf(Int slot) const { return {slot, requests_.serial[slot]}; }
+    bool Runs(const Stay& stay) const {
+        return requests_.running[stay.first] && requests_.serial[stay.first] == stay.second;
+    }
+    bool IsReady(Int slot) const { return requests_.load_after[slot] <= pool_.executed_through; }
+
+    static std::vector<Stay> StaysOf(const Grants& granted) {
+        std::vector<Stay> stays;
+        for (size_t row = 0; row < granted.slot.size(); ++row)
+            stays.emplace_back(granted.slot[row], granted.serial[row]);
+        return stays;
+    }
+
+    // The blocks that a load may write: all of the request's tables except those of the hit at the same position.
+    std::set<Block> LoadedBlocks(Int slot, const Hit& hit) const {
+        std::set<Block> loaded;
+        for (size_t number = 0; number < blocks_.managers.size(); ++number) {
+            const BlockList& table = blocks_.managers[number]->table[slot];
+            const BlockList& of_hit = hit.blocks[number];
+            for (size_t i = 0; i < table.size(); ++i) {
+                if (i >= of_hit.size() || table[i] != of_hit[i]) loaded.insert(table[i]);
+            }
+        }
+        return loaded;
+    }
+
+    Column PreemptCascade(std::vector<Stay> queue, Int from_step, Int fence = 0) {
+        std::set<Stay> seen;
+        Column preempted;
+        for (size_t at = 0; at < queue.size(); ++at) {
+            const Stay stay = queue[at];
+            if (!seen.insert(stay).second) continue;
+            Withdraw(stay, from_step, &queue);
+            if (!Runs(stay)) continue;
+            const Int slot = stay.first;
+            if (requests_.loading.contains(slot)) {
+                PinForTransfer(slot);
+            } else {
+                GiveBack(slot, fence);
+            }
+            requests_.Stop(slot);
+            ++requests_.serial[slot];
+            ++counters_.preempted;
+            preempted.push_back(slot);
+        }
+        CancelGrants(seen, from_step);
+        return preempted;
+    }
+
+    void CancelGrants(const std::set<Stay>& stays, Int from_step) {
+        if (stays.empty()) return;
+        for (auto at = grants.lower_bound(from_step); at != grants.end(); ++at) {
+            Grants& of_step = at->second;
+            size_t kept = 0;
+            for (size_t row = 0; row < of_step.slot.size(); ++row) {
+                if (stays.contains({of_step.slot[row], of_step.serial[row]})) {
+                    counters_.granted_tokens -= of_step.num_tokens[row];
+                    continue;
+                }
+                of_step.slot[kept] = of_step.slot[row];
+                of_step.serial[kept] = of_step.serial[row];
+                of_step.num_tokens[kept++] = of_step.num_tokens[row];
+            }
+            for (Column* column : {&of_step.slot, &of_step.serial, &of_step.num_tokens}) column->resize(kept);
+        }
+    }
+
+    // Drops the keys that this stay registered in steps from `from_step` on; appends the stays that adopted them.
+    void Withdraw(const Stay& stay, Int from_step, std::vector<Stay>* adopters) {
+        for (auto at = tentative.lower_bound(from_step); at != tentative.end(); ++at) {
+            const NamedKeys mine = at->second.Pop(stay);
+            for (const auto& [block, key] : mine) {
+                if (!pool_.HasThisKey(block, key)) continue;
+                pool_.DropKeys(block, kWithdrawn);
+                ++counters_.withdrawn_keys;
+            }
+            const auto of_step = adoptions.find(at->first);
+            if (of_step == adoptions.end()) continue;
+            for (const auto& [block, key] : mine) {
+                const std::vector<Stay>* stays = of_step->second.Find(block);
+                if (stays != nullptr) adopters->insert(adopters->end(), stays->begin(), stays->end());
+            }
+        }
+    }
+
+    void NoteUse(Int slot) {
+        const Int last = std::min(requests_.granted_step[slot], pool_.step - 1);
+        if (last <= pool_.executed_through) return;
+        for (const auto& one : blocks_.managers) pool_.NoteUse(one->table[slot], last);
+    }
+
+    BlockList TakeReversed(Int slot) {
+        BlockList blocks = blocks_.TakeAll(slot);
+        std::reverse(blocks.begin(), blocks.end());
+        return blocks;
+    }
+
+    void GiveBack(Int slot, Int fence) {
+        NoteUse(slot);
+        if (fence > pool_.executed_through) {
+            ReleaseLater(TakeReversed(slot), fence);
+        } else {
+            blocks_.Free(slot);
+        }
+    }
+
+    void PinForTransfer(Int slot) {
+        NoteUse(slot);
+        const BlockList blocks = TakeReversed(slot);
+        BlockList& pinned = held[slot];
+        pinned.insert(pinned.end(), blocks.begin(), blocks.end());
+    }
+
+    std::vector<Stay> ForgetUngranted(Int slot, Int seq) {
+        std::vector<Stay> adopters;
+        if (requests_.granted_step[slot] == seq) Withdraw(StayOf(slot), seq, &adopters);
+        return adopters;
+    }
+
+    Coordinator& blocks_;
+    Requests& requests_;
+    BlockPool& pool_;
+    Counters& counters_;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,329 @@
+// The base class of group managers: block tables, allocation, registration.
+#pragma once
+
+#include "../pool.h"
+#include "../requests.h"
+
+namespace kvplane {
+
+struct Need {
+    Int slot, num_slots, num_main, total_computed, local_computed, num_encoder = 0;
+    bool capped = false;
+};
+
+struct Query {
+    const Digests* digests;
+    uint32_t domain;
+    const std::vector<Int>* groups;
+    Int max_tokens;
+    bool drops_last_block;
+    Int horizon;
+};
+
+using Rows = std::vector<BlockList>;
+
+class GroupManager {
+  public:
+    GroupManager(Int number, const Spec& replica_spec, BlockPool& block_pool, Requests& all, Orders& step_orders)
+        : group(number),
+          replica(replica_spec),
+          spec(replica_spec.groups[static_cast<size_t>(number)]),
+          pool(block_pool),
+          requests(all),
+          orders(step_orders),
+          block_size(spec.block_size),
+          hash_size(replica_spec.hash_block_size) {
+        for (const GroupSpec& one : replica.groups) {
+            if (one.lookup_class == spec.lookup_class) drops_last_block |= one.drops_last_block != 0;
+        }
+        stores_empty_ranges = !replica.safe;
+    }
+    virtual ~GroupManager() = default;
+
+    // -- tables ------------------------------------------------------------------------------------------------------
+
+    void Grow(Int slot) {
+        if (static_cast<size_t>(slot) < table.size()) return;
+        table.resize(static_cast<size_t>(slot) + 1);
+        num_cached.resize(static_cast<size_t>(slot) + 1, kNotTracked);
+    }
+
+    // Empties the slot's table; appends its blocks in order, without leading null blocks.
+    void TakeAll(Int slot, BlockList* into) {
+        BlockList& blocks = table[slot];
+        const auto first = std::find_if(blocks.begin(), blocks.end(), [](Block block) { return block != kNullBlock; });
+        into->insert(into->end(), first, blocks.end());
+        blocks.clear();
+        num_cached[slot] = kNotTracked;
+        partial_hit.erase(slot);
+    }
+
+    Int BlocksFor(Int num_tokens) const { return CeilDiv(num_tokens, block_size); }
+
+    // -- allocation --------------------------------------------------------------------------------------------------
+
+    Int BlocksNeeded(const Need& need, const BlockList& hit) const {
+        Int required = BlocksFor(need.num_slots);
+        if (need.capped && spec.admission_cap_blocks) required = std::min(required, spec.admission_cap_blocks);
+        const Int has = static_cast<Int>(table[need.slot].size());
+        if (num_cached[need.slot] != kNotTracked) return std::max<Int>(required - has, 0);
+        const Int skipped = std::max<Int>(SkippedTokens(need.total_computed), 0) / block_size;
+        Int count = std::max<Int>(required - std::max(skipped, static_cast<Int>(hit.size()) + has), 0);
+        count += EndsInsideBlock(hit, need.local_computed);
+        for (size_t i = static_cast<size_t>(std::max<Int>(0, skipped - has)); i < hit.size(); ++i) {
+            count += hit[i] != kNullBlock && pool.references[hit[i]] == 0;
+        }
+        return count;
+    }
+
+    Int BlocksToExtend(Int slot, Int num_slots) const {
+        return std::max<Int>(BlocksFor(num_slots) - static_cast<Int>(table[slot].size()), 0);
+    }
+
+    void Adopt(Int slot, const BlockList& hit, Int local_computed, Int total_computed) {
+        BlockList& blocks = table[slot];
+        Require(blocks.empty(), "the slot already has blocks");
+        const auto skipped = static_cast<size_t>(std::max<Int>(SkippedTokens(total_computed), 0) / block_size);
+        blocks.assign(skipped, kNullBlock);
+        for (size_t i = skipped; i < hit.size(); ++i) {
+            pool.Touch(hit[i]);
+            adopted += hit[i] != kNullBlock;
+            blocks.push_back(hit[i]);
+        }
+        num_cached[slot] = static_cast<Int>(blocks.size());
+        if (hit.size() > skipped && local_computed % block_size != 0) {
+            const Int index = local_computed / block_size;
+            partial_hit[slot] = {index, blocks.back()};
+            num_cached[slot] = index;
+        }
+    }
+
+    void AllocateExternal(Int slot, Int local_computed, Int total_computed) {
+        if (total_computed - std::max(local_computed, SkippedTokens(total_computed)) <= 0) return;
+        const Int missing = BlocksFor(total_computed) - static_cast<Int>(table[slot].size());
+        BlockList unused;
+        Extend(slot, std::max<Int>(0, missing), &unused);
+    }
+
+    // Extends the table to `num_slots` token positions; appends the new blocks, targets of copies first.
+    void Allocate(Int slot, Int num_slots, BlockList* fresh) {
+        RedirectPartialHit(slot, fresh);
+        const Int missing = BlocksFor(num_slots) - static_cast<Int>(table[slot].size());
+        if (missing > 0) Extend(slot, missing, fresh);
+    }
+
+    void ZeroUnloaded(Int slot, Int num_tokens) {
+        if (!spec.zero_new_blocks) return;
+        const BlockList& blocks = table[slot];
+        for (size_t i = static_cast<size_t>(BlocksFor(num_tokens)); i < blocks.size(); ++i) {
+            if (pool.IsPrivate(blocks[i])) OrderZero(blocks[i]);
+        }
+    }
+
+    Int BlocksAlone(Int num_tokens) const {
+        const Int need = BlocksFor(num_tokens);
+        return spec.admission_cap_blocks ? std::min(need, spec.admission_cap_blocks) : need;
+    }
+
+    // -- window ------------------------------------------------------------------------------------------------------
+
+    virtual Int SkippedTokens(Int num_computed) const {
+        (void)num_computed;
+        return 0;
+    }
+
+    void ReleaseSkipped(Int slot, Int num_processed) {
+        const Int skipped = SkippedTokens(num_processed);
+        if (skipped <= 0) return;
+        BlockList& blocks = table[slot];
+        Int index = std::min(skipped / block_size, static_cast<Int>(blocks.size())) - 1;
+        freed_.clear();
+        for (; index >= 0 && blocks[index] != kNullBlock; --index) {
+            freed_.push_back(blocks[index]);
+            blocks[index] = kNullBlock;
+        }
+        if (freed_.empty()) return;
+        pool.NoteUse(freed_, std::min(requests.granted_step[slot], pool.step - 1));
+        pool.Release(freed_);
+    }
+
+    // -- prefix cache ------------------------------------------------------------------------------------------------
+
+    virtual void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) {
+        const Int start = std::max<Int>(num_cached[slot], 0), hashed = requests.content[slot].count() * hash_size;
+        const Int end = std::min(std::min(num_tokens, hashed) / block_size, static_cast<Int>(table[slot].size()));
+        if (start >= end) return;
+        const Int single = requests.single_group_hit[slot];
+        Column reachable = boundaries;
+        if (single) {
+            reachable.push_back(single);
+            if (drops_last_block) reachable.push_back(single - block_size);
+        }
+        std::vector<bool> keep;
+        const bool masked = ReachableBlocks(start, end, reachable, &keep);
+        RegisterRange(slot, start, end, masked ? &keep : nullptr);
+        num_cached[slot] = end;
+    }
+
+    void RegisterAgain(const std::set<Block>& blocks) {
+        for (size_t slot = 0; slot < table.size(); ++slot) {
+            Int first = 0;
+            const Int count = static_cast<Int>(table[slot].size());
+            while (first < count && !blocks.contains(table[slot][first])) ++first;
+            if (first < count) num_cached[slot] = std::min(num_cached[slot], first);
+        }
+    }
+
+    // Returns false if all blocks are reachable; else fills the mask of the blocks with indices [start, end).
+    virtual bool ReachableBlocks(Int start, Int end, const Column& boundaries, std::vector<bool>* keep) const {
+        (void)start, (void)end, (void)boundaries, (void)keep;
+        return false;
+    }
+
+    // Finds the longest cached prefix; fills the blocks per group, and returns its length in tokens.
+    virtual Int FindPrefix(const Query& query, Rows* rows) const = 0;
+    virtual bool IsDownwardClosed() const { return false; }
+    virtual Int DropMargin() const { return block_size; }
+
+    bool HitIsReady(const BlockList& hit, Int num_tokens) const {
+        if (!replica.safe || !EndsInsideBlock(hit, num_tokens)) return true;
+        return hit.back() == kNullBlock || pool.key_step[hit.back()] < pool.step;
+    }
+
+    virtual bool CanRewind(Int slot, Int num_computed) const {
+        const Int first = std::max<Int>(SkippedTokens(num_computed), 0) / block_size;
+        const BlockList& blocks = table[slot];
+        for (size_t i = static_cast<size_t>(first); i < blocks.size(); ++i) {
+            if (blocks[i] == kNullBlock) return false;
+        }
+        return true;
+    }
+
+    // -- fast path ---------------------------------------------------------------------------------------------------
+
+    Int AllocBound(Int slot) const {
+        return partial_hit.contains(slot) ? 0 : static_cast<Int>(table[slot].size()) * block_size;
+    }
+    virtual Int WindowBound(Int num_processed) const {
+        (void)num_processed;
+        return kForever;
+    }
+    virtual Int RegisterBound(Int slot) const {
+        const Int end = (std::max<Int>(num_cached[slot], 0) + 1) * block_size;
+        return end <= requests.content[slot].count() * hash_size ? end : kForever;
+    }
+
+    const Int group;
+    const Spec& replica;
+    const GroupSpec& spec;
+    BlockPool& pool;
+    Requests& requests;
+    Orders& orders;
+    const Int block_size, hash_size;
+    bool drops_last_block = false, stores_empty_ranges = false;
+    std::vector<BlockList> table;
+    Column num_cached;
+    std::map<Int, std::pair<Int, Block>> partial_hit;
+    std::vector<std::pair<Block, Block>> copies;
+    Int allocated = 0, adopted = 0;
+
+  protected:
+    bool EndsInsideBlock(const BlockList& hit, Int num_tokens) const {
+        return !hit.empty() && num_tokens % block_size != 0;
+    }
+
+    Key KeyOf(Int slot, Int num_hashes) const {
+        return Key{pool.pairs.Of(requests.domain[slot], group), requests.content[slot].at(num_hashes - 1)};
+    }
+
+    Digest DigestOf(const Digests& digests, Int index) const {
+        return digests.at((index + 1) * (block_size / hash_size) - 1);
+    }
+
+    // Looks a digest up in all groups of the query; appends the blocks, one per group. False if some group has none.
+    bool FindInGroups(const Query& query, const Digest& digest, BlockList* found) const {
+        found->clear();
+        for (const Int one : *query.groups) {
+            const Block block = pool.Find(Key{pool.pairs.Of(query.domain, one), digest}, query.horizon);
+            if (block == kNullBlock) return false;
+            found->push_back(block);
+        }
+        return true;
+    }
+
+    void Promote(Block block, Int num_tokens) {
+        if (!pool.HasKey(block)) return;
+        Require(pool.KeyTokens(block) < num_tokens, "a block has a key of as many tokens or more");
+        pool.DropKeys(block, kPromoted);
+    }
+
+    void OrderZero(Block block) {
+        orders.zero_block.push_back(block);
+        orders.zero_group.push_back(group);
+    }
+
+  private:
+    void Extend(Int slot, Int count, BlockList* fresh) {
+        const size_t first = fresh->size();
+        allocated += count;
+        pool.Take(count, fresh);
+        table[slot].insert(table[slot].end(), fresh->begin() + static_cast<std::ptrdiff_t>(first), fresh->end());
+        if (spec.zero_new_blocks) {
+            for (size_t i = first; i < fresh->size(); ++i) OrderZero((*fresh)[i]);
+        }
+    }
+
+    void RedirectPartialHit(Int slot, BlockList* fresh) {
+        const auto found = partial_hit.find(slot);
+        if (found == partial_hit.end()) return;
+        const auto [index, source] = found->second;
+        partial_hit.erase(found);
+        ++allocated;
+        pool.Take(1, fresh);
+        const Block target = fresh->back();
+        Require(table[slot][index] == source, "a partial hit is not in the table");
+        table[slot][index] = target;
+        copies.emplace_back(source, target);
+        orders.copy_src.push_back(source);
+        orders.copy_dst.push_back(target);
+        orders.copy_group.push_back(group);
+        pool.Touch(target);
+        OrderZero(target);
+    }
+
+    void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
+        const Digests& digests = requests.content[slot];
+        Event event;
+        const bool reports = replica.events;
+        for (Int index = start; index < end; ++index) {
+            const Block block = table[slot][index];
+            if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
+            if (pool.KeyTokens(block) == (index + 1) * block_size) continue;
+            const Digest digest = DigestOf(digests, index);
+            Promote(block, (index + 1) * block_size);
+            pool.Register(block, Key{pool.pairs.Of(requests.domain[slot], group), digest}, (index + 1) * block_size);
+            if (!reports) continue;
+            event.hashes.insert(event.hashes.end(), digest.bytes.begin(), digest.bytes.begin() + digest.size);
+            event.blocks.push_back(block);
+            event.block_starts.push_back(index * block_size);
+        }
+        if (!reports || (event.blocks.empty() && !stores_empty_ranges)) return;
+        event.kind = kStored;
+        event.group = group;
+        event.domain = pool.pairs.NameOf(requests.domain[slot]);
+        event.hash_size = digests.size;
+        if (start) {
+            const Digest parent = digests.at(start * (block_size / hash_size) - 1);
+            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
+        }
+        event.block_size = block_size;
+        event.slot = slot;
+        event.start = start * block_size;
+        event.end = end * block_size;
+        pool.AddEvent(std::move(event));
+    }
+
+    BlockList freed_;
+};
+
+}  // namespace kvplane

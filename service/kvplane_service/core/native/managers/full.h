@@ -1,0 +1,105 @@
+// Full attention and MLA: every block is kept until the request ends.
+#pragma once
+
+#include "base.h"
+
+namespace kvplane {
+
+class FullAttentionManager final : public GroupManager {
+  public:
+    using GroupManager::GroupManager;
+
+    Int FindPrefix(const Query& query, Rows* rows) const override {
+        const Int unit = replica.hit_alignment();
+        rows->assign(query.groups->size(), {});
+        const Int limit = std::min(query.max_tokens, query.digests->count() * hash_size);
+        BlockList blocks;
+        Int length = 0;
+        for (Int index = 0; index < limit / block_size; ++index) {
+            if (!FindInGroups(query, DigestOf(*query.digests, index), &blocks)) break;
+            for (size_t row = 0; row < blocks.size(); ++row) (*rows)[row].push_back(blocks[row]);
+            length += block_size;
+        }
+        if (unit < block_size && block_size % unit == 0) length = FindInsideNextBlock(query, limit, length, rows);
+        if (query.drops_last_block && length > 0) length -= std::min(unit, block_size);
+        length -= length % unit;
+        for (BlockList& row : *rows) {
+            if (static_cast<Int>(row.size()) > BlocksFor(length)) row.resize(static_cast<size_t>(BlocksFor(length)));
+        }
+        return length;
+    }
+
+    bool IsDownwardClosed() const override { return true; }
+    bool CanRewind(Int, Int) const override { return true; }
+    Int DropMargin() const override { return replica.partial_hits ? std::min(hash_size, block_size) : block_size; }
+
+    void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) override {
+        GroupManager::RegisterBlocks(slot, num_tokens, boundaries);
+        if (block_size == hash_size) return;
+        const auto [boundary, block] = PromptTail(slot);
+        if (block != kNullBlock && boundary <= num_tokens) RegisterInsideBlock(slot, block, boundary);
+    }
+
+    Int RegisterBound(Int slot) const override {
+        return AwaitsPromptTail(slot) ? 0 : GroupManager::RegisterBound(slot);
+    }
+
+  private:
+    Int FindInsideNextBlock(const Query& query, Int limit, Int length, Rows* rows) const {
+        const Int unit = replica.hit_alignment();
+        const Int longest = std::min(length + block_size - unit, FloorDiv(limit, unit) * unit);
+        BlockList blocks;
+        for (Int end = longest; end > length; end -= unit) {
+            if (!FindInGroups(query, query.digests->at(end / unit - 1), &blocks)) continue;
+            for (size_t row = 0; row < blocks.size(); ++row) (*rows)[row].push_back(blocks[row]);
+            return end;
+        }
+        return length;
+    }
+
+    // The last hash boundary of the prompt whose hash is known, and the block that contains it, if it is inside one.
+    std::pair<Int, Block> PromptTail(Int slot) const {
+        const Int boundary = std::min(PromptLimit(slot) / hash_size, requests.content[slot].count()) * hash_size;
+        const Int index = boundary / block_size;
+        const bool inside = boundary % block_size != 0 && index < static_cast<Int>(table[slot].size());
+        return {boundary, inside ? table[slot][index] : kNullBlock};
+    }
+
+    Int PromptLimit(Int slot) const { return requests.num_prompt[slot] - (drops_last_block ? 0 : 1); }
+
+    bool AwaitsPromptTail(Int slot) const {
+        if (block_size == hash_size) return false;
+        if (requests.content[slot].count() < PromptLimit(slot) / hash_size) return true;
+        const auto [boundary, block] = PromptTail(slot);
+        return block != kNullBlock && !pool.HasThisKey(block, KeyOf(slot, boundary / hash_size));
+    }
+
+    void RegisterInsideBlock(Int slot, Block block, Int num_tokens) {
+        const Key key = KeyOf(slot, num_tokens / hash_size);
+        if (pool.HasThisKey(block, key)) return;
+        if (pool.HasKey(block) && pool.KeyTokens(block) < num_tokens) Promote(block, num_tokens);
+        pool.Register(block, key, num_tokens);
+        if (!replica.events) return;
+        const Digests& digests = requests.content[slot];
+        const Int start = num_tokens - hash_size, count = num_tokens / hash_size;
+        Event event;
+        event.kind = kStored;
+        event.group = group;
+        event.domain = pool.pairs.NameOf(requests.domain[slot]);
+        event.hashes.assign(key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
+        event.hash_size = key.digest.size;
+        event.blocks = {block};
+        if (count > 1) {
+            const Digest parent = digests.at(count - 2);
+            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
+        }
+        event.block_size = hash_size;
+        event.slot = slot;
+        event.start = start;
+        event.end = num_tokens;
+        event.block_starts = {start};
+        pool.AddEvent(std::move(event));
+    }
+};
+
+}  // namespace kvplane

@@ -1,0 +1,384 @@
+// The block pool: reference counts, keys and stamps of all blocks.
+#pragma once
+
+#include "freelist.h"
+#include "keys.h"
+#include "types.h"
+
+namespace kvplane {
+
+constexpr int kCounterBits = 32, kEpochBits = 24;  // of a stamp, see kvplane.base.stamps
+constexpr uint64_t kMaxCounter = (uint64_t{1} << kCounterBits) - 1;
+
+struct Residency {
+    std::array<Int, 65> lifetime{}, idle_before_evict{}, reuse_gap{};
+};
+
+class BlockPool {
+  public:
+    BlockPool(const Spec& spec)
+        : spec_(spec),
+          num_blocks(spec.num_blocks),
+          free(spec.num_blocks),
+          references(spec.num_blocks),
+          key_step(spec.num_blocks),
+          stamp(spec.num_blocks),
+          born(spec.num_blocks),
+          used(spec.num_blocks),
+          last_use_(spec.num_blocks),
+          records(spec.num_blocks),
+          pairs(spec.groups.size()),
+          index(static_cast<size_t>(spec.num_blocks)),
+          keys_of_group(spec.groups.size()),
+          evicted_keys(spec.groups.size()),
+          is_stamped_(spec.num_blocks) {
+        for (size_t block = 0; block < records.size(); ++block) records[block].block = static_cast<Block>(block);
+    }
+
+    // -- blocks ------------------------------------------------------------------------------------------------------
+
+    Int num_free() const { return free.count(); }
+    bool HasKey(Block block) const { return records[block].key.pair != 0; }
+    Int KeyTokens(Block block) const { return records[block].tokens; }
+
+    void Take(Int count, BlockList* into) {
+        Require(count <= num_free(), "more blocks are taken than are free");
+        const Int now = age_base + step;
+        const size_t first = into->size();
+        for (Int i = 0; i < count; ++i) into->push_back(free.Pop());
+        for (size_t i = first; i < into->size(); ++i) {
+            const Block block = (*into)[i];
+            if (HasKey(block)) Evict(block);
+            Require(references[block] == 0, "a free block has references");
+            references[block] = 1;
+            if (born[block] > age_base) ++residency.lifetime[BitLength(now - born[block])];
+            born[block] = used[block] = now;
+            Restamp(block);
+        }
+    }
+
+    void Touch(Block block) {
+        if (block == kNullBlock) return;
+        const Int now = age_base + step;
+        if (references[block] == 0) {
+            free.Remove(block);
+            num_evictable -= HasKey(block);
+        }
+        ++references[block];
+        ++residency.reuse_gap[BitLength(now - std::max(used[block], age_base))];
+        used[block] = now;
+    }
+
+    // Freed blocks without a key join the front of the free list, those with a key its back, in the given order.
+    template <typename Iterator>
+    void Release(Iterator first, Iterator last) {
+        unkeyed_.clear();
+        keyed_.clear();
+        for (; first != last; ++first) {
+            const Block block = *first;
+            if (block == kNullBlock) continue;
+            Require(references[block] > 0, "a block without references is released");
+            if (--references[block] == 0) (HasKey(block) ? keyed_ : unkeyed_).push_back(block);
+        }
+        if (!unkeyed_.empty()) free.Prepend(unkeyed_);
+        if (!keyed_.empty()) {
+            num_evictable += static_cast<Int>(keyed_.size());
+            free.Append(keyed_);
+        }
+    }
+    void Release(const BlockList& blocks) { Release(blocks.begin(), blocks.end()); }
+
+    void NoteUse(const BlockList& blocks, Int until) {
+        if (until <= executed_through) return;
+        for (const Block block : blocks) {
+            if (block != kNullBlock) last_use_[block] = std::max(last_use_[block], age_base + until);
+        }
+    }
+
+    Int LastUse(const std::set<Block>& blocks) const {
+        Int latest = 0;
+        for (const Block block : blocks) latest = std::max(latest, last_use_[block]);
+        latest -= age_base;
+        return latest > executed_through ? latest : 0;
+    }
+
+    bool IsUnused() const {
+        return num_free() == num_blocks - 1 - static_cast<Int>(reserved.size()) - static_cast<Int>(busy.size());
+    }
+
+    void ReleaseBusy(const Column& blocks) {
+        BlockList given;
+        for (const Int block : blocks) {
+            busy.erase(static_cast<Block>(block));
+            given.push_back(static_cast<Block>(block));
+        }
+        Release(given);
+    }
+
+    bool IsPrivate(Block block) const { return block != kNullBlock && references[block] == 1 && !HasKey(block); }
+
+    // -- keys --------------------------------------------------------------------------------------------------------
+
+    // Returns the first block registered under the key by a step up to `horizon`; the null block if there is none.
+    Block Find(const Key& key, Int horizon) const {
+        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next) {
+            if (key_step[records[at].block] <= horizon) return records[at].block;
+        }
+        return kNullBlock;
+    }
+
+    BlockList BlocksOf(const Key& key) const {
+        BlockList found;
+        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next)
+            found.push_back(records[at].block);
+        return found;
+    }
+
+    bool HasThisKey(Block block, const Key& key) const {
+        if (records[block].key == key) return true;
+        const auto further = more_keys.find(block);
+        if (further == more_keys.end()) return false;
+        return std::any_of(further->second.begin(), further->second.end(),
+                           [&](uint32_t one) { return records[one].key == key; });
+    }
+
+    void Register(Block block, const Key& key, Int num_tokens) {
+        if (HasThisKey(block, key)) return;
+        AddKey(block, key, num_tokens);
+        registered.emplace_back(block, key);
+    }
+
+    // Adds a key that the block does not have.
+    void AddKey(Block block, const Key& key, Int num_tokens) {
+        uint32_t record = block;
+        if (HasKey(block)) {
+            record = NewRecord(block);
+            more_keys[block].push_back(record);
+        } else {
+            Require(num_tokens > 0, "a primary key of 0 tokens");
+            key_step[block] = step;
+            num_evictable += references[block] == 0;
+        }
+        records[record].key = key;
+        records[record].tokens = num_tokens;
+        Link(record);
+    }
+
+    // Removes all keys of a block and appends them to `keys`, the primary key first. Emits no event.
+    bool Unregister(Block block, std::vector<Key>* keys) {
+        if (!HasKey(block)) return false;
+        keys->push_back(records[block].key);
+        Unlink(block);
+        if (const auto further = more_keys.find(block); further != more_keys.end()) {
+            for (const uint32_t record : further->second) {
+                keys->push_back(records[record].key);
+                Unlink(record);
+                free_records_.push_back(record);
+            }
+            more_keys.erase(further);
+        }
+        key_step[block] = 0;
+        num_evictable -= references[block] == 0;
+        return true;
+    }
+
+    bool DropKeys(Block block, RemoveReason reason) {
+        removed_.clear();
+        if (!Unregister(block, &removed_)) return false;
+        ReportRemoved(block, removed_, reason);
+        Restamp(block);
+        return true;
+    }
+
+    bool Reset() {
+        if (!IsUnused()) return false;
+        Clear();
+        Restamp(kNullBlock);
+        if (spec_.events) {
+            open_run_ = false;
+            events.emplace_back();
+            events.back().kind = kCleared;
+        }
+        return true;
+    }
+
+    Int CountKeysOf(Int group) const { return keys_of_group[static_cast<size_t>(group)]; }
+
+    void Restamp(Block block) {
+        if (counter == kMaxCounter) {
+            ++generation;
+            counter = 0;
+            SetStampBase();
+        }
+        stamp[block] = stamp_base_ + ++counter;
+        if (!is_stamped_[block]) {
+            is_stamped_[block] = 1;
+            stamped.push_back(block);
+        }
+    }
+
+    void SetStampBase() { stamp_base_ = (generation << (kCounterBits + kEpochBits)) | (epoch << kCounterBits); }
+
+    void ForgetStamped() {
+        BlockList unused;
+        TakeStamped(&unused);
+    }
+
+    // Puts the blocks of a key, which all have it, into this order of registration.
+    void Reorder(const Key& key, const BlockList& blocks) {
+        std::vector<uint32_t> chain;
+        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next) chain.push_back(at);
+        std::vector<uint32_t> wanted;
+        for (const Block block : blocks) {
+            const auto found =
+                std::find_if(chain.begin(), chain.end(), [&](uint32_t one) { return records[one].block == block; });
+            Require(found != chain.end(), "a block does not have a shared key");
+            wanted.push_back(*found);
+        }
+        Require(wanted.size() == chain.size() && !chain.empty(), "a shared key has other blocks");
+        index.Replace(records, chain.front(), wanted.front());
+        for (size_t at = 0; at < wanted.size(); ++at) {
+            records[wanted[at]].next = at + 1 < wanted.size() ? wanted[at + 1] : kNoRecord;
+            records[wanted[at]].last = kNoRecord;
+        }
+        records[wanted.front()].last = wanted.back();
+    }
+
+    void TakeStamped(BlockList* blocks) {
+        for (const Block block : stamped) is_stamped_[block] = 0;
+        blocks->swap(stamped);
+        stamped.clear();
+    }
+
+    // -- events ------------------------------------------------------------------------------------------------------
+
+    void AddEvent(Event event) {
+        events.push_back(std::move(event));
+        open_run_ = false;
+    }
+
+    void ReportRemoved(Block block, const std::vector<Key>& keys, RemoveReason reason) {
+        if (!spec_.events) return;
+        for (const Key& key : keys) {
+            const bool joins = open_run_ && run_pair_ == key.pair && events.back().reason == reason &&
+                               events.back().hash_size == key.digest.size;
+            if (!joins) {
+                events.emplace_back();
+                Event& fresh = events.back();
+                fresh.kind = kRemoved;
+                fresh.group = pairs.Group(key.pair);
+                fresh.domain = pairs.Name(key.pair);
+                fresh.reason = reason;
+                fresh.hash_size = key.digest.size;
+                open_run_ = true;
+                run_pair_ = key.pair;
+            }
+            Event& run = events.back();
+            run.hashes.insert(run.hashes.end(), key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
+            run.blocks.push_back(block);
+        }
+    }
+
+    std::vector<Event> TakeEvents() {
+        open_run_ = false;
+        return std::exchange(events, {});
+    }
+
+  private:
+    const Spec& spec_;
+
+  public:
+    Int num_blocks;
+    FreeList free;
+    std::vector<uint32_t> references;
+    Column key_step;
+    std::vector<uint64_t> stamp;
+    Column born, used, last_use_;
+    std::vector<KeyRecord> records;  // by block: its primary key; behind them further keys
+    Pairs pairs;
+    Index index;
+    std::unordered_map<Block, std::vector<uint32_t>> more_keys;  // records of further keys, in order of registration
+    std::vector<Int> keys_of_group;                              // distinct keys
+    uint64_t generation = 0, epoch = 0, counter = 0;
+    Int step = 0, executed_through = 0;
+    std::vector<std::pair<Block, Key>> registered;
+    std::vector<Event> events;
+    BlockList reserved;
+    std::set<Block> busy;
+    Int num_evictable = 0, age_base = 0;
+    std::vector<Int> evicted_keys;
+    Residency residency;
+    BlockList stamped;
+
+  private:
+    void Evict(Block block) {
+        removed_.clear();
+        Unregister(block, &removed_);
+        for (const Key& key : removed_) ++evicted_keys[static_cast<size_t>(pairs.Group(key.pair))];
+        ++residency.idle_before_evict[BitLength(age_base + step - std::max(used[block], age_base))];
+        ReportRemoved(block, removed_, kEvicted);
+    }
+
+    void Clear() {
+        for (Int block = 1; block < num_blocks; ++block) {
+            removed_.clear();
+            if (Unregister(static_cast<Block>(block), &removed_)) Restamp(static_cast<Block>(block));
+        }
+    }
+
+    uint32_t NewRecord(Block block) {
+        uint32_t record = static_cast<uint32_t>(records.size());
+        if (free_records_.empty()) {
+            records.emplace_back();
+        } else {
+            record = free_records_.back();
+            free_records_.pop_back();
+        }
+        records[record].block = block;
+        return record;
+    }
+
+    void Link(uint32_t record) {
+        records[record].next = kNoRecord;
+        const uint32_t first = index.Find(records, records[record].key);
+        if (first == kNoRecord) {
+            records[record].last = record;
+            index.Add(records, record);
+            ++keys_of_group[static_cast<size_t>(pairs.Group(records[record].key.pair))];
+        } else {
+            records[records[first].last].next = record;
+            records[first].last = record;
+        }
+    }
+
+    void Unlink(uint32_t record) {
+        KeyRecord& gone = records[record];
+        const uint32_t first = index.Find(records, gone.key);
+        Require(first != kNoRecord, "a key is not in the index");
+        if (first != record) {
+            uint32_t before = first;
+            while (records[before].next != record) before = records[before].next;
+            records[before].next = gone.next;
+            if (records[first].last == record) records[first].last = before;
+        } else if (gone.next != kNoRecord) {
+            records[gone.next].last = gone.last;
+            index.Replace(records, record, gone.next);
+        } else {
+            index.Remove(records, record);
+            --keys_of_group[static_cast<size_t>(pairs.Group(gone.key.pair))];
+        }
+        gone.key = Key();
+        gone.tokens = 0;
+        gone.next = gone.last = kNoRecord;
+    }
+
+    uint64_t stamp_base_ = 0;
+    std::vector<uint8_t> is_stamped_;
+    std::vector<uint32_t> free_records_;
+    BlockList unkeyed_, keyed_;
+    std::vector<Key> removed_;
+    bool open_run_ = false;  // whether further removals can join the last event
+    uint32_t run_pair_ = 0;
+};
+
+}  // namespace kvplane

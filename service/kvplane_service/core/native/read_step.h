@@ -1,0 +1,151 @@
+// Reads the columns of a Python `Step`.
+#pragma once
+
+#include "convert.h"
+
+namespace kvplane {
+
+// An attribute of a Python object. `name` is a literal; its Python string is made once.
+#define ATTRIBUTE(object, name)                                             \
+    Owned(PyObject_GetAttr(object, [] {                                     \
+        static PyObject* const interned = PyUnicode_InternFromString(name); \
+        return interned;                                                    \
+    }()))
+#define COLUMN(object, section, field) ReadColumn(ATTRIBUTE(object, #field).get(), &(section).field)
+
+inline bool IsTrue(PyObject* object) {
+    const int truth = PyObject_IsTrue(object);
+    Check(truth >= 0);
+    return truth == 1;
+}
+
+inline Int Count(PyObject* object) {
+    const Py_ssize_t count = PySequence_Size(object);
+    Check(count >= 0);
+    return count;
+}
+
+inline Int Number(PyObject* object) {
+    Int value = 0;
+    FromPy(object, &value);
+    return value;
+}
+
+inline void ReadHashes(PyObject* object, Hashes* hashes) {
+    char* data = nullptr;
+    Py_ssize_t size = 0;
+    Check(PyBytes_AsStringAndSize(object, &data, &size) == 0);
+    *hashes = Hashes{reinterpret_cast<const uint8_t*>(data), static_cast<size_t>(size)};
+}
+
+// Counts token ids, and tells whether each is a u32.
+inline void ReadTokens(PyObject* object, Int* count, bool* fit) {
+    *fit = true;
+    *count = Count(object);
+    if (!PyList_Check(object)) return;  // an array of unsigned ints
+    Column tokens;
+    ReadColumn(object, &tokens);
+    *fit = std::all_of(tokens.begin(), tokens.end(), [](Int one) { return 0 <= one && one <= kUnlimited; });
+}
+
+inline void ReadFacts(PyObject* object, Facts* facts) {
+    COLUMN(object, *facts, slot);
+    COLUMN(object, *facts, computed);
+    COLUMN(object, *facts, appended);
+    COLUMN(object, *facts, num_hashes);
+    COLUMN(object, *facts, commit);
+    COLUMN(object, *facts, end);
+    COLUMN(object, *facts, fence);
+    COLUMN(object, *facts, release_skipped);
+    ReadTokens(ATTRIBUTE(object, "tokens").get(), &facts->num_tokens, &facts->tokens_fit);
+    ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts->hashes);
+}
+
+inline void ReadCache(PyObject* object, Cache* cache) {
+    COLUMN(object, *cache, failed_steps);
+    COLUMN(object, *cache, evicted);
+    COLUMN(object, *cache, released);
+    COLUMN(object, *cache, loads_over);
+    cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
+}
+
+inline void ReadNews(PyObject* object, News* news) {
+    COLUMN(object, *news, slot);
+    if (news->slot.empty()) news->request_id.clear(), news->domain.clear();
+    COLUMN(object, *news, num_tokens);
+    COLUMN(object, *news, num_hashes);
+    COLUMN(object, *news, skip_reading);
+    COLUMN(object, *news, max_tokens);
+    FromPy(ATTRIBUTE(object, "request_id").get(), &news->request_id);
+    FromPy(ATTRIBUTE(object, "domain").get(), &news->domain);
+    news->num_extra_keys = Count(ATTRIBUTE(object, "extra_keys").get());
+    news->num_traceparents = Count(ATTRIBUTE(object, "traceparent").get());
+    ReadTokens(ATTRIBUTE(object, "tokens").get(), &news->num_token_ids, &news->tokens_fit);
+    ReadHashes(ATTRIBUTE(object, "hashes").get(), &news->hashes);
+}
+
+inline void ReadRun(PyObject* object, Run* run) {
+    COLUMN(object, *run, slot);
+    COLUMN(object, *run, extra);
+    COLUMN(object, *run, cap);
+    COLUMN(object, *run, lookahead);
+    COLUMN(object, *run, in_flight);
+    COLUMN(object, *run, flags);
+    COLUMN(object, *run, victims);
+    COLUMN(object, *run, reserved);
+    run->on_refusal = Number(ATTRIBUTE(object, "on_refusal").get());
+}
+
+inline void ReadAdmit(PyObject* object, Admit* admit) {
+    COLUMN(object, *admit, slot);
+    COLUMN(object, *admit, extra);
+    COLUMN(object, *admit, cap);
+    COLUMN(object, *admit, lookahead);
+    COLUMN(object, *admit, external);
+    COLUMN(object, *admit, expected_hit);
+    COLUMN(object, *admit, encoder_tokens);
+    COLUMN(object, *admit, reserved);
+    COLUMN(object, *admit, watermark);
+    COLUMN(object, *admit, flags);
+    COLUMN(object, *admit, hit_limit);
+    COLUMN(object, *admit, min_new);
+    COLUMN(object, *admit, single_group_hit);
+    FromPy(ATTRIBUTE(object, "skip_zero_groups").get(), &admit->skip_zero_groups);
+    admit->max_running = Number(ATTRIBUTE(object, "max_running").get());
+    admit->on_refusal = Number(ATTRIBUTE(object, "on_refusal").get());
+    admit->only_if_no_preemption = IsTrue(ATTRIBUTE(object, "only_if_no_preemption").get());
+}
+
+inline void ReadPart(PyObject* object, Part* part) {
+    ReadFacts(ATTRIBUTE(object, "facts").get(), &part->facts);
+    ReadCache(ATTRIBUTE(object, "cache").get(), &part->cache);
+    ReadNews(ATTRIBUTE(object, "news").get(), &part->news);
+    ReadRun(ATTRIBUTE(object, "run").get(), &part->run);
+    ReadAdmit(ATTRIBUTE(object, "admit").get(), &part->admit);
+    const Owned peek = ATTRIBUTE(object, "peek"), budget = ATTRIBUTE(object, "budget");
+    COLUMN(peek.get(), part->peek, slot);
+    COLUMN(peek.get(), part->peek, limit);
+    part->peek.with_blocks = IsTrue(ATTRIBUTE(peek.get(), "with_blocks").get());
+    part->budget.tokens = Number(ATTRIBUTE(budget.get(), "tokens").get());
+    part->budget.input = Number(ATTRIBUTE(budget.get(), "input").get());
+    part->budget.overhead = Number(ATTRIBUTE(budget.get(), "overhead").get());
+    part->with_hashes = IsTrue(ATTRIBUTE(object, "with_hashes").get());
+    part->with_tables = IsTrue(ATTRIBUTE(object, "with_tables").get());
+    part->facts_made.given = part->news_made.given = false;
+}
+
+inline void ReadStep(PyObject* object, Step* step, bool* resumes) {
+    step->seq = Number(ATTRIBUTE(object, "seq").get());
+    step->part = Number(ATTRIBUTE(object, "part").get());
+    step->executed_through = Number(ATTRIBUTE(object, "executed_through").get());
+    step->last = IsTrue(ATTRIBUTE(object, "last").get());
+    const Owned parts = ATTRIBUTE(object, "parts");
+    step->parts.resize(static_cast<size_t>(Count(parts.get())));
+    size_t number = 0;
+    ForEach(parts.get(), [&](PyObject* part) {
+        *resumes |= ATTRIBUTE(part, "resume").get() != Py_None;
+        ReadPart(part, &step->parts[number++]);
+    });
+}
+
+}  // namespace kvplane

@@ -1,0 +1,137 @@
+// The cache of one engine instance: applies steps.
+#pragma once
+
+#include "facts.h"
+#include "step_applier.h"
+#include "validate.h"
+
+namespace kvplane {
+
+class Replica {
+  public:
+    explicit Replica(Spec replica_spec)
+        : spec(std::move(replica_spec)),
+          blocks(spec),
+          tracker(blocks, counters),
+          facts_(blocks, tracker),
+          validator_(spec, blocks.requests, blocks.pool) {}
+
+    bool Accepts(const Step& step) { return validator_.Accepts(step); }
+
+    // Applies a step that was accepted.
+    std::vector<PartResult> Apply(const Step& step) {
+        seq = std::max(seq, step.seq);
+        blocks.pool.step = step.seq;
+        tracker.Executed(step.executed_through);
+        std::vector<PartResult> results(step.parts.size());
+        for (size_t number = 0; number < step.parts.size(); ++number)
+            ApplyPart(step.parts[number], step.seq, &results[number]);
+        if (step.last) {
+            tracker.CloseStep(step.seq);
+            ++counters.steps;
+            results.back().free_blocks = blocks.pool.num_free();
+        }
+        SweepDomains();
+        return results;
+    }
+
+    Int Horizon() const { return spec.safe ? blocks.pool.executed_through : kInside; }
+
+    const Spec spec;
+    Coordinator blocks;
+    Counters counters;
+    InFlightTracker tracker;
+    Int seq = 0;
+
+  private:
+    void ApplyPart(const Part& part, Int step, PartResult* result) {
+        facts_.Apply(part, step, result);
+        facts_.ApplyCache(part.cache, result);
+        result->taken_back = static_cast<Int>(result->preempted.size());
+        ApplyNews(part, result);
+        StepApplier applier(blocks, tracker, part.budget, result, step);
+        if (!part.run.slot.empty()) applier.ApplyRun(part.run);
+        if (!part.admit.slot.empty()) applier.ApplyAdmit(part.admit);
+        ApplyPeek(part.peek, result);
+        if (part.with_tables) AddAllTables(part, result);
+        counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
+        result->orders = blocks.TakeOrders();
+        result->events = blocks.pool.TakeEvents();
+        result->free_blocks = blocks.pool.num_free();
+    }
+
+    void ApplyNews(const Part& part, PartResult* result) {
+        const News& news = part.news;
+        const Column& counts = part.news_made.given ? part.news_made.num_hashes : news.num_hashes;
+        const Hashes& hashes = part.news_made.given ? part.news_made.hashes : news.hashes;
+        Int total = 0;
+        for (const Int count : counts) total += count;
+        const size_t digest_size = total ? hashes.size / static_cast<size_t>(total) : 0;
+        const uint8_t* at = hashes.data;
+        Requests& requests = blocks.requests;
+        for (size_t row = 0; row < news.slot.size(); ++row) {
+            const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0);
+            requests.Add(slot, news.num_tokens[row], std::min(most ? most : spec.max_model_len, spec.max_model_len));
+            blocks.Grow(slot);
+            const size_t given = static_cast<size_t>(Entry(counts, row, 0)) * digest_size;
+            requests.content[slot].add(at, given, digest_size);
+            at += given;
+            requests.by_service[slot] = news.num_token_ids > 0;
+            if (!news.request_id.empty()) requests.request_id[slot] = news.request_id[row];
+            requests.domain[slot] = blocks.pool.pairs.DomainOf(news.domain.empty() ? std::string() : news.domain[row]);
+            requests.skip_reading[slot] = Entry(news.skip_reading, row, 0) != 0;
+        }
+        if (part.with_hashes) {
+            for (const Int slot : news.slot) facts_.ReportHashes(slot, result);
+        }
+    }
+
+    void ApplyPeek(const Peek& peek, PartResult* result) const {
+        for (size_t row = 0; row < peek.slot.size(); ++row) {
+            const Hit hit = blocks.FindHit(peek.slot[row], Entry(peek.limit, row, kUnlimited));
+            result->peek_hit.push_back(hit.num_tokens);
+            result->peek_single_group_hit.push_back(hit.single_group_hit);
+            for (size_t group = 0; peek.with_blocks && group < hit.blocks.size(); ++group) {
+                result->peek_blocks.Add(static_cast<Int>(row), static_cast<Int>(group), hit.blocks[group]);
+            }
+        }
+    }
+
+    void AddAllTables(const Part& part, PartResult* result) const {
+        result->tables = BlockLists();
+        Int row = 0;
+        for (const Column* slots : {&part.run.slot, &part.admit.slot}) {
+            for (const Int slot : *slots) {
+                for (const auto& one : blocks.managers) result->tables.Add(row, one->group, one->table[slot]);
+                ++row;
+            }
+        }
+    }
+
+    // Frees the numbers of domains that neither keys nor requests nor records of steps in flight name.
+    void SweepDomains() {
+        Pairs& pairs = blocks.pool.pairs;
+        if (pairs.Live() < next_sweep_) return;
+        std::vector<bool> used(pairs.Capacity(), false);
+        for (const KeyRecord& record : blocks.pool.records) {
+            if (record.key.pair) used[pairs.Domain(record.key.pair)] = true;
+        }
+        for (Int slot = 0; slot < blocks.requests.size(); ++slot) {
+            if (blocks.requests.live[slot]) used[blocks.requests.domain[slot]] = true;
+        }
+        const auto mark = [&](const NamedKeys& keys) {
+            for (const auto& [block, key] : keys) used[pairs.Domain(key.pair)] = true;
+        };
+        for (const auto& [step, book] : tracker.tentative)
+            book.ForEach([&](const Stay&, const NamedKeys& keys) { mark(keys); });
+        mark(blocks.pool.registered);
+        pairs.Sweep(used);
+        next_sweep_ = pairs.Live() * 2 + 1024;
+    }
+
+    FactApplier facts_;
+    StepValidator validator_;
+    size_t next_sweep_ = 1024;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,116 @@
+// The state of all requests of one replica, in columns by slot.
+#pragma once
+
+#include "types.h"
+
+namespace kvplane {
+
+constexpr Int kNoFastPath = 0;
+
+struct Requests {
+    std::vector<uint8_t> live, running, held, skip_reading, by_service;
+    std::vector<std::string> request_id;
+    std::vector<uint32_t> domain;
+    Column serial, limit, num_prompt, num_tokens, computed, in_flight, single_group_hit, granted_step, adopted_step;
+    Column load_after, ends_at, fast_path_until, alloc_bound, window_bound, register_bound;
+    std::vector<Digests> content;
+    std::set<Int> loading, not_zeroed;
+    Int num_running = 0;
+
+    // All columns have their full length from the start, so that readers may keep their addresses.
+    Requests() {
+        constexpr auto most = static_cast<size_t>(kMaxSlots);
+        for (auto& [name, flags] : Flags()) flags->resize(most, 0);
+        for (auto& [name, numbers] : Numbers()) numbers->resize(most, 0);
+        request_id.resize(most);
+        domain.resize(most, 0);
+        content.resize(most);
+    }
+
+    Int size() const { return num_slots_; }  // slots that were used so far
+    bool IsLive(Int slot) const { return slot >= 0 && slot < size() && live[slot]; }
+
+    std::vector<std::pair<const char*, Column*>> Numbers() {
+        return {{"serial", &serial},
+                {"limit", &limit},
+                {"num_prompt", &num_prompt},
+                {"num_tokens", &num_tokens},
+                {"computed", &computed},
+                {"in_flight", &in_flight},
+                {"single_group_hit", &single_group_hit},
+                {"granted_step", &granted_step},
+                {"adopted_step", &adopted_step},
+                {"load_after", &load_after},
+                {"ends_at", &ends_at},
+                {"fast_path_until", &fast_path_until},
+                {"alloc_bound", &alloc_bound},
+                {"window_bound", &window_bound},
+                {"register_bound", &register_bound}};
+    }
+    std::vector<std::pair<const char*, std::vector<uint8_t>*>> Flags() {
+        return {{"live", &live},
+                {"running", &running},
+                {"held_slots", &held},
+                {"skip_reading", &skip_reading},
+                {"by_service", &by_service}};
+    }
+
+    void Grow(Int slot) {
+        Require(slot < kMaxSlots, "the slot is beyond the last one");
+        num_slots_ = std::max(num_slots_, slot + 1);
+    }
+
+    void Add(Int slot, Int tokens, Int most) {
+        Grow(slot);
+        Require(!live[slot], "the slot is taken");
+        live[slot] = 1;
+        running[slot] = held[slot] = skip_reading[slot] = by_service[slot] = 0;
+        ++serial[slot];
+        request_id[slot].clear();
+        domain[slot] = 0;
+        limit[slot] = most;
+        num_prompt[slot] = num_tokens[slot] = tokens;
+        content[slot] = Digests();
+        single_group_hit[slot] = load_after[slot] = ends_at[slot] = 0;
+        Stop(slot);
+    }
+
+    // Position where the request's last launch ends; rows on the fast path do not update `ends_at`.
+    Int LaunchEnd(Int slot) const { return std::max(ends_at[slot], computed[slot]); }
+
+    void Start(Int slot) {
+        Require(!running[slot], "the request runs already");
+        running[slot] = 1;
+        ++num_running;
+    }
+
+    void Stop(Int slot) {
+        num_running -= running[slot];
+        running[slot] = 0;
+        computed[slot] = in_flight[slot] = granted_step[slot] = adopted_step[slot] = 0;
+        not_zeroed.erase(slot);
+        InvalidateFastPath(slot);
+    }
+
+    void InvalidateFastPath(Int slot) {
+        fast_path_until[slot] = alloc_bound[slot] = window_bound[slot] = register_bound[slot] = kNoFastPath;
+    }
+    void InvalidateRegisterBound(Int slot) { fast_path_until[slot] = register_bound[slot] = kNoFastPath; }
+    void InvalidateAllFastPaths() {
+        for (Int slot = 0; slot < size(); ++slot) {
+            if (live[slot]) InvalidateFastPath(slot);
+        }
+    }
+
+    void Finish(Int slot) {
+        Stop(slot);
+        live[slot] = held[slot] = 0;
+        loading.erase(slot);
+        content[slot] = Digests();
+    }
+
+  private:
+    Int num_slots_ = 0;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,183 @@
+// The whole state of a core as a dict of Python values, and back. `transfer.py` makes the entries of the exported state
+// of it.
+#pragma once
+
+#include "read_step.h"
+
+namespace kvplane {
+
+// One list of the state for both directions.
+template <typename Archive>
+inline void VisitState(const Archive& visit, Replica& replica) {
+    BlockPool& pool = replica.blocks.pool;
+    Requests& requests = replica.blocks.requests;
+    InFlightTracker& tracker = replica.tracker;
+    visit("seq", replica.seq);
+    visit("generation", pool.generation);
+    visit("epoch", pool.epoch);
+    visit("counter", pool.counter);
+    visit("step", pool.step);
+    visit("executed_through", pool.executed_through);
+    visit("num_evictable", pool.num_evictable);
+    visit("age_base", pool.age_base);
+    visit("reserved", pool.reserved);
+    visit("busy", pool.busy);
+    visit("references", pool.references);
+    visit("key_step", pool.key_step);
+    visit("stamp", pool.stamp);
+    visit("born", pool.born);
+    visit("used", pool.used);
+    visit("last_use", pool.last_use_);
+    visit("evicted_keys", pool.evicted_keys);
+    visit("lifetime", pool.residency.lifetime);
+    visit("idle_before_evict", pool.residency.idle_before_evict);
+    visit("reuse_gap", pool.residency.reuse_gap);
+    visit("registered", pool.registered);
+    for (auto& [name, flags] : requests.Flags()) visit.PerSlot(name, *flags, requests);
+    for (auto& [name, numbers] : requests.Numbers()) visit.PerSlot(name, *numbers, requests);
+    visit.PerSlot("request_id", requests.request_id, requests);
+    visit.PerSlot("domain", requests.domain, requests);
+    visit.PerSlot("content", requests.content, requests);
+    visit("loading", requests.loading);
+    visit("not_zeroed", requests.not_zeroed);
+    visit("num_running", requests.num_running);
+    visit("grants", tracker.grants);
+    visit("tentative", tracker.tentative);
+    visit("adoptions", tracker.adoptions);
+    visit("waiting", tracker.waiting);
+    visit("held", tracker.held);
+    visit("filling", tracker.filling);
+    for (const auto& [name, count] : replica.counters.All()) visit(name, *count);
+}
+
+struct Dumper {
+    PyObject* into;
+    template <typename T>
+    void operator()(const char* name, const T& value) const {
+        Set(name, ToPy(value));
+    }
+    template <typename T>
+    void PerSlot(const char* name, const std::vector<T>& column, const Requests& requests) const {
+        PyObject* list = PyList_New(requests.size());
+        for (Int slot = 0; slot < requests.size(); ++slot)
+            PyList_SetItem(list, slot, ToPy(column[static_cast<size_t>(slot)]));
+        Set(name, list);
+    }
+    void Set(const char* name, PyObject* value) const {
+        PyDict_SetItemString(into, name, value);
+        Py_XDECREF(value);
+    }
+};
+
+struct Loader {
+    PyObject* from;
+    template <typename T>
+    void operator()(const char* name, T& value) const {
+        FromPy(Get(name), &value);
+    }
+    template <typename T>
+    void PerSlot(const char* name, std::vector<T>& column, Requests& requests) const {
+        Int slot = 0;
+        ForEach(Get(name), [&](PyObject* item) {
+            requests.Grow(slot);
+            FromPy(item, &column[static_cast<size_t>(slot++)]);
+        });
+    }
+    PyObject* Get(const char* name) const {
+        PyObject* value = PyDict_GetItemString(from, name);
+        Check(value != nullptr);
+        return value;
+    }
+};
+
+using NamedKey = std::pair<Key, Int>;  // a key and its tokens
+
+inline PyObject* DumpManagers(const Replica& replica) {
+    PyObject* list = PyList_New(0);
+    for (const auto& one : replica.blocks.managers) {
+        PyObject* state = Tuple(ToPy(one->table), ToPy(one->num_cached), ToPy(one->partial_hit), ToPy(one->copies),
+                                PyBool_FromLong(one->stores_empty_ranges), ToPy(one->allocated), ToPy(one->adopted));
+        PyList_Append(list, state);
+        Py_DECREF(state);
+    }
+    return list;
+}
+
+inline void LoadManagers(PyObject* list, Replica& replica) {
+    Check(Count(list) == static_cast<Int>(replica.blocks.managers.size()));
+    size_t number = 0;
+    ForEach(list, [&](PyObject* state) {
+        GroupManager& one = *replica.blocks.managers[number++];
+        FromPy(At(state, 0), &one.table);
+        FromPy(At(state, 1), &one.num_cached);
+        FromPy(At(state, 2), &one.partial_hit);
+        FromPy(At(state, 3), &one.copies);
+        one.stores_empty_ranges = IsTrue(At(state, 4));
+        FromPy(At(state, 5), &one.allocated);
+        FromPy(At(state, 6), &one.adopted);
+    });
+}
+
+inline std::vector<NamedKey> AllKeysOf(const BlockPool& pool, Block block) {
+    std::vector<NamedKey> keys;
+    if (!pool.HasKey(block)) return keys;
+    keys.emplace_back(pool.records[block].key, pool.records[block].tokens);
+    if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
+        for (const uint32_t at : further->second) keys.emplace_back(pool.records[at].key, pool.records[at].tokens);
+    }
+    return keys;
+}
+
+// The keys of all blocks that have one: (block, [(key, tokens), ...]), and the blocks of each key that has several.
+inline void DumpKeys(const Replica& replica, const Dumper& dump) {
+    const BlockPool& pool = replica.blocks.pool;
+    std::vector<std::pair<Block, std::vector<NamedKey>>> keys;
+    std::vector<std::pair<Key, BlockList>> shared;
+    const auto note = [&](uint32_t at) {
+        const KeyRecord& record = pool.records[at];
+        if (pool.index.Find(pool.records, record.key) == at && record.next != kNoRecord)
+            shared.emplace_back(record.key, pool.BlocksOf(record.key));
+    };
+    for (Block block = 0; block < pool.num_blocks; ++block) {
+        if (!pool.HasKey(block)) continue;
+        note(block);
+        if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
+            for (const uint32_t at : further->second) note(at);
+        }
+        keys.emplace_back(block, AllKeysOf(pool, block));
+    }
+    dump("keys", keys);
+    dump("shared", shared);
+    dump("free", pool.free.Order());
+    dump("domains", pool.pairs.Names());
+}
+
+// Adds the keys to an empty pool; those that several blocks share first, in their order.
+inline void LoadKeys(const Loader& load, Replica& replica) {
+    BlockPool& pool = replica.blocks.pool;
+    std::vector<std::pair<Block, std::vector<NamedKey>>> keys;
+    std::vector<std::pair<Key, BlockList>> shared;
+    std::vector<std::string> domains;
+    BlockList order;
+    load("keys", keys);
+    load("shared", shared);
+    load("free", order);
+    load("domains", domains);
+    for (const std::string& name : domains) pool.pairs.DomainOf(name);
+    pool.free.Rebuild(order);
+    const Int num_evictable = pool.num_evictable;
+    const Column steps = pool.key_step;
+    for (const auto& [block, mine] : keys) {
+        Check(block < pool.num_blocks && !mine.empty());
+        for (const auto& [key, tokens] : mine) {
+            Check(key.pair > 0 && pool.pairs.Domain(key.pair) < pool.pairs.Capacity());
+            pool.AddKey(block, key, tokens);
+        }
+    }
+    for (const auto& [key, blocks] : shared) pool.Reorder(key, blocks);
+    pool.num_evictable = num_evictable;
+    pool.key_step = steps;
+    pool.SetStampBase();
+}
+
+}  // namespace kvplane

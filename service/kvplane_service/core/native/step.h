@@ -1,0 +1,121 @@
+// A step and its result, in columns: one entry per row, or none where every row has the default.
+#pragma once
+
+#include "types.h"
+
+namespace kvplane {
+
+struct Hashes {
+    const uint8_t* data = nullptr;
+    size_t size = 0;
+};
+
+struct Facts {
+    Column slot, computed, appended, num_hashes, commit, end, fence, release_skipped;
+    Int num_tokens = 0;  // ids in the column `tokens`
+    bool tokens_fit = true;
+    Hashes hashes;
+    bool IsEmpty() const {
+        return slot.empty() && computed.empty() && appended.empty() && num_hashes.empty() && commit.empty() &&
+               end.empty() && fence.empty() && release_skipped.empty() && num_tokens == 0 && hashes.size == 0;
+    }
+};
+
+struct Cache {
+    Column failed_steps, evicted, released, loads_over;
+    bool reset = false;
+};
+
+struct News {
+    Column slot, num_tokens, num_hashes, skip_reading, max_tokens;
+    Int num_token_ids = 0, num_extra_keys = 0, num_traceparents = 0;
+    bool tokens_fit = true;
+    Hashes hashes;
+    std::vector<std::string> request_id, domain;
+};
+
+struct Run {
+    Column slot, extra, cap, lookahead, in_flight, flags, victims, reserved;
+    Int on_refusal = kPreempt;
+};
+
+struct Admit {
+    Column slot, extra, cap, lookahead, external, expected_hit, encoder_tokens, reserved, watermark, flags, hit_limit,
+        min_new, single_group_hit;
+    std::vector<uint64_t> skip_zero_groups;
+    Int max_running = kUnlimited, on_refusal = kStop;
+    bool only_if_no_preemption = false;
+};
+
+struct Peek {
+    Column slot, limit;
+    bool with_blocks = false;
+};
+
+struct Budget {
+    Int tokens = kUnlimited, input = kUnlimited, overhead = 0;
+};
+
+// Hashes that the service computed of the tokens of a part; they take the place of `hashes` and `num_hashes`.
+struct Made {
+    Column num_hashes;
+    Hashes hashes;
+    bool given = false;
+};
+
+struct Part {
+    Facts facts;
+    Cache cache;
+    News news;
+    Run run;
+    Admit admit;
+    Peek peek;
+    Budget budget;
+    bool with_hashes = false, with_tables = false;
+    Made facts_made, news_made;
+};
+
+struct Step {
+    Int seq = 0, part = 0, executed_through = 0;
+    bool last = true;
+    std::vector<Part> parts;
+};
+
+struct BlockLists {
+    Column row, group, count;
+    BlockList ids;
+
+    void Add(Int number, Int of_group, const BlockList& blocks) {
+        row.push_back(number);
+        group.push_back(of_group);
+        count.push_back(static_cast<Int>(blocks.size()));
+        ids.insert(ids.end(), blocks.begin(), blocks.end());
+    }
+
+    void RemoveRow(Int number) {
+        BlockLists rest;
+        auto at = ids.begin();
+        for (size_t entry = 0; entry < row.size(); ++entry) {
+            const auto end = at + count[entry];
+            if (row[entry] != number) rest.Add(row[entry], group[entry], BlockList(at, end));
+            at = end;
+        }
+        *this = std::move(rest);
+    }
+};
+
+struct PartResult {
+    Column granted, preempted, admit_status, admit_hit, admit_granted, admit_single_group_hit, admit_load_after;
+    BlockLists new_blocks, tables, peek_blocks;
+    Column peek_hit, peek_single_group_hit, num_hashes;
+    std::vector<Digest> last_hash;  // size 0: none
+    bool reset_done = false;
+    Orders orders;
+    Int free_blocks = 0;
+    std::vector<Event> events;
+    Int taken_back = 0, went_back = 0;
+};
+
+inline Int Entry(const Column& column, size_t row, Int otherwise) { return column.empty() ? otherwise : column[row]; }
+
+}  // namespace kvplane

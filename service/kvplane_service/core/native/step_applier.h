@@ -1,0 +1,243 @@
+// Applies the run and admit sections of a part: grants tokens to rows in order, within budgets and free blocks.
+#pragma once
+
+#include "in_flight.h"
+#include "step.h"
+
+namespace kvplane {
+
+class StepApplier {
+  public:
+    StepApplier(Coordinator& coordinator, InFlightTracker& tracker, const Budget& budget, PartResult* result, Int seq)
+        : blocks_(coordinator),
+          requests_(coordinator.requests),
+          tracker_(tracker),
+          result_(*result),
+          seq_(seq),
+          tokens_left_(budget.tokens),
+          input_left_(budget.input - budget.overhead),
+          overhead_(budget.overhead) {}
+
+    // -- run ---------------------------------------------------------------------------------------------------------
+
+    void ApplyRun(const Run& rows) {
+        rows_ = &rows;
+        result_.granted.assign(rows.slot.size(), 0);
+        next_victim_ = 0;
+        const std::set<Int> cannot_run = tracker_.CannotRun(seq_);
+        bool limited = !rows.reserved.empty();
+        for (const Int flags : rows.flags) limited |= (flags & kFullFit) != 0;
+        Int room = Room();
+        for (size_t row = 0; row < rows.slot.size(); ++row) {
+            if (room <= 0) break;
+            const Int slot = rows.slot[row];
+            if (!requests_.running[slot] || (!cannot_run.empty() && cannot_run.contains(slot))) continue;
+            const Int computed = requests_.computed[slot];
+            Int wanted = requests_.num_tokens[slot] - computed + Entry(rows.extra, row, 0);
+            wanted = std::min({wanted, room, blocks_.spec.max_model_len - computed});
+            if (!rows.cap.empty()) wanted = std::min(wanted, rows.cap[row]);
+            if (wanted <= 0) continue;
+            const Int slots = computed + wanted + Entry(rows.lookahead, row, 0);
+            if ((slots > requests_.fast_path_until[slot] || limited) && !Extend(row, wanted)) {
+                if (rows.on_refusal == kStop) break;
+                room = Room();
+                continue;
+            }
+            result_.granted[row] = wanted;
+            requests_.computed[slot] += wanted;
+            room = Spend(wanted);
+        }
+        for (size_t row = 0; row < rows.slot.size(); ++row) {
+            if (result_.granted[row]) tracker_.NoteGrant(rows.slot[row], result_.granted[row], seq_);
+        }
+    }
+
+    // -- admit -------------------------------------------------------------------------------------------------------
+
+    void ApplyAdmit(const Admit& rows) {
+        admit_ = &rows;
+        const bool reached = !(rows.only_if_no_preemption && !result_.preempted.empty());
+        for (size_t row = 0; reached && row < rows.slot.size(); ++row) {
+            if (Room() <= 0 || requests_.num_running >= rows.max_running) break;
+            const Int status = AdmitRow(row);
+            if (status != kGranted && status != kNotWaiting && rows.on_refusal != kSkip) break;
+        }
+        for (Column* column :
+             {&result_.admit_status, &result_.admit_hit, &result_.admit_granted, &result_.admit_single_group_hit}) {
+            column->resize(rows.slot.size(), kNotReached);
+        }
+        if (!result_.admit_load_after.empty()) result_.admit_load_after.resize(rows.slot.size(), 0);
+    }
+
+  private:
+    Int Room() const { return std::min(tokens_left_, input_left_); }
+
+    Int Spend(Int num_tokens) {
+        tokens_left_ -= num_tokens;
+        input_left_ -= num_tokens + overhead_;
+        return Room();
+    }
+
+    // Allocates the blocks of the row, preempting victims until enough blocks are free; false if that is not enough.
+    bool Extend(size_t row, Int wanted) {
+        const Run& rows = *rows_;
+        const Int slot = rows.slot[row], flags = Entry(rows.flags, row, 0);
+        Int in_flight = Entry(rows.in_flight, row, -1);
+        if (in_flight < 0) in_flight = requests_.in_flight[slot];
+        const Growth growth{wanted,
+                            Entry(rows.lookahead, row, 0),
+                            in_flight,
+                            (flags & kDelayCaching) != 0,
+                            Entry(rows.reserved, row, 0),
+                            (flags & kFullFit) != 0};
+        while (true) {
+            if (blocks_.Extend(slot, growth, &fresh_)) {
+                tracker_.NoteKeys(slot, seq_);
+                ReportNewBlocks(static_cast<Int>(row), fresh_);
+                return true;
+            }
+            if (rows.on_refusal != kPreempt) return false;
+            Int victim = 0;
+            if (!NextVictim(&victim)) return false;
+            Preempt(victim, row);
+            if (!requests_.running[slot]) return false;
+        }
+    }
+
+    bool NextVictim(Int* victim) {
+        const Column& order = rows_->victims.empty() ? rows_->slot : rows_->victims;
+        while (next_victim_ < order.size()) {
+            const size_t at = next_victim_++;
+            *victim = rows_->victims.empty() ? order[order.size() - 1 - at] : order[at];
+            if (requests_.running[*victim]) return true;
+        }
+        return false;
+    }
+
+    // Preempts a request for run row `row`, and the requests that adopted keys which it registered in this step.
+    void Preempt(Int slot, size_t row) {
+        Column& granted = result_.granted;
+        Column fresh;
+        for (size_t at = num_indexed_; at < row; ++at) {
+            if (!granted[at]) continue;
+            fresh.push_back(rows_->slot[at]);
+            row_of_[rows_->slot[at]] = at;
+        }
+        num_indexed_ = row;
+        tracker_.EndLoads(fresh);
+        if (row_of_.contains(slot)) requests_.granted_step[slot] = seq_;
+        const Column gone = tracker_.Preempt(slot, seq_);
+        result_.preempted.insert(result_.preempted.end(), gone.begin(), gone.end());
+        for (const Int one : gone) {
+            const auto found = row_of_.find(one);
+            if (found == row_of_.end()) continue;
+            const size_t at = found->second;
+            row_of_.erase(found);
+            tokens_left_ += granted[at];
+            input_left_ += granted[at] + overhead_;
+            granted[at] = 0;
+            result_.new_blocks.RemoveRow(static_cast<Int>(at));
+        }
+    }
+
+    void ReportNewBlocks(Int row, const Rows& fresh) {
+        for (size_t group = 0; group < fresh.size(); ++group) {
+            if (!fresh[group].empty()) result_.new_blocks.Add(row, static_cast<Int>(group), fresh[group]);
+        }
+    }
+
+    Int AdmitRow(size_t row) {
+        result_.admit_status.push_back(0);
+        result_.admit_hit.push_back(0);
+        result_.admit_granted.push_back(0);
+        result_.admit_single_group_hit.push_back(0);
+        if (!result_.admit_load_after.empty()) result_.admit_load_after.push_back(0);
+        const Int slot = admit_->slot[row];
+        const Int status = requests_.running[slot] || requests_.held[slot] ? Int{kNotWaiting} : TryAdmit(row);
+        return result_.admit_status[row] = status;
+    }
+
+    Int TryAdmit(size_t row) {
+        const Admit& rows = *admit_;
+        const Int slot = rows.slot[row], external = Entry(rows.external, row, 0), flags = Entry(rows.flags, row, 0);
+        if (requests_.loading.contains(slot)) return kDeferred;
+        const Hit hit = blocks_.FindHit(slot, Entry(rows.hit_limit, row, kUnlimited));
+        result_.admit_hit[row] = hit.num_tokens;
+        result_.admit_single_group_hit[row] = hit.single_group_hit;
+        const Int start = hit.num_tokens + external, expected = Entry(rows.expected_hit, row, kAnyHit);
+        if ((expected != kAnyHit && expected != hit.num_tokens) || start > requests_.num_tokens[slot]) return kStaleHit;
+        const Int given = Entry(rows.single_group_hit, row, kUnlimited);
+        requests_.single_group_hit[slot] = given == kUnlimited ? hit.single_group_hit : given;
+        const Int wanted = WantedAtAdmission(row, start, flags), min_new = Entry(rows.min_new, row, 1);
+        const bool late = external && (flags & kDelayCaching);
+        if (wanted < (late ? 0 : start ? min_new : std::max<Int>(1, min_new))) return kNoRoom;
+        if (!blocks_.HitIsReady(hit)) return kDeferred;
+        const Admission admission = AdmissionOf(row, wanted, flags, &hit);
+        if (blocks_.FreeWanted(admission) > blocks_.pool.num_free()) return Refusal(slot);
+        blocks_.Admit(admission, &fresh_);
+        requests_.Start(slot);
+        requests_.computed[slot] = start + wanted;
+        Spend(wanted);
+        tracker_.NoteGrant(slot, wanted, seq_);
+        if (late) {
+            NoteLoad(row, tracker_.NoteLoad(slot, hit));
+        } else if (external) {
+            tracker_.NoteFilling(slot, hit, seq_);
+        }
+        tracker_.NoteKeys(slot, seq_);
+        tracker_.NoteAdmission(slot, hit);
+        result_.admit_granted[row] = wanted;
+        const Int number = static_cast<Int>(result_.granted.size() + row);
+        ReportNewBlocks(number, fresh_);
+        for (const auto& one : blocks_.managers) result_.tables.Add(number, one->group, one->table[slot]);
+        return kGranted;
+    }
+
+    void NoteLoad(size_t row, Int load_after) {
+        if (!load_after) return;
+        result_.admit_load_after.resize(result_.admit_status.size(), 0);
+        result_.admit_load_after[row] = load_after;
+    }
+
+    Int WantedAtAdmission(size_t row, Int start, Int flags) const {
+        const Int slot = admit_->slot[row], room = Room();
+        const Int wanted = std::min(requests_.num_tokens[slot] + Entry(admit_->extra, row, 0) - start,
+                                    Entry(admit_->cap, row, kUnlimited));
+        if (wanted > room && (flags & kWhole)) return -1;
+        return std::min({wanted, room, blocks_.spec.max_model_len - start});
+    }
+
+    Admission AdmissionOf(size_t row, Int wanted, Int flags, const Hit* hit) const {
+        const Admit& rows = *admit_;
+        const Int watermark = Entry(rows.watermark, row, kAuto);
+        const bool leaves = watermark == kAlways || (watermark == kAuto && requests_.num_running > 0);
+        Admission admission{rows.slot[row], wanted, hit};
+        admission.num_external = Entry(rows.external, row, 0);
+        admission.lookahead = Entry(rows.lookahead, row, 0);
+        admission.num_encoder = Entry(rows.encoder_tokens, row, 0);
+        admission.delay_caching = (flags & kDelayCaching) != 0;
+        admission.full_fit = (flags & kFullFit) != 0;
+        admission.leave_free = Entry(rows.reserved, row, 0);
+        admission.watermark = leaves ? blocks_.spec.watermark_blocks : 0;
+        if (!rows.skip_zero_groups.empty()) admission.loaded_groups = rows.skip_zero_groups[row];
+        return admission;
+    }
+
+    Int Refusal(Int slot) const {
+        const Int usable = blocks_.spec.num_blocks - 1 - static_cast<Int>(blocks_.pool.reserved.size());
+        return blocks_.BlocksWhenAlone(requests_.num_tokens[slot]) > usable ? kNeverFits : kRefused;
+    }
+
+    Coordinator& blocks_;
+    Requests& requests_;
+    InFlightTracker& tracker_;
+    PartResult& result_;
+    Int seq_, tokens_left_, input_left_, overhead_;
+    const Run* rows_ = nullptr;
+    const Admit* admit_ = nullptr;
+    std::unordered_map<Int, size_t> row_of_;  // by slot: its run row that got tokens, of the rows before num_indexed_
+    size_t num_indexed_ = 0, next_victim_ = 0;
+    Rows fresh_;
+};
+
+}  // namespace kvplane

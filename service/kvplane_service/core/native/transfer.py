@@ -1,0 +1,215 @@
+"""The state of the compiled core as entries of the exported state, and back."""
+
+from __future__ import annotations
+
+import array as arrays
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane_service.core import state_entries as state
+from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.keys import Key
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native import NativeReplica
+
+_U32, _U64 = "I", "Q"
+FLAGS = ("live", "running", "held", "skip_reading", "by_service")
+SAME_VALUES = ("generation", "epoch", "step", "executed_through", "num_evictable", "reserved")
+BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
+COUNTERS = (
+    "steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens",
+    "withdrawn_keys", "unaligned_chunks", "starved_chunks",
+)  # fmt: skip
+
+
+def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool) -> list[tuple[str, object]]:
+    """Return the entries of the exported state of a core, in their order."""
+    spec, domains = core.spec, dump["domains"]
+    num_groups = len(spec.groups)
+
+    def key(packed: tuple[int, bytes]) -> tuple[str, int, bytes]:
+        pair, digest = packed
+        return domains[(pair - 1) // num_groups], (pair - 1) % num_groups, digest
+
+    primary: list[Any] = [None] * spec.num_blocks
+    tokens, more = arrays.array(_U32, bytes(4 * spec.num_blocks)), {}
+    for block, mine in dump["keys"]:
+        (packed, count), *further = mine
+        primary[block], tokens[block] = key(packed), count
+        if further:
+            more[block] = [(key(one), number) for one, number in further]
+    pairs: dict[tuple[str, int], int] = {}
+    values = {name: dump[name] for name in SAME_VALUES} | {"_counter": dump["counter"], "busy": set(dump["busy"])}
+    registered = [(block, key(one)) for block, one in dump["registered"]]
+    before: list[tuple[str, object]] = [
+        ("spec", state.spec_digest(spec)),
+        ("replica", [dump["seq"], core._keeps_keys, arrays.array(_U64, core._shown)]),
+        ("pool", values),
+        ("pool.references", dump["references"]),
+        ("pool.key_tokens", tokens),
+        ("pool.key_step", arrays.array(_U64, dump["key_step"])),
+        ("pool.stamp", arrays.array(_U64, dump["stamp"])),
+        ("free", arrays.array(_U32, dump["free"])),
+    ]
+    keys: list[tuple[str, object]] = [
+        ("keys", state.key_run(start, primary[start : start + SLICE_BLOCKS], pairs))
+        for start in range(0, spec.num_blocks, SLICE_BLOCKS)
+    ]
+    after: list[tuple[str, object]] = [
+        ("more_keys", more),
+        ("shared", sorted((key(one), blocks) for one, blocks in dump["shared"])),
+        ("requests", _requests(dump, domains)),
+        ("tracker", _tracker(dump, key, core._under_load)),
+        *[("manager", _manager(one)) for one in dump["managers"]],
+    ]
+    for slot, (joined, size) in enumerate(dump["content"]):
+        if dump["live"][slot]:
+            digests = [joined[at : at + size] for at in range(0, len(joined), size)] if joined else []
+            hasher = core._hashers.get(slot) if dump["by_service"][slot] else None
+            after.append(("content", [slot, digests, state.hasher_state(hasher) if hasher else None]))
+    if not with_statistics:
+        return before + keys + after
+    return before + keys + after + [
+        ("counters", [dump[name] for name in COUNTERS]),
+        ("residency", [dump["lifetime"], dump["idle_before_evict"], dump["reuse_gap"]]),
+        (
+            "pool_counters",
+            {"_age_base": dump["age_base"], "evicted_keys": dump["evicted_keys"], "registered": registered},
+        ),
+        ("group_counters", [(one[5], one[6]) for one in dump["managers"]]),
+        ("pool._born", dump["born"]),
+        ("pool._used", dump["used"]),
+        ("pool._last_use", dump["last_use"]),
+    ]
+
+
+def _requests(dump: dict[str, Any], domains: list[str]) -> dict[str, Any]:
+    live = [bool(one) for one in dump["live"]]
+    columns: dict[str, Any] = {name: dump[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
+    columns |= {name: [bool(one) for one in dump["held_slots" if name == "held" else name]] for name in FLAGS}
+    columns["domain"] = [domains[one] if is_live else "" for one, is_live in zip(dump["domain"], live, strict=True)]
+    for name, column in columns.items():
+        none = type(column[0])() if column else None
+        columns[name] = [one if is_live else none for one, is_live in zip(column, live, strict=True)]
+    columns["serial"] = dump["serial"]
+    ends = zip(columns["running"], dump["ends_at"], dump["computed"], strict=True)
+    columns["ends_at"] = [max(end, computed) if runs else 0 for runs, end, computed in ends]
+    return columns | {
+        "asked": {},
+        "unserved": {},
+        "num_running": dump["num_running"],
+        "loading": set(dump["loading"]),
+        "not_zeroed": set(dump["not_zeroed"]),
+    }
+
+
+def _tracker(dump: dict[str, Any], key: Callable[[tuple[int, bytes]], Key], under_load: set[int]) -> dict[str, object]:
+    return {
+        "grants": {seq: list(columns) for seq, columns in dump["grants"]},
+        "tentative": {
+            seq: [(*stay, [(block, key(one)) for block, one in keys]) for stay, keys in book]
+            for seq, book in dump["tentative"]
+        },
+        "adoptions": {
+            seq: [(block, *stay) for block, stays in book for stay in stays] for seq, book in dump["adoptions"]
+        },
+        "waiting": dump["waiting"],
+        "held": dict(dump["held"]),
+        "under_load": set(under_load),
+        "filling": dict(dump["filling"]),
+    }
+
+
+def _manager(packed: tuple[Any, ...]) -> dict[str, object]:
+    table, num_cached, partial_hit, copies, stores_empty, _, _ = packed
+    return {
+        "table": table,
+        "num_cached": num_cached,
+        "partial_hit": dict(partial_hit),
+        "copies": copies,
+        "stores_empty_ranges": stores_empty,
+    }
+
+
+def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]:
+    """Return the state of the compiled core that has these entries."""
+    domains: dict[str, int] = {}
+    num_groups = len(spec.groups)
+
+    def pack(key: tuple[str, int, bytes]) -> tuple[int, bytes]:
+        domain, group, digest = key
+        return domains.setdefault(domain, len(domains)) * num_groups + group + 1, digest
+
+    (pool,), (counters,), (statistics,) = entries["pool"], entries["counters"], entries["pool_counters"]
+    (requests,), (tracker,) = entries["requests"], entries["tracker"]
+    more, tokens = entries["more_keys"][0], entries["pool.key_tokens"][0]
+    primary = state.keys_of(entries["keys"], spec.num_blocks)
+    keys = []
+    for block, key in enumerate(primary):
+        if key is not None:
+            further = [(pack(one), number) for one, number in more.get(block, ())]
+            keys.append((block, [(pack(key), tokens[block]), *further]))
+    contents: list[Any] = [(b"", 0)] * len(requests["live"])
+    for slot, digests, _ in entries.get("content", ()):
+        contents[slot] = (b"".join(digests), len(digests[0]) if digests else 0)
+    residency = entries["residency"][0]
+    packed = {name: pool[name] for name in SAME_VALUES} | {
+        "seq": entries["replica"][0][0],
+        "counter": pool["_counter"],
+        "busy": sorted(pool["busy"]),
+        "age_base": statistics["_age_base"],
+        "references": entries["pool.references"][0],
+        "key_step": entries["pool.key_step"][0],
+        "stamp": entries["pool.stamp"][0],
+        "born": entries["pool._born"][0],
+        "used": entries["pool._used"][0],
+        "last_use": entries["pool._last_use"][0],
+        "evicted_keys": statistics["evicted_keys"],
+        "lifetime": residency[0],
+        "idle_before_evict": residency[1],
+        "reuse_gap": residency[2],
+        "registered": [(block, pack(key)) for block, key in statistics["registered"]],
+        "keys": keys,
+        "shared": [(pack(key), list(blocks)) for key, blocks in entries["shared"][0]],
+        "free": entries["free"][0],
+        "content": contents,
+        "loading": sorted(requests["loading"]),
+        "not_zeroed": sorted(requests["not_zeroed"]),
+        "num_running": requests["num_running"],
+        "domain": [domains.setdefault(one, len(domains)) for one in requests["domain"]],
+        **_packed_tracker(tracker, pack),
+        "managers": list(map(_packed_manager, entries["manager"], entries["group_counters"][0])),
+        **dict(zip(COUNTERS, counters, strict=True)),
+    }
+    packed |= {name: requests[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
+    packed |= {"held_slots" if name == "held" else name: requests[name] for name in FLAGS}
+    packed |= {name: [0] * len(requests["live"]) for name in BOUNDS}
+    packed["domains"] = list(domains)
+    return packed
+
+
+def _packed_tracker(tracker: dict[str, Any], pack: Callable[[Key], tuple[int, bytes]]) -> dict[str, Any]:
+    adoptions = []
+    for seq, book in tracker["adoptions"].items():
+        of_block: dict[int, list[tuple[int, int]]] = {}
+        for block, slot, serial in book:
+            of_block.setdefault(block, []).append((slot, serial))
+        adoptions.append((seq, list(of_block.items())))
+    return {
+        "grants": [(seq, tuple(columns)) for seq, columns in tracker["grants"].items()],
+        "tentative": [
+            (seq, [((slot, serial), [(block, pack(key)) for block, key in keys_of]) for slot, serial, keys_of in book])
+            for seq, book in tracker["tentative"].items()
+        ],
+        "adoptions": adoptions,
+        "waiting": [tuple(one) for one in tracker["waiting"]],
+        "held": list(tracker["held"].items()),
+        "filling": list(tracker["filling"].items()),
+    }
+
+
+def _packed_manager(one: dict[str, Any], counts: tuple[int, int]) -> tuple[Any, ...]:
+    partial_hit = list(one["partial_hit"].items())
+    return one["table"], one["num_cached"], partial_hit, one["copies"], one["stores_empty_ranges"], *counts

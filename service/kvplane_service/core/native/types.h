@@ -1,0 +1,140 @@
+// Types that all parts of the core share. The Python files of the same names are the specification.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace kvplane {
+
+using Block = uint32_t;
+using Int = int64_t;  // positions in tokens, counts, numbers of steps
+using Column = std::vector<Int>;
+using BlockList = std::vector<Block>;
+
+constexpr Block kNullBlock = 0;
+constexpr Int kForever = Int{1} << 62;
+constexpr Int kInside = Int{1} << 62;  // look-up horizon of the replica's own requests
+constexpr Int kUnlimited = 0xFFFFFFFF;
+constexpr Int kUnchanged = -1;
+constexpr Int kAnyHit = -1;
+constexpr Int kNotTracked = -1;
+constexpr Int kMaxTokens = Int{1} << 30;
+constexpr Int kMaxSlots = Int{1} << 14;
+constexpr Int kMaxLookahead = 4096;
+constexpr size_t kDigestBytes = 32;
+
+enum End : Int { kEndNone = 0, kEndFree = 1, kEndHeld = 2, kEndPreempted = 3 };
+enum OnRefusal : Int { kStop = 0, kSkip = 1, kPreempt = 2 };
+enum Watermark : Int { kAuto = 0, kAlways = 1, kNever = 2 };
+enum RowFlag : Int { kReservedAlign = 1, kDelayCaching = 2, kFullFit = 4, kWhole = 8, kUnaligned = 16 };
+enum AdmitStatus : Int {
+    kNotReached = 0,
+    kGranted = 1,
+    kRefused = 2,
+    kDeferred = 3,
+    kStaleHit = 4,
+    kNoRoom = 5,
+    kNeverFits = 6,
+    kNotWaiting = 7
+};
+enum EventKind : Int { kStored = 1, kRemoved = 2, kCleared = 3 };
+enum RemoveReason : Int { kNoReason = 0, kEvicted = 1, kDropped = 2, kPromoted = 3, kWithdrawn = 4, kUnverified = 5 };
+enum Kind : Int { kFull = 0, kMla = 1, kWindow = 2, kWindowMla = 3, kChunked = 4 };
+
+// A broken invariant of the core: a bug, never the fault of a caller. The module raises it as AssertionError.
+struct Broken : std::logic_error {
+    using std::logic_error::logic_error;
+};
+
+inline void Require(bool holds, const char* what) {
+    if (!holds) [[unlikely]]
+        throw Broken(what);
+}
+
+inline Int FloorDiv(Int a, Int b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+inline Int CeilDiv(Int a, Int b) { return -FloorDiv(-a, b); }
+inline size_t BitLength(Int value) { return static_cast<size_t>(std::bit_width(static_cast<uint64_t>(value))); }
+
+// A hash of 16 or 32 bytes; the bytes behind its size are 0.
+struct Digest {
+    std::array<uint8_t, kDigestBytes> bytes{};
+    uint8_t size = 0;
+
+    Digest() = default;
+    Digest(const uint8_t* data, size_t count) : size(static_cast<uint8_t>(count)) {
+        std::memcpy(bytes.data(), data, count);
+    }
+    bool operator==(const Digest& other) const { return size == other.size && bytes == other.bytes; }
+};
+
+// The chained hashes of a request, of equal size.
+struct Digests {
+    std::vector<uint8_t> bytes;
+    size_t size = 0;  // bytes of one; 0 while there are none
+
+    Int count() const { return size == 0 ? 0 : static_cast<Int>(bytes.size() / size); }
+    Digest at(Int index) const {
+        Require(index >= 0 && index < count(), "digest out of range");
+        return Digest(bytes.data() + static_cast<size_t>(index) * size, size);
+    }
+    void add(const uint8_t* data, size_t num_bytes, size_t digest_size) {
+        if (num_bytes == 0) return;
+        Require(size == 0 || size == digest_size, "hashes of two sizes");
+        size = digest_size;
+        bytes.insert(bytes.end(), data, data + num_bytes);
+    }
+};
+
+// A name of a block's content. `pair` is the number of (domain, group), from 1 on.
+struct Key {
+    uint32_t pair = 0;
+    Digest digest;
+    bool operator==(const Key& other) const { return pair == other.pair && digest == other.digest; }
+};
+
+struct GroupSpec {
+    Int kind, block_size, window, chunk, is_draft, drops_last_block, admission_cap_blocks, zero_new_blocks;
+    Int lookup_class, extra_retained_tokens;
+};
+
+struct Spec {
+    Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
+    Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
+    std::vector<GroupSpec> groups;
+
+    Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }
+    bool dense() const { return retention_interval == -1; }
+};
+
+struct Event {
+    Int kind = 0, group = 0, reason = 0;
+    std::string domain;
+    std::vector<uint8_t> hashes;  // of equal size
+    size_t hash_size = 0;
+    BlockList blocks;
+    std::vector<uint8_t> parent;
+    Int block_size = 0, slot = 0, start = 0, end = 0;
+    Column block_starts;
+};
+
+struct Orders {
+    BlockList stamp_block;
+    std::vector<uint64_t> stamp;
+    BlockList copy_src, copy_dst, zero_block;
+    Column copy_group, zero_group;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,259 @@
+// Tells whether a step can be applied whole. Of a step that it does not accept, validate.py finds the fault or none.
+#pragma once
+
+#include "coordinator.h"
+#include "step.h"
+
+namespace kvplane {
+
+class StepValidator {
+  public:
+    StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool)
+        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots), seen_(kMaxSlots) {}
+
+    bool Accepts(const Step& step) {
+        for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
+        slots_.clear();
+        not_busy_.clear();
+        asked_to_load_.clear();
+        loads_over_.clear();
+        executed_through_ = pool_.executed_through;
+        if (step.parts.empty() || step.executed_through < 0 || step.executed_through >= step.seq) return false;
+        executed_through_ = std::max(executed_through_, step.executed_through);
+        num_parts_ = step.parts.size();
+        return std::all_of(step.parts.begin(), step.parts.end(), [&](const Part& part) {
+            return AcceptsFacts(part.facts, step.seq) && AcceptsCache(part.cache, step.seq) && AcceptsNews(part.news) &&
+                   AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
+                   AcceptsBudget(part.budget);
+        });
+    }
+
+  private:
+    // The state that a slot would have after the rows that were checked so far.
+    struct Slot {
+        bool live = false, held = false, by_service = false;
+        Int num_tokens = 0, num_digests = 0, limit = 0;
+        size_t digest_size = 0;
+    };
+
+    // Valid until the next call.
+    Slot& Look(Int slot) {
+        if (slot < 0 || slot >= kMaxSlots) return no_slot_ = Slot();
+        uint32_t& number = number_[static_cast<size_t>(slot)];
+        if (number) return slots_[number - 1].second;
+        Slot known;
+        if (requests_.IsLive(slot)) {
+            const Digests& content = requests_.content[slot];
+            known = Slot{true,
+                         requests_.held[slot] != 0,
+                         requests_.by_service[slot] != 0,
+                         requests_.num_tokens[slot],
+                         content.count(),
+                         requests_.limit[slot],
+                         content.size};
+        }
+        slots_.emplace_back(slot, known);
+        number = static_cast<uint32_t>(slots_.size());
+        return slots_.back().second;
+    }
+
+    bool IsLive(Int slot) const {
+        if (slot < 0 || slot >= kMaxSlots) return false;
+        const uint32_t number = number_[static_cast<size_t>(slot)];
+        return number ? slots_[number - 1].second.live : requests_.IsLive(slot);
+    }
+
+    static bool Fits(const Column& column, const Column& slots) {
+        return column.empty() || column.size() == slots.size();
+    }
+    static bool Within(const Column& column, Int low, Int high) {
+        return std::all_of(column.begin(), column.end(), [&](Int one) { return low <= one && one <= high; });
+    }
+    static bool Within(Int value, Int low, Int high) { return low <= value && value <= high; }
+    static bool HasBits(const Column& column, Int allowed) {
+        return std::all_of(column.begin(), column.end(), [&](Int one) { return (one & ~allowed) == 0; });
+    }
+
+    // Bytes per digest, 0 if there are none; false for sizes other than 16 and 32.
+    static bool DigestSize(const Hashes& hashes, const Column& counts, size_t* size) {
+        *size = 0;
+        if (!Within(counts, 0, kMaxTokens)) return false;
+        size_t count = 0;
+        for (const Int one : counts) count += static_cast<size_t>(one);
+        if (count == 0) return hashes.size == 0;
+        *size = hashes.size / count;
+        return *size * count == hashes.size && (*size == 16 || *size == 32);
+    }
+
+    bool DigestsFit(const Slot& known) const { return known.num_digests <= known.num_tokens / spec_.hash_block_size; }
+
+    bool AcceptsFacts(const Facts& facts, Int seq) {
+        for (const Column* column : {&facts.computed, &facts.appended, &facts.num_hashes, &facts.commit, &facts.end,
+                                     &facts.fence, &facts.release_skipped}) {
+            if (!Fits(*column, facts.slot)) return false;
+        }
+        Int sum = 0;
+        for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
+        if (facts.num_tokens && (facts.num_tokens != sum || !facts.tokens_fit)) return false;
+        size_t size = 0;
+        if (!DigestSize(facts.hashes, facts.num_hashes, &size)) return false;
+        for (size_t row = 0; row < facts.slot.size(); ++row) {
+            if (!AcceptsFactsRow(facts, row, size, seq)) return false;
+        }
+        return true;
+    }
+
+    bool AcceptsFactsRow(const Facts& facts, size_t row, size_t size, Int seq) {
+        const Int slot = facts.slot[row], appended = Entry(facts.appended, row, 0);
+        Slot& known = Look(slot);
+        if (!known.live || !Within(appended, 0, known.limit - known.num_tokens)) return false;
+        known.num_tokens += appended;
+        if (appended && known.by_service != (facts.num_tokens > 0)) return false;
+        const Int commit = Entry(facts.commit, row, kUnchanged);
+        if (commit != kUnchanged && (!LoadHasStarted(slot) || asked_to_load_.contains(slot))) return false;
+        for (const Int value :
+             {Entry(facts.computed, row, kUnchanged), commit, Entry(facts.release_skipped, row, kUnchanged)}) {
+            if (!Within(value, kUnchanged, spec_.max_model_len)) return false;
+        }
+        if (const Int count = Entry(facts.num_hashes, row, 0)) {
+            if (known.by_service || (known.digest_size != 0 && known.digest_size != size)) return false;
+            known.digest_size = size;
+            known.num_digests += count;
+            if (!DigestsFit(known)) return false;
+        }
+        const Int end = Entry(facts.end, row, kEndNone), fence = Entry(facts.fence, row, 0);
+        if (!Within(end, kEndNone, kEndPreempted) || !Within(fence, 0, seq) || (fence && end == kEndHeld) || known.held)
+            return false;
+        if (end != kEndNone) loads_over_.insert(slot);
+        known.held = end == kEndHeld;
+        known.live = end != kEndFree;
+        return true;
+    }
+
+    bool LoadHasStarted(Int slot) const {
+        const bool waits = requests_.loading.contains(slot) && !loads_over_.contains(slot) && requests_.running[slot];
+        return !waits || requests_.load_after[slot] <= executed_through_;
+    }
+
+    bool AcceptsCache(const Cache& cache, Int seq) {
+        for (const Int failed : cache.failed_steps) {
+            if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
+        }
+        if (!Within(cache.evicted, 1, spec_.num_blocks - 1)) return false;
+        for (const Int slot : cache.released) {
+            Slot& known = Look(slot);
+            if (!known.live || !(known.held || requests_.loading.contains(slot))) return false;
+            loads_over_.insert(slot);
+            if (known.held) known.held = known.live = false;
+        }
+        for (const Int block : cache.loads_over) {
+            if (!Within(block, 1, spec_.num_blocks - 1) || !pool_.busy.contains(static_cast<Block>(block)))
+                return false;
+            if (!not_busy_.insert(static_cast<Block>(block)).second) return false;
+        }
+        return true;
+    }
+
+    bool AcceptsNews(const News& news) {
+        const size_t rows = news.slot.size();
+        for (const Column* column : {&news.num_hashes, &news.skip_reading, &news.max_tokens}) {
+            if (!Fits(*column, news.slot)) return false;
+        }
+        for (const size_t count : {news.request_id.size(), news.domain.size(), static_cast<size_t>(news.num_extra_keys),
+                                   static_cast<size_t>(news.num_traceparents)}) {
+            if (count && count != rows) return false;
+        }
+        if (news.num_tokens.size() != rows || !Within(news.num_tokens, 1, spec_.max_model_len)) return false;
+        Int sum = 0;
+        for (const Int one : news.num_tokens) sum += one;
+        const bool by_service = news.num_token_ids > 0;
+        if (by_service && (news.num_token_ids != sum || news.hashes.size || !news.tokens_fit)) return false;
+        size_t size = 0;
+        if (!DigestSize(news.hashes, news.num_hashes, &size)) return false;
+        for (size_t row = 0; row < rows; ++row) {
+            const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0);
+            if (!Within(slot, 0, kMaxSlots - 1) || !Within(most, 0, kMaxTokens)) return false;
+            Slot& known = Look(slot);
+            if (known.live) return false;
+            const Int limit = most ? std::min(most, spec_.max_model_len) : spec_.max_model_len;
+            if (news.num_tokens[row] > limit) return false;
+            known = Slot{true, false, by_service, news.num_tokens[row], Entry(news.num_hashes, row, 0), limit, size};
+            if (!DigestsFit(known)) return false;
+        }
+        return true;
+    }
+
+    bool AllLive(const Column& slots) const {
+        return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
+    }
+
+    bool Distinct(const Column& slots) {
+        bool distinct = true;
+        for (const Int slot : slots) distinct &= !std::exchange(seen_[static_cast<size_t>(slot)], 1);
+        for (const Int slot : slots) seen_[static_cast<size_t>(slot)] = 0;
+        return distinct;
+    }
+
+    bool AcceptsRun(const Run& run) {
+        for (const Column* column : {&run.extra, &run.cap, &run.lookahead, &run.in_flight, &run.flags, &run.reserved}) {
+            if (!Fits(*column, run.slot)) return false;
+        }
+        if (!AllLive(run.slot) || !Distinct(run.slot) || !AllLive(run.victims)) return false;
+        if (!requests_.loading.empty()) {
+            if (!std::all_of(run.slot.begin(), run.slot.end(), [&](Int slot) { return LoadHasStarted(slot); }))
+                return false;
+        }
+        return Within(run.extra, -kMaxTokens, kMaxTokens) && Within(run.cap, 0, kUnlimited) &&
+               Within(run.lookahead, 0, kMaxLookahead) && Within(run.in_flight, -1, kMaxTokens) &&
+               Within(run.reserved, 0, spec_.num_blocks) && Within(run.on_refusal, kStop, kPreempt) &&
+               HasBits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned);
+    }
+
+    bool AcceptsAdmit(const Admit& admit) {
+        for (const Column* column : {&admit.extra, &admit.cap, &admit.lookahead, &admit.external, &admit.expected_hit,
+                                     &admit.encoder_tokens, &admit.reserved, &admit.watermark, &admit.flags,
+                                     &admit.hit_limit, &admit.min_new, &admit.single_group_hit}) {
+            if (!Fits(*column, admit.slot)) return false;
+        }
+        if (!admit.skip_zero_groups.empty() && admit.skip_zero_groups.size() != admit.slot.size()) return false;
+        if (!AllLive(admit.slot) || !Distinct(admit.slot)) return false;
+        const bool fits = Within(admit.extra, -kMaxTokens, kMaxTokens) && Within(admit.cap, 0, kUnlimited) &&
+                          Within(admit.lookahead, 0, kMaxLookahead) && Within(admit.external, 0, spec_.max_model_len) &&
+                          Within(admit.encoder_tokens, 0, kMaxTokens) &&
+                          Within(admit.expected_hit, -1, spec_.max_model_len) &&
+                          Within(admit.reserved, 0, spec_.num_blocks) && Within(admit.hit_limit, 0, kUnlimited) &&
+                          Within(admit.min_new, 0, kUnlimited) && Within(admit.single_group_hit, 0, kUnlimited) &&
+                          Within(admit.watermark, kAuto, kNever) && Within(admit.max_running, 0, kUnlimited) &&
+                          Within(admit.on_refusal, kStop, kSkip) &&
+                          HasBits(admit.flags, kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned);
+        if (!fits) return false;
+        for (size_t row = 0; num_parts_ > 1 && row < admit.slot.size(); ++row) {
+            if (Entry(admit.external, row, 0) && (Entry(admit.flags, row, 0) & kDelayCaching))
+                asked_to_load_.insert(admit.slot[row]);
+        }
+        return true;
+    }
+
+    bool AcceptsPeek(const Peek& peek) const {
+        return Fits(peek.limit, peek.slot) && Within(peek.limit, 0, kUnlimited) && AllLive(peek.slot);
+    }
+
+    bool AcceptsBudget(const Budget& budget) const {
+        return Within(budget.tokens, 0, kUnlimited) && Within(budget.input, 0, kUnlimited) &&
+               Within(budget.overhead, 0, kUnlimited);
+    }
+
+    const Spec& spec_;
+    const Requests& requests_;
+    const BlockPool& pool_;
+    Int executed_through_ = 0;
+    std::set<Block> not_busy_;                 // blocks that loads_over releases in this message
+    std::vector<std::pair<Int, Slot>> slots_;  // those that the message names so far
+    std::vector<uint32_t> number_;             // by slot: 1 + its index in slots_, 0 = none
+    Slot no_slot_;
+    std::set<Int> asked_to_load_, loads_over_;  // slots of this message
+    std::vector<uint8_t> seen_;
+    size_t num_parts_ = 0;
+};
+
+}  // namespace kvplane

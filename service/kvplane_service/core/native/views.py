@@ -1,0 +1,97 @@
+"""Views of the compiled core: the columns of its requests, its groups, and the events of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from kvplane.base.hashing import split_hashes
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.interface import GroupView
+from kvplane_service.core.native import _native
+from kvplane_service.core.requests import MAX_SLOTS
+
+
+class NativeRequests:
+    """Columns of all requests, which are views of the compiled core's."""
+
+    def __init__(self, core: object) -> None:
+        self._core = core  # the views are valid as long as the core lives
+        self.running = _native.column(core, "running").cast("?")
+        self.held = _native.column(core, "held_slots").cast("?")
+        self.num_tokens = _native.column(core, "num_tokens").cast("q")
+        self.computed = _native.column(core, "computed").cast("q")
+        self._live = _native.column(core, "live").cast("?")
+        self.request_id = _RequestIds(core)
+
+    @property
+    def loading(self) -> frozenset[int]:
+        """Slots whose blocks a transfer still writes."""
+        return frozenset(_native.books(self._core)[5])
+
+    def is_live(self, slot: int) -> bool:
+        """Whether the slot has a request, running or not."""
+        return 0 <= slot < len(self._live) and self._live[slot]
+
+    def slots(self) -> list[int]:
+        """Return the live slots, ascending."""
+        return [slot for slot, live in enumerate(self._live) if live]
+
+    def hashes(self, slot: int) -> Sequence[bytes]:
+        """Return the hashes of the request's full hash blocks."""
+        _, joined, size, _ = _native.request(self._core, slot)
+        return split_hashes(joined, size) if joined else []
+
+
+class _RequestIds(Sequence[str]):
+    """Names of the requests, by slot."""
+
+    def __init__(self, core: object) -> None:
+        self._core = core
+
+    def __len__(self) -> int:
+        return MAX_SLOTS
+
+    @overload
+    def __getitem__(self, slot: int) -> str: ...
+    @overload
+    def __getitem__(self, slot: slice) -> list[str]: ...
+    def __getitem__(self, slot: int | slice) -> str | list[str]:
+        if isinstance(slot, slice):
+            return [self[one] for one in range(*slot.indices(MAX_SLOTS))]
+        return _native.request(self._core, slot)[0]
+
+
+class NativeGroup:
+    """One group of layers, with the counts of the compiled core."""
+
+    def __init__(self, group: GroupView, allocated: int, adopted: int) -> None:
+        self.group, self.spec, self.block_size = group.group, group.spec, group.block_size
+        self.allocated, self.adopted = allocated, adopted
+        self.is_downward_closed = group.is_downward_closed
+
+
+class NativeEvents(CacheEvents):
+    """The events of a part, which become Python objects when they are read."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, packed: object) -> None:
+        self._packed = packed
+
+    def __getattr__(self, name: str) -> list[CacheEvent]:
+        if name != "runs":
+            raise AttributeError(name)
+        self.runs = [_event(values) for values in _native.events(self._packed)]
+        self._packed = None
+        return self.runs
+
+
+def _event(values: tuple[Any, ...]) -> CacheEvent:
+    kind, group, joined, size, blocks, domain, parent, block_size, slot, start, end, starts, reason = values
+    hashes = tuple(joined[at : at + size] for at in range(0, len(joined), size)) if joined else ()
+    return CacheEvent(
+        EventKind(kind), group, hashes, tuple(blocks), domain, parent, block_size, slot, start, end, tuple(starts),
+        RemoveReason(reason),
+    )  # fmt: skip

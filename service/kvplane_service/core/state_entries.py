@@ -1,0 +1,271 @@
+"""The entries of the exported state of a replica (see `state`): copied from a `Replica`, and loaded into one."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, fields
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import ExtraKeys, Multimodal
+from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.counters import Counters, Residency
+from kvplane_service.core.eviction import WindowTailList
+from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
+from kvplane_service.core.keys import Key
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
+
+if TYPE_CHECKING:
+    from kvplane_service.core.replica import Replica
+
+POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
+POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
+POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
+POOL_STATISTICS = ("_age_base", "evicted_keys", "registered")
+REQUEST_COLUMNS = (
+    "live", "running", "held", "serial", "request_id", "domain", "skip_reading", "by_service", "limit", "num_prompt",
+    "num_tokens", "computed", "in_flight", "single_group_hit", "granted_step", "adopted_step", "load_after",
+    "ends_at",
+)  # fmt: skip
+REQUEST_VALUES = ("asked", "unserved", "num_running", "loading", "not_zeroed")
+# Derived: a loaded request has no fast path until its next row has computed its bounds again.
+BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
+
+
+def spec_digest(spec: ReplicaSpec) -> bytes:
+    """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
+    return hashlib.sha256(repr(spec).encode()).digest()
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
+    """Return the entries of the state. What a later step could change is copied by this call; the rest is read later.
+
+    Hashes of a request are only appended, so their number is noted instead of a copy.
+    """
+    pool, requests, tracker = replica.coordinator.pool, replica.requests, replica.tracker
+    assert not with_statistics or not (pool.stamped or pool.events), "export between two steps"
+    keys, more = pool.key[:], {block: list(further.items()) for block, further in pool.more_keys.items()}
+    if pool.lazy_keys is not None:
+        for block, key in pool.lazy_keys:
+            keys[block] = key
+    shared = sorted((key, list(blocks)) for key, blocks in _shared(pool))
+    pairs: dict[tuple[str, int], int] = {}
+    before: list[tuple[str, object]] = [
+        ("spec", spec_digest(replica.spec)),
+        ("replica", [replica.seq, replica._keeps_keys, array("Q", replica._shown)]),
+        ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
+        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
+    ]
+    statistics: list[tuple[str, object]] = [
+        ("counters", list(astuple(replica.counters))),
+        ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
+        ("pool_counters", {name: _copied(getattr(pool, name)) for name in POOL_STATISTICS}),
+        ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
+        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
+    ]
+    free, policy = pool.free.copy(), _policy_state(replica)
+    columns = _request_columns(requests)
+    values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
+    contents = [(slot, requests.content[slot], len(requests.content[slot].digests)) for slot in requests.slots()]
+    hashers = {slot: hasher_state(content.hasher) for slot, content, _ in contents if content.hasher}
+    after: list[tuple[str, object]] = [
+        ("more_keys", more),
+        ("shared", shared),
+        ("requests", {**columns, **values}),
+        ("tracker", _tracker_state(tracker)),
+        *[
+            ("manager", {name: _copied(getattr(manager, name)) for name in manager.STATE})
+            for manager in replica.coordinator.managers
+        ],
+    ]
+
+    def entries() -> Iterator[tuple[str, object]]:
+        yield from before
+        yield "free", array("I", free)
+        if policy:
+            name, first, hit_end = policy
+            yield "eviction", [name, sum(1 for _ in first), hit_end]
+        for start in range(0, len(keys), SLICE_BLOCKS):
+            yield "keys", key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
+        yield from after
+        for slot, content, count in contents:
+            yield "content", [slot, list(islice(content.digests, count)), hashers.get(slot)]
+        if with_statistics:
+            yield from statistics
+
+    return entries()
+
+
+def _policy_state(replica: Replica) -> tuple[str, Iterator[int], dict[int, int]] | None:
+    """Return what the eviction policy has in addition to the order of the free blocks; None for LRU."""
+    free = replica.coordinator.pool.free
+    if not isinstance(free, WindowTailList):
+        return None
+    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end)
+
+
+def _request_columns(requests: Requests) -> dict[str, list[Any]]:
+    """Return the columns of all slots. Of a free slot only the serial is part of the state: its next request sets the
+    rest.
+    """
+    live = requests.live
+    columns: dict[str, list[Any]] = {}
+    for name in REQUEST_COLUMNS:
+        column = getattr(requests, name)
+        none = type(column[0])() if column else None
+        columns[name] = [one if is_live else none for one, is_live in zip(column, live, strict=True)]
+    columns["serial"] = requests.serial[:]
+    columns["ends_at"] = [requests.launch_end(slot) if runs else 0 for slot, runs in enumerate(requests.running)]
+    return columns
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401
+    """Return a copy of a value whose lists may have lists as entries."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return [one[:] for one in value]
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def _shared(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
+    for domain, maps in pool.index.items():
+        for group, by_digest in enumerate(maps):
+            for digest, entry in by_digest.items():
+                if not isinstance(entry, int):
+                    yield (domain, group, digest), entry
+
+
+def key_run(start: int, keys: list[Key | None], pairs: dict[tuple[str, int], int]) -> list[object]:
+    """Return an entry of keys: those of consecutive blocks from `start` on."""
+    numbers = [0 if key is None else pairs.setdefault(key[:2], len(pairs)) + 1 for key in keys]
+    return [start, list(pairs), numbers, [key[2] for key in keys if key is not None]]
+
+
+def hasher_state(hasher: RequestHasher) -> list[object]:
+    """Return what `hasher_of` makes a hasher of."""
+    extra, tail = hasher.extra_keys, hasher.tail
+    items = [(item.identifier, item.offset, item.length) for item in extra.multimodal]
+    return [tail.num_blocks, tail.digest, tail.pending, extra.lora, extra.salt, items, list(extra.prompt_embeds)]
+
+
+def _tracker_state(tracker: InFlightTracker) -> dict[str, object]:
+    return {
+        "grants": {seq: [one.slot[:], one.serial[:], one.num_tokens[:]] for seq, one in tracker.grants.items()},
+        "tentative": {
+            seq: [(*stay, keys[:]) for stay, keys in book.items()] for seq, book in tracker.tentative.items()
+        },
+        "adoptions": {
+            seq: [(block, *stay) for block, stays in book.items() for stay in stays]
+            for seq, book in tracker.adoptions.items()
+        },
+        "waiting": [(step, blocks[:]) for step, blocks in tracker.waiting],
+        **{name: _copied(getattr(tracker, name)) for name in ("held", "under_load", "filling")},
+    }
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
+    """Load entries, by name, into an empty replica.
+
+    Raises LookupError, ValueError or TypeError if one is missing or damaged.
+    """
+    ((replica.seq, replica._keeps_keys, replica._shown),) = entries["replica"]
+    (counters,) = entries["counters"]
+    for name, value in zip([field.name for field in fields(Counters)], counters, strict=True):
+        setattr(replica.counters, name, value)
+    _load_pool(replica.coordinator.pool, entries)
+    _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
+    _load_tracker(replica.tracker, entries["tracker"][0])
+    for manager, state in zip(replica.coordinator.managers, entries["manager"], strict=True):
+        for name in manager.STATE:
+            setattr(manager, name, state[name])
+    for manager, (allocated, adopted) in zip(replica.coordinator.managers, entries["group_counters"][0], strict=True):
+        manager.allocated, manager.adopted = allocated, adopted
+
+
+def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
+    for entry, names in (("pool", POOL_VALUES), ("pool_counters", POOL_STATISTICS)):
+        for name in names:
+            setattr(pool, name, entries[entry][0][name])
+    for name in (*POOL_COLUMNS, *POOL_STATISTICS_COLUMNS):
+        (column,) = entries[f"pool.{name}"]
+        if len(column) != pool.num_blocks or type(column) is not type(getattr(pool, name)):
+            raise ValueError(f"pool.{name} has {len(column)} entries")
+        setattr(pool, name, column)
+    pool.residency = Residency(*entries["residency"][0])
+    pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
+    pool.stamped.clear()
+    if isinstance(pool.free, WindowTailList):
+        pool.free.rebuild(entries["free"][0], entries["eviction"][0][1])
+    else:
+        pool.free.rebuild(entries["free"][0])
+    pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}
+    pool.key = keys_of(entries["keys"], pool.num_blocks)
+    for block, key in enumerate(pool.key):
+        for one in () if key is None else (key, *pool.more_keys.get(block, ())):
+            pool._add_to_index(block, one)
+    for (domain, group, digest), blocks in entries["shared"][0]:
+        entry = pool.index[domain][group][digest]
+        if isinstance(entry, int) or sorted(entry) != sorted(blocks):
+            raise ValueError("blocks of a shared key")
+        entry[:] = blocks
+
+
+def keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
+    """Return the primary key of each block, from the entries of keys."""
+    keys: list[Key | None] = []
+    for start, pairs, numbers, digests in runs:
+        if start != len(keys):
+            raise ValueError("runs of keys")
+        rest = iter(digests)
+        keys += [(*pairs[number - 1], next(rest)) if number else None for number in numbers]
+    if len(keys) != num_blocks:
+        raise ValueError(f"{len(keys)} entries of keys")
+    return keys
+
+
+def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
+    (state,) = entries["requests"]
+    for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
+        setattr(requests, name, state[name])
+    if "eviction" in entries:
+        requests.hit_end = entries["eviction"][0][2]
+    for name in BOUNDS:
+        setattr(requests, name, [NO_FAST_PATH] * len(requests.live))
+    requests.content = [Content([]) for _ in requests.live]
+    for slot, digests, hasher in entries.get("content", ()):
+        requests.content[slot] = Content(digests, hasher_of(hasher, scheme) if hasher else None)
+
+
+def hasher_of(state: list[Any], scheme: HashScheme) -> RequestHasher:
+    """Make the hasher of a request."""
+    num_blocks, digest, pending, lora, salt, items, embeds = state
+    extra = ExtraKeys(lora, salt, tuple(Multimodal(*item) for item in items), tuple(embeds))
+    return RequestHasher(scheme, extra, HashTail(num_blocks, digest, pending))
+
+
+def _load_tracker(tracker: InFlightTracker, state: dict[str, Any]) -> None:
+    tracker.grants = {seq: Grants(*columns) for seq, columns in state["grants"].items()}
+    tracker.tentative = {
+        seq: {Stay(slot, serial): keys for slot, serial, keys in book} for seq, book in state["tentative"].items()
+    }
+    tracker.adoptions = {}
+    for seq, book in state["adoptions"].items():
+        of_block = tracker.adoptions.setdefault(seq, {})
+        for block, slot, serial in book:
+            of_block.setdefault(block, []).append(Stay(slot, serial))
+    tracker.waiting.clear()
+    tracker.waiting.extend(state["waiting"])
+    tracker.held, tracker.under_load, tracker.filling = state["held"], state["under_load"], state["filling"]

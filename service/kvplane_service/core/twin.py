@@ -1,0 +1,115 @@
+"""Two cores that apply the same steps: the first one answers, and every difference of the second one is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.errors import KvplaneError
+from kvplane.base.step import PartResult, Step, StepResult
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest, export_state, load_state
+
+if TYPE_CHECKING:
+    from kvplane_service.core.interface import ReplicaCore
+
+KEPT_STEPS = 200
+# Methods that change the state other than by a step: a second core is made before the next step.
+_OTHER_CHANGES = {
+    "begin_epoch", "end_epoch", "enter_epoch", "recover", "install_recovered", "adopt", "store_empty_ranges",
+}  # fmt: skip
+
+
+class CoresDiffer(AssertionError):
+    """Two cores answered a step differently.
+
+    Attributes:
+        before: the exported state before the first of `steps`.
+        steps: the last steps, the one that differs last.
+    """
+
+    def __init__(self, message: str, before: bytes, steps: Sequence[Step]) -> None:
+        super().__init__(message)
+        self.before, self.steps = before, list(steps)
+
+
+if TYPE_CHECKING:
+    _Base = Replica
+else:
+    _Base = object
+
+
+class TwinReplica(_Base):
+    """A `Replica` whose steps are also applied by a second core, with equal results, errors and state.
+
+    Args:
+        first: answers, and has all methods and attributes of this object.
+        second: makes the second core with the state of a replica. None: a `Replica` is loaded from the exported state
+            of the first.
+        check_every: number of steps between two comparisons of the whole state, after which a loaded `Replica` is
+            loaded again.
+    """
+
+    def __init__(
+        self, first: Replica, second: Callable[[Replica], ReplicaCore] | None = None, check_every: int = 1
+    ) -> None:
+        self.first = first
+        self._make = second or (lambda replica: load_state(replica.spec, export_state(replica)))
+        self._reloads, self._check_every = second is None, check_every
+        self._second: ReplicaCore | None = None
+        self._before, self._steps = b"", list[Step]()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name in _OTHER_CHANGES:
+            self._second = None
+        return getattr(self.first, name)
+
+    def apply(self, step: Step) -> StepResult:
+        """Apply a step on both cores. Raises CoresDiffer if they differ."""
+        if self._second is None or len(self._steps) == KEPT_STEPS:
+            self._before, self._steps = export_state(self.first), []
+        checks = len(self._steps) % self._check_every == 0
+        if self._second is None or (self._reloads and checks):
+            self._second = self._make(self.first)
+        self._steps.append(step)
+        result, error = _attempt(self.first, step)
+        other, other_error = _attempt(self._second, step)
+        if error is None or other_error is None:
+            self._require("error", error, other_error)
+        else:
+            self._require("error", _plain(error), _plain(other_error))
+        if result is not None and other is not None:
+            self._compare(result, other)
+        if checks:
+            self._require("state", digest(self.first), digest(self._second))
+        if error is not None:
+            raise error
+        assert result is not None, "a step has a result or an error"
+        return result
+
+    def _compare(self, result: StepResult, other: StepResult) -> None:
+        self._require("published_through", result.published_through, other.published_through)
+        for number, (part, of_other) in enumerate(zip(result.parts, other.parts, strict=True)):
+            for name in PartResult.__slots__:
+                self._require(f"parts[{number}].{name}", getattr(part, name), getattr(of_other, name))
+
+    def _require(self, name: str, value: object, other: object) -> None:
+        if value != other:
+            step = self._steps[-1]
+            message = f"step {step.seq} of {self.first.spec}: {name} is {value!r}, the other core has {other!r}"
+            raise CoresDiffer(message, self._before, self._steps)
+
+    def reference(self) -> Replica:
+        """Return the first core."""
+        return self.first
+
+
+def _attempt(core: ReplicaCore, step: Step) -> tuple[StepResult | None, KvplaneError | None]:
+    try:
+        return core.apply(step), None
+    except KvplaneError as error:
+        return None, error
+
+
+def _plain(error: KvplaneError) -> tuple[object, ...]:
+    return type(error), error.message, error.field, error.remedy

@@ -1,0 +1,152 @@
+"""The compiled core answers as the specification does: equal results, errors and state after each step."""
+
+from __future__ import annotations
+
+import pytest
+
+import native_build
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.step import Admit, News, Part, Run, Step
+from kvplane_replay.from_log import replay_log
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest, export_state
+from kvplane_service.core.twin import CoresDiffer, TwinReplica
+from kvplane_service.replicas import cores
+from tests.core import page_engine
+from tests.core.builders import chunked, full, replica_spec, state, window
+from tests.core.core_version import files
+from tests.core.test_page_contents import MIXES, run
+
+native = pytest.importorskip(
+    "kvplane_service.core.native", reason="the core is not compiled: install g++ and install kvplane again"
+)
+SUPPORTED = [mix for mix, (groups, _) in MIXES.items() if native.is_supported(replica_spec(*groups))]
+SEEDS = range(6)
+
+
+def test_the_library_is_compiled_from_the_sources_of_this_tree():
+    assert native_build.digest_of_sources(native_build.CORE) == native.SOURCES, "run `make`: the library is stale"
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """The replicas of page engines are twins; returns them."""
+    made = []
+
+    def make(spec):
+        made.append(TwinReplica(Replica(spec), native.NativeReplica.of))
+        return made[-1]
+
+    monkeypatch.setattr(page_engine, "Replica", make)
+    return made
+
+
+@pytest.mark.parametrize("mix", SUPPORTED)
+def test_random_engines_get_equal_answers(twins, mix):
+    for seed in SEEDS:
+        run(mix, seed)
+    assert len(twins) >= len(SEEDS)
+
+
+def test_all_kinds_that_the_compiled_core_has_are_played():
+    kinds = {group.kind for mix in SUPPORTED for group in MIXES[mix][0]}
+    assert {group.kind for group in (full(), window(4), chunked(8))} <= kinds
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
+def test_twins_give_the_recorded_results(monkeypatch, path):
+    """Kinds that the compiled core does not have are decided by a replica that is loaded from the exported state."""
+    monkeypatch.setenv(cores.VARIABLE, "twin")
+    monkeypatch.setattr(cores, "CHECK_EVERY", 1)
+    assert replay_log(path).counts["steps"] > 0
+
+
+@pytest.mark.parametrize("mix", SUPPORTED)
+def test_the_state_survives_the_way_through_the_compiled_core(mix):
+    engine = run(mix, 1)
+    replica = native.NativeReplica.of(engine.replica)
+    assert export_state(replica) == export_state(engine.replica)
+    assert digest(replica.reference()) == digest(engine.replica)
+    assert list(replica.entries(range(1, engine.spec.num_blocks)).stamp) == list(
+        engine.replica.entries(range(1, engine.spec.num_blocks)).stamp
+    )
+    assert replica.block_counts == engine.replica.block_counts
+    assert replica.counters == engine.replica.counters
+    assert replica.count_keys() == engine.replica.count_keys()
+    for slot in engine.replica.requests.slots():
+        assert replica.peek_slot(slot) == engine.replica.peek_slot(slot)
+        assert replica.requests.hashes(slot) == engine.replica.requests.hashes(slot)
+        assert replica.requests.request_id[slot] == engine.replica.requests.request_id[slot]
+
+
+def one_request(spec, digests=(b"d" * 32,)):
+    news = News([0], [spec.hash_block_size], num_hashes=[len(digests)], hashes=b"".join(digests))
+    return Step(0, 1, [Part(news=news, admit=Admit([0]))])
+
+
+def test_a_refused_step_changes_nothing_and_names_its_field():
+    replica = native.NativeReplica(replica_spec(full()))
+    before = export_state(replica)
+    for part in (Part(run=Run([7])), Part(run=Run([0], cap=[1, 2])), Part(run=Run([-(1 << 70)]))):
+        with pytest.raises(InvalidArgument) as caught:
+            replica.apply(Step(0, 1, [part]))
+        assert caught.value.field.startswith("parts[0].run.")
+    assert export_state(replica) == before
+    assert replica.fallbacks == 0
+
+
+class Forgetful:
+    """A core that loses the events of each step."""
+
+    def __init__(self, replica):
+        self._core = native.NativeReplica.of(replica)
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def apply(self, step):
+        result = self._core.apply(step)
+        for part in result.parts:
+            part.events = []
+        return result
+
+
+def test_a_difference_is_reported_with_the_steps_that_lead_to_it():
+    spec = replica_spec(full())
+    twins = TwinReplica(Replica(spec), Forgetful)
+    with pytest.raises(CoresDiffer, match=r"parts\[0\].events") as caught:
+        twins.apply(one_request(spec))
+    assert [step.seq for step in caught.value.steps] == [1]
+    assert caught.value.before == export_state(Replica(spec))
+
+
+def test_the_variable_selects_the_core(monkeypatch):
+    spec = replica_spec(full())
+    for choice, kind in (("", Replica), ("python", Replica), ("native", native.NativeReplica), ("twin", TwinReplica)):
+        monkeypatch.setenv(cores.VARIABLE, choice)
+        assert isinstance(cores.new_replica(spec), kind)
+        assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
+        assert cores.describe().startswith(choice or "python")
+    monkeypatch.setenv(cores.VARIABLE, "native")
+    with pytest.raises(InvalidArgument, match="mamba") as caught:
+        cores.new_replica(replica_spec(state(), full()))
+    assert caught.value.field == "groups"
+    monkeypatch.setenv(cores.VARIABLE, "fast")
+    with pytest.raises(InvalidArgument) as caught:
+        cores.new_replica(spec)
+    assert caught.value.field == cores.VARIABLE
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr(cores, "_native", lambda: None)
+    monkeypatch.setenv(cores.VARIABLE, "native")
+    with pytest.raises(FailedPrecondition, match="not installed"):
+        cores.new_replica(replica_spec(full()))
+
+
+def test_a_seed_plays_alike_on_both_cores(monkeypatch):
+    """What the engine sees is equal, so it does the same: the page memory agrees too."""
+    expected = run(SUPPORTED[0], 5)
+    monkeypatch.setattr(page_engine, "Replica", lambda spec: TwinReplica(Replica(spec), native.NativeReplica.of))
+    played = run(SUPPORTED[0], 5)
+    assert digest(played.replica) == digest(expected.replica)
