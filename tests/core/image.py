@@ -25,7 +25,7 @@ from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
-from kvplane_service.core.state import _policy_state
+from kvplane_service.core.state_entries import _policy_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Image:
         free: in eviction order.
         shared: keys of several blocks, in the order in which these are hit.
         busy: blocks that loads of earlier engine lives may still write.
-        eviction: the eviction policy's own part of the state (`state._policy_state`).
+        eviction: the eviction policy's own part of the state (`state_entries._policy_state`).
     """
 
     spec: ReplicaSpec

@@ -20,7 +20,7 @@ from tests.core.test_page_contents import MIXES, run
 native = pytest.importorskip(
     "kvplane_service.core.native", reason="the core is not compiled: install g++ and install kvplane again"
 )
-SUPPORTED = [mix for mix, (groups, _) in MIXES.items() if native.is_supported(replica_spec(*groups))]
+SUPPORTED = [mix for mix, (groups, changes) in MIXES.items() if native.is_supported(replica_spec(*groups, **changes))]
 SEEDS = range(6)
 
 

@@ -107,9 +107,11 @@ class ReplicaCore(Protocol):
     """The allocator of one engine instance. The methods are described at `Replica`."""
 
     spec: ReplicaSpec
-    seq: int
-    counters: Counters
 
+    @property
+    def seq(self) -> int: ...
+    @property
+    def counters(self) -> Counters: ...
     @property
     def requests(self) -> RequestColumns: ...
     @property

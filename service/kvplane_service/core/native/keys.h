@@ -106,11 +106,19 @@ class Index {
 
   private:
     size_t Mask() const { return slots_.size() - 1; }
+    // All bytes count, with a seed of this process: clients choose digests, and must not choose where they collide.
     size_t Place(const Key& key) const {
-        uint64_t word;
-        std::memcpy(&word, key.digest.bytes.data(), sizeof word);
-        word = (word ^ (uint64_t{key.pair} << 40)) * 0x9E3779B97F4A7C15u;
-        return static_cast<size_t>(word >> 20) & Mask();
+        uint64_t words[kDigestBytes / sizeof(uint64_t)], mixed = Seed() ^ key.pair;
+        std::memcpy(words, key.digest.bytes.data(), sizeof words);
+        for (const uint64_t word : words) {
+            mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
+            mixed ^= mixed >> 29;
+        }
+        return static_cast<size_t>(mixed) & Mask();
+    }
+    static uint64_t Seed() {
+        static const uint64_t seed = uint64_t{std::random_device()()} << 32 | std::random_device()();
+        return seed;
     }
     size_t At(const std::vector<KeyRecord>& records, uint32_t record) const {
         size_t at = Place(records[record].key);
