@@ -14,9 +14,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -27,8 +26,7 @@ VARIABLE = "KVPLANE_BUILD"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """A library that is compiled from one C++ file.
 
     Attributes:
