@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,18 @@ def test_every_type_that_is_read_has_a_recorded_plan_or_is_another_name_of_one()
     others = {"gemma3", "llama4", "llama4_text"}
     assert set(READERS) - recorded == others
     assert recorded <= set(READERS)
+    operating = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    assert f"For {len(PLANS)} configs of {len(recorded)} types, " in operating
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_equals_that_of_vllm(name):
     plan = PLANS[name]
-    model = model_of(plan["config"])
+    model, options = model_of(plan["config"]), replace(AS_VLLM, tensor_parallel=CASES[name].get("ranks", 1))
     expected = [read_spec(plan["formats"][number], name) for count, number in plan["layers"] for _ in range(count)]
     # vLLM lists the layers of some models in another order.
-    assert sorted(repr(layer.spec) for layer in model.layers(AS_VLLM)) == sorted(map(repr, expected))
-    figures = figures_of(Sizing(model, AS_VLLM, MEMORY_BYTES))
+    assert sorted(repr(layer.spec) for layer in model.layers(options)) == sorted(map(repr, expected))
+    figures = figures_of(Sizing(model, options, MEMORY_BYTES))
     assert figures.num_blocks == plan["num_blocks"]
     assert sorted(group.num_layers for group in figures.groups) == plan["groups"]
     assert figures.concurrency == pytest.approx(plan["concurrency"], abs=1e-9)
@@ -98,6 +101,8 @@ def test_model_type_that_is_not_read_is_refused(model_type):
         ("mimo_v2_flash", {"sliding_window": 64}, "sliding_window"),
         ("gemma4_text", {"per_layer_config": {"5": {"num_key_value_heads": 1}}}, "per_layer_config.5"),
         ("gemma4_text", {"per_layer_config": {"99": {"head_dim": 512}}}, "per_layer_config.99"),
+        ("gemma4_text", {"layer_types": ["sliding_attention"] * 30}, "layer_types"),
+        ("gemma4_text, sizes of full layers", {"global_head_dim": None}, "global_head_dim"),
         ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
         ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern"),
@@ -117,7 +122,8 @@ def test_contradictory_config_of_a_type_is_refused_by_field(name, changes, field
 @pytest.mark.parametrize("name", PLANS)
 def test_replica_is_registered_from_its_config(name):
     plan = PLANS[name]
-    source = ModelSource(config=json.dumps(plan["config"]), memory_bytes=MEMORY_BYTES, max_model_len=32768)
+    amounts = {"memory_bytes": MEMORY_BYTES, "max_model_len": 32768, "tensor_parallel": CASES[name].get("ranks", 1)}
+    source = ModelSource(config=json.dumps(plan["config"]), **amounts)
     planned = plan_source(RegisterReplicaRequest(replica="r", model=source))
     assert planned.spec.num_blocks == plan["num_blocks"]
     assert sorted(len(one.layer_names) for one in planned.spec.groups) == plan["groups"]
@@ -151,6 +157,13 @@ def test_pattern_of_characters_is_that_of_the_types():
     pattern = "".join(letters[one] for one in config["layers_block_type"])
     spelled = {**config, "layers_block_type": None, "hybrid_override_pattern": pattern}
     assert model_of(spelled) == model_of(config)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("nemotron_h", 16), ("zamba2", 64), ("kimi_linear", 3)])
+def test_ranks_that_do_not_divide_a_state_are_refused(name, ranks):
+    with pytest.raises(InvalidArgument, match="cannot be divided evenly") as caught:
+        model_of(PLANS[name]["config"]).layers(ModelOptions(tensor_parallel=ranks))
+    assert caught.value.field == "tensor_parallel"
 
 
 def test_text_model_of_a_multimodal_file_is_read():

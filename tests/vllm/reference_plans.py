@@ -4,7 +4,7 @@
     .tools/vllm/bin/python tests/vllm/reference_plans.py NAME...   some, kept with the others
 
 configs.json names a class of transformers for each case, with `changes` of its arguments; `added` are fields that the
-class does not write and that vLLM's model reads (vllm/model_executor/models).
+class does not write and that vLLM's model reads (vllm/model_executor/models); `removed` are fields that it writes.
 
 Runs in the environment of vLLM (`environment`), which has neither a GPU nor some packages that only kernels need: those
 are stand-ins, and the block sizes are those of a Hopper GPU (FlashAttention 16, FlashMLA 64). What decides the plan is
@@ -113,6 +113,7 @@ from vllm.distributed import (  # noqa: E402
     destroy_model_parallel,
     init_distributed_environment,
     initialize_model_parallel,
+    parallel_state,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -171,15 +172,15 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a case: the defaults of a class of transformers with changes, as the class writes it."""
     model_type = case["model_type"]
     config = json.loads(CONFIG_MAPPING[model_type](**case.get("changes", {})).to_json_string(use_diff=False))
-    for name in NO_PART_OF_A_FILE & config.keys():
+    for name in (NO_PART_OF_A_FILE | set(case.get("removed", ()))) & config.keys():
         del config[name]
     config["architectures"] = [case.get("architecture") or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     return config | case.get("added", {})
 
 
 @contextlib.contextmanager
-def built(config: dict[str, Any]) -> Iterator[Any]:
-    """The configuration of vLLM for a config.json, with every layer of the model registered in it."""
+def built(config: dict[str, Any], ranks: int) -> Iterator[Any]:
+    """The configuration of vLLM for a config.json, with every layer of the model on one rank registered in it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         vllm_config = EngineArgs(
@@ -190,6 +191,7 @@ def built(config: dict[str, Any]) -> Iterator[Any]:
             enable_prefix_caching=True,
             enforce_eager=True,
             async_scheduling=False,
+            tensor_parallel_size=ranks,
             **SETTINGS,
         ).create_engine_config()
     with set_current_vllm_config(vllm_config):
@@ -197,6 +199,7 @@ def built(config: dict[str, Any]) -> Iterator[Any]:
             init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
         destroy_model_parallel()
         initialize_model_parallel(1, 1)
+        parallel_state._TP.world_size = ranks  # as if there were others; nothing is sent
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device("meta"):
@@ -234,9 +237,9 @@ def plain(spec: Any) -> dict[str, Any]:
     return written
 
 
-def plan_of(config: dict[str, Any]) -> dict[str, Any]:
+def plan_of(config: dict[str, Any], ranks: int) -> dict[str, Any]:
     """What vLLM plans for a config.json."""
-    with built(config) as vllm_config:
+    with built(config, ranks) as vllm_config:
         specs = specs_of(vllm_config)
         layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
         vllm_config.cache_config.kv_cache_layout = resolve_kv_cache_layout(
@@ -275,7 +278,7 @@ def main() -> None:
         if wanted and name not in wanted:
             continue
         try:
-            recorded[name] = {"config": config, **plan_of(config)}
+            recorded[name] = {"config": config, **plan_of(config, cases[name].get("ranks", 1))}
             print(name, recorded[name]["num_blocks"], recorded[name]["groups"], flush=True)
         except Exception as error:
             print(f"{name} is not recorded: {type(error).__name__}: {str(error)[-300:]}", flush=True)

@@ -31,7 +31,7 @@ _DOES_NOT_MATTER = re.compile(
     r"|hidden_(act|activation|size_per_layer_input)|interleave_moe_layer_step|is_decoder|layerdrop|no_rope_layer_interval|no_rope_layers"
     r"|max_position_embeddings|mlp_layer_types|moe_layer_freq|num_attention_heads_per_layer|num_dense_layers"
     r"|num_ln_in_parallel_attn|original_max_position_embeddings|parallel_attn|query_pre_attn_scalar|rotary_dim"
-    r"|reorder_and_upcast_attn|scale_attn_.*|scale_attention_.*|swiglu_limit|use_(cache|mamba_kernels)"
+    r"|reorder_and_upcast_attn|scale_attn_.*|scale_attention_.*|swiglu_limit|use_(cache|mamba_kernels|mambapy|associative_scan)"
     r"|word_embed_proj_dim"
 )
 _USUALLY = {

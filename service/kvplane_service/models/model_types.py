@@ -7,6 +7,7 @@ A reader takes the fields of a config.json and returns the layers. What vLLM 0.3
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.layer_spec import DType
@@ -100,11 +101,12 @@ def renamed(reader: Reader, **names: str) -> Reader:
 
 def multi_query(fields: Fields) -> Layers:
     """Falcon and GPT-BigCode: one key-value head, a number of them, or one per head."""
-    fields.ignore("num_kv_heads", "num_key_value_heads")
+    fields.ignore("num_kv_heads", "multi_query")
     heads = fields.size("num_attention_heads")
-    if fields.get("new_decoder_architecture"):
+    if fields.has("num_key_value_heads"):
+        heads = fields.size("num_key_value_heads")
+    elif fields.get("new_decoder_architecture"):
         heads = fields.size("num_kv_heads")
-        fields.ignore("multi_query")
     elif fields.get("multi_query", True):
         heads = 1
     return (Full(heads, head_size(fields)),) * num_layers(fields)
@@ -161,18 +163,20 @@ def shared(reader: Reader) -> Reader:
 def two_head_sizes(fields: Fields) -> Layers:
     """Gemma 4: layers with full attention have heads of another size, and may have fewer."""
     layers = windows(fields, 6)
-    size = head_size(fields)
-    if fields.has("global_head_dim"):
-        size = fields.size("global_head_dim")
+    if isinstance(layers[-1], Sliding):
+        fields.reject("layer_types", "full_attention as the type of the last layer")
+    fields.ignore("num_global_key_value_heads", "global_head_dim", "attention_k_eq_v")
+    if fields.names("per_layer_config"):  # as transformers 5 writes it; null: all layers are equal
+        sizes = _sizes_of_layers(fields, len(layers)) if fields.has("per_layer_config") else {}
+        return tuple(
+            replace(layer, head_size=sizes.get(number, layer.head_size)) if isinstance(layer, Full) else layer
+            for number, layer in enumerate(layers)
+        )
     heads = kv_heads(fields)
     if fields.get("attention_k_eq_v") and fields.has("num_global_key_value_heads"):
         heads = fields.size("num_global_key_value_heads")
-    fields.ignore("num_global_key_value_heads")
-    sizes = _sizes_of_layers(fields, len(layers)) if fields.has("per_layer_config") else {}
-    return tuple(
-        layer if isinstance(layer, Sliding) else Full(heads, sizes.get(number, size))
-        for number, layer in enumerate(layers)
-    )
+    full = Full(heads, fields.size("global_head_dim"))
+    return tuple(layer if isinstance(layer, Sliding) else full for layer in layers)
 
 
 def _sizes_of_layers(fields: Fields, layers: int) -> dict[int, int]:
@@ -277,7 +281,7 @@ def delta_nets_with_dtype(fields: Fields) -> Layers:
 def _with_dtype(layer: LayerShapes, dtype: DType) -> LayerShapes:
     if not isinstance(layer, State):
         return layer
-    return State(layer.window, layer.channels, layer.heads, dtype, layer.keeps_drafts, layer.has_checkpoints)
+    return replace(layer, dtype=dtype)
 
 
 def state_dtype(fields: Fields, name: str, default: str) -> DType:
@@ -302,31 +306,37 @@ def kimi_delta(fields: Fields) -> Layers:
     return tuple(attention if layer in set(full) else state for layer in range(1, layers + 1))
 
 
-def mamba_1(fields: Fields, kernel: str = "conv_kernel", size: str = "state_size", expand: str = "expand") -> State:
+def mamba_1(channels: int, kernel: int, size: int) -> State:
     """Return the state of a Mamba layer."""
-    channels = fields.size(expand) * fields.size("hidden_size")
-    return State(fields.size(kernel) - 1, channels, (channels, fields.size(size)), keeps_drafts=False)
+    return State(kernel - 1, channels, (channels, size), keeps_drafts=False)
 
 
 def jamba(fields: Fields) -> Layers:
     """Mamba, and one layer in `attn_layer_period` with full attention."""
     period = fields.size("attn_layer_period")
     offset = fields.size("attn_layer_offset", least=0) if fields.has("attn_layer_offset") else 0
-    state = mamba_1(fields, "mamba_d_conv", "mamba_d_state", "mamba_expand")
+    channels = fields.size("mamba_expand") * fields.size("hidden_size")
+    state = mamba_1(channels, fields.size("mamba_d_conv"), fields.size("mamba_d_state"))
     fields.ignore("layers_block_type", "layer_types", "mamba_dt_rank")
     return every(num_layers(fields), period, offset, full_of(fields), state)
 
 
 def mamba_2(channels: int, groups: int, heads: tuple[int, int, int], kernel: int, dtype: DType) -> State:
     """Return the state of a Mamba 2 layer; `heads` are number and size of heads and size of the state."""
-    channels += 2 * groups * heads[2]
-    return State(kernel - 1, channels, heads, dtype, has_checkpoints=True)
+    return State(
+        kernel - 1, channels, heads, dtype, has_checkpoints=True, groups=groups, group_channels=2 * heads[2]
+    )
 
 
 def mamba_alone(fields: Fields) -> Layers:
     """Mamba in every layer."""
-    fields.ignore("intermediate_size")
-    return (mamba_1(fields),) * num_layers(fields)
+    if fields.has("intermediate_size"):
+        channels = fields.size("intermediate_size")
+        fields.ignore("expand", "hidden_size")
+    else:
+        channels = fields.size("expand") * fields.size("hidden_size")
+    fields.ignore("time_step_rank")
+    return (mamba_1(channels, fields.size("conv_kernel"), fields.size("state_size")),) * num_layers(fields)
 
 
 def mamba_2_alone(fields: Fields) -> Layers:

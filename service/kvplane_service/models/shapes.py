@@ -181,11 +181,13 @@ class State:
 
     Attributes:
         window: number of earlier tokens that the convolution reads.
-        channels: number of channels of the convolution.
+        channels: number of channels of the convolution, without those of groups.
         heads: shape of the recurrent state; ranks divide its first dimension. Empty for a convolution alone.
         dtype: data type of the recurrent state; the convolution is in bfloat16.
         keeps_drafts: the convolution keeps a row for each draft token.
         has_checkpoints: a launch can also write a state inside its chunk.
+        groups: groups of heads, which ranks divide; a single one is on every rank.
+        group_channels: channels of the convolution for each group.
     """
 
     window: int
@@ -194,12 +196,16 @@ class State:
     dtype: DType = DType.BFLOAT16
     keeps_drafts: bool = True
     has_checkpoints: bool = False
+    groups: int = 0
+    group_channels: int = 0
 
     def tensors(self, options: ModelOptions) -> tuple[tuple[tuple[int, ...], DType], ...]:
         """Return shape and data type of the convolution state and of the recurrent state on one rank."""
         ranks = options.tensor_parallel
         rows = self.window + (options.speculative_tokens if self.keeps_drafts else 0)
-        convolution = (rows, _divided(self.channels, ranks, "channels"))
+        groups = ranks if self.groups == 1 else self.groups
+        grouped = _divided(groups, ranks, "groups of state heads") * self.group_channels if groups else 0
+        convolution = (rows, _divided(self.channels, ranks, "channels") + grouped)
         if not self.heads:
             return ((convolution, DType.BFLOAT16),)
         recurrent = (_divided(self.heads[0], ranks, "state heads"), *self.heads[1:])
