@@ -26,6 +26,11 @@ parents = st.binary(min_size=32, max_size=32)
 algorithms = pytest.mark.parametrize("algorithm", FORMS)
 
 
+def parent_of(algorithm: HashAlgorithm, given: bytes = bytes(32)) -> bytes:
+    """A digest of the algorithm: the first of these 32 bytes."""
+    return given[: python_digest(algorithm).size]
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> ModuleType:
     """The module, compiled from the source in this tree."""
@@ -55,6 +60,7 @@ def native_of(algorithm: HashAlgorithm, compiled: ModuleType) -> NativeDigest:
 @algorithms
 @given(blocks=st.lists(tokens, max_size=130), block_size=st.integers(1, 40), parent=parents)
 def test_runs_equal_pythons(compiled, algorithm, blocks, block_size, parent):
+    parent = parent_of(algorithm, parent)
     packed = pack_tokens(blocks[: len(blocks) // block_size * block_size])
     expected = python_digest(algorithm).hash_run(parent, packed, block_size)
     assert native_of(algorithm, compiled).hash_run(parent, packed, block_size) == expected
@@ -68,14 +74,23 @@ def test_runs_equal_pythons_at_the_limits_of_a_form(compiled, algorithm, block_s
     python = python_digest(algorithm)
     for token in (0, 2**31, 2**32 - 1):
         packed = pack_tokens([token] * (2 * block_size))
-        expected = python.hash_run(bytes(32), packed, block_size)
-        assert native_of(algorithm, compiled).hash_run(bytes(32), packed, block_size) == expected
+        expected = python.hash_run(parent_of(algorithm), packed, block_size)
+        assert native_of(algorithm, compiled).hash_run(parent_of(algorithm), packed, block_size) == expected
+
+
+@pytest.mark.parametrize("algorithm", native.WITHOUT_SHA256)
+def test_xxh3_equals_the_package_for_every_length_of_a_message(compiled, algorithm):
+    """Its steps differ for messages up to 128, up to 240 and of more bytes, and at multiples of 16, 64 and 1024."""
+    for block_size in range(1, 420):
+        packed = pack_tokens(range(1 << 16, (1 << 16) + block_size))
+        expected = python_digest(algorithm).hash_run(bytes(range(16)), packed, block_size)
+        assert compiled.hash_run(FORMS[algorithm], bytes(range(16)), packed, block_size) == expected, block_size
 
 
 @algorithms
 @given(prompt=st.lists(tokens, max_size=100), cuts=st.lists(st.integers(0, 100)), lookahead=st.integers(0, 3))
 def test_requests_hash_equally_with_partial_tails_and_keys(compiled, algorithm, prompt, cuts, lookahead):
-    scheme = HashScheme(python_digest(algorithm), bytes(range(32)), 4, lookahead)
+    scheme = HashScheme(python_digest(algorithm), parent_of(algorithm, bytes(range(32))), 4, lookahead)
     fast = HashScheme(native_of(algorithm, compiled), scheme.none_hash, 4, lookahead)
     expected = RequestHasher(scheme, ExtraKeys(salt="s")).append(pack_tokens(prompt))
     hasher, hashes, begin = RequestHasher(fast, ExtraKeys(salt="s")), b"", 0
@@ -88,7 +103,7 @@ def test_requests_hash_equally_with_partial_tails_and_keys(compiled, algorithm, 
 @algorithms
 @given(block=st.lists(tokens, max_size=40), parent=parents, extra=st.none() | st.just((("cache_salt", "s"),)))
 def test_single_blocks_equal_pythons(compiled, algorithm, block, parent, extra):
-    python = python_digest(algorithm)
+    python, parent = python_digest(algorithm), parent_of(algorithm, parent)
     packed = pack_tokens(block)
     assert native_of(algorithm, compiled).hash_block(parent, packed, extra) == python.hash_block(parent, packed, extra)
 
@@ -96,9 +111,11 @@ def test_single_blocks_equal_pythons(compiled, algorithm, block, parent, extra):
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ((3, bytes(32), bytes(4), 1), "form"),
+        ((5, bytes(32), bytes(4), 1), "form"),
         ((-1, bytes(32), bytes(4), 1), "form"),
         ((0, bytes(31), bytes(4), 1), "parent"),
+        ((0, bytes(16), bytes(4), 1), "parent"),
+        ((3, bytes(32), bytes(4), 1), "parent"),
         ((0, bytes(32), bytes(5), 1), "packed"),
         ((0, bytes(32), bytes(12), 2), "packed"),
         ((0, bytes(32), b"", 0), "block_size"),
@@ -160,7 +177,8 @@ def test_the_environment_selects(monkeypatch, choice, module, used, said):
     monkeypatch.setattr(native, "_COMPILED", module)
     monkeypatch.setenv("KVPLANE_NATIVE", choice)
     assert isinstance(block_digest(HashAlgorithm.KVPLANE), NativeDigest) is used
-    assert not isinstance(block_digest(HashAlgorithm.XXHASH), NativeDigest)
+    needs_no_sha = module is not None and choice != "off"
+    assert isinstance(block_digest(HashAlgorithm.XXHASH), NativeDigest) is needs_no_sha
     assert native.describe().startswith(said)
 
 

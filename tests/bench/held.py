@@ -308,7 +308,7 @@ def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: i
     running, statuses = 0, [1]
     while 0 not in statuses and statuses[-1] == 1:
         part = Part(admit=Admit(list(range(running, running + 64))))
-        statuses = session.apply(part).parts[0].admit_status
+        statuses = list(session.apply(part).parts[0].admit_status)
         running += statuses.count(1)
     rows = Part(admit=Admit(list(range(running, running + 3800)), on_refusal=OnRefusal.SKIP))
     with meter.case(f"{model}: 3,800 rows with SKIP, first"):

@@ -18,7 +18,8 @@ def forward(tables):
 
 def run_engine(address):
     """Two requests with one prompt, one after the other: prefill, decode, free. Hit and tables of each."""
-    hits, written = [], []
+    hits: list[int] = []
+    written = []
     with kvplane.connect(address) as client:
         client.register_replica("engine-0", ModelSource(model="llama-3.1-8b", num_blocks=4096))
         with client.session("engine-0") as session:

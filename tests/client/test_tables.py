@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from contextlib import ExitStack
+from copy import copy, deepcopy
 
-from kvplane.base.step import Cache, End, RowFlag
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.base.packed_ints import PackedInts
+from kvplane.base.step import Admit, Blocks, Cache, End, Part, PartResult, RowFlag, Run, StepResult
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session.tables import BlockTables
+from kvplane.wire.result import decode_result, encode_result
 from kvplane_service.core.replica import Replica
 from tests.client.mini_engine import FULL, HYBRID, STATE, MiniEngine, spec_of
 from tests.client.stepper import Stepper
@@ -66,3 +74,58 @@ def test_a_load_that_ended_keeps_the_table_of_its_running_request():
     for part in (part_of(NewsRow(0, range(20)), late), part_of(cache=Cache(released=[0])), part_of(RunRow(0))):
         tables.update(part, step(part).parts[0])
     assert tables[0] == [[1, 2]]
+
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
+NEW_BLOCKS = st.lists(st.lists(st.lists(IDS, min_size=2, max_size=2), min_size=3, max_size=3), max_size=6)
+
+
+@given(steps=NEW_BLOCKS, views=st.sets(st.integers(0, 5)))
+def test_tables_are_the_ids_of_all_results_in_contiguous_memory(steps, views):
+    """Results from the wire and of the core give the same tables, also while views of their memory exist."""
+    expected: list[list[list[int]]] = [[[], []] for _ in range(3)]
+    tables, local = BlockTables(2), BlockTables(2)
+    admitted = PartResult(tables=Blocks(row=[0, 1, 2], group=[0, 0, 0], count=[0, 0, 0]))
+    for each in (tables, local):
+        each.update(Part(admit=Admit([7, 8, 9])), admitted)
+    with ExitStack() as held:
+        for number, rows in enumerate(steps):
+            result = PartResult()
+            for row, groups in enumerate(rows):
+                for group, ids in enumerate(groups):
+                    result.new_blocks.add(row, group, ids)
+                    expected[row][group] += ids
+            received = decode_result(encode_result(StepResult(1, 0, [result], 0))).parts[0]
+            assert received.new_blocks == result.new_blocks
+            assert not rows or isinstance(received.new_blocks.ids, PackedInts if any(map(any, rows)) else list)
+            for each, answer in ((tables, received), (local, result)):
+                each.update(Part(run=Run([7, 8, 9])), answer)
+            if number in views:
+                for slot in (7, 8, 9):
+                    for table in tables[slot]:
+                        held.enter_context(memoryview(table))
+    for slot, groups in zip((7, 8, 9), expected, strict=True):
+        assert tables[slot] == local[slot] == groups
+        assert [memoryview(table).tolist() for table in tables[slot]] == groups
+
+
+def test_a_view_of_a_table_that_grows_keeps_its_entries():
+    tables = BlockTables(1)
+    first = PartResult(tables=Blocks(row=[0], group=[0], count=[2], ids=[5, 6]))
+    tables.update(Part(admit=Admit([0])), first)
+    view = memoryview(tables[0][0])
+    for ids in ([7], [8, 9]):
+        tables.update(Part(run=Run([0])), PartResult(new_blocks=Blocks([0], [0], [len(ids)], ids)))
+    assert view.tolist() == [5, 6]
+    assert tables[0][0] == [5, 6, 7, 8, 9]
+
+
+@given(code=st.sampled_from("IQ"), numbers=IDS, others=IDS, cut=st.slices(4))
+def test_packed_ints_read_like_a_list(code, numbers, others, cut):
+    packed = PackedInts(code, numbers)
+    assert (packed == others, packed != others) == (numbers == others, numbers != others)
+    assert packed == PackedInts(code, numbers)
+    assert (packed[cut], packed + others, others + packed) == (numbers[cut], numbers + others, others + numbers)
+    assert (repr(packed), repr(packed[cut])) == (repr(numbers), repr(numbers[cut]))
+    assert copy(packed) == deepcopy(packed) == pickle.loads(pickle.dumps(packed)) == numbers
+    assert (packed == tuple(numbers), memoryview(packed).contiguous) == (False, True)

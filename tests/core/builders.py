@@ -281,7 +281,7 @@ class Engine:
         rows = result.new_blocks.by_row()
         groups = range(len(self.spec.groups))
         new = {slot: [rows[row].get(group, []) for group in groups] for row, slot in enumerate(slots) if row in rows}
-        return Ran(result.granted, result.preempted, new, result)
+        return Ran(list(result.granted), result.preempted, new, result)
 
     # -- what can be seen
 

@@ -9,7 +9,7 @@ launch; the launch. Transfers write between any two of them, and continue after 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from kvplane.base.groups import ReplicaSpec
@@ -143,7 +143,7 @@ class RandomEngine(RandomScheduler):
 
         Blocks of a request or a launch are left out: it continues with what it computed. Final when stamps are written.
         """
-        held = [self.tables[slot] for slot in self.requests if slot in self.tables]
+        held: list[Sequence[Sequence[int]]] = [self.tables[slot] for slot in self.requests if slot in self.tables]
         held += [row.tables for launch in self.pending for row in launch.rows]
         used = {block for tables in held for table in tables for block in table}
         used.update(block for launch in self.queue for orders in launch.orders for block in orders.copy_src)

@@ -6,6 +6,7 @@ attach → read stamps → open the session → claim every rank → steps, seve
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -250,7 +251,7 @@ class EngineLife(RandomScheduler):
                     rank.memory.pages.pages.pop(block, None)
 
     def _used(self) -> set[int]:
-        tables = [self.tables[slot] for slot in self.requests if slot in self.tables]
+        tables: list[Sequence[Sequence[int]]] = [self.tables[slot] for slot in self.requests if slot in self.tables]
         tables += [one.tables for one in self.requests.values() if one.tables is not None]
         tables += [row.tables for launch in [*self.queue, *self._left] for row in launch.rows]
         orders = [one for launch in self.queue for one in launch.orders]

@@ -414,7 +414,7 @@ def _check_range(field: str, values: Sequence[int], low: int, high: int) -> None
         )
 
 
-def _runs(groups: list[int]) -> Iterator[tuple[int, slice]]:
+def _runs(groups: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Yield each run of consecutive equal groups as (group, slice), so that one call of the mover handles
     many blocks.
     """

@@ -165,7 +165,7 @@ class Engine:
         self._apply(Part(facts=Facts(slot=[request.slot], end=[End.FREE])))
         return took, hit
 
-    def _admission(self, requests: list[Request]) -> list[int]:
+    def _admission(self, requests: list[Request]) -> Sequence[int]:
         """Hashes, one step, tables; the hits."""
         lengths = [len(request.tokens) for request in requests]
         hashes = [request.hasher.append(pack_tokens(request.tokens)) for request in requests]

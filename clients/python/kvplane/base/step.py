@@ -8,7 +8,7 @@ whole or one row per part. Only `resume` is applied as a whole, before any other
 
 A column is a list with one entry per row, or an empty list if every row has the default that the column's comment
 states. On the wire a column is packed little-endian u32 (i32 if it may be negative, u64 where noted); see
-`kvplane.wire`.
+`kvplane.wire`. The columns of a result that came over the wire are `PackedInts`: arrays that read like lists.
 """
 
 from __future__ import annotations
@@ -324,18 +324,18 @@ class Step:
 
 @dataclass(slots=True)
 class Blocks:
-    """Lists of block ids for some rows and groups: entry k has `count[k]` ids for group `group[k]` of row `row[k]`.
+    """Block ids for some rows and groups: entry k has `count[k]` ids for group `group[k]` of row `row[k]`.
 
     Run rows are numbered from 0, and the numbers of admit rows continue after the last run row. In
     PartResult.peek_blocks, peek rows are numbered from 0.
     """
 
-    row: list[int] = field(default_factory=list)
-    group: list[int] = field(default_factory=list)
-    count: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    row: MutableSequence[int] = field(default_factory=list)
+    group: MutableSequence[int] = field(default_factory=list)
+    count: MutableSequence[int] = field(default_factory=list)
+    ids: MutableSequence[int] = field(default_factory=list)
 
-    def add(self, row: int, group: int, ids: list[int]) -> None:
+    def add(self, row: int, group: int, ids: Sequence[int]) -> None:
         """Append an entry: block ids of one group of one row."""
         self.row.append(row)
         self.group.append(group)
@@ -347,7 +347,7 @@ class Blocks:
         out: dict[int, dict[int, list[int]]] = {}
         start = 0
         for row, group, count in zip(self.row, self.group, self.count, strict=True):
-            out.setdefault(row, {})[group] = self.ids[start : start + count]
+            out.setdefault(row, {})[group] = list(self.ids[start : start + count])
             start += count
         return out
 
@@ -368,13 +368,13 @@ class Orders:
         zero_block, zero_group: pages to zero: block and its group.
     """
 
-    stamp_block: list[int] = field(default_factory=list)
-    stamp: list[int] = field(default_factory=list)
-    copy_src: list[int] = field(default_factory=list)
-    copy_dst: list[int] = field(default_factory=list)
-    copy_group: list[int] = field(default_factory=list)
-    zero_block: list[int] = field(default_factory=list)
-    zero_group: list[int] = field(default_factory=list)
+    stamp_block: MutableSequence[int] = field(default_factory=list)
+    stamp: MutableSequence[int] = field(default_factory=list)
+    copy_src: MutableSequence[int] = field(default_factory=list)
+    copy_dst: MutableSequence[int] = field(default_factory=list)
+    copy_group: MutableSequence[int] = field(default_factory=list)
+    zero_block: MutableSequence[int] = field(default_factory=list)
+    zero_group: MutableSequence[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,19 +408,20 @@ class CacheEvent:
 class PartResult:
     """The result of one part. The service's logs, traces and metrics of a step are computed from it alone."""
 
-    granted: list[int] = field(default_factory=list)  # per run row: granted tokens, 0 = not scheduled
+    granted: MutableSequence[int] = field(default_factory=list)  # per run row: granted tokens, 0 = not scheduled
     preempted: list[int] = field(default_factory=list)  # preempted slots, in order; the engine queues them again
-    admit_status: list[int] = field(default_factory=list)
-    admit_hit: list[int] = field(default_factory=list)
-    admit_granted: list[int] = field(default_factory=list)
-    admit_single_group_hit: list[int] = field(default_factory=list)
-    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: a load waits for this step's execution
+    admit_status: MutableSequence[int] = field(default_factory=list)
+    admit_hit: MutableSequence[int] = field(default_factory=list)
+    admit_granted: MutableSequence[int] = field(default_factory=list)
+    admit_single_group_hit: MutableSequence[int] = field(default_factory=list)
+    # u64, default 0: a load waits for this step's execution
+    admit_load_after: MutableSequence[int] = field(default_factory=list)
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, of run and admit rows
     tables: Blocks = field(default_factory=Blocks)  # full tables; of granted admit rows, of all rows if with_tables
-    peek_hit: list[int] = field(default_factory=list)
-    peek_single_group_hit: list[int] = field(default_factory=list)
+    peek_hit: MutableSequence[int] = field(default_factory=list)
+    peek_single_group_hit: MutableSequence[int] = field(default_factory=list)
     peek_blocks: Blocks = field(default_factory=Blocks)
-    num_hashes: list[int] = field(default_factory=list)  # with_hashes: hashes per facts row, then per news row
+    num_hashes: MutableSequence[int] = field(default_factory=list)  # with_hashes: per facts row, then per news row
     last_hash: list[bytes] = field(default_factory=list)  # the last hash of the same rows, b"" = none
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import Blocks, End, Part, PartResult
 
 
 class BlockTables:
     """Block ids by slot and group, in token order, as paged attention kernels read them.
 
-    A table only grows while its request runs. An entry whose block the service released (the block left a window, or
-    has an older state) keeps its block id. This is safe because no kernel for that kind of layer reads such an entry.
+        tables[slot][group]                 # an array of u32, which reads like a list
+        numpy.asarray(tables[slot][group])  # the same memory, from which a GPU runner copies
+
+    A table only grows while its request runs. If such a view of its memory still exists when it grows, it moves to new
+    memory, and the view keeps the earlier entries. An entry whose block the service released (the block left a window,
+    or has an older state) keeps its block id. This is safe because no kernel for that kind of layer reads such entries.
     """
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._tables: dict[int, list[list[int]]] = {}
+        self._tables: dict[int, list[PackedInts]] = {}
         self._held: set[int] = set()  # slots that ended as held
 
-    def __getitem__(self, slot: int) -> list[list[int]]:
+    def __getitem__(self, slot: int) -> list[PackedInts]:
         """Return the block tables of the request in this slot, one per group. Raises KeyError if the request holds no
         blocks.
         """
@@ -52,15 +58,24 @@ class BlockTables:
         """Replace the tables that the result contains in full, and return the numbers of the result's rows that they
         belong to.
         """
+        if not tables.row:
+            return set()
         slots = [*part.run.slot, *part.admit.slot]
         by_row = tables.by_row()
         for row, groups in by_row.items():
-            self._tables[slots[row]] = [groups.get(group, []) for group in range(self._num_groups)]
+            self._tables[slots[row]] = [PackedInts("I", groups.get(group, ())) for group in range(self._num_groups)]
         return set(by_row)
 
     def _append(self, slots: Sequence[int], new: Blocks, whole: set[int]) -> None:
         start = 0
         for row, group, count in zip(new.row, new.group, new.count, strict=True):
             if row not in whole:
-                self._tables[slots[row]][group].extend(new.ids[start : start + count])
+                tables = self._tables[slots[row]]
+                try:
+                    if count == 1:
+                        tables[group].append(new.ids[start])
+                    else:
+                        tables[group].extend(new.ids[start : start + count])
+                except BufferError:  # a view of the memory exists
+                    tables[group] = PackedInts("I", chain(tables[group], new.ids[start : start + count]))
             start += count

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import Message
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.packed_ints import PackedInts
 from kvplane.base.typed import check
 
 _M = TypeVar("_M", bound=Message)
@@ -88,14 +89,14 @@ def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
     return _unpack_to_array(raw, code, where, name).tolist()
 
 
-def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> array[int]:
+def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> PackedInts:
     if len(raw) % _SIZES[code]:
         raise InvalidArgument(
             f"{len(raw)} bytes are not a whole number of {_NAMES[code]} values",
             field=f"{where}.{name}",
             remedy=f"send little-endian values of {_SIZES[code]} bytes each",
         )
-    column = array(code, raw)
+    column = PackedInts(code, raw)
     if _SWAP:
         column.byteswap()
     return column
@@ -120,18 +121,18 @@ def pack_section(section: object, columns: Columns, where: str) -> dict[str, Any
     }
 
 
-def unpack_section(message: object, columns: Columns, where: str) -> dict[str, Any]:
-    """Return the non-empty columns of a message as lists, by field name.
+def unpack_section(message: object, columns: Columns, where: str, *, to_lists: bool = True) -> dict[str, Any]:
+    """Return the non-empty columns of a message, by field name: as lists, or as arrays that read like lists.
 
     Raises:
         InvalidArgument: the length of a column is not a multiple of its element size; the number of its entries is not
             the number of rows (that is, of entries of the first by_row column); or a value is too high. The error's
             field is `where` and the name of the column.
     """
-    lists: dict[str, Any] = {}
+    unpacked: dict[str, Any] = {}
     packed = columns.read(message)
     if not any(packed):
-        return lists
+        return unpacked
     rows = -1
     for (name, code, by_row, highest, stays_packed), raw in zip(columns.each, packed, strict=True):
         if not raw:
@@ -139,9 +140,10 @@ def unpack_section(message: object, columns: Columns, where: str) -> dict[str, A
                 rows = 0
             continue
         if stays_packed and len(raw) > LONG * _SIZES[code]:
-            lists[name] = _unpack_to_array(raw, code, where, name)
+            unpacked[name] = _unpack_to_array(raw, code, where, name)
             continue
-        values = lists[name] = unpack(raw, code, where, name)
+        column = _unpack_to_array(raw, code, where, name)
+        values = unpacked[name] = column.tolist() if to_lists else column
         if by_row and len(values) != rows:
             if rows >= 0:
                 raise wrong_rows(f"{where}.{name}", len(values), rows)
@@ -152,7 +154,7 @@ def unpack_section(message: object, columns: Columns, where: str) -> dict[str, A
                 field=f"{where}.{name}",
                 remedy=f"use values from 0 to {highest}",
             )
-    return lists
+    return unpacked
 
 
 def wrong_rows(name: str, entries: int, rows: int) -> InvalidArgument:

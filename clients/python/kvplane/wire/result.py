@@ -72,7 +72,7 @@ def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
     """Return the orders of a message. Raises InvalidArgument for a malformed message."""
     fields: dict[str, Any] = {}
     for columns in (_STAMPS, _COPIES, _ZEROES):
-        fields.update(unpack_section(message, columns, where))
+        fields.update(unpack_section(message, columns, where, to_lists=False))
     return Orders(**fields)
 
 
@@ -140,7 +140,9 @@ def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
 
 
 def _decode_part(message: pb.PartResult, where: str) -> PartResult:
-    fields = unpack_section(message, _RESULT, where)
+    fields = unpack_section(message, _RESULT, where, to_lists=False)
+    if preempted := fields.get("preempted"):
+        fields["preempted"] = preempted.tolist()  # a queue of requests, not a column of rows
     for name in _BLOCK_FIELDS:
         if message.HasField(name):
             fields[name] = _decode_blocks(getattr(message, name), f"{where}.{name}")
@@ -157,7 +159,7 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
 
 
 def _decode_blocks(message: pb.Blocks, where: str) -> Blocks:
-    blocks = Blocks(**unpack_section(message, _BLOCKS, where))
+    blocks = Blocks(**unpack_section(message, _BLOCKS, where, to_lists=False))
     if len(blocks.ids) != sum(blocks.count):
         raise wrong_total(f"{where}.ids", len(blocks.ids), "ids", sum(blocks.count), f"{where}.count")
     return blocks

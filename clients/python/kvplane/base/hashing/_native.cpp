@@ -1,6 +1,7 @@
 // Hash a run of blocks without extra keys: the compiled twin of `hash_run` in algorithms.py, which specifies it.
 // Uses Python's stable interface of 3.11 alone, so one build serves all later versions. SHA-256 is written from
-// FIPS 180-4: sections 4.1.2 and 6.2.2 (functions, rounds), 4.2.2 (constants), 5.1.1 (padding), 5.3.3 (initial state).
+// FIPS 180-4: sections 4.1.2 and 6.2.2 (functions, rounds), 4.2.2 (constants), 5.1.1 (padding), 5.3.3 (initial state);
+// XXH3 from its specification, for messages of more than 16 bytes.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -16,7 +17,7 @@
 
 namespace {
 
-constexpr size_t kDigest = 32;             // bytes of a digest
+constexpr size_t kSha256 = 32, kXxh3 = 16; // bytes of a digest
 constexpr Py_ssize_t kMaxBlock = 8192;     // tokens; a longer block's pickle may have several frames
 constexpr size_t kScratch = 7 * kMaxBlock + 256;
 constexpr Py_ssize_t kHeldBytes = 1 << 16; // fewer bytes take less time than getting the interpreter back may
@@ -136,18 +137,128 @@ void Digest(Compress compress, uint8_t* begin, uint8_t* end, uint8_t* out) {
     std::memcpy(out, state, sizeof state);  // at once: the next block reads it in wide pieces
 }
 
+// -- XXH3, 128 bits, seed 0 -----------------------------------------------------
+
+alignas(8) constexpr uint8_t kSecret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+constexpr uint64_t kPrime32[3] = {0x9e3779b1, 0x85ebca77, 0xc2b2ae3d};
+constexpr uint64_t kPrime64[5] = {0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9, 0x85ebca77c2b2ae63,
+                                  0x27d4eb2f165667c5};
+constexpr size_t kStripe = 64, kStripes = 16;  // bytes of a stripe, stripes of a block
+constexpr size_t kLongMessage = 240;           // longer ones are hashed in stripes
+
+uint64_t Folded(uint64_t a, uint64_t b) {
+    const auto product = static_cast<__uint128_t>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+uint64_t Avalanche(uint64_t value) {
+    value = (value ^ (value >> 37)) * 0x165667919e3779f9;
+    return value ^ (value >> 32);
+}
+
+uint64_t Mixed(const uint8_t* data, const uint8_t* secret) {
+    return Folded(Read<uint64_t>(data) ^ Read<uint64_t>(secret), Read<uint64_t>(data + 8) ^ Read<uint64_t>(secret + 8));
+}
+
+struct Halves {
+    uint64_t low, high;
+
+    void Mix(const uint8_t* first, const uint8_t* second, const uint8_t* secret) {
+        low = (low + Mixed(first, secret)) ^ (Read<uint64_t>(second) + Read<uint64_t>(second + 8));
+        high = (high + Mixed(second, secret + 16)) ^ (Read<uint64_t>(first) + Read<uint64_t>(first + 8));
+    }
+
+    Halves Finished(uint64_t size) const {
+        const uint64_t other = low * kPrime64[0] + high * kPrime64[3] + size * kPrime64[1];
+        return {Avalanche(low + high), 0 - Avalanche(other)};
+    }
+};
+
+// A message of 17 to 240 bytes.
+Halves ShortHash(const uint8_t* data, size_t size) {
+    Halves sum{size * kPrime64[0], 0};
+    if (size <= 128) {
+        for (size_t at = (size - 1) / 32 * 16 + 16; at > 0; at -= 16) {
+            sum.Mix(data + at - 16, data + size - at, kSecret + 2 * (at - 16));
+        }
+        return sum.Finished(size);
+    }
+    for (size_t at = 0; at < 128; at += 32) sum.Mix(data + at, data + at + 16, kSecret + at);
+    sum = {Avalanche(sum.low), Avalanche(sum.high)};
+    for (size_t at = 128; at + 32 <= size; at += 32) sum.Mix(data + at, data + at + 16, kSecret + 3 + at - 128);
+    sum.Mix(data + size - 16, data + size - 32, kSecret + 103);
+    return sum.Finished(size);
+}
+
+void Accumulate(uint64_t* sums, const uint8_t* stripe, const uint8_t* secret) {
+    for (size_t i = 0; i < 8; ++i) {
+        const uint64_t value = Read<uint64_t>(stripe + 8 * i), keyed = value ^ Read<uint64_t>(secret + 8 * i);
+        sums[i ^ 1] += value;
+        sums[i] += (keyed & 0xffffffff) * (keyed >> 32);
+    }
+}
+
+uint64_t Merged(const uint64_t* sums, const uint8_t* secret, uint64_t result) {
+    for (size_t i = 0; i < 8; i += 2) {
+        result += Folded(sums[i] ^ Read<uint64_t>(secret + 8 * i), sums[i + 1] ^ Read<uint64_t>(secret + 8 * i + 8));
+    }
+    return Avalanche(result);
+}
+
+Halves LongHash(const uint8_t* data, size_t size) {
+    uint64_t sums[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
+                        kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
+    const size_t whole = (size - 1) / kStripe;  // the last stripe overlaps the one before it
+    for (size_t stripe = 0; stripe < whole; ++stripe) {
+        Accumulate(sums, data + kStripe * stripe, kSecret + 8 * (stripe % kStripes));
+        if (stripe % kStripes < kStripes - 1) continue;
+        for (size_t i = 0; i < 8; ++i) {
+            sums[i] = (sums[i] ^ (sums[i] >> 47) ^ Read<uint64_t>(kSecret + 128 + 8 * i)) * kPrime32[0];
+        }
+    }
+    Accumulate(sums, data + size - kStripe, kSecret + 121);
+    return {Merged(sums, kSecret + 11, size * kPrime64[0]), Merged(sums, kSecret + 117, ~(size * kPrime64[1]))};
+}
+
+// Write the XXH3 of the message from `begin` to `end` to `out`. The message has more than 16 bytes: a parent and more.
+void Xxh3(const uint8_t* begin, const uint8_t* end, uint8_t* out) {
+    const auto size = static_cast<size_t>(end - begin);
+    const Halves hash = size > kLongMessage ? LongHash(begin, size) : ShortHash(begin, size);
+    Write(Write(out, __builtin_bswap64(hash.high)), __builtin_bswap64(hash.low));
+}
+
 // -- The bytes of a block ------------------------------------------------------
 
-using Form = uint8_t* (*)(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count);
+// The digest of the block before.
+struct Parent {
+    const uint8_t* digest;
+    size_t size;
+};
+
+using Form = uint8_t* (*)(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count);
 
 uint8_t* Append(uint8_t* at, const void* bytes, size_t size) {
     std::memcpy(at, bytes, size);
     return at + size;
 }
 
-uint8_t* PackedForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
+uint8_t* PackedForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
     at = Write(Append(at, "kvb1", 4), static_cast<uint32_t>(count));
-    at = Append(Write(at, uint32_t{0}), parent, kDigest);
+    at = Append(Write(at, uint32_t{0}), parent.digest, parent.size);
     return Append(at, tokens, 4 * count);
 }
 
@@ -162,10 +273,11 @@ uint8_t* PickledInt(uint8_t* at, uint32_t value) {
 }
 
 // pickle.dumps((parent, tuple(tokens), None), protocol=5): one frame, every value but numbers and None remembered.
-uint8_t* PickleForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
+uint8_t* PickleForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
     uint8_t* const size = Append(at, "\x80\x05\x95", 3);
     uint8_t* const frame = size + 8;
-    at = Append(Append(Append(frame, "C\x20", 2), parent, kDigest), "\x94", 1);
+    at = Write(Append(frame, "C", 1), static_cast<uint8_t>(parent.size));
+    at = Append(Append(at, parent.digest, parent.size), "\x94", 1);
     if (count > 3) at = Append(at, "(", 1);
     for (size_t i = 0; i < count; ++i) at = PickledInt(at, Read<uint32_t>(tokens + 4 * i));
     *at++ = count > 3 ? 't' : static_cast<uint8_t>(0x84 + count);
@@ -183,14 +295,22 @@ uint8_t* CborHead(uint8_t* at, uint8_t major, uint32_t value) {
 }
 
 // The canonical CBOR of [parent, tokens, null].
-uint8_t* CborForm(uint8_t* at, const uint8_t* parent, const uint8_t* tokens, size_t count) {
-    at = CborHead(Append(Append(at, "\x83\x58\x20", 3), parent, kDigest), 0x80, static_cast<uint32_t>(count));
+uint8_t* CborForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
+    at = CborHead(Append(at, "\x83", 1), 0x40, static_cast<uint32_t>(parent.size));
+    at = CborHead(Append(at, parent.digest, parent.size), 0x80, static_cast<uint32_t>(count));
     for (size_t i = 0; i < count; ++i) at = CborHead(at, 0x00, Read<uint32_t>(tokens + 4 * i));
     return Append(at, "\xf6", 1);
 }
 
-constexpr Form kForms[] = {PackedForm, PickleForm, CborForm};
-constexpr int kNumForms = sizeof kForms / sizeof kForms[0];
+struct Algorithm {
+    Form form;
+    size_t digest;  // bytes
+};
+
+constexpr Algorithm kAlgorithms[] = {
+    {PackedForm, kSha256}, {PickleForm, kSha256}, {CborForm, kSha256}, {PickleForm, kXxh3}, {CborForm, kXxh3},
+};
+constexpr int kNumForms = sizeof kAlgorithms / sizeof kAlgorithms[0];
 
 // -- Python --------------------------------------------------------------------
 
@@ -200,9 +320,11 @@ struct Run {
     Py_ssize_t parent_size, packed_size, block_size;
 };
 
+Py_ssize_t DigestSize(const Run& run) { return static_cast<Py_ssize_t>(kAlgorithms[run.form].digest); }
+
 const char* Fault(const Run& run) {
-    if (run.form < 0 || run.form >= kNumForms) return "form must be 0, 1 or 2";
-    if (run.parent_size != static_cast<Py_ssize_t>(kDigest)) return "parent must have 32 bytes";
+    if (run.form < 0 || run.form >= kNumForms) return "form must be from 0 to 4";
+    if (run.parent_size != DigestSize(run)) return "parent must be a digest of the form";
     if (run.block_size < 1 || run.block_size > kMaxBlock) return "block_size must be from 1 to MAX_BLOCK";
     if (run.packed_size % (4 * run.block_size)) return "packed must be whole blocks";
     return nullptr;
@@ -211,13 +333,19 @@ const char* Fault(const Run& run) {
 void HashAll(const Run& run, uint8_t* out) {
     uint8_t scratch[kScratch];
     const Compress compress = run.portable ? CompressPortable : kFastest;
-    const auto* parent = reinterpret_cast<const uint8_t*>(run.parent);
+    const Algorithm& algorithm = kAlgorithms[run.form];
+    Parent parent{reinterpret_cast<const uint8_t*>(run.parent), algorithm.digest};
     const auto* tokens = reinterpret_cast<const uint8_t*>(run.packed);
     const auto* const end = tokens + run.packed_size;
     const auto count = static_cast<size_t>(run.block_size);
-    for (; tokens < end; tokens += 4 * count, out += kDigest) {
-        Digest(compress, scratch, kForms[run.form](scratch, parent, tokens, count), out);
-        parent = out;
+    for (; tokens < end; tokens += 4 * count, out += algorithm.digest) {
+        uint8_t* const stop = algorithm.form(scratch, parent, tokens, count);
+        if (algorithm.digest == kXxh3) {
+            Xxh3(scratch, stop, out);
+        } else {
+            Digest(compress, scratch, stop, out);
+        }
+        parent.digest = out;
     }
 }
 
@@ -232,7 +360,7 @@ PyObject* HashRun(PyObject*, PyObject* arguments) {
         return nullptr;
     }
     const Py_ssize_t blocks = run.packed_size / (4 * run.block_size);
-    PyObject* result = PyBytes_FromStringAndSize(nullptr, blocks * static_cast<Py_ssize_t>(kDigest));
+    PyObject* result = PyBytes_FromStringAndSize(nullptr, blocks * DigestSize(run));
     if (result == nullptr) return nullptr;
     auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
     if (run.packed_size <= kHeldBytes) {

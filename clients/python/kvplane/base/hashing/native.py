@@ -3,7 +3,7 @@
 The Python functions of algorithms.py are the specification and take over without it. The environment variable
 KVPLANE_NATIVE selects: `auto` (default), `on` or `off`. `auto` takes the compiled hashes if the processor has
 instructions for SHA-256 that the module uses (SHA-NI), because OpenSSL's SHA-256, which Python uses, is faster than
-portable code.
+portable code. The xxhash forms, which need no such instructions, are compiled wherever the module is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from kvplane.base.hashing.algorithms import BlockDigest
 
 VARIABLE = "KVPLANE_NATIVE"
-FORMS = {HashAlgorithm.KVPLANE: 0, HashAlgorithm.SHA256: 1, HashAlgorithm.SHA256_CBOR: 2}
+FORMS = {
+    HashAlgorithm.KVPLANE: 0,
+    HashAlgorithm.SHA256: 1,
+    HashAlgorithm.SHA256_CBOR: 2,
+    HashAlgorithm.XXHASH: 3,
+    HashAlgorithm.XXHASH_CBOR: 4,
+}
+WITHOUT_SHA256 = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
 
 
 def _load() -> ModuleType | None:
@@ -87,10 +94,10 @@ def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
         InvalidArgument: KVPLANE_NATIVE has another value than auto, on and off.
         FailedPrecondition: KVPLANE_NATIVE is on, and the compiled module is missing.
     """
-    form, compiled = FORMS.get(algorithm), _selected()
-    if form is None or compiled is None:
+    compiled = _selected(needs_sha256=algorithm not in WITHOUT_SHA256)
+    if compiled is None:
         return python
-    return NativeDigest(python, form, compiled.hash_run, compiled.MAX_BLOCK)
+    return NativeDigest(python, FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
 
 
 def describe() -> str:
@@ -104,7 +111,7 @@ def describe() -> str:
     return f"Python (no SHA instructions that the compiled module uses; {VARIABLE}=on takes it nevertheless)"
 
 
-def _selected() -> ModuleType | None:
+def _selected(needs_sha256: bool = True) -> ModuleType | None:
     """The module if it is to be used."""
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in ("auto", "on", "off"):
@@ -115,6 +122,6 @@ def _selected() -> ModuleType | None:
             field=VARIABLE,
             remedy="install g++ and install kvplane again, or set auto",
         )
-    if _COMPILED is None or choice == "off" or (choice == "auto" and not _COMPILED.ACCELERATED):
+    if _COMPILED is None or choice == "off" or (choice == "auto" and needs_sha256 and not _COMPILED.ACCELERATED):
         return None
     return _COMPILED
