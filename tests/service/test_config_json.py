@@ -78,6 +78,26 @@ def test_field_that_may_matter_and_is_not_read_is_refused_by_name(name, field):
     model_of({**config, field: None})  # as the classes write what a model does not have
 
 
+# Fields of files that transformers' classes do not write, and that are about weights, positions or experts.
+DOES_NOT_MATTER: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": {"factor": 8.0}, "torch_dtype": "bfloat16", "quantization_config": {"bits": 4}},
+    "cohere2": {"cache_implementation": "hybrid", "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first"},
+    "deepseek_v3": {"ep_size": 1, "moe_layer_freq": 1, "seq_aux": True, "scoring_func": "sigmoid"},
+    "jamba": {"mamba_inner_layernorms": True, "num_logits_to_keep": 1},
+    "lfm2": {"num_heads": 32, "block_use_swiglu": True, "conv_use_xavier_init": True},
+    "mimo_v2_flash": {"attention_projection_layout": "split", "attention_chunk_size": 128, "hybrid_block_size": None},
+    "minimax_m2": {"attn_type_list": [1] * 62, "num_mtp_modules": 3, "mtp_transformer_layers": 1},
+    "qwen3_5_text": {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False},
+    "zamba2": {"use_shared_attention_adapter": True, "gated_linear_unit": True},
+}
+
+
+@pytest.mark.parametrize("name", DOES_NOT_MATTER)
+def test_field_that_does_not_matter_is_accepted(name):
+    config = PLANS[name]["config"]
+    assert model_of({**config, **DOES_NOT_MATTER[name]}) == model_of(config)
+
+
 # Models that vLLM 0.33 does not plan, or not from this kind of file.
 @pytest.mark.parametrize(
     "model_type", ["bamba", "bert", "minimax", "minimax_text_01", "t5", "whisper", "rwkv", "deepseek_v4", "", None, 7]
@@ -97,6 +117,8 @@ def test_model_type_that_is_not_read_is_refused(model_type):
         ("kimi_linear", {"linear_attn_config": {}}, "linear_attn_config.num_heads"),
         ("kimi_linear", {"linear_attn_config": None}, "linear_attn_config"),
         ("zamba2", {"hybrid_layer_ids": [54]}, "hybrid_layer_ids"),
+        ("zamba2", {"n_mamba_heads": 16}, "mamba_headdim"),
+        ("zamba2", {"num_key_value_heads": 64}, "num_key_value_heads"),
         ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern"),
         ("mimo_v2_flash", {"sliding_window": 64}, "sliding_window"),
         ("gemma4_text", {"per_layer_config": {"5": {"num_key_value_heads": 1}}}, "per_layer_config.5"),
@@ -104,6 +126,7 @@ def test_model_type_that_is_not_read_is_refused(model_type):
         ("gemma4_text", {"layer_types": ["sliding_attention"] * 30}, "layer_types"),
         ("gemma4_text, sizes of full layers", {"global_head_dim": None}, "global_head_dim"),
         ("gemma3n_text", {"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "indexer_types"),
         ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern"),
         ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type"),

@@ -1,7 +1,10 @@
 """The KV cache of models: the name or the Hugging Face config.json of a model comes in; layers and memory figures go
 out.
 
-catalogue  known models by name, as the layers that one tensor-parallel rank holds
-hf_config  reads a model from its config.json
-sizing     computes the memory of a cache and the number of requests that fit
+shapes         shapes of layers and models, and the layers that one tensor-parallel rank holds
+catalogue      known models by name
+config_fields  the fields of a config.json, and which of them were read
+model_types    how the config.json of each model type is read
+hf_config      reads a model from its config.json
+sizing         computes the memory of a cache and the number of requests that fit
 """

@@ -26,8 +26,10 @@ _DOES_NOT_MATTER = re.compile(
     r"|linear_dt|linear_allow|activation|classifier|altup|laurel|layer_norm|layernorm|quantization)_.*"
     r"|.*(_bias|_dropout|_pdrop|_norm|_epsilon|_eps|_multipliers?|_scale|_layernorm|_softcapping|_intermediate_size"
     r"|_rope_theta|_token_id|_experts|_range|_affine|_layer_type|_hidden_act)"
-    r"|_.*|attention_(value_scale|softmax_in_fp32)|attn_temperature_tuning|decoder_sparse_step|dim_model_base"
-    r"|block_(auto_adjust_ff_dim|ffn_dim_multiplier|multiple_of)|do_layer_norm_before|first_k_dense_replace"
+    r"|_.*|.*_token_index|attention_projection_layout|attn_output_gate|cache_implementation|ep_size|gated_linear_unit"
+    r"|attention_(value_scale|softmax_in_fp32)|attn_temperature_tuning|decoder_sparse_step|dim_model_base"
+    r"|block_(auto_adjust_ff_dim|ffn_dim_multiplier|multiple_of|use_swiglu|use_xavier_init)|conv_use_xavier_init"
+    r"|mamba_inner_layernorms|do_layer_norm_before|first_k_dense_replace"
     r"|hidden_(act|activation|size_per_layer_input)|interleave_moe_layer_step|is_decoder|layerdrop|no_rope_layer_interval|no_rope_layers"
     r"|max_position_embeddings|mlp_layer_types|moe_layer_freq|num_attention_heads_per_layer|num_dense_layers"
     r"|num_ln_in_parallel_attn|original_max_position_embeddings|parallel_attn|query_pre_attn_scalar|rotary_dim"
@@ -75,8 +77,7 @@ class Fields:
     def of_text_model(cls, config: Mapping[str, Any]) -> Fields:
         """Return the fields of the text model of a config.json, which may be an object inside it."""
         inner: Mapping[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
-        outer = {name: value for name, value in config.items() if not (inner and isinstance(value, dict | list))}
-        return cls({**outer, **inner})
+        return cls({"model_type": config.get("model_type"), **inner} if inner else config)
 
     def has(self, name: str) -> bool:
         """Return True if the field is present and not null."""

@@ -132,9 +132,22 @@ def windows(fields: Fields, full_every: int = 0, more: int = 0) -> Layers:
     return every(layers, pattern, pattern - 1, full_of(fields), sliding_of(fields, more))
 
 
+def flagged(fields: Fields) -> Layers:
+    """MiniMax M2: full attention in every layer, which a list of flags may say."""
+    if set(fields.sizes("attn_type_list", MAX_LAYERS) if fields.has("attn_type_list") else ()) - {1}:
+        fields.refuse("attn_type_list")
+    fields.ignore("mtp_transformer_layers", "num_mtp_modules", "use_mtp")
+    return dense(fields)
+
+
 def windows_one_in(full_every: int, more: int = 0) -> Reader:
     """Return a reader of models of which one layer in `full_every` is full if the file does not say which."""
-    return lambda fields: windows(fields, full_every, more)
+
+    def read(fields: Fields) -> Layers:
+        fields.ignore("layer_switch", "order_of_interleaved_layers")
+        return windows(fields, full_every, more)
+
+    return read
 
 
 def typed_windows(fields: Fields) -> Layers:
@@ -403,9 +416,14 @@ def zamba_2(fields: Fields) -> Layers:
     """Mamba 2 in every layer, and in some of them full attention too."""
     heads = (fields.size("n_mamba_heads"), fields.size("mamba_headdim"), fields.size("mamba_d_state"))
     channels = fields.size("mamba_expand") * fields.size("hidden_size")
+    if heads[0] * heads[1] != channels:
+        fields.reject("mamba_headdim", "mamba_expand x hidden_size / n_mamba_heads")
+    if fields.size("num_key_value_heads") != fields.size("num_attention_heads"):
+        fields.reject("num_key_value_heads", "the value of num_attention_heads")
     state = mamba_2(channels, fields.size("mamba_ngroups"), heads, fields.size("mamba_d_conv"), DType.BFLOAT16)
-    fields.ignore("num_attention_heads", "attention_hidden_size", "kv_channels", "num_query_groups", "chunk_size")
+    fields.ignore("attention_hidden_size", "kv_channels", "num_query_groups", "chunk_size")
     fields.ignore("num_mem_blocks", "adapter_rank", "layers_block_type", "layer_types", "head_dim")
+    fields.ignore("use_shared_attention_adapter", "use_shared_mlp_adapter", "add_bias_linear", "use_mem_rope")
     full = Full(fields.size("num_key_value_heads"), fields.size("attention_head_dim"))
     both = set(fields.sizes("hybrid_layer_ids", MAX_LAYERS))
     layers = num_layers(fields)
@@ -418,7 +436,7 @@ def short_convolutions(fields: Fields) -> Layers:
     """LFM 2: convolutions over a few tokens, and full attention."""
     channels = fields.size("conv_dim") if fields.has("conv_dim") else fields.size("hidden_size")
     state = State(fields.size("conv_L_cache") - 1, channels)
-    fields.ignore("block_dim", "block_ff_dim", "conv_dim_out")
+    fields.ignore("block_dim", "block_ff_dim", "conv_dim_out", "num_heads")
     full = full_of(fields)
     if fields.has("layer_types"):
         fields.ignore("full_attn_idxs")
@@ -433,12 +451,13 @@ _GPT = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         "arcee cohere ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 glm4_moe gpt_neox granite granitemoe "
-        "granitemoeshared jais2 llama minimax_m2 ministral3 mixtral olmo olmo2 olmoe opt persimmon phi phimoe qwen2 "
+        "granitemoeshared jais2 llama ministral3 mixtral olmo olmo2 olmoe opt persimmon phi phimoe qwen2 "
         "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm".split(),
         dense,
     ),
     **dict.fromkeys(("gpt2", "gptj"), renamed(dense, **_GPT)),
     "falcon": multi_query,
+    "minimax_m2": flagged,
     "gpt_bigcode": renamed(multi_query, **_GPT),
     **dict.fromkeys(("mistral", "phi3", "starcoder2"), windows),
     **dict.fromkeys("exaone4 exaone_moe gpt_oss laguna olmo3".split(), typed_windows),
