@@ -20,6 +20,7 @@ import kvplane
 from kvplane import ModelSource
 from kvplane.base.errors import DeadlineExceeded, Unauthenticated
 from kvplane.base.requests import Content
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import admin_pb2
 from kvplane_service.rpc import methods
 from tests.cli.processes import KVPLANE
@@ -156,7 +157,8 @@ def test_memory_stays_bounded_under_attack(attacked, kind, port):
     tally = json.loads(done.stdout)
     assert tally["sent"] > 0
     assert peak_mb(process.pid) < MAX_RSS_MB
-    with kvplane.connect(address, token="token-acme", timeout_s=60) as client:
+    patient = RetryPolicy(attempts=None)  # the service may still cancel calls while it ends those of the attackers
+    with kvplane.connect(address, token="token-acme", timeout_s=60, retry=patient) as client:
         assert client.find_cache_hit("acme/r", Content(token_ids=list(range(64)))).hit_tokens == 0
     with grpc.insecure_channel(health) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
