@@ -2,6 +2,7 @@
 
     .tools/vllm/bin/python tests/vllm/reference_plans.py           every case of configs.json
     .tools/vllm/bin/python tests/vllm/reference_plans.py NAME...   some, kept with the others
+    .tools/vllm/bin/python tests/vllm/reference_plans.py --changes every field of each config changed, one at a time
 
 configs.json names a class of transformers for each case, with `changes` of its arguments; `added` are fields that the
 class does not write and that vLLM's model reads (vllm/model_executor/models); `removed` are fields that it writes.
@@ -20,6 +21,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from unittest.mock import MagicMock
 HERE = Path(__file__).parents[1] / "service" / "reference_plans"
 CASES = HERE / "configs.json"
 PLANS = HERE / "plans.json"
+CHANGES = HERE / "changes.json"
 MEMORY_BYTES = 80 << 30
 SETTINGS = {"max_model_len": 32768, "max_num_batched_tokens": 8192}
 
@@ -125,9 +128,7 @@ from vllm.v1.attention.backends.utils import (  # noqa: E402
     resolve_kv_cache_layout,
 )
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
-    get_max_concurrency_for_kv_cache_config,
-)
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config  # noqa: E402
 from vllm.v1.kv_cache_interface import AttentionSpec  # noqa: E402
 from vllm.v1.worker.utils import customize_attention_spec  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
@@ -135,6 +136,21 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 # Fields of formats that do not concern memory, or that the golden form has under another name.
 LEFT_OUT = {"block_stride_alignment", "cache_dtype_str", "cache_role", "is_index_group_leader", "topk_buffer_width",
     "dcp_sharded", "kv_quant_mode", "mamba_type", "num_heads", "num_prefill_checkpoint_blocks", "is_draft"}
+# Fields of text, training and experts, of which `--changes` makes no case.
+NOT_CHANGED = {
+    "architectures",
+    "initializer_range",
+    "intermediate_size",
+    "is_encoder_decoder",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "transformers_version",
+    "use_cache",
+    "vocab_size",
+}
 # Fields that a class writes and no published config.json has.
 NO_PART_OF_A_FILE = {"_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "output_attentions",
     "output_hidden_states", "output_router_logits", "problem_type", "return_dict"}
@@ -267,10 +283,48 @@ def plan_of(config: dict[str, Any], ranks: int) -> dict[str, Any]:
         }
 
 
+def changed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Fields of a config with another value each, without those of text and training."""
+    for name, value in config.items():
+        if name.endswith(("_token_id", "_token_ids")) or name in NOT_CHANGED:
+            continue
+        if isinstance(value, bool):
+            yield name, not value
+        elif isinstance(value, int):
+            yield name, value * 2 if value > 1 else value + 1
+        elif isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            yield name, value[1:] + value[:1]
+        elif value is None and ("window" in name or "head" in name or "kv" in name):
+            yield name, 64
+
+
+def record_changes() -> None:
+    """Write the formats of the layers that vLLM plans for each changed config. Where it raises, there is nothing."""
+    formats: dict[str, int] = {}
+    changes: dict[str, dict[str, Any]] = {}
+    for case, plan in json.loads(PLANS.read_text()).items():
+        config = plan["config"]
+        for name, value in changed(config):
+            try:
+                with built({**config, name: value}, 1) as vllm_config:
+                    specs = Counter(json.dumps(plain(spec)) for spec in specs_of(vllm_config).values())
+            except Exception:
+                continue
+            counts = [[count, formats.setdefault(one, len(formats))] for one, count in specs.items()]
+            changes.setdefault(case, {})[name] = [value, counts]
+    lines = [f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}" for name, one in changes.items()]
+    table = ",\n".join(formats)
+    CHANGES.write_text(f'{{"formats": [\n{table}\n],\n"changes": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
 def main() -> None:
     """Record the cases that are named, or all."""
     cases = json.loads(CASES.read_text())
     wanted = sys.argv[1:]
+    if wanted == ["--changes"]:
+        stand_in_for_kernels()
+        record_changes()
+        return
     recorded = json.loads(PLANS.read_text()) if wanted and PLANS.exists() else {}
     stand_in_for_kernels()
     configs = {name: config_of(case) for name, case in cases.items()}  # before vLLM changes classes of transformers
