@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm.model_executor.models.registry as registry
 from messages import Messages
@@ -33,6 +33,10 @@ from kvplane.v1.admin_pb2 import SnapshotRequest
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2 import EvictBlocksRequest, MutationHeader
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane_service.core.state import digest as digest_of
+
+if TYPE_CHECKING:
+    from kvplane_vllm.mirror import MirrorManager
 
 registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own takes a minute to import
 
@@ -83,15 +87,17 @@ def prompts(model: str, seed: int, count: int | None = None, words: int = 900) -
     return found
 
 
-def mirror_state(manager: Any, address: str, replica: str) -> dict[str, Any]:
+def mirror_state(manager: MirrorManager, address: str, replica: str) -> dict[str, Any]:
     """How far the service is, once it has applied everything, and whether it has the engine's state."""
     manager.close_step()
     manager.send_steps()
-    assert manager.sender.wait_applied(60), manager.sender.state
-    state = manager.sender.state
+    sender = manager.sender
+    assert sender is not None
+    assert sender.wait_applied(60), sender.state
+    state = sender.state
     with open_channel(address) as channel:
         digest = AdminStub(channel).Snapshot(SnapshotRequest(replica=replica, summary=True)).digest
-    is_same = digest == state.digest(manager.replica)
+    is_same = digest == digest_of(manager.replica)
     return {"steps": state.newest, "images": state.images, "divergences": state.divergences, "same_state": is_same}
 
 
