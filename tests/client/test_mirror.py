@@ -49,9 +49,9 @@ class MirroredEngine(DecidingEngine):
         for slot in list(self.text):
             step.update(Update(slot, end=End.FREE))
             del self.text[slot]
-        result, recorded = step.close(), step.recorded()
-        assert self.follower.apply(recorded) == result
-        self.sender.submit([(recorded, result)])
+        result = step.close()
+        assert self.follower.apply(step.recorded()) == result
+        self.sender.submit([(step, result)])
 
     def carry_out(self):
         """Carry out what callers of the service ask for, each in a step of its own; returns how many."""

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Watermark
+from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, End, RowFlag, Step, Watermark
 from kvplane_service.core import inspect, state
 from kvplane_service.core.facts import Update
 from kvplane_service.core.open_step import AdmitTerms, OpenStep
@@ -27,6 +27,7 @@ class Engine:
         self.replica, self.follower = Replica(spec), Replica(spec)
         self.text: dict[int, str] = {}  # by slot: the tokens of each live request
         self.executed = 0
+        self.earlier: tuple[OpenStep, Step] | None = None
         self.parts = self.preempted = self.decoded = self.loads = self.load_after = 0
 
     def run_step(self):
@@ -39,6 +40,8 @@ class Engine:
                 [self.add, self.admit, self.admit, self.run, self.run, self.run, self.change, self.end]
             )()
         result, sent = step.close(), step.recorded()
+        assert self.earlier is None or self.earlier[0].recorded() == self.earlier[1], "a later step changed its rows"
+        self.earlier = step, sent
         assert self.follower.apply(sent) == result
         assert state.digest(self.follower) == state.digest(self.replica)
         inspect.check(self.replica)
@@ -260,6 +263,13 @@ def test_rows_without_their_request_are_refused_by_field(step, row, field):
     assert refused.value.field == field
     step.close()
     assert step.recorded().parts[0].facts.slot == []
+
+
+def test_a_step_recorded_in_the_next_epoch_belongs_to_its_own(step):
+    step.close()
+    replica, sent = step._replica, step.recorded()
+    replica.begin_epoch(sent.epoch + 1)
+    assert step.recorded() == sent
 
 
 def test_a_slot_runs_once_in_a_step(step):

@@ -83,7 +83,7 @@ class History:
             progress = await mirror.add_piece(message.data, message.first, message.last, offload)
             self.damaged = self.damaged and progress is None
         else:
-            steps = [Mirrored(step, answer_digest(result)) for step, result in message.steps]
+            steps = [Mirrored(step, answer_digest(result)) for step, result in message.recorded()]
             if self.differs_next:
                 steps, self.differs_next = [replace(one, digest=b"other") for one in steps], False
             late_ms = (self.world.now_ns - message.at_ns) // 1_000_000

@@ -250,7 +250,7 @@ class MirroredLife(EngineLife):
 
     def _send(self, message: Iteration) -> pb.SessionRequest:
         age_ms = (self.world.loop.clock_ns() - message.at_ns) // 1_000_000
-        steps = [Mirrored(step, answer_digest(result)) for step, result in message.steps]
+        steps = [Mirrored(step, answer_digest(result)) for step, result in message.recorded()]
         sent = mirrored_message(steps, self.log.newest, age_ms)
         self._transport.write(sent)
         return sent

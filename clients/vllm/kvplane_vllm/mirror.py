@@ -25,7 +25,7 @@ import grpc
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import CacheRequest, MirrorTerms, OpenRequest
-from kvplane.base.step import Step, StepResult
+from kvplane.base.step import StepResult
 from kvplane.blocking.mirror import MirrorSender
 from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
@@ -68,7 +68,7 @@ class MirrorManager(InProcessManager):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take the arguments of vLLM's manager. Waits for the service only to ask for the last epoch, 2 s at most."""
         super().__init__(*args, **options)
-        self._closed: list[tuple[Step, StepResult]] = []
+        self._closed: list[tuple[OpenStep, StepResult]] = []
         self._carried_out: dict[int, int] = {}  # by number of a step: the cache request that it carries out
         self.close_step()
         pool, life = self.replica.coordinator.pool, secrets.randbits(64) or 1
@@ -108,7 +108,7 @@ class MirrorManager(InProcessManager):
         """Keep the step until the end of schedule(); send it at once if no scheduler of kvplane uses this manager."""
         if self.sender is None:
             return  # the image has it
-        self._closed.append((step.recorded(), result))
+        self._closed.append((step, result))
         if self.executed is None:
             self.send_steps()
 

@@ -103,6 +103,7 @@ class OpenStep:
         self._row_in: dict[int, int] = {}  # by slot: number of the part with its last run or admit row
         self._decode_flags = UNALIGNED if self._aligns else 0
         pool = self._blocks.pool
+        self._epoch = pool.epoch
         self._through = max(executed_through, pool.executed_through)
         replica.begin_step(self.seq, executed_through)
         self._open_part()
@@ -120,9 +121,9 @@ class OpenStep:
         return StepResult(self.seq, 0, self._results, self._blocks.pool.executed_through)
 
     def recorded(self) -> Step:
-        """Return the step that has the rows of this closed step."""
+        """Return the step that has the rows of this closed step. Any thread may call it, also while later steps run."""
         parts = [rows.part() for rows in self._parts]
-        return Step(self._blocks.pool.epoch, self.seq, parts, executed_through=self._executed_through)
+        return Step(self._epoch, self.seq, parts, executed_through=self._executed_through)
 
     def flush(self) -> list[PartResult]:
         """Complete the results of the rows so far, with their orders and events; further rows start the next part."""

@@ -32,7 +32,7 @@ from kvplane.base.step import Step, StepResult
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
-from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
+from kvplane.session.mirror_log import ClosedStep, Iteration, MirrorLog, Piece
 from kvplane.session.options import draw_nonce
 from kvplane.v1.allocation_pb2 import RegisterReplicaRequest, SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
@@ -118,9 +118,10 @@ class MirrorSender:
         self._thread.start()
 
     def submit(
-        self, steps: Sequence[tuple[Step, StepResult]], cache_requests: Mapping[int, int] | None = None
+        self, steps: Sequence[tuple[Step | ClosedStep, StepResult]], cache_requests: Mapping[int, int] | None = None
     ) -> None:
-        """Send the steps of one iteration; call it between two steps. Never waits for the service.
+        """Send the steps of one iteration; call it between two steps. Never waits for the service. The rows of a
+        ClosedStep are taken on the sender's thread.
 
         `cache_requests`: by number of a step, the number of the CacheRequest that it carries out.
         """
@@ -240,7 +241,8 @@ class MirrorSender:
         else:
             age_ms = (time.monotonic_ns() - message.at_ns) // 1_000_000
             asked = message.cache_requests
-            steps = [Mirrored(step, answer_digest(result), asked.get(step.seq, 0)) for step, result in message.steps]
+            recorded = message.recorded()
+            steps = [Mirrored(step, answer_digest(result), asked.get(step.seq, 0)) for step, result in recorded]
             stream.send(mirrored_message(steps, newest, min(age_ms, 2**32 - 1)))
         return True
 

@@ -12,11 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvplane.base.session import Progress
 from kvplane.base.step import Step, StepResult
 
 PIECE_BYTES = 256 << 10  # of an image, per message
+
+
+class ClosedStep(Protocol):
+    """A step that has ended, and whose rows can be taken later."""
+
+    @property
+    def seq(self) -> int:
+        """Number of the step."""
+
+    def recorded(self) -> Step:
+        """Return the step with its rows. Any thread may call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,7 @@ class Iteration:
         cache_requests: by number of a step, the number of the CacheRequest that it carries out.
     """
 
-    steps: tuple[tuple[Step, StepResult], ...]
+    steps: tuple[tuple[Step | ClosedStep, StepResult], ...]
     at_ns: int
     cache_requests: Mapping[int, int] = field(default_factory=dict)
 
@@ -36,6 +48,11 @@ class Iteration:
     def last(self) -> int:
         """Number of the last step."""
         return self.steps[-1][0].seq
+
+    def recorded(self) -> Iterator[tuple[Step, StepResult]]:
+        """Yield the steps with their rows, and their answers."""
+        for step, result in self.steps:
+            yield step if isinstance(step, Step) else step.recorded(), result
 
 
 @dataclass(frozen=True, slots=True)
