@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -113,6 +113,9 @@ sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all
+
+policies: $(DEV)  ## hits by eviction policy on three public traces, with a bound; writes tests/bench/results (KVPLANE_WORKLOADS=folder)
+	@$(PYTHON) -m tests.bench.policies
 
 faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their stores (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)

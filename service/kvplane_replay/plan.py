@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from kvplane.base.groups import EvictionPolicy
     from kvplane.base.sources import LayerSource, ModelSource
 
 NS_PER_SECOND = 1_000_000_000
@@ -102,7 +103,7 @@ class RunPlan:
         pool_blocks: blocks of each replica.
         block_size: tokens per attention block. Groups may get larger blocks, so that all pages have one size.
         max_model_len: longest request in tokens.
-        prefix_match_unit: as in ModelSource.
+        prefix_match_unit, eviction: as in ModelSource.
         engine, cost, routing: see their types.
         with_events: whether results contain cache events, so that the engines count evictions too.
     """
@@ -118,6 +119,7 @@ class RunPlan:
     routing: Routing = Routing.STICKY
     with_events: bool = False
     prefix_match_unit: int = 0
+    eviction: EvictionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -135,4 +137,5 @@ class RunPlan:
             max_model_len=self.max_model_len,
             max_batched_tokens=self.engine.token_budget,
             prefix_match_unit=self.prefix_match_unit,
+            eviction=self.eviction,
         )

@@ -97,6 +97,10 @@ class Config(BaseModel):
     """Largest number of blocks over all replicas; each block takes about 400 bytes of memory in this process
     once it is cached.
     """
+    eviction: Literal["lru", "window_tail"] = "lru"
+    """Eviction policy of new replicas that are registered by a model or by layers and name none: lru, or window_tail,
+    which evicts the blocks first that left the window of a request. A registered replica keeps its policy.
+    """
     max_requests: Count = 65536
     """Largest number of open requests per replica that unary calls have created."""
     max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1

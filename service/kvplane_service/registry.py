@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
 from kvplane_service.core.interface import ReplicaCore
@@ -130,6 +130,11 @@ class Registry:
     def is_name(name: str) -> bool:
         """Whether `name` is a valid replica name."""
         return _NAME.fullmatch(name) is not None
+
+    def default_policy(self, name: str) -> EvictionPolicy:
+        """Return the eviction policy of a registration that names none: the replica's, or the configured one."""
+        entry = self._entries.get(name)
+        return EvictionPolicy(self._config.eviction) if entry is None else entry.registration.spec.eviction
 
     def register(self, name: str, registration: Registration) -> Entry:
         """Create a replica, or return the existing one with an equal registration.

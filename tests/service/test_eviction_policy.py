@@ -12,6 +12,7 @@ from kvplane.base.groups import EvictionPolicy
 from kvplane.base.sources import ModelSource
 from kvplane.unary import calls
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.config import Config, load
 from kvplane_service.registry import Registration
 from kvplane_service.rpc.sources import plan_source
 from kvplane_service.store.registration import namespace_of
@@ -63,6 +64,29 @@ def test_a_registered_replica_has_its_policy_until_it_is_deregistered():
             assert session.spec.eviction is WINDOW_TAIL
         with pytest.raises(AlreadyExists, match=r"eviction EvictionPolicy.WINDOW_TAIL"):
             client.register_replica("r", replace(source, eviction=EvictionPolicy.LRU))
+
+
+def test_a_source_without_a_policy_gets_the_configured_one_and_keeps_it():
+    """Of the same name, a later registration without a policy agrees with any."""
+    source = ModelSource(model="gpt-oss-120b", num_blocks=4096)
+    with running(Config(listen="127.0.0.1:0", eviction="window_tail")) as service, connect(service.address) as client:
+        for name, given, policy in (
+            ("default", source, WINDOW_TAIL),
+            ("named", replace(source, eviction=EvictionPolicy.LRU), EvictionPolicy.LRU),
+            ("named", source, EvictionPolicy.LRU),
+            ("spec", replace(SPEC, num_blocks=64), EvictionPolicy.LRU),
+        ):
+            answer = client.register_replica(name, given)
+            assert wire.decode_spec(answer.spec).eviction is policy
+            assert wire.decode_spec(client.describe_replica(name).spec).eviction is policy
+
+
+def test_the_configuration_takes_every_policy_and_no_other():
+    for policy in EvictionPolicy:
+        assert f"eviction: {policy.value}" in load({"eviction": policy.value}, {}, None).as_yaml()
+    with pytest.raises(InvalidArgument, match="fifo") as refused:
+        load({}, {"KVPLANE_EVICTION": "fifo"}, None)
+    assert refused.value.field == "eviction"
 
 
 def test_replicas_with_different_policies_share_stored_entries():

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 from kvplane.base.errors import AlreadyExists, NotFound, PermissionDenied
+from kvplane.base.groups import EvictionPolicy
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import Owner
 from kvplane_service.auth.quotas import quota_exceeded
@@ -69,6 +70,10 @@ class VisibleReplicas:
                 field="replica",
                 remedy=f"use a name that matches {', '.join(call.owner.replicas) or f'{call.owner.name}/*'}",
             )
+
+    def default_policy(self, name: str) -> EvictionPolicy:
+        """Return the eviction policy of a registration that names none, as `Registry.default_policy`."""
+        return self._registry.default_policy(name)
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
         """Return the replica with this name and an equal registration, None if the name is free. Calls

@@ -17,7 +17,7 @@ from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import decode, encode, lookups
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams
-from kvplane_service.rpc.sources import Planned, plan_source
+from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.store.ownership import Durable, OwnerUnknown
@@ -57,8 +57,10 @@ class AllocationServicer:
             raise Unavailable("the service is draining", remedy="register the replica at another service")
         self._registry.check_name(request.replica)
         planned = await self._offload(partial(plan_source, request))
-        registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
         await self._look_elsewhere(request.replica)
+        if not names_policy(request):
+            planned = planned.with_policy(self._registry.default_policy(request.replica))
+        registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
             async with self._building.take():  # limits count the replicas that were built before

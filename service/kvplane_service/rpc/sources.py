@@ -53,6 +53,16 @@ class Planned:
     max_concurrency: float = 0.0
     warnings: tuple[str, ...] = ()
 
+    def with_policy(self, policy: EvictionPolicy) -> Planned:
+        """Return the same with another eviction policy."""
+        return replace(self, spec=replace(self.spec, eviction=policy))
+
+
+def names_policy(request: allocation_pb2.RegisterReplicaRequest) -> bool:
+    """Whether the source determines the eviction policy: a spec always does."""
+    kind = request.WhichOneof("source")
+    return kind == "spec" or bool(getattr(request, kind).eviction)
+
 
 def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
     """Return the spec for a registration, with the plan of its memory.
@@ -180,9 +190,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         watermark_blocks=int(source.watermark * plan.num_blocks),
         commit=decode_enum(replica_pb2.CommitRule, "COMMIT_RULE", source.commit, "commit", CommitRule.SAFE),
         align=_align(plan),
-        eviction=decode_enum(
-            replica_pb2.EvictionPolicy, "EVICTION_POLICY", source.eviction, "eviction", EvictionPolicy.LRU
-        ),
+        eviction=wire.decode_policy(source),
     )
     warnings = tuple(warning.message for warning in plan.warnings)
     plans = tuple(to_rank_plan(plan, stage) for stage in range(len(plan.workers)))

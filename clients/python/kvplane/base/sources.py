@@ -24,7 +24,8 @@ class PoolSettings:
         prefix_match_unit: tokens per block hash; prefix hits are multiples of it. It divides the block sizes of all
             groups; 0 selects the most that every group allows. In a model with recurrent states a small unit, such as
             16, lets hits end inside the large blocks, which the engine then copies as the answers order.
-        retention_interval, commit, hash_algorithm, hash_seed, eviction: as in ReplicaSpec.
+        retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
+        eviction: as in ReplicaSpec; None selects the service's default (its configuration key `eviction`).
         watermark: share of the pool that stays free when a request is admitted while others run, 0 to below 1.
         speculative_tokens: most draft tokens of a decode step. Recurrent states are kept for this number of draft
             tokens; a row that asks for more is refused.
@@ -47,7 +48,7 @@ class PoolSettings:
     commit: CommitRule = CommitRule.SAFE
     hash_algorithm: HashAlgorithm = HashAlgorithm.KVPLANE
     hash_seed: str = ""
-    eviction: EvictionPolicy = EvictionPolicy.LRU
+    eviction: EvictionPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

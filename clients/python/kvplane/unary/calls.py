@@ -14,13 +14,12 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.base.errors import FailedPrecondition
-from kvplane.base.groups import EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.requests import Allocate, At, Commit, Content, Ending
 from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.typed import checked
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
 from kvplane.wire.columns import build
-from kvplane.wire.spec import encode_policy
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -65,7 +64,7 @@ def check_policy(
 
     The replica exists then, with the policy LRU.
     """
-    if answer.spec.eviction != encode_policy(source.eviction) and source.eviction is not EvictionPolicy.LRU:
+    if source.eviction not in (None, wire.decode_policy(answer.spec)):
         raise FailedPrecondition(
             f"the service does not know the policy {source.eviction.value!r}",
             field="eviction",

@@ -65,7 +65,8 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["groups"] = [_encode_group(group, f"groups[{index}]") for index, group in enumerate(spec.groups)]
     fields["hash_algorithm"] = encode_enum(pb.HashAlgorithm, "HASH_ALGORITHM", spec.hash_algorithm)
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
-    fields["eviction"] = encode_policy(spec.eviction)
+    if spec.eviction is not EvictionPolicy.LRU:  # specs with the default keep their earlier bytes
+        fields["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", spec.eviction)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
     fields["align"] = build(pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN})
@@ -86,7 +87,7 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
             HashAlgorithm.KVPLANE,
         ),
         commit=decode_enum(pb.CommitRule, "COMMIT_RULE", message.commit, "commit", CommitRule.SAFE),
-        eviction=decode_enum(pb.EvictionPolicy, "EVICTION_POLICY", message.eviction, "eviction", EvictionPolicy.LRU),
+        eviction=decode_policy(message),
         enable_caching=not message.disable_caching,
         events=not message.disable_events,
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
@@ -96,10 +97,9 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
     return spec
 
 
-def encode_policy(policy: EvictionPolicy) -> int:
-    """Return the proto number of an eviction policy: 0 for the default, so that specs with it keep their bytes."""
-    default = policy is EvictionPolicy.LRU
-    return 0 if default else encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", policy)
+def decode_policy(message: pb.ReplicaSpec | pb.ModelSource | pb.LayerSource) -> EvictionPolicy:
+    """Return the eviction policy that a message names. Raises InvalidArgument for an unknown one."""
+    return decode_enum(pb.EvictionPolicy, "EVICTION_POLICY", message.eviction, "eviction", EvictionPolicy.LRU)
 
 
 def encode_enum(enum_type: EnumTypeWrapper, prefix: str, value: Enum) -> int:

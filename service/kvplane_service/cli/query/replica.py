@@ -34,12 +34,15 @@ def describe_command(
 
 def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     from kvplane.v1.allocation_pb2 import ReplicaState
+    from kvplane.v1.replica_pb2 import EvictionPolicy
 
     counters, usable = answer.counters, answer.spec.num_blocks - 1
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     executed = f"executed through {answer.executed_through}"
     yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
     yield f"pool: {usable - answer.free_blocks} of {usable} blocks held by {answer.running_requests} running requests"
+    if answer.spec.eviction > EvictionPolicy.EVICTION_POLICY_LRU:
+        yield f"eviction: {word(EvictionPolicy.Name(answer.spec.eviction), 'EVICTION_POLICY_')}"
     if answer.busy_blocks:
         yield f"      {answer.busy_blocks} of them under loads of earlier engine lives"
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvplane.base.groups import EvictionPolicy
 from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
 from kvplane_service.cli.options import SERVICE_VARIABLE
 
@@ -28,6 +29,10 @@ def replay_command(
     prefix_match_unit: Annotated[
         int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
     ] = 0,
+    eviction: Annotated[
+        EvictionPolicy | None,
+        typer.Option(help="What is evicted first: lru, or window_tail. Default: as the service is configured."),
+    ] = None,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
@@ -68,20 +73,10 @@ def replay_command(
         max_running=1 if one_at_a_time else concurrency, token_budget=token_budget, max_output=max_output
     )
     cost = CostModel(prefill_tokens_per_second, decode_step_us)
-    pool_blocks = pool_blocks or _POOL_BLOCKS
     plan = RunPlan(
-        model,
-        tensor_parallel,
-        replicas,
-        pool_blocks,
-        block_size,
-        max_model_len,
-        engine,
-        cost,
-        routing,
-        events,
-        prefix_match_unit,
-    )
+        model, tensor_parallel, replicas, pool_blocks or _POOL_BLOCKS, block_size, max_model_len, engine, cost, routing,
+        events, prefix_match_unit, eviction,
+    )  # fmt: skip
     raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
 
 

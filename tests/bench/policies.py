@@ -1,0 +1,229 @@
+"""Share of prompt tokens that hit, by eviction policy, on public traces: `make policies`.
+
+    KVPLANE_WORKLOADS=FOLDER python -m tests.bench.policies    prints a table, writes results/policies.md (10 minutes)
+    python -m tests.bench.policies --limit 500 --no-write
+
+Each cell is a replay of a whole trace (of Weka, 120 sessions) on one core with its own managers: one request at a time,
+in order of arrival, in chunks of 8,192 tokens, with one generated token. `retention` is `retention_interval`: -1 caches
+every window, as vLLM does by default; 0 those at which a later prompt probably begins. The bound is the offline optimum
+of the full attention group alone in all blocks of the pool: what windows and states take is not subtracted. Exits 1 if
+a cell of `window_tail` is more than 0.1 below its cell of `lru`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import islice
+from pathlib import Path
+
+from kvplane.base.groups import (
+    DENSE_RETENTION,
+    AlignSpec,
+    EvictionPolicy,
+    GroupKind,
+    GroupSpec,
+    MambaMode,
+    ReplicaSpec,
+)
+from kvplane.base.hashing import HashScheme, RequestHasher
+from kvplane.base.step import Part, Step, StepResult
+from kvplane_replay.engine import Engine
+from kvplane_replay.fleet import Fleet
+from kvplane_replay.plan import CostModel, EngineConfig
+from kvplane_replay.workloads import TraceFile, TraceRequest
+from kvplane_replay.workloads.lines import TraceLines
+from kvplane_replay.workloads.traces import read_weka
+from kvplane_service.core.replica import Replica
+from tests.bench.machine import machine_line
+from tests.conftest import workloads_folder, workloads_line
+
+RESULTS = Path(__file__).parent / "results" / "policies.md"
+WINDOW, CHUNK, WEKA_SESSIONS = 1024, 8192, 120
+TRACES = {  # to file, tokens of a block
+    "conversation": ("mooncake_conversation_first_half.jsonl.gz", 512),
+    "synthetic": ("mooncake_synthetic_first_half.jsonl.gz", 512),
+    "Weka": ("weka_claude_code_share.jsonl.zst", 1024),
+}
+MOST_BELOW = 0.1  # points that a policy may be below LRU
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay: a trace, the groups next to one of full attention, blocks of the pool, and the retention interval."""
+
+    trace: str
+    groups: str
+    num_blocks: int
+    retention: int
+
+    def spec(self, policy: EvictionPolicy) -> ReplicaSpec:
+        """Return the replica."""
+        size = TRACES[self.trace][1]
+        return replica_of(self.groups, size, self.num_blocks, retention_interval=self.retention, eviction=policy)
+
+
+def replica_of(groups: str, size: int, num_blocks: int, **settings: object) -> ReplicaSpec:
+    """Return a replica with a group of full attention and others, such as "5 windows" or "3 states"."""
+    count, kind = groups.split()
+    window = GroupSpec(
+        GroupKind.SLIDING_WINDOW,
+        size,
+        window=WINDOW,
+        lookup_class=1,
+        admission_cap_blocks=1 + -(-(WINDOW + CHUNK) // size),
+    )
+    state = GroupSpec(GroupKind.MAMBA, size, mamba_mode=MambaMode.ALIGN, lookup_class=1)
+    return ReplicaSpec(
+        groups=(GroupSpec(GroupKind.FULL_ATTENTION, size), *[window if "window" in kind else state] * int(count)),
+        num_blocks=num_blocks + 1,
+        max_model_len=1 << 20,
+        hash_block_size=size,
+        scheduler_block_size=size,
+        max_in_flight_tokens=CHUNK,
+        align=AlignSpec() if "window" in kind else AlignSpec(size, CHUNK),
+        events=False,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def grid() -> list[Cell]:
+    """Return the cells of the table."""
+    pools = {"conversation": (10_000, 30_000), "synthetic": (10_000, 20_000), "Weka": (1000, 3000, 6000)}
+    dense = [
+        Cell(trace, groups, blocks, DENSE_RETENTION)
+        for trace, sizes in pools.items()
+        for groups in ("1 window", "5 windows", "3 states")
+        for blocks in sizes
+    ]
+    return dense + [Cell(trace, "5 windows", blocks, 0) for trace, sizes in pools.items() for blocks in sizes]
+
+
+class CoreSession:
+    """A session (`StepSession`) on a core of its own: no host, log or lease, so that a replay takes seconds."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.replica, self.spec, self._seq = Replica(spec), spec, 0
+        self.replica.begin_epoch(1)
+
+    def submit(self, *parts: Part) -> int:
+        """Apply one step; the one before it is executed."""
+        self._seq += 1
+        self._result = self.replica.apply(Step(1, self._seq, list(parts), executed_through=self._seq - 1))
+        self.replica.take_events()
+        return self._seq
+
+    def receive(self) -> StepResult:
+        """Return the result of the step."""
+        return self._result
+
+
+def replay(spec: ReplicaSpec, trace: Iterable[TraceRequest]) -> Engine:
+    """Replay the prompts of a trace, one after the other, in the order of their arrival."""
+    config = EngineConfig(max_running=1, token_budget=CHUNK, max_output=1)
+    engine = Engine(CoreSession(spec), config, CostModel(10**9, 0, 0))
+    fleet = Fleet([engine], trace)
+    while fleet.run_step():
+        pass
+    assert not engine.refusals, engine.refusals[0]
+    return engine
+
+
+def share_of_hits(engine: Engine) -> float:
+    """Return the percentage of the prompts' tokens that hit."""
+    return 100 * engine.tally.hit_tokens / engine.tally.queried_tokens
+
+
+def bound(trace: Iterable[TraceRequest], size: int, num_blocks: int) -> float:
+    """Return the percentage of tokens that hit if one group of full attention evicts with knowledge of the future.
+
+    After each request, the blocks that are used again last leave, of equal ones those behind in the prefix.
+    """
+    scheme = HashScheme.of(replica_of("1 window", size, num_blocks))
+    chains, tokens = list[list[bytes]](), 0
+    for request in trace:
+        tokens += len(request.prompt)
+        raw, width = RequestHasher(scheme).append(request.prompt.packed()), scheme.digest.size
+        chains.append([raw[at : at + width] for at in range(0, (len(request.prompt) - 1) // size * width, width)])
+    later = dict[bytes, int]()
+    following = list[list[int]]()
+    for number in range(len(chains) - 1, -1, -1):
+        following.append([later.get(digest, len(chains)) for digest in chains[number]])
+        later.update(dict.fromkeys(chains[number], number))
+    resident, farthest, hits = dict[bytes, int](), list[tuple[int, int, bytes]](), 0
+    for chain, uses in zip(chains, reversed(following), strict=True):
+        hits += next((at for at, digest in enumerate(chain) if digest not in resident), len(chain))
+        for depth, (digest, use) in enumerate(zip(chain, uses, strict=True)):
+            resident[digest] = use
+            heappush(farthest, (-use, -depth, digest))
+        while len(resident) > num_blocks:
+            use, _, digest = heappop(farthest)
+            if resident.get(digest) == -use:
+                del resident[digest]
+    return 100 * hits * size / tokens
+
+
+def requests_of(folder: Path, name: str, limit: int | None, files: ExitStack) -> Iterator[TraceRequest]:
+    """Yield the first `limit` requests of a trace."""
+    path = folder / TRACES[name][0]
+    if name == "Weka":
+        lines = TraceLines(path)
+        files.callback(lines.close)
+        return islice(read_weka(islice(lines, WEKA_SESSIONS)), limit)
+    return islice(files.enter_context(TraceFile(path)), limit)
+
+
+def measured(folder: Path, limit: int | None, job: tuple[Cell, EvictionPolicy | None]) -> float:
+    """Return the figure of a cell for a policy, or its bound for None."""
+    cell, policy = job
+    with ExitStack() as files:
+        trace = requests_of(folder, cell.trace, limit, files)
+        if policy is None:
+            return bound(trace, TRACES[cell.trace][1], cell.num_blocks)
+        return share_of_hits(replay(cell.spec(policy), trace))
+
+
+def main() -> int:
+    """Measure every cell, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, help="requests of each trace; default all")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    folder = workloads_folder()
+    if folder is None:
+        print(workloads_line(), file=sys.stderr)
+        return 2
+    policies = (EvictionPolicy.LRU, EvictionPolicy.WINDOW_TAIL)
+    cells = grid()
+    bounds = {(cell.trace, cell.num_blocks): (cell, None) for cell in cells}
+    jobs = [*((cell, policy) for cell in cells for policy in policies), *bounds.values()]
+    jobs.sort(key=lambda job: (job[0].trace != "Weka", job[1] is None))  # the longest ones first
+    with multiprocessing.Pool(options.jobs) as pool:
+        found = dict(zip(jobs, pool.map(partial(measured, folder, options.limit), jobs, chunksize=1), strict=True))
+    lines = ["| trace | groups | blocks | retention | lru | window_tail | bound |", "|---|---|---|---|---|---|---|"]
+    for cell in cells:
+        reference, ours = (found[cell, policy] for policy in policies)
+        best = found[bounds[cell.trace, cell.num_blocks]]
+        lines.append(
+            f"| {cell.trace} | 1 full + {cell.groups} | {cell.num_blocks:,} | {cell.retention} "
+            f"| {reference:.1f} | {ours:.1f} | {best:.1f} |"
+        )
+    lowest = min(found[cell, policies[1]] - found[cell, policies[0]] for cell in cells)
+    print("\n".join(lines), f"lowest gain of a cell: {lowest:+.2f}", sep="\n\n")
+    if not options.no_write:
+        head = "Percentage of the prompts' tokens that hit: `make policies`, see `tests/bench/policies.py`."
+        text = ["# Eviction policies", "", head, machine_line(), "", *lines, ""]
+        text += [f"Lowest gain of a cell: {lowest:+.2f} points.", ""]
+        RESULTS.write_text("\n".join(text))
+    return int(lowest < -MOST_BELOW)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The replays of `make policies`, on a part of a trace and on the built-in workload."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from random import Random
+
+import pytest
+
+from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy
+from kvplane_replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
+from tests.bench.policies import Cell, bound, replay, replica_of, requests_of, share_of_hits
+
+LRU, WINDOW_TAIL = EvictionPolicy.LRU, EvictionPolicy.WINDOW_TAIL
+SIZE = 512
+
+
+def shares(spec_of, trace_of, *policies):
+    return [share_of_hits(replay(spec_of(policy), trace_of())) for policy in policies]
+
+
+def test_window_tail_hits_more_of_a_real_trace(workloads):
+    """Its first 1,200 requests, in a pool in which windows compete with prefixes."""
+    dense, sparse = (Cell("conversation", "5 windows", 8000, retention) for retention in (DENSE_RETENTION, 0))
+    with ExitStack() as files:
+        requests = list(requests_of(workloads, "conversation", 1200, files))
+    lru, window_tail = shares(dense.spec, lambda: requests, LRU, WINDOW_TAIL)
+    best = bound(requests, SIZE, 8000)
+    assert lru + 1.5 < window_tail <= best
+    lru, window_tail = shares(sparse.spec, lambda: requests, LRU, WINDOW_TAIL)
+    assert lru == window_tail <= best
+
+
+@pytest.mark.parametrize("groups", ["1 window", "5 windows", "3 states"])
+@pytest.mark.parametrize("num_blocks", [200, 400, 1600])
+def test_window_tail_hits_no_less_of_chats_and_agents(groups, num_blocks):
+    def trace():
+        return chat_workload(Random(3), ChatShape(16_384, num_sessions=40))
+
+    def spec_of(policy):
+        return replica_of(groups, SIZE, num_blocks, retention_interval=DENSE_RETENTION, eviction=policy)
+
+    lru, window_tail = shares(spec_of, trace, LRU, WINDOW_TAIL)
+    assert lru - 0.1 <= window_tail <= bound(trace(), SIZE, num_blocks)
+
+
+def requests_by_letter(words):
+    """One request per word; each letter is a block of the same content wherever the same letters precede it."""
+    numbers: dict[str, int] = {}
+    for number, word in enumerate(words):
+        spans = [numbers.setdefault(word[: at + 1], len(numbers)) for at in range(len(word))]
+        prompt = TokenSource((*(Span(one, 0, 4) for one in spans), Span(number, 0, 1, generated=True)))
+        yield TraceRequest(str(number), float(number), "", prompt, TokenSource())
+
+
+def best_by_search(words, num_blocks):
+    """Hits of the best choice of what to keep after each request: every prefix-closed set is tried."""
+    reachable: dict[frozenset[str], int] = {frozenset(): 0}
+    for word in words:
+        chain = [word[: at + 1] for at in range(len(word))]
+        after: dict[frozenset[str], int] = {}
+        for kept, hits in reachable.items():
+            found = next((at for at, one in enumerate(chain) if one not in kept), len(chain))
+            for rest in subsets(kept | set(chain), num_blocks):
+                after[rest] = max(after.get(rest, 0), hits + found)
+        reachable = after
+    return max(reachable.values())
+
+
+def subsets(prefixes, most):
+    found: set[frozenset[str]] = {frozenset()}
+    for one in sorted(prefixes, key=len):
+        found |= {kept | {one} for kept in found if len(kept) < most and (len(one) == 1 or one[:-1] in kept)}
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_is_the_best_that_any_choice_reaches(seed):
+    rng = Random(seed)
+    words = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 3))) for _ in range(7)]
+    tokens = sum(4 * len(word) + 1 for word in words)
+    found = bound(requests_by_letter(words), 4, 3)
+    assert round(found * tokens / 400, 6) == best_by_search(words, 3)
