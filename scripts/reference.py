@@ -226,6 +226,12 @@ MEASURED = (
     ("What a noisy owner costs another", "neighbour.md", (0,), "With the default limit of bytes, and without."),
     ("What watching costs", "overhead.md", (0,), "CPU time that is added to a step."),
     ("Hashing", "hashing.md", (0,), "6,144 tokens in µs, with the compiled hashes and in Python alone."),
+    (
+        "Eviction policies",
+        "policies.md",
+        (0,),
+        "Percentage of the tokens of prompts that hit; the bound knows the future and has no windows to keep.",
+    ),
     ("Hits inside the blocks of states", "fine_hits.md", (0,), "A chat of 100 sessions; see `prefix_match_unit`."),
 )
 

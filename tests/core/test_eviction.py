@@ -103,7 +103,6 @@ def drawn(engine, slot, group):
         (window(4), {"keep_divergence_boundary": True}, "..kkk."),
         (window(4, drops_last_block=True), {}, "..kkkk"),  # resumes at 16 or 20, and reads a block behind
         (chunked(8, lookup_class=1), {}, "....k."),  # a hit of 16 begins a chunk, so it needs no block
-        (state(), {}, "...kk."),
     ],
 )
 def test_the_blocks_of_a_hit_at_the_replay_boundary_and_of_one_a_unit_shorter_are_kept(group, changes, expected):
@@ -157,6 +156,19 @@ def test_a_prompt_that_repeats_or_differs_in_its_last_block_still_hits():
     engine, _ = pressed(WINDOW_TAIL)
     assert engine.would_hit(PROMPT).num_tokens == 20
     assert engine.would_hit(PROMPT[:-5] + "?????").num_tokens == 16
+
+
+def test_states_are_evicted_as_by_lru():
+    orders = []
+    for eviction in EvictionPolicy:
+        engine = Engine(state(), full(), num_blocks=40, eviction=eviction)
+        engine.admit(0, PROMPT)
+        for letter in "ghijklmno":
+            engine.extend(0, letter)
+        engine.end(0)
+        orders.append((engine.free_order, engine.keyed(0)))
+    assert orders[0] == orders[1]
+    assert len(orders[0][1]) > 2
 
 
 def test_keys_that_are_registered_sparsely_are_evicted_as_by_lru():

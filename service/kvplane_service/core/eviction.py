@@ -5,9 +5,10 @@
                                                   |
                                                divider
 
-WINDOW_TAIL distinguishes the blocks that leave the window of a running request (in a chunked group: its chunk; in a
-group of states: all but the last state). They serve only hits that end near them, while a block of full attention
-serves every longer hit. So they go first, except where hits are likely to end (`kept_indices`).
+WINDOW_TAIL distinguishes the blocks that leave the window of a running request (in a chunked group: its chunk). They
+serve only hits that end near them, while a block of full attention serves every longer hit. So they go first, except
+where hits are likely to end (`kept_indices`). States are few, and each is the only hit at its end: they are evicted as
+by LRU: letting them go first costs up to 4 points of hits (tests/bench/results/policies.md).
 
 A policy decides the order of free blocks, and nothing else: it can cost hits, and never cause a wrong one. It is a pure
 function of the operations on the list, so replays, mirrors and loaded states continue with the same victims.

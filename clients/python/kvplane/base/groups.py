@@ -55,8 +55,8 @@ class EvictionPolicy(Enum):
     """Which cached block is evicted first, where no block without a key is left.
 
     LRU: the block that was used least recently, the end of a prefix before its beginning, as in vLLM. WINDOW_TAIL: the
-    blocks that left the window of a running request (or its chunk, or are older states), except those that a repeat or
-    a continuation of its prompt needs; then as LRU.
+    blocks that left the window of a running request (or its chunk), except those that a repeat or a continuation of its
+    prompt needs; then as LRU.
     """
 
     LRU = "lru"

@@ -35,6 +35,8 @@ class GroupManager(ABC):
     # Attributes on which decisions depend; the spec determines the others.
     STATE: ClassVar[tuple[str, ...]] = ("table", "num_cached", "partial_hit", "copies", "stores_empty_ranges")
 
+    has_window: ClassVar[bool] = True  # what a running request gives up was read by its attention, not overwritten
+
     def __init__(self, setup: GroupSetup) -> None:
         self.group = setup.group
         self.spec = setup.spec
@@ -308,7 +310,7 @@ class GroupManager(ABC):
             table[index] = NULL_BLOCK
         # Launches of earlier steps: that of the present step does not read what it skips.
         self.pool.note_use(blocks, min(self.requests.granted_step[slot], self.pool.step - 1))
-        if self.replica.eviction is EvictionPolicy.WINDOW_TAIL:
+        if self.has_window and self.replica.eviction is EvictionPolicy.WINDOW_TAIL:
             kept = kept_indices(self, slot)
             left = [block for index, block in zip(indices, blocks, strict=True) if index not in kept]
             self.pool.release(left, left_window=True)

@@ -27,6 +27,7 @@ NO_STATE = -1
 class AlignedStateManager(GroupManager):
     """Manages states in mode "align": states at block ends are cached, and the request continues in new blocks."""
 
+    has_window = False
     STATE = (
         *GroupManager.STATE,
         "last_state", "num_retired", "has_allocated", "_stopped_at", "last_checkpoints", "_registered_this_step",
