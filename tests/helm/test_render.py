@@ -223,6 +223,26 @@ def test_policies_admit_what_pods_of_a_release_need_and_nothing_else(clients):
     }
 
 
+def test_pods_are_replaced_and_probed_as_the_values_say():
+    by_default = Helm4().objects({"gpuWorker": {"mode": "daemonset"}})
+    assert "updateStrategy" not in the(by_default, "StatefulSet")["spec"]
+    assert the(by_default, "DaemonSet")["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    probes = {"startup": {"failureThreshold": 600}, "readiness": {"successThreshold": 3}}
+    values = {"updateStrategy": strategy, "probes": probes}
+    workers = {"mode": "daemonset", "updateStrategy": {"type": "RollingUpdate"}}
+    found = Helm4().objects({**values, "gpuWorker": workers})
+    assert the(found, "StatefulSet")["spec"]["updateStrategy"] == strategy
+    assert the(found, "DaemonSet")["spec"]["updateStrategy"]["type"] == "RollingUpdate"
+    service = the(found, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    grpc = {"port": 7071, "service": "liveness"}
+    assert service["startupProbe"] == {"grpc": grpc, "periodSeconds": 1, "failureThreshold": 600}
+    assert service["livenessProbe"] == {"grpc": grpc, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
+    assert service["readinessProbe"] == {
+        "grpc": {"port": 7071, "service": "readiness"}, "periodSeconds": 5, "timeoutSeconds": 5, "successThreshold": 3,
+    }  # fmt: skip
+
+
 def test_a_changed_configuration_changes_the_pods():
     def checksum(values):
         template = the(Helm4().objects(values), "StatefulSet")["spec"]["template"]

@@ -136,17 +136,13 @@ ports:
 # Live while the store is read, ready afterwards until the service drains.
 startupProbe:
   grpc: {port: {{ int .Values.ports.health }}, service: liveness}
-  periodSeconds: 1
-  failureThreshold: 60
+  {{- toYaml .Values.probes.startup | nindent 2 }}
 livenessProbe:
   grpc: {port: {{ int .Values.ports.health }}, service: liveness}
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 6
+  {{- toYaml .Values.probes.liveness | nindent 2 }}
 readinessProbe:
   grpc: {port: {{ int .Values.ports.health }}, service: readiness}
-  periodSeconds: 5
-  timeoutSeconds: 5
+  {{- toYaml .Values.probes.readiness | nindent 2 }}
 # Sessions opened while load balancers still list the pod are served. SIGTERM notifies open sessions.
 lifecycle:
   preStop:
