@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from page_movers import PageStore
-from remote_aborts import gives_up
+from remote_aborts import Disturbed, gives_up
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -90,7 +90,7 @@ class Connected(Observed):
     def aborted(self, seed: int) -> dict[str, Any]:
         """Answer requests of which some are aborted."""
         sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-        result = gives_up(self.llm, prompts(self.model, seed, NUM_PROMPTS), sampling, random.Random(seed))
+        result = gives_up(self.llm, prompts(self.model, seed, NUM_PROMPTS), sampling, random.Random(seed), Disturbed(0))
         self.finish_transfers()
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return result | {"free": free, "waiting": len(self.scheduler.requests)}
