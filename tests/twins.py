@@ -977,7 +977,7 @@ TWINS: dict[str, Twin] = {
     ),
     "image of several steps": Twin(
         "an image is the state of one step, however late its pieces are read",
-        (Patch(f"{CORE}.state:_copied", same_object),),
+        (Patch(f"{CORE}.state_entries:_copied", same_object),),
     ),
     "lease expiry frees pages": Twin(
         "an expired lease hides keys, and changes nothing else",
