@@ -18,7 +18,9 @@ from tests.core.core_version import files
 from tests.core.test_page_contents import MIXES, run
 
 native = pytest.importorskip(
-    "kvplane_service.core.native", reason="the core is not compiled: install g++ and install kvplane again"
+    "kvplane_service.core.native",
+    reason="the core is not compiled: install g++ and install kvplane again",
+    exc_type=ImportError,
 )
 SUPPORTED = [mix for mix, (groups, changes) in MIXES.items() if native.is_supported(replica_spec(*groups, **changes))]
 SEEDS = range(6)

@@ -62,7 +62,7 @@ class DeafClient:
         self._socket.close()
 
     def _answer(self) -> None:
-        with suppress(ConnectionResetError), self._socket.makefile("rb") as received:  # the service may end it
+        with suppress(ConnectionError), self._socket.makefile("rb") as received:  # the service may end it
             while len(header := received.read(HEADER_BYTES)) == HEADER_BYTES:
                 body = received.read(int.from_bytes(header[:3], "big"))
                 kind, flags = header[3], header[4]

@@ -9,7 +9,6 @@ import typer
 
 from kvplane.base.hashing import native
 from kvplane_service.cli.options import ConfigFile, Listen, Settings, load_config, version_text
-from kvplane_service.replicas import cores
 
 if TYPE_CHECKING:
     from kvplane_service.process.app import App
@@ -47,6 +46,8 @@ def _print_addresses(app: App) -> None:
 
     One write: a parent that reads the first lines and closes the pipe does not end the service.
     """
+    from kvplane_service.replicas import cores
+
     lines = [f"serving on {app.address}"]
     if app.metrics_address:
         lines.append(f"metrics on http://{app.metrics_address}/metrics")
