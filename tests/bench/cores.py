@@ -14,7 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
-from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.native import NativeReplica
@@ -25,7 +25,10 @@ RESULTS = Path(__file__).parent / "results" / "cores.md"
 REQUESTS, BLOCK, TOKENS, STEPS = 256, 16, 512, 96
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)
 WINDOWS = tuple(GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=128, lookup_class=1) for _ in range(6))
-SHAPES = {"1 full": (FULL,), "1 full, 6 windows": (FULL, *WINDOWS)}
+STATES = tuple(
+    GroupSpec(GroupKind.MAMBA, BLOCK, mamba_mode=MambaMode.ALIGN, lookup_class=1, zero_new_blocks=True) for _ in range(7)
+)
+SHAPES = {"1 full": (FULL,), "1 full, 6 windows": (FULL, *WINDOWS), "1 full, 7 states": (FULL, *STATES)}
 
 
 def digest(slot: int, block: int) -> bytes:
@@ -35,7 +38,8 @@ def digest(slot: int, block: int) -> bytes:
 
 def spec(groups: tuple[GroupSpec, ...]) -> ReplicaSpec:
     """A replica with room for all requests, and events on."""
-    return ReplicaSpec(groups, 60_000, 8192, BLOCK, BLOCK, max_in_flight_tokens=8192)
+    aligned = AlignSpec(BLOCK, 8192) if STATES[0] in groups else AlignSpec()
+    return ReplicaSpec(groups, 60_000, 8192, BLOCK, BLOCK, max_in_flight_tokens=8192, align=aligned)
 
 
 def admission(lengths: list[int]) -> Part:

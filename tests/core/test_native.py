@@ -6,6 +6,7 @@ import pytest
 
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.groups import EvictionPolicy
 from kvplane.base.step import Admit, News, Part, Run, Step
 from kvplane_replay.from_log import replay_log
 from kvplane_service.core.replica import Replica
@@ -52,12 +53,12 @@ def test_random_engines_get_equal_answers(twins, mix):
 
 def test_all_kinds_that_the_compiled_core_has_are_played():
     kinds = {group.kind for mix in SUPPORTED for group in MIXES[mix][0]}
-    assert {group.kind for group in (full(), window(4), chunked(8))} <= kinds
+    assert {group.kind for group in (full(), window(4), chunked(8), state())} <= kinds
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.stem)
 def test_twins_give_the_recorded_results(monkeypatch, path):
-    """Kinds that the compiled core does not have are decided by a replica that is loaded from the exported state."""
+    """A step that continues requests is applied by a replica that is loaded from the exported state."""
     monkeypatch.setenv(cores.VARIABLE, "twin")
     monkeypatch.setattr(cores, "CHECK_EVERY", 1)
     assert replay_log(path).counts["steps"] > 0
@@ -130,9 +131,9 @@ def test_the_variable_selects_the_core(monkeypatch):
         assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
         assert cores.describe().startswith(choice or "python")
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="mamba") as caught:
-        cores.new_replica(replica_spec(state(), full()))
-    assert caught.value.field == "groups"
+    with pytest.raises(InvalidArgument, match="window_tail") as caught:
+        cores.new_replica(replica_spec(window(4), full(), eviction=EvictionPolicy.WINDOW_TAIL))
+    assert caught.value.field == "eviction"
     monkeypatch.setenv(cores.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:
         cores.new_replica(spec)

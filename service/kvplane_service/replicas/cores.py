@@ -56,10 +56,9 @@ def _as_selected(replica: Replica) -> ReplicaCore:
     if choice == "twin":
         return TwinReplica(replica, native.NativeReplica.of if native.is_supported(replica.spec) else None, CHECK_EVERY)
     if not native.is_supported(replica.spec):
-        kinds = ", ".join(sorted({group.kind.value for group in replica.spec.groups}))
         raise InvalidArgument(
-            f"the compiled core does not support this replica: groups {kinds}; eviction {replica.spec.eviction.value}",
-            field="groups",
+            f"the compiled core does not have the policy {replica.spec.eviction.value}",
+            field="eviction",
             remedy=f"start the service with {VARIABLE}=python",
         )
     made: ReplicaCore = native.NativeReplica.of(replica)

@@ -1,4 +1,4 @@
-"""The compiled core: what `Replica` does within a step, for groups of full, windowed and chunked attention.
+"""The compiled core: what `Replica` does within a step.
 
 `NativeReplica` answers as `Replica` does, which is the specification. What happens once per engine life, and what
 people read, runs on a `Replica` that is loaded from the state of the core. `module.cpp` is the entry of the C++ files,
@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme, pack_tokens
 from kvplane.base.step import (
     Blocks,
@@ -42,18 +42,19 @@ KINDS = {
     GroupKind.SLIDING_WINDOW: 2,
     GroupKind.SLIDING_WINDOW_MLA: 3,
     GroupKind.CHUNKED_LOCAL: 4,
+    GroupKind.CROSS: 5,
+    GroupKind.SINK_FULL: 6,
+    GroupKind.R_SWA: 7,
+    GroupKind.RING: 8,
 }
+ALIGNED_STATE, UNCACHED_STATE = 9, 10
 SOURCES = _native.SOURCES
 REFUSED, PLAIN, HAS_TOKENS, RESUMES = range(4)  # kinds of a step that was read
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core has all kinds of groups of this replica, and its eviction policy."""
-    return (
-        all(group.kind in KINDS for group in spec.groups)
-        and not spec.align.block_size
-        and spec.eviction is EvictionPolicy.LRU
-    )
+    """Whether the compiled core has the eviction policy of this replica."""
+    return spec.eviction is EvictionPolicy.LRU
 
 
 class NativeReplica:
@@ -324,9 +325,10 @@ class NativeReplica:
         return _native.can_rewind(self._core, slot, num_computed)
 
     def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
-        """Return `wanted`: chunks of these groups end anywhere."""
-        del slot, start
-        return wanted
+        """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
+        if self._aside is not None:
+            return self._aside.shorten_chunk(slot, start, wanted)
+        return _native.align_chunk(self._core, slot, start, wanted)
 
     def count_held(self, slot: int) -> int:
         """Count the blocks that are held for the transfer of an ended request."""
@@ -423,12 +425,15 @@ def _settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
         spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
         spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
+        spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
     ]  # fmt: skip
 
 
 def _of_group(group: GroupSpec) -> list[int]:
+    states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
+    kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
     return [
-        KINDS[group.kind], group.block_size, group.window, group.chunk, int(group.is_draft),
-        int(group.drops_last_block),
+        kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),
         group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
+        group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits),
     ]  # fmt: skip

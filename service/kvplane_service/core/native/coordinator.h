@@ -3,7 +3,11 @@
 
 #include "lookup.h"
 #include "managers/chunked.h"
+#include "managers/cross.h"
 #include "managers/full.h"
+#include "managers/mamba.h"
+#include "managers/ring.h"
+#include "managers/uncached_state.h"
 #include "managers/window.h"
 
 namespace kvplane {
@@ -26,7 +30,8 @@ struct Growth {
 
 class Coordinator {
   public:
-    explicit Coordinator(const Spec& replica_spec) : spec(replica_spec), pool(replica_spec) {
+    explicit Coordinator(const Spec& replica_spec)
+        : spec(replica_spec), pool(replica_spec), boundaries(replica_spec, replica_spec.groups[0]) {
         for (size_t number = 0; number < spec.groups.size(); ++number)
             managers.push_back(MakeManager(static_cast<Int>(number)));
         lookup = std::make_unique<PrefixLookup>(spec, managers);
@@ -36,6 +41,11 @@ class Coordinator {
             only_tables_grow_ &=
                 (kind == kFull || kind == kMla || kind == kWindow) && one->block_size == spec.hash_block_size;
             drops_last_block_ |= one->drops_last_block;
+            has_states |= one->spec.is_state();
+            checkpoints_single_group_hits |= one->spec.checkpoints_single_group_hits != 0;
+            hits_end_in_prompt_ |= kind == kRetainedWindow && spec.safe;
+            if (kind == kAlignedState) checkpoints_.emplace_back(spec, one->spec);
+            if (one->spec.is_cached()) caching_.push_back(one.get());
         }
         cache_unit_ = managers.size() == 1 || spec.partial_hits || drops_last_block_ ? 1 : spec.scheduler_block_size;
         unfinalized_ = std::max<Int>(0, spec.prefill_lookahead - 1);
@@ -44,7 +54,8 @@ class Coordinator {
     // -- look-up -----------------------------------------------------------------------------------------------------
 
     Hit FindHit(Int slot, Int limit = kForever) const {
-        const Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
+        Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
+        if (hits_end_in_prompt_) most = std::min(most, requests.num_prompt[slot]);
         return lookup->Find(requests.content[slot], requests.domain[slot], most, kInside, limit);
     }
 
@@ -57,6 +68,19 @@ class Coordinator {
     bool CanRewind(Int slot, Int num_computed) const {
         return std::all_of(managers.begin(), managers.end(),
                            [&](const auto& one) { return one->CanRewind(slot, num_computed); });
+    }
+
+    void Rewind(Int slot, Int num_computed) {
+        for (const auto& one : managers) one->Rewind(slot, num_computed);
+    }
+
+    // Whether the launch of the chunk [start, end) also writes the states from which a repeat of the first
+    // `prefill_end` tokens continues, in all groups of states.
+    bool WritesCheckpoints(Int start, Int end, Int prefill_end) const {
+        const Int position = boundaries.LastBoundary(prefill_end, spec.hit_alignment());
+        return !checkpoints_.empty() && std::all_of(checkpoints_.begin(), checkpoints_.end(), [&](const auto& rule) {
+            return rule.CanWrite(start, end, position);
+        });
     }
 
     // -- allocation --------------------------------------------------------------------------------------------------
@@ -83,7 +107,7 @@ class Coordinator {
         AdoptHit(admission, local, total);
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
-            managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+            managers[number]->Allocate(slot, num_slots, num_main, admission.num_encoder, &(*fresh)[number]);
         if (admission.num_external && admission.delay_caching && spec.safe)
             LeaveToLoad(admission, local, total, zeroes);
         requests.ends_at[slot] = num_main;
@@ -104,10 +128,10 @@ class Coordinator {
         if (grows) {
             bool done = false;
             if (only_tables_grow_ && requests.alloc_bound[slot] && !slides && !growth.delay_caching) {
-                done = AppendBlocks(slot, num_slots, fresh);
+                done = AppendBlocks(slot, num_slots, num_main, fresh);
                 grows = false;
             } else {
-                done = GrowTables(slot, num_slots, processed, growth.leave_free, fresh);
+                done = GrowTables(slot, num_slots, num_main, processed, growth.leave_free, fresh);
             }
             if (!done) {
                 requests.InvalidateFastPath(slot);
@@ -118,7 +142,7 @@ class Coordinator {
         const Int known = std::min(num_main, requests.num_tokens[slot]);
         const bool registers = known >= requests.register_bound[slot] && !growth.delay_caching;
         if (registers) Register(slot, known);
-        if (grows) {
+        if (grows || (registers && has_states)) {
             FindFastPath(slot, processed, num_main);
         } else if (registers) {
             FindNextKey(slot, num_main);
@@ -137,9 +161,9 @@ class Coordinator {
         for (const auto& one : managers) one->ZeroUnloaded(slot, num_tokens);
     }
 
-    Int BlocksWhenAlone(Int num_tokens) const {
+    Int BlocksWhenAlone(Int num_tokens, Int num_encoder) const {
         Int sum = 0;
-        for (const auto& one : managers) sum += one->BlocksAlone(num_tokens);
+        for (const auto& one : managers) sum += one->BlocksAlone(num_tokens, num_encoder);
         return sum;
     }
 
@@ -147,8 +171,14 @@ class Coordinator {
 
     void Register(Int slot, Int num_tokens) {
         if (!spec.enable_caching) return;
-        const Column boundaries = ReplayBoundaries(requests.num_prompt[slot]);
-        for (const auto& one : managers) one->RegisterBlocks(slot, Share(*one, num_tokens), boundaries);
+        const Column replayed = ReplayBoundaries(requests.num_prompt[slot]);
+        for (GroupManager* one : caching_) one->RegisterBlocks(slot, Share(*one, num_tokens), replayed);
+    }
+
+    // Registers blocks that earlier steps wrote, so that look-ups of this step find them.
+    void Commit(Int slot, Int num_tokens) {
+        Register(slot, num_tokens);
+        for (const auto& one : managers) one->NoteWritten(slot);
     }
 
     void RegisterAgain(const Column& blocks) {
@@ -179,6 +209,10 @@ class Coordinator {
         for (const auto& one : managers) one->Grow(slot);
     }
 
+    void NewStep() {
+        for (const auto& one : managers) one->NewStep();
+    }
+
     BlockList TakeCopies() {
         BlockList held;
         for (const auto& one : managers) {
@@ -203,16 +237,29 @@ class Coordinator {
     Orders orders;
     std::vector<std::unique_ptr<GroupManager>> managers;
     std::unique_ptr<PrefixLookup> lookup;
+    const CheckpointRule boundaries;
+    bool has_states = false, checkpoints_single_group_hits = false;
 
   private:
     std::unique_ptr<GroupManager> MakeManager(Int number) {
         switch (spec.groups[static_cast<size_t>(number)].kind) {
             case kFull:
             case kMla:
+            case kSinkFull:
                 return std::make_unique<FullAttentionManager>(number, spec, pool, requests, orders);
             case kWindow:
             case kWindowMla:
                 return std::make_unique<SlidingWindowManager>(number, spec, pool, requests, orders);
+            case kCross:
+                return std::make_unique<CrossAttentionManager>(number, spec, pool, requests, orders);
+            case kRetainedWindow:
+                return std::make_unique<RetainedWindowManager>(number, spec, pool, requests, orders);
+            case kRing:
+                return std::make_unique<RingManager>(number, spec, pool, requests, orders);
+            case kAlignedState:
+                return std::make_unique<AlignedStateManager>(number, spec, pool, requests, orders);
+            case kUncachedState:
+                return std::make_unique<UncachedStateManager>(number, spec, pool, requests, orders);
             default:
                 return std::make_unique<ChunkedLocalManager>(number, spec, pool, requests, orders);
         }
@@ -227,15 +274,15 @@ class Coordinator {
         return std::min(admission.hit->num_tokens + admission.num_external, spec.max_model_len);
     }
 
-    bool AppendBlocks(Int slot, Int num_slots, Rows* fresh) {
+    bool AppendBlocks(Int slot, Int num_slots, Int num_main, Rows* fresh) {
         Int sum = 0;
-        for (const auto& one : managers) sum += one->BlocksToExtend(slot, num_slots);
+        for (const auto& one : managers) sum += one->BlocksToExtend(slot, num_slots, num_main);
         if (sum > pool.num_free()) return false;
         Empty(fresh);
         Int bound = kForever;
         for (size_t number = 0; number < managers.size(); ++number) {
-            if (managers[number]->BlocksToExtend(slot, num_slots))
-                managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+            if (managers[number]->BlocksToExtend(slot, num_slots, num_main))
+                managers[number]->Allocate(slot, num_slots, num_main, 0, &(*fresh)[number]);
             bound = std::min(bound, managers[number]->AllocBound(slot));
         }
         requests.alloc_bound[slot] = bound;
@@ -244,16 +291,16 @@ class Coordinator {
         return true;
     }
 
-    bool GrowTables(Int slot, Int num_slots, Int processed, Int leave_free, Rows* fresh) {
+    bool GrowTables(Int slot, Int num_slots, Int num_main, Int processed, Int leave_free, Rows* fresh) {
         Int need = leave_free;
         for (const auto& one : managers) {
             one->ReleaseSkipped(slot, processed);
-            need += one->BlocksToExtend(slot, num_slots);
+            need += one->BlocksToExtend(slot, num_slots, num_main);
         }
         if (need > pool.num_free()) return false;
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
-            managers[number]->Allocate(slot, num_slots, &(*fresh)[number]);
+            managers[number]->Allocate(slot, num_slots, num_main, 0, &(*fresh)[number]);
         return true;
     }
 
@@ -307,7 +354,7 @@ class Coordinator {
         Int blocks = kForever, window = kForever;
         for (const auto& one : managers) {
             blocks = std::min(blocks, one->AllocBound(slot));
-            window = std::min(window, one->WindowBound(processed));
+            window = std::min(window, one->WindowBound(slot, processed));
         }
         const Int keys = RegisterBoundOf(slot);
         requests.alloc_bound[slot] = blocks;
@@ -361,7 +408,9 @@ class Coordinator {
         return spec.partial_hits ? num_tokens : num_tokens / spec.scheduler_block_size * spec.scheduler_block_size;
     }
 
-    bool only_tables_grow_ = false, drops_last_block_ = false;
+    bool only_tables_grow_ = false, drops_last_block_ = false, hits_end_in_prompt_ = false;
+    std::vector<CheckpointRule> checkpoints_;
+    std::vector<GroupManager*> caching_;
     Int cache_unit_ = 1, unfinalized_ = 0;
     BlockList taken_;
 };

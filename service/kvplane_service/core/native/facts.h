@@ -70,6 +70,7 @@ class FactApplier {
                 result->went_back += static_cast<Int>(gone.size());
                 return;
             }
+            blocks_.Rewind(slot, computed);
             if (requests_.not_zeroed.contains(slot)) blocks_.ZeroUnloaded(slot, computed);
         }
         requests_.ends_at[slot] = requests_.LaunchEnd(slot);
@@ -87,7 +88,7 @@ class FactApplier {
         num_tokens = std::min({num_tokens, requests_.computed[slot], requests_.num_tokens[slot]});
         pool_.step = tracker_.IsExecuted(slot, num_tokens) ? pool_.executed_through : seq;
         requests_.ends_at[slot] = requests_.LaunchEnd(slot);
-        blocks_.Register(slot, num_tokens);
+        blocks_.Commit(slot, num_tokens);
         tracker_.NoteKeys(slot, pool_.step);
         pool_.step = seq;
         requests_.InvalidateFastPath(slot);

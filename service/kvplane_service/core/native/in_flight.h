@@ -86,6 +86,21 @@ class InFlightTracker {
         counters_.granted_tokens += num_tokens;
     }
 
+    // How many rows of this step got tokens so far, and the sum of these tokens; rows preempted since do not count.
+    std::pair<Int, Int> GrantedIn(Int seq) const {
+        const auto found = grants.find(seq);
+        std::map<Int, std::pair<Int, Int>> latest;
+        for (size_t row = 0; found != grants.end() && row < found->second.slot.size(); ++row)
+            latest[found->second.slot[row]] = {found->second.serial[row], found->second.num_tokens[row]};
+        Int rows = 0, tokens = 0;
+        for (const auto& [slot, granted] : latest) {
+            if (!Runs({slot, granted.first})) continue;
+            ++rows;
+            tokens += granted.second;
+        }
+        return {rows, tokens};
+    }
+
     void EndLoads(const Column& slots) {
         for (const Int slot : slots) {
             requests_.loading.erase(slot);

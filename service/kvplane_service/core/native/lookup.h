@@ -27,6 +27,7 @@ class PrefixLookup {
         : spec_(spec), managers_(managers) {
         std::vector<std::pair<Int, LookupClass>> found;
         for (const auto& one : managers) {
+            if (!one->spec.is_cached()) continue;
             auto same = std::find_if(found.begin(), found.end(),
                                      [&](const auto& entry) { return entry.first == one->spec.lookup_class; });
             if (same == found.end()) {

@@ -44,7 +44,6 @@ PyObject* New(PyObject*, PyObject* arguments) {
         std::vector<Column> groups;
         FromPy(At(arguments, 0), &values);
         FromPy(At(arguments, 1), &groups);
-        Check(values.size() == 13);
         Spec spec;
         Int* const fields[] = {&spec.num_blocks,
                                &spec.max_model_len,
@@ -58,12 +57,17 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.prefill_lookahead,
                                &spec.keep_divergence_boundary,
                                &spec.events,
-                               &spec.digest_size};
+                               &spec.digest_size,
+                               &spec.hash_lookahead_tokens,
+                               &spec.align_block_size,
+                               &spec.align_chunk_limit,
+                               &spec.align_stop_at_tail};
+        Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {
-            Check(group.size() == 10 && group[0] >= kFull && group[0] <= kChunked);
-            spec.groups.push_back(
-                {group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7], group[8], group[9]});
+            Check(group.size() == 13 && group[0] >= kFull && group[0] <= kUncachedState);
+            spec.groups.push_back({group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7],
+                                   group[8], group[9], group[10], group[11], group[12]});
         }
         Check(spec.num_blocks >= 2 && !spec.groups.empty());
         return PyCapsule_New(new Core(std::move(spec)), kName, Destroy);
@@ -250,6 +254,16 @@ PyObject* CanRewind(PyObject*, PyObject* arguments) {
     });
 }
 
+// align_chunk(core, slot, start, wanted) -> tokens of the chunk
+PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Int slot = Number(At(arguments, 1));
+        Check(slot >= 0 && slot < blocks.requests.size());
+        return ToPy(AlignChunk(blocks, slot, Number(At(arguments, 2)), Number(At(arguments, 3))));
+    });
+}
+
 // numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, number of domains)
 PyObject* Numbers(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -291,6 +305,7 @@ PyMethodDef kMethods[] = {
     {"keys", KeysOf, METH_VARARGS, "Return stamps and keys of blocks."},
     {"blocks", BlocksOf, METH_VARARGS, "Return the blocks of a key."},
     {"can_rewind", CanRewind, METH_VARARGS, "Whether tokens can be computed again."},
+    {"align_chunk", AlignChunkOf, METH_VARARGS, "Shorten a chunk to where states can be cached."},
     {"books", Books, METH_VARARGS, "Return counters and records."},
     {"numbers", Numbers, METH_VARARGS, "Return numbers of the state."},
     {nullptr, nullptr, 0, nullptr},

@@ -190,6 +190,25 @@ class BlockPool {
         return true;
     }
 
+    // Moves all keys of the source block to the target, which has none, and gives both a new stamp. Emits no event.
+    std::vector<std::pair<Key, Int>> MoveKeys(Block source, Block target) {
+        Require(!HasKey(target), "the target of a move has a key");
+        std::vector<std::pair<Key, Int>> moved;
+        if (HasKey(source)) {
+            Column tokens{KeyTokens(source)};
+            if (const auto further = more_keys.find(source); further != more_keys.end()) {
+                for (const uint32_t record : further->second) tokens.push_back(records[record].tokens);
+            }
+            removed_.clear();
+            Unregister(source, &removed_);
+            for (size_t at = 0; at < tokens.size(); ++at) moved.emplace_back(removed_[at], tokens[at]);
+            for (const auto& [key, count] : moved) Register(target, key, count);
+        }
+        Restamp(source);
+        Restamp(target);
+        return moved;
+    }
+
     bool Reset() {
         if (!IsUnused()) return false;
         Clear();

@@ -25,7 +25,7 @@ class Replica {
         tracker.Executed(step.executed_through);
         std::vector<PartResult> results(step.parts.size());
         for (size_t number = 0; number < step.parts.size(); ++number)
-            ApplyPart(step.parts[number], step.seq, &results[number]);
+            ApplyPart(step.parts[number], step.seq, step.part == 0 && number == 0, &results[number]);
         if (step.last) {
             tracker.CloseStep(step.seq);
             ++counters.steps;
@@ -44,16 +44,19 @@ class Replica {
     Int seq = 0;
 
   private:
-    void ApplyPart(const Part& part, Int step, PartResult* result) {
+    void ApplyPart(const Part& part, Int step, bool opens, PartResult* result) {
         facts_.Apply(part, step, result);
         facts_.ApplyCache(part.cache, result);
         result->taken_back = static_cast<Int>(result->preempted.size());
         ApplyNews(part, result);
+        if (opens) blocks.NewStep();
         StepApplier applier(blocks, tracker, part.budget, result, step);
         if (!part.run.slot.empty()) applier.ApplyRun(part.run);
         if (!part.admit.slot.empty()) applier.ApplyAdmit(part.admit);
         ApplyPeek(part.peek, result);
         if (part.with_tables) AddAllTables(part, result);
+        counters.unaligned_chunks += applier.unaligned_chunks;
+        counters.starved_chunks += applier.starved_chunks;
         counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
         result->orders = blocks.TakeOrders();
         result->events = blocks.pool.TakeEvents();
@@ -125,6 +128,9 @@ class Replica {
         for (const auto& [step, book] : tracker.tentative)
             book.ForEach([&](const Stay&, const NamedKeys& keys) { mark(keys); });
         mark(blocks.pool.registered);
+        for (const auto& one : blocks.managers) {
+            for (const Key& key : one->RecordedKeys()) used[pairs.Domain(key.pair)] = true;
+        }
         pairs.Sweep(used);
         next_sweep_ = pairs.Live() * 2 + 1024;
     }

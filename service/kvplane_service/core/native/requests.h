@@ -14,6 +14,8 @@ struct Requests {
     Column serial, limit, num_prompt, num_tokens, computed, in_flight, single_group_hit, granted_step, adopted_step;
     Column load_after, ends_at, fast_path_until, alloc_bound, window_bound, register_bound;
     std::vector<Digests> content;
+    std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
+    std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block
     std::set<Int> loading, not_zeroed;
     Int num_running = 0;
 
@@ -89,6 +91,7 @@ struct Requests {
         running[slot] = 0;
         computed[slot] = in_flight[slot] = granted_step[slot] = adopted_step[slot] = 0;
         not_zeroed.erase(slot);
+        unserved.erase(slot);
         InvalidateFastPath(slot);
     }
 
@@ -107,6 +110,7 @@ struct Requests {
         live[slot] = held[slot] = 0;
         loading.erase(slot);
         content[slot] = Digests();
+        asked.erase(slot);
     }
 
   private:

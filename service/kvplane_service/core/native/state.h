@@ -41,6 +41,8 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("loading", requests.loading);
     visit("not_zeroed", requests.not_zeroed);
     visit("num_running", requests.num_running);
+    visit("asked", requests.asked);
+    visit("unserved", requests.unserved);
     visit("grants", tracker.grants);
     visit("tentative", tracker.tentative);
     visit("adoptions", tracker.adoptions);
@@ -92,11 +94,34 @@ struct Loader {
 
 using NamedKey = std::pair<Key, Int>;  // a key and its tokens
 
+// Further attributes of a group of cached states; None for other groups.
+inline PyObject* DumpStates(const GroupManager& manager) {
+    if (manager.spec.kind != kAlignedState) return Py_NewRef(Py_None);
+    const auto* one = static_cast<const AlignedStateManager*>(&manager);
+    return Tuple(ToPy(one->last_state), ToPy(one->num_retired), ToList(one->has_allocated), ToPy(one->stopped_at),
+                 ToPy(one->last_checkpoints), ToPy(one->registered_this_step));
+}
+
+inline void LoadStates(PyObject* state, GroupManager& manager) {
+    Check((manager.spec.kind == kAlignedState) == (state != Py_None));
+    if (state == Py_None) return;
+    auto* one = static_cast<AlignedStateManager*>(&manager);
+    FromPy(At(state, 0), &one->last_state);
+    FromPy(At(state, 1), &one->num_retired);
+    Column has_allocated;
+    FromPy(At(state, 2), &has_allocated);
+    one->has_allocated.assign(has_allocated.begin(), has_allocated.end());
+    FromPy(At(state, 3), &one->stopped_at);
+    FromPy(At(state, 4), &one->last_checkpoints);
+    FromPy(At(state, 5), &one->registered_this_step);
+}
+
 inline PyObject* DumpManagers(const Replica& replica) {
     PyObject* list = PyList_New(0);
     for (const auto& one : replica.blocks.managers) {
         PyObject* state = Tuple(ToPy(one->table), ToPy(one->num_cached), ToPy(one->partial_hit), ToPy(one->copies),
-                                PyBool_FromLong(one->stores_empty_ranges), ToPy(one->allocated), ToPy(one->adopted));
+                                PyBool_FromLong(one->stores_empty_ranges), ToPy(one->allocated), ToPy(one->adopted),
+                                DumpStates(*one));
         PyList_Append(list, state);
         Py_DECREF(state);
     }
@@ -115,6 +140,7 @@ inline void LoadManagers(PyObject* list, Replica& replica) {
         one.stores_empty_ranges = IsTrue(At(state, 4));
         FromPy(At(state, 5), &one.allocated);
         FromPy(At(state, 6), &one.adopted);
+        LoadStates(At(state, 7), one);
     });
 }
 

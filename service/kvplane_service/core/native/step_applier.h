@@ -6,6 +6,42 @@
 
 namespace kvplane {
 
+constexpr Int kPatientRows = 64;  // more rows than this in sequence without room for a state block count as starved
+
+// The number of tokens of a prefill chunk that ends where recurrent states can be cached; 0 if none is left. A chunk
+// ends inside a block only if `most`, the most tokens of a chunk, is less than a block.
+inline Int AlignChunk(const Coordinator& blocks, Int slot, Int start, Int wanted, Int most = kUnlimited) {
+    const Spec& spec = blocks.spec;
+    const Requests& requests = blocks.requests;
+    const Int size = spec.align_block_size, prompt = requests.num_prompt[slot];
+    const Int prefill_end = std::max(prompt, requests.num_tokens[slot] - 1);
+    if (size == 0 || start >= prefill_end || wanted <= 0) return wanted;
+    Int end = start + wanted;
+    const bool has_checkpoint = end >= prefill_end && blocks.WritesCheckpoints(start, end, prefill_end);
+    if (end < prefill_end) {
+        const Int aligned = end / size * size;
+        if (aligned > start || size <= std::min(spec.align_chunk_limit, most)) end = aligned;
+    }
+    Column stops;
+    if (!has_checkpoint) {
+        if (start % size) stops.push_back(CeilDiv(start, size) * size);
+        const Int last = blocks.boundaries.LastBoundary(requests.num_tokens[slot], size);
+        const Int tail = blocks.boundaries.LastBoundary(prompt, spec.hash_block_size);
+        stops.push_back(last);
+        if (spec.align_stop_at_tail && last < tail && tail < prompt) stops.push_back(tail);
+    }
+    const Int single = requests.single_group_hit[slot];
+    if (start < single && single < end) {
+        const bool inside = blocks.checkpoints_single_group_hits && single <= prompt;
+        stops.push_back(inside ? single : start + (single - start) / size * size);
+    }
+    const Int planned = end;
+    for (const Int stop : stops) {
+        if (start < stop && stop < planned) end = std::min(end, stop);
+    }
+    return std::max<Int>(end - start, 0);
+}
+
 class StepApplier {
   public:
     StepApplier(Coordinator& coordinator, InFlightTracker& tracker, const Budget& budget, PartResult* result, Int seq)
@@ -16,13 +52,19 @@ class StepApplier {
           seq_(seq),
           tokens_left_(budget.tokens),
           input_left_(budget.input - budget.overhead),
-          overhead_(budget.overhead) {}
+          overhead_(budget.overhead),
+          aligns_(coordinator.spec.align_block_size > 0) {}
 
     // -- run ---------------------------------------------------------------------------------------------------------
 
     void ApplyRun(const Run& rows) {
         rows_ = &rows;
+        for (size_t row = 0; blocks_.has_states && row < rows.extra.size(); ++row) {
+            const Int slot = rows.slot[row];
+            requests_.asked[slot] = {seq_, requests_.num_tokens[slot] + rows.extra[row]};
+        }
         result_.granted.assign(rows.slot.size(), 0);
+        unnoted_ = &result_.granted;
         next_victim_ = 0;
         const std::set<Int> cannot_run = tracker_.CannotRun(seq_);
         bool limited = !rows.reserved.empty();
@@ -32,10 +74,7 @@ class StepApplier {
             if (room <= 0) break;
             const Int slot = rows.slot[row];
             if (!requests_.running[slot] || (!cannot_run.empty() && cannot_run.contains(slot))) continue;
-            const Int computed = requests_.computed[slot];
-            Int wanted = requests_.num_tokens[slot] - computed + Entry(rows.extra, row, 0);
-            wanted = std::min({wanted, room, blocks_.spec.max_model_len - computed});
-            if (!rows.cap.empty()) wanted = std::min(wanted, rows.cap[row]);
+            const Int computed = requests_.computed[slot], wanted = WantedOf(row, room);
             if (wanted <= 0) continue;
             const Int slots = computed + wanted + Entry(rows.lookahead, row, 0);
             if ((slots > requests_.fast_path_until[slot] || limited) && !Extend(row, wanted)) {
@@ -50,6 +89,7 @@ class StepApplier {
         for (size_t row = 0; row < rows.slot.size(); ++row) {
             if (result_.granted[row]) tracker_.NoteGrant(rows.slot[row], result_.granted[row], seq_);
         }
+        unnoted_ = nullptr;
     }
 
     // -- admit -------------------------------------------------------------------------------------------------------
@@ -69,7 +109,48 @@ class StepApplier {
         if (!result_.admit_load_after.empty()) result_.admit_load_after.resize(rows.slot.size(), 0);
     }
 
+    Int unaligned_chunks = 0, starved_chunks = 0;
+
   private:
+    // How many tokens a run row can get at most, free blocks aside.
+    Int WantedOf(size_t row, Int room) {
+        const Run& rows = *rows_;
+        const Int slot = rows.slot[row], computed = requests_.computed[slot];
+        const Int known = requests_.num_tokens[slot] - computed, cap = Entry(rows.cap, row, kUnlimited);
+        const Int wanted =
+            std::min({known + Entry(rows.extra, row, 0), room, blocks_.spec.max_model_len - computed, cap});
+        const bool plain = rows.extra.empty() && rows.cap.empty() && rows.flags.empty();
+        const bool aligns = aligns_ && (known > 1 || (!plain && computed < requests_.num_prompt[slot]));
+        if (!aligns || (Entry(rows.flags, row, 0) & kUnaligned)) return wanted;
+        return Aligned(slot, computed, wanted, cap);
+    }
+
+    // The tokens of a chunk, shortened so that it ends where recurrent states can be cached. It ends inside a state
+    // block only if the budget of the whole step is below one block.
+    Int Aligned(Int slot, Int start, Int wanted, Int cap) {
+        Int clipped = AlignChunk(blocks_, slot, start, wanted);
+        if (clipped <= 0 && wanted > 0) {
+            clipped = AlignChunk(blocks_, slot, start, wanted, std::min(BudgetOfStep(), cap));
+            unaligned_chunks += clipped > 0;
+        }
+        if (clipped <= 0 && wanted > 0) {
+            starved_chunks += ++requests_.unserved[slot] > kPatientRows;
+        } else {
+            requests_.unserved.erase(slot);
+        }
+        return clipped;
+    }
+
+    // How many tokens a row of this step could have had if it were the only row of the step.
+    Int BudgetOfStep() const {
+        auto [rows, tokens] = tracker_.GrantedIn(seq_);
+        for (size_t row = 0; unnoted_ != nullptr && row < unnoted_->size(); ++row) {
+            rows += (*unnoted_)[row] != 0;
+            tokens += (*unnoted_)[row];
+        }
+        return tokens + std::min(tokens_left_, input_left_ + rows * overhead_);
+    }
+
     Int Room() const { return std::min(tokens_left_, input_left_); }
 
     Int Spend(Int num_tokens) {
@@ -173,7 +254,8 @@ class StepApplier {
         if (wanted < (late ? 0 : start ? min_new : std::max<Int>(1, min_new))) return kNoRoom;
         if (!blocks_.HitIsReady(hit)) return kDeferred;
         const Admission admission = AdmissionOf(row, wanted, flags, &hit);
-        if (blocks_.FreeWanted(admission) > blocks_.pool.num_free()) return Refusal(slot);
+        if (blocks_.FreeWanted(admission) > blocks_.pool.num_free())
+            return Refusal(slot, Entry(rows.encoder_tokens, row, 0));
         blocks_.Admit(admission, &fresh_);
         requests_.Start(slot);
         requests_.computed[slot] = start + wanted;
@@ -199,12 +281,13 @@ class StepApplier {
         result_.admit_load_after[row] = load_after;
     }
 
-    Int WantedAtAdmission(size_t row, Int start, Int flags) const {
-        const Int slot = admit_->slot[row], room = Room();
-        const Int wanted = std::min(requests_.num_tokens[slot] + Entry(admit_->extra, row, 0) - start,
-                                    Entry(admit_->cap, row, kUnlimited));
+    Int WantedAtAdmission(size_t row, Int start, Int flags) {
+        const Int slot = admit_->slot[row], room = Room(), cap = Entry(admit_->cap, row, kUnlimited);
+        Int wanted = std::min(requests_.num_tokens[slot] + Entry(admit_->extra, row, 0) - start, cap);
         if (wanted > room && (flags & kWhole)) return -1;
-        return std::min({wanted, room, blocks_.spec.max_model_len - start});
+        wanted = std::min(wanted, room);
+        if (aligns_ && !(flags & kUnaligned)) wanted = Aligned(slot, start, wanted, cap);
+        return std::min(wanted, blocks_.spec.max_model_len - start);
     }
 
     Admission AdmissionOf(size_t row, Int wanted, Int flags, const Hit* hit) const {
@@ -223,9 +306,9 @@ class StepApplier {
         return admission;
     }
 
-    Int Refusal(Int slot) const {
+    Int Refusal(Int slot, Int num_encoder) const {
         const Int usable = blocks_.spec.num_blocks - 1 - static_cast<Int>(blocks_.pool.reserved.size());
-        return blocks_.BlocksWhenAlone(requests_.num_tokens[slot]) > usable ? kNeverFits : kRefused;
+        return blocks_.BlocksWhenAlone(requests_.num_tokens[slot], num_encoder) > usable ? kNeverFits : kRefused;
     }
 
     Coordinator& blocks_;
@@ -233,6 +316,8 @@ class StepApplier {
     InFlightTracker& tracker_;
     PartResult& result_;
     Int seq_, tokens_left_, input_left_, overhead_;
+    bool aligns_;
+    const Column* unnoted_ = nullptr;  // tokens of run rows that the tracker has not recorded yet
     const Run* rows_ = nullptr;
     const Admit* admit_ = nullptr;
     std::unordered_map<Int, size_t> row_of_;  // by slot: its run row that got tokens, of the rows before num_indexed_

@@ -62,7 +62,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("shared", sorted((key(one), blocks) for one, blocks in dump["shared"])),
         ("requests", _requests(dump, domains)),
         ("tracker", _tracker(dump, key, core._under_load)),
-        *[("manager", _manager(one)) for one in dump["managers"]],
+        *[("manager", _manager(one, key)) for one in dump["managers"]],
     ]
     for slot, (joined, size) in enumerate(dump["content"]):
         if dump["live"][slot]:
@@ -97,8 +97,8 @@ def _requests(dump: dict[str, Any], domains: list[str]) -> dict[str, Any]:
     ends = zip(columns["running"], dump["ends_at"], dump["computed"], strict=True)
     columns["ends_at"] = [max(end, computed) if runs else 0 for runs, end, computed in ends]
     return columns | {
-        "asked": {},
-        "unserved": {},
+        "asked": dict(dump["asked"]),
+        "unserved": dict(dump["unserved"]),
         "num_running": dump["num_running"],
         "loading": set(dump["loading"]),
         "not_zeroed": set(dump["not_zeroed"]),
@@ -122,15 +122,26 @@ def _tracker(dump: dict[str, Any], key: Callable[[tuple[int, bytes]], Key], unde
     }
 
 
-def _manager(packed: tuple[Any, ...]) -> dict[str, object]:
-    table, num_cached, partial_hit, copies, stores_empty, _, _ = packed
-    return {
+def _manager(packed: tuple[Any, ...], key: Callable[[tuple[int, bytes]], Key]) -> dict[str, object]:
+    table, num_cached, partial_hit, copies, stores_empty, _, _, states = packed
+    found = {
         "table": table,
         "num_cached": num_cached,
         "partial_hit": dict(partial_hit),
         "copies": copies,
         "stores_empty_ranges": stores_empty,
     }
+    if states is not None:
+        last_state, num_retired, has_allocated, stopped_at, last_checkpoints, registered = states
+        found |= {
+            "last_state": last_state,
+            "num_retired": num_retired,
+            "has_allocated": list(map(bool, has_allocated)),
+            "_stopped_at": {slot: dict(ends) for slot, ends in stopped_at},
+            "last_checkpoints": {slot: tuple(one) for slot, one in last_checkpoints},
+            "_registered_this_step": set(map(key, registered)),
+        }
+    return found
 
 
 def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]:
@@ -180,7 +191,12 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
         "num_running": requests["num_running"],
         "domain": [domains.setdefault(one, len(domains)) for one in requests["domain"]],
         **_packed_tracker(tracker, pack),
-        "managers": list(map(_packed_manager, entries["manager"], entries["group_counters"][0])),
+        "managers": [
+            _packed_manager(one, counts, pack)
+            for one, counts in zip(entries["manager"], entries["group_counters"][0], strict=True)
+        ],
+        "asked": [(slot, tuple(one)) for slot, one in requests["asked"].items()],
+        "unserved": list(requests["unserved"].items()),
         **dict(zip(COUNTERS, counters, strict=True)),
     }
     packed |= {name: requests[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
@@ -210,6 +226,18 @@ def _packed_tracker(tracker: dict[str, Any], pack: Callable[[Key], tuple[int, by
     }
 
 
-def _packed_manager(one: dict[str, Any], counts: tuple[int, int]) -> tuple[Any, ...]:
-    partial_hit = list(one["partial_hit"].items())
-    return one["table"], one["num_cached"], partial_hit, one["copies"], one["stores_empty_ranges"], *counts
+def _packed_manager(
+    one: dict[str, Any], counts: tuple[int, int], pack: Callable[[Key], tuple[int, bytes]]
+) -> tuple[Any, ...]:
+    partial_hit = [(slot, tuple(hit)) for slot, hit in one["partial_hit"].items()]
+    states = None
+    if "last_state" in one:
+        states = (
+            one["last_state"],
+            one["num_retired"],
+            one["has_allocated"],
+            [(slot, list(ends.items())) for slot, ends in one["_stopped_at"].items()],
+            [(slot, list(place)) for slot, place in one["last_checkpoints"].items()],
+            list(map(pack, one["_registered_this_step"])),
+        )
+    return one["table"], one["num_cached"], partial_hit, one["copies"], one["stores_empty_ranges"], *counts, states

@@ -52,8 +52,28 @@ enum AdmitStatus : Int {
     kNotWaiting = 7
 };
 enum EventKind : Int { kStored = 1, kRemoved = 2, kCleared = 3 };
-enum RemoveReason : Int { kNoReason = 0, kEvicted = 1, kDropped = 2, kPromoted = 3, kWithdrawn = 4, kUnverified = 5 };
-enum Kind : Int { kFull = 0, kMla = 1, kWindow = 2, kWindowMla = 3, kChunked = 4 };
+enum RemoveReason : Int {
+    kNoReason = 0,
+    kEvicted = 1,
+    kDropped = 2,
+    kPromoted = 3,
+    kWithdrawn = 4,
+    kUnverified = 5,
+    kMoved = 6
+};
+enum Kind : Int {
+    kFull = 0,
+    kMla = 1,
+    kWindow = 2,
+    kWindowMla = 3,
+    kChunked = 4,
+    kCross = 5,
+    kSinkFull = 6,
+    kRetainedWindow = 7,
+    kRing = 8,
+    kAlignedState = 9,
+    kUncachedState = 10
+};
 
 // A broken invariant of the core: a bug, never the fault of a caller. The module raises it as AssertionError.
 struct Broken : std::logic_error {
@@ -78,7 +98,7 @@ struct Digest {
     Digest(const uint8_t* data, size_t count) : size(static_cast<uint8_t>(count)) {
         std::memcpy(bytes.data(), data, count);
     }
-    bool operator==(const Digest& other) const { return size == other.size && bytes == other.bytes; }
+    auto operator<=>(const Digest& other) const = default;
 };
 
 // The chained hashes of a request, of equal size.
@@ -103,17 +123,21 @@ struct Digests {
 struct Key {
     uint32_t pair = 0;
     Digest digest;
-    bool operator==(const Key& other) const { return pair == other.pair && digest == other.digest; }
+    auto operator<=>(const Key& other) const = default;
 };
 
 struct GroupSpec {
     Int kind, block_size, window, chunk, is_draft, drops_last_block, admission_cap_blocks, zero_new_blocks;
-    Int lookup_class, extra_retained_tokens;
+    Int lookup_class, extra_retained_tokens, speculative_blocks, checkpoint_alignment, checkpoints_single_group_hits;
+
+    bool is_cached() const { return kind != kCross && kind != kRing && kind != kUncachedState; }
+    bool is_state() const { return kind == kAlignedState || kind == kUncachedState; }
 };
 
 struct Spec {
     Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
     Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
+    Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail;
     std::vector<GroupSpec> groups;
 
     Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }

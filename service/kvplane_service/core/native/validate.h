@@ -9,7 +9,14 @@ namespace kvplane {
 class StepValidator {
   public:
     StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool)
-        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots), seen_(kMaxSlots) {}
+        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots), seen_(kMaxSlots) {
+        for (const GroupSpec& one : spec.groups) {
+            if (!one.is_state()) continue;
+            const bool is_first = states_for_drafts_ < 0;
+            states_for_drafts_ =
+                is_first ? one.speculative_blocks : std::min(states_for_drafts_, one.speculative_blocks);
+        }
+    }
 
     bool Accepts(const Step& step) {
         for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
@@ -17,6 +24,7 @@ class StepValidator {
         not_busy_.clear();
         asked_to_load_.clear();
         loads_over_.clear();
+        computed_.clear();
         executed_through_ = pool_.executed_through;
         if (step.parts.empty() || step.executed_through < 0 || step.executed_through >= step.seq) return false;
         executed_through_ = std::max(executed_through_, step.executed_through);
@@ -115,6 +123,8 @@ class StepValidator {
              {Entry(facts.computed, row, kUnchanged), commit, Entry(facts.release_skipped, row, kUnchanged)}) {
             if (!Within(value, kUnchanged, spec_.max_model_len)) return false;
         }
+        if (states_for_drafts_ >= 0 && Entry(facts.computed, row, kUnchanged) != kUnchanged)
+            computed_[slot] = facts.computed[row];
         if (const Int count = Entry(facts.num_hashes, row, 0)) {
             if (known.by_service || (known.digest_size != 0 && known.digest_size != size)) return false;
             known.digest_size = size;
@@ -206,7 +216,29 @@ class StepValidator {
         return Within(run.extra, -kMaxTokens, kMaxTokens) && Within(run.cap, 0, kUnlimited) &&
                Within(run.lookahead, 0, kMaxLookahead) && Within(run.in_flight, -1, kMaxTokens) &&
                Within(run.reserved, 0, spec_.num_blocks) && Within(run.on_refusal, kStop, kPreempt) &&
-               HasBits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned);
+               HasBits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned) && AcceptsDrafts(run);
+    }
+
+    // Rows with more drafts than there are draft states would lose the state before rejected drafts.
+    bool AcceptsDrafts(const Run& run) {
+        if (states_for_drafts_ < 0 || !spec_.safe) return true;
+        const Int most = states_for_drafts_;
+        if (std::all_of(run.extra.begin(), run.extra.end(), [&](Int extra) { return extra <= most; })) return true;
+        for (size_t row = 0; row < run.extra.size(); ++row) {
+            const Int slot = run.slot[row];
+            if (!requests_.IsLive(slot) || !requests_.running[slot]) continue;
+            const Int known = Look(slot).num_tokens;
+            const auto given = computed_.find(slot);
+            const Int computed =
+                std::min(given == computed_.end() ? kMaxTokens : given->second, requests_.computed[slot]);
+            const Int end =
+                std::min({known + run.extra[row], computed + Entry(run.cap, row, kUnlimited), spec_.max_model_len});
+            const auto asked = requests_.asked.find(slot);
+            const bool in_flight = asked != requests_.asked.end() && asked->second.first > executed_through_;
+            const Int base = std::max(computed, in_flight ? asked->second.second : 0);
+            if (known - computed <= 1 && end - base > 1 + most) return false;
+        }
+        return true;
     }
 
     bool AcceptsAdmit(const Admit& admit) {
@@ -253,6 +285,8 @@ class StepValidator {
     Slot no_slot_;
     std::set<Int> asked_to_load_, loads_over_;  // slots of this message
     std::vector<uint8_t> seen_;
+    std::unordered_map<Int, Int> computed_;  // by slot, the computed tokens that facts set; only with states
+    Int states_for_drafts_ = -1;             // how many drafts can be rejected without losing a state; -1: no states
     size_t num_parts_ = 0;
 };
 

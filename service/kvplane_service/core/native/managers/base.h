@@ -42,14 +42,14 @@ class GroupManager {
 
     // -- tables ------------------------------------------------------------------------------------------------------
 
-    void Grow(Int slot) {
+    virtual void Grow(Int slot) {
         if (static_cast<size_t>(slot) < table.size()) return;
         table.resize(static_cast<size_t>(slot) + 1);
         num_cached.resize(static_cast<size_t>(slot) + 1, kNotTracked);
     }
 
     // Empties the slot's table; appends its blocks in order, without leading null blocks.
-    void TakeAll(Int slot, BlockList* into) {
+    virtual void TakeAll(Int slot, BlockList* into) {
         BlockList& blocks = table[slot];
         const auto first = std::find_if(blocks.begin(), blocks.end(), [](Block block) { return block != kNullBlock; });
         into->insert(into->end(), first, blocks.end());
@@ -58,11 +58,14 @@ class GroupManager {
         partial_hit.erase(slot);
     }
 
+    // Clears what is recorded per step.
+    virtual void NewStep() {}
+
     Int BlocksFor(Int num_tokens) const { return CeilDiv(num_tokens, block_size); }
 
     // -- allocation --------------------------------------------------------------------------------------------------
 
-    Int BlocksNeeded(const Need& need, const BlockList& hit) const {
+    virtual Int BlocksNeeded(const Need& need, const BlockList& hit) const {
         Int required = BlocksFor(need.num_slots);
         if (need.capped && spec.admission_cap_blocks) required = std::min(required, spec.admission_cap_blocks);
         const Int has = static_cast<Int>(table[need.slot].size());
@@ -70,17 +73,16 @@ class GroupManager {
         const Int skipped = std::max<Int>(SkippedTokens(need.total_computed), 0) / block_size;
         Int count = std::max<Int>(required - std::max(skipped, static_cast<Int>(hit.size()) + has), 0);
         count += EndsInsideBlock(hit, need.local_computed);
-        for (size_t i = static_cast<size_t>(std::max<Int>(0, skipped - has)); i < hit.size(); ++i) {
-            count += hit[i] != kNullBlock && pool.references[hit[i]] == 0;
-        }
-        return count;
+        return count + CountEvictable(hit, static_cast<size_t>(std::max<Int>(0, skipped - has)));
     }
 
-    Int BlocksToExtend(Int slot, Int num_slots) const {
+    // `num_main`: the positions without lookahead.
+    virtual Int BlocksToExtend(Int slot, Int num_slots, Int num_main) const {
+        (void)num_main;
         return std::max<Int>(BlocksFor(num_slots) - static_cast<Int>(table[slot].size()), 0);
     }
 
-    void Adopt(Int slot, const BlockList& hit, Int local_computed, Int total_computed) {
+    virtual void Adopt(Int slot, const BlockList& hit, Int local_computed, Int total_computed) {
         BlockList& blocks = table[slot];
         Require(blocks.empty(), "the slot already has blocks");
         const auto skipped = static_cast<size_t>(std::max<Int>(SkippedTokens(total_computed), 0) / block_size);
@@ -98,7 +100,7 @@ class GroupManager {
         }
     }
 
-    void AllocateExternal(Int slot, Int local_computed, Int total_computed) {
+    virtual void AllocateExternal(Int slot, Int local_computed, Int total_computed) {
         if (total_computed - std::max(local_computed, SkippedTokens(total_computed)) <= 0) return;
         const Int missing = BlocksFor(total_computed) - static_cast<Int>(table[slot].size());
         BlockList unused;
@@ -106,7 +108,8 @@ class GroupManager {
     }
 
     // Extends the table to `num_slots` token positions; appends the new blocks, targets of copies first.
-    void Allocate(Int slot, Int num_slots, BlockList* fresh) {
+    virtual void Allocate(Int slot, Int num_slots, Int num_main, Int num_encoder, BlockList* fresh) {
+        (void)num_main, (void)num_encoder;
         RedirectPartialHit(slot, fresh);
         const Int missing = BlocksFor(num_slots) - static_cast<Int>(table[slot].size());
         if (missing > 0) Extend(slot, missing, fresh);
@@ -120,7 +123,8 @@ class GroupManager {
         }
     }
 
-    Int BlocksAlone(Int num_tokens) const {
+    virtual Int BlocksAlone(Int num_tokens, Int num_encoder) const {
+        (void)num_encoder;
         const Int need = BlocksFor(num_tokens);
         return spec.admission_cap_blocks ? std::min(need, spec.admission_cap_blocks) : need;
     }
@@ -132,19 +136,9 @@ class GroupManager {
         return 0;
     }
 
-    void ReleaseSkipped(Int slot, Int num_processed) {
+    virtual void ReleaseSkipped(Int slot, Int num_processed) {
         const Int skipped = SkippedTokens(num_processed);
-        if (skipped <= 0) return;
-        BlockList& blocks = table[slot];
-        Int index = std::min(skipped / block_size, static_cast<Int>(blocks.size())) - 1;
-        freed_.clear();
-        for (; index >= 0 && blocks[index] != kNullBlock; --index) {
-            freed_.push_back(blocks[index]);
-            blocks[index] = kNullBlock;
-        }
-        if (freed_.empty()) return;
-        pool.NoteUse(freed_, std::min(requests.granted_step[slot], pool.step - 1));
-        pool.Release(freed_);
+        if (skipped > 0) ReleaseRange(slot, 0, skipped / block_size);
     }
 
     // -- prefix cache ------------------------------------------------------------------------------------------------
@@ -165,7 +159,7 @@ class GroupManager {
         num_cached[slot] = end;
     }
 
-    void RegisterAgain(const std::set<Block>& blocks) {
+    virtual void RegisterAgain(const std::set<Block>& blocks) {
         for (size_t slot = 0; slot < table.size(); ++slot) {
             Int first = 0;
             const Int count = static_cast<Int>(table[slot].size());
@@ -185,7 +179,7 @@ class GroupManager {
     virtual bool IsDownwardClosed() const { return false; }
     virtual Int DropMargin() const { return block_size; }
 
-    bool HitIsReady(const BlockList& hit, Int num_tokens) const {
+    virtual bool HitIsReady(const BlockList& hit, Int num_tokens) const {
         if (!replica.safe || !EndsInsideBlock(hit, num_tokens)) return true;
         return hit.back() == kNullBlock || pool.key_step[hit.back()] < pool.step;
     }
@@ -199,13 +193,22 @@ class GroupManager {
         return true;
     }
 
+    virtual void Rewind(Int slot, Int num_computed) { (void)slot, (void)num_computed; }
+    // Steps before the present one wrote the blocks that the request registered.
+    virtual void NoteWritten(Int slot) { (void)slot; }
+    // Keys that the manager has records of, besides those in the pool.
+    virtual const std::set<Key>& RecordedKeys() const {
+        static const std::set<Key> none;
+        return none;
+    }
+
     // -- fast path ---------------------------------------------------------------------------------------------------
 
-    Int AllocBound(Int slot) const {
+    virtual Int AllocBound(Int slot) const {
         return partial_hit.contains(slot) ? 0 : static_cast<Int>(table[slot].size()) * block_size;
     }
-    virtual Int WindowBound(Int num_processed) const {
-        (void)num_processed;
+    virtual Int WindowBound(Int slot, Int num_processed) const {
+        (void)slot, (void)num_processed;
         return kForever;
     }
     virtual Int RegisterBound(Int slot) const {
@@ -230,6 +233,82 @@ class GroupManager {
   protected:
     bool EndsInsideBlock(const BlockList& hit, Int num_tokens) const {
         return !hit.empty() && num_tokens % block_size != 0;
+    }
+
+    static Int Size(const BlockList& blocks) { return static_cast<Int>(blocks.size()); }
+
+    // Counts the free blocks of a hit from an index on: `num_free` falls by this number if they are adopted.
+    Int CountEvictable(const BlockList& hit, size_t first = 0) const {
+        Int count = 0;
+        for (size_t i = first; i < hit.size(); ++i) count += hit[i] != kNullBlock && pool.references[hit[i]] == 0;
+        return count;
+    }
+
+    void ReleaseRange(Int slot, Int first, Int last) {
+        const BlockList& blocks = table[slot];
+        freed_.clear();
+        for (Int index = std::min(last, Size(blocks)) - 1; index >= first && blocks[index] != kNullBlock; --index)
+            freed_.push_back(static_cast<Block>(index));
+        if (!freed_.empty()) GiveUp(slot, &freed_);
+    }
+
+    // Releases the blocks at these indices, which are overwritten, as launches in flight may still read them.
+    void GiveUp(Int slot, BlockList* indices) {
+        for (Block& one : *indices) one = std::exchange(table[slot][one], kNullBlock);
+        pool.NoteUse(*indices, std::min(requests.granted_step[slot], pool.step - 1));
+        pool.Release(*indices);
+    }
+
+    void Take(Int count, BlockList* into) {
+        allocated += count;
+        pool.Take(count, into);
+    }
+
+    void CopyIntoTable(Int slot, Int index, Block source, Block target) {
+        Require(table[slot][index] == source, "a partial hit is not in the table");
+        table[slot][index] = target;
+        OrderCopy(source, target);
+        pool.Touch(target);
+    }
+
+    void OrderCopy(Block source, Block target) {
+        copies.emplace_back(source, target);
+        orders.copy_src.push_back(source);
+        orders.copy_dst.push_back(target);
+        orders.copy_group.push_back(group);
+    }
+
+    // Registers the key of a prefix that ends inside the block; a key of a shorter prefix is removed.
+    Key RegisterInsideBlock(Int slot, Block block, Int num_tokens) {
+        const Key key = KeyOf(slot, num_tokens / hash_size);
+        if (pool.HasThisKey(block, key)) return key;
+        if (pool.HasKey(block) && pool.KeyTokens(block) < num_tokens) Promote(block, num_tokens);
+        pool.Register(block, key, num_tokens);
+        ReportStoredInside(slot, block, key, num_tokens);
+        return key;
+    }
+
+    void ReportStoredInside(Int slot, Block block, const Key& key, Int num_tokens) {
+        if (!replica.events) return;
+        const Digests& digests = requests.content[slot];
+        const Int start = num_tokens - hash_size, count = num_tokens / hash_size;
+        Event event;
+        event.kind = kStored;
+        event.group = group;
+        event.domain = pool.pairs.Name(key.pair);
+        event.hashes.assign(key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
+        event.hash_size = key.digest.size;
+        event.blocks = {block};
+        if (count > 1) {
+            const Digest parent = digests.at(count - 2);
+            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
+        }
+        event.block_size = hash_size;
+        event.slot = slot;
+        event.start = start;
+        event.end = num_tokens;
+        event.block_starts = {start};
+        pool.AddEvent(std::move(event));
     }
 
     Key KeyOf(Int slot, Int num_hashes) const {
@@ -262,11 +341,9 @@ class GroupManager {
         orders.zero_group.push_back(group);
     }
 
-  private:
     void Extend(Int slot, Int count, BlockList* fresh) {
         const size_t first = fresh->size();
-        allocated += count;
-        pool.Take(count, fresh);
+        Take(count, fresh);
         table[slot].insert(table[slot].end(), fresh->begin() + static_cast<std::ptrdiff_t>(first), fresh->end());
         if (spec.zero_new_blocks) {
             for (size_t i = first; i < fresh->size(); ++i) OrderZero((*fresh)[i]);
@@ -278,20 +355,13 @@ class GroupManager {
         if (found == partial_hit.end()) return;
         const auto [index, source] = found->second;
         partial_hit.erase(found);
-        ++allocated;
-        pool.Take(1, fresh);
+        Take(1, fresh);
         const Block target = fresh->back();
-        Require(table[slot][index] == source, "a partial hit is not in the table");
-        table[slot][index] = target;
-        copies.emplace_back(source, target);
-        orders.copy_src.push_back(source);
-        orders.copy_dst.push_back(target);
-        orders.copy_group.push_back(group);
-        pool.Touch(target);
+        CopyIntoTable(slot, index, source, target);
         OrderZero(target);
     }
 
-    void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
+    virtual void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
         const Digests& digests = requests.content[slot];
         Event event;
         const bool reports = replica.events;
@@ -323,6 +393,7 @@ class GroupManager {
         pool.AddEvent(std::move(event));
     }
 
+  private:
     BlockList freed_;
 };
 

@@ -10,7 +10,7 @@ class ChunkedLocalManager final : public GroupManager {
     using GroupManager::GroupManager;
 
     Int SkippedTokens(Int num_computed) const override { return FloorDiv(num_computed, spec.chunk) * spec.chunk; }
-    Int WindowBound(Int num_processed) const override { return (num_processed / spec.chunk + 1) * spec.chunk; }
+    Int WindowBound(Int, Int num_processed) const override { return (num_processed / spec.chunk + 1) * spec.chunk; }
 
     Int FindPrefix(const Query& query, Rows* rows) const override {
         const Int first = SkippedTokens(std::max<Int>(query.max_tokens, 0)) / block_size;

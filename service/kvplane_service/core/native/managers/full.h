@@ -5,7 +5,7 @@
 
 namespace kvplane {
 
-class FullAttentionManager final : public GroupManager {
+class FullAttentionManager : public GroupManager {
   public:
     using GroupManager::GroupManager;
 
@@ -73,32 +73,37 @@ class FullAttentionManager final : public GroupManager {
         const auto [boundary, block] = PromptTail(slot);
         return block != kNullBlock && !pool.HasThisKey(block, KeyOf(slot, boundary / hash_size));
     }
+};
 
-    void RegisterInsideBlock(Int slot, Block block, Int num_tokens) {
-        const Key key = KeyOf(slot, num_tokens / hash_size);
-        if (pool.HasThisKey(block, key)) return;
-        if (pool.HasKey(block) && pool.KeyTokens(block) < num_tokens) Promote(block, num_tokens);
-        pool.Register(block, key, num_tokens);
-        if (!replica.events) return;
-        const Digests& digests = requests.content[slot];
-        const Int start = num_tokens - hash_size, count = num_tokens / hash_size;
-        Event event;
-        event.kind = kStored;
-        event.group = group;
-        event.domain = pool.pairs.NameOf(requests.domain[slot]);
-        event.hashes.assign(key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
-        event.hash_size = key.digest.size;
-        event.blocks = {block};
-        if (count > 1) {
-            const Digest parent = digests.at(count - 2);
-            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
-        }
-        event.block_size = hash_size;
-        event.slot = slot;
-        event.start = start;
-        event.end = num_tokens;
-        event.block_starts = {start};
-        pool.AddEvent(std::move(event));
+// Retained sliding windows (R-SWA): a request keeps its prompt and the last `window` tokens; the gap is released.
+class RetainedWindowManager final : public FullAttentionManager {
+  public:
+    using FullAttentionManager::FullAttentionManager;
+
+    // Only blocks of the prompt: the page of a later token depends on where the prompt ends, which no key states.
+    void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) override {
+        const Int known = replica.safe ? std::min(num_tokens, requests.num_prompt[slot]) : num_tokens;
+        FullAttentionManager::RegisterBlocks(slot, known, boundaries);
+    }
+
+    void ReleaseSkipped(Int slot, Int num_processed) override {
+        ReleaseRange(slot, BlocksFor(requests.num_prompt[slot]), WindowStart(slot, num_processed) / block_size);
+    }
+
+    bool CanRewind(Int slot, Int num_computed) const override {
+        const auto first = static_cast<size_t>(WindowStart(slot, num_computed) / block_size);
+        const BlockList& blocks = table[slot];
+        return first >= blocks.size() ||
+               std::find(blocks.begin() + static_cast<std::ptrdiff_t>(first), blocks.end(), kNullBlock) == blocks.end();
+    }
+
+    Int WindowBound(Int slot, Int num_processed) const override {
+        return (WindowStart(slot, num_processed) / block_size + 1) * block_size + spec.window;
+    }
+
+  private:
+    Int WindowStart(Int slot, Int num_tokens) const {
+        return std::max(requests.num_prompt[slot], num_tokens - spec.window);
     }
 };
 

@@ -14,7 +14,7 @@ class SlidingWindowManager final : public GroupManager {
 
     Int SkippedTokens(Int num_computed) const override { return std::max<Int>(0, num_computed - margin_); }
 
-    Int WindowBound(Int num_processed) const override {
+    Int WindowBound(Int, Int num_processed) const override {
         return (SkippedTokens(num_processed) / block_size + 1) * block_size + margin_;
     }
 
