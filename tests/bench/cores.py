@@ -26,7 +26,8 @@ REQUESTS, BLOCK, TOKENS, STEPS = 256, 16, 512, 96
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)
 WINDOWS = tuple(GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=128, lookup_class=1) for _ in range(6))
 STATES = tuple(
-    GroupSpec(GroupKind.MAMBA, BLOCK, mamba_mode=MambaMode.ALIGN, lookup_class=1, zero_new_blocks=True) for _ in range(7)
+    GroupSpec(GroupKind.MAMBA, BLOCK, mamba_mode=MambaMode.ALIGN, lookup_class=1, zero_new_blocks=True)
+    for _ in range(7)
 )
 SHAPES = {"1 full": (FULL,), "1 full, 6 windows": (FULL, *WINDOWS), "1 full, 7 states": (FULL, *STATES)}
 
