@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,6 @@ from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire import decode_plan, encode_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import read_token, run_dir_of
-from kvplane_worker.lending.writer import ProcessName
 from kvplane_worker.memory import SharedMemory
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.rpc import wire
@@ -90,8 +88,7 @@ def attach(where: str | Path, plan_digest: str = "", opaque_plan: RankPlan | Non
         FailedPrecondition: stamp table and pages belong to different allocations (incarnations), so the memory is
             damaged.
     """
-    name = ProcessName.of(os.getpid())
-    request = pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks)
+    request = pb.AttachRequest(plan_digest=plan_digest)
     if opaque_plan is not None:
         request.opaque_plan.CopyFrom(encode_plan(opaque_plan))
     answer = _ask(where, request)
@@ -111,8 +108,7 @@ def map_stamps(where: str | Path) -> tuple[StampTable, memoryview]:
 
 def attached_pid(where: str | Path) -> int:
     """Return the id of the process to which a worker's pages are lent; 0 = none. Raises the errors of `map_stamps`."""
-    with WorkerClient(run_dir_of(where)) as worker:
-        return worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).attached_pid
+    return describe(where).attached_pid
 
 
 def read_stamps(where: str | Path) -> StampTable:
@@ -132,8 +128,14 @@ def pages_under_transfer(where: str | Path) -> tuple[int, ...]:
     the only one that may write their pages. The engine then claims the workers itself and calls this function until the
     result is empty. This is safe because after a claim a worker starts no transfer of an earlier engine life.
     """
-    with WorkerClient(run_dir_of(where)) as worker:
-        return wire.decode_blocks(worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).busy)
+    return wire.decode_blocks(describe(where).busy)
+
+
+def describe(where: str | Path) -> pb.DescribeResponse:
+    """Return what a worker says of itself and its pages. Raises the errors of `map_stamps`."""
+    run_dir = run_dir_of(where)
+    with WorkerClient(run_dir) as worker:
+        return worker.call("Describe", pb.DescribeRequest(token=read_token(run_dir)), pb.DescribeResponse)
 
 
 def _ask(where: str | Path, request: pb.AttachRequest) -> pb.AttachResponse:

@@ -161,7 +161,7 @@ class WorkerProcess:
             self._served.memory = holdings
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
-        self._server = WorkerServer(self._servicer, run_dir.address)
+        self._server = WorkerServer(self._servicer, run_dir.path)
         self._server.start()
         self._renew()
         return run_dir.address

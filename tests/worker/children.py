@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -84,6 +85,7 @@ class Hands:
         self.ranks: list[Rank] = []
         self.session: Any = None
         self.client: Any = None
+        self.listener: Any = None
 
     def attach(self, where: str) -> tuple[int, int]:
         """Attach to the worker of one more rank. Returns incarnation and owner epoch."""
@@ -91,6 +93,31 @@ class Hands:
         self.attached.append(one)
         self.ranks.append(Rank(one.stamps, PageMover(one.buffers, TorchOps())))
         return one.stamps.incarnation, one.stamps.owner_epoch
+
+    def greeting(self, where: str) -> bytes:
+        """Connect to the socket of a worker. Returns the first bytes of its server; b"" if the connection is closed."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(30)
+            connection.connect(where.removeprefix("unix:"))
+            return connection.recv(100)
+
+    def listen(self, path: str) -> None:
+        """Listen at the path of a socket."""
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(path)
+        self.listener.listen()
+
+    def received(self) -> bytes:
+        """Accept the connections that wait. Returns what was sent on them."""
+        self.listener.settimeout(0)
+        received = b""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self.listener.accept()
+                connection.settimeout(30)
+                while data := connection.recv(1000):
+                    received += data
+        return received
 
     def attach_opaque(self, where: str, plan: RankPlan) -> int:
         """Attach to a worker without a service. Returns the incarnation."""

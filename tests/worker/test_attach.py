@@ -17,7 +17,7 @@ from kvplane.base.errors import (
     WrongPlan,
 )
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import Attached, attach, read_stamps
+from kvplane_worker.attach import Attached, attach, describe, read_stamps
 from kvplane_worker.lending.rundir import RunDir, read_token, run_dir_of
 from kvplane_worker.lending.writer import ProcessName, Writer
 from kvplane_worker.rpc.client import WorkerClient
@@ -36,10 +36,10 @@ class Lent:
         self.token = read_token(run_dir_of(self.address))
 
     def describe(self) -> pb.DescribeResponse:
-        return self.client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
+        return describe(self.address)
 
     def checksums(self, group: int = 0) -> list[int]:
-        request = pb.ChecksumRequest(group=group, blocks=range(BLOCKS))
+        request = pb.ChecksumRequest(token=self.token, group=group, blocks=range(BLOCKS))
         return list(self.client.call("Checksum", request, pb.ChecksumResponse).checksums)
 
     def transfer(self, **fields) -> pb.TransferResponse:
@@ -51,8 +51,7 @@ class Lent:
         return self.client.call("Claim", request, pb.ClaimResponse)
 
     def ask(self, **fields) -> pb.AttachResponse:
-        me = ProcessName.of(os.getpid())
-        request = pb.AttachRequest(**{"token": self.token, "pid": me.pid, "start_ticks": me.start_ticks, **fields})
+        request = pb.AttachRequest(**{"token": self.token, **fields})
         return self.client.call("Attach", request, pb.AttachResponse)
 
     def state(self) -> tuple[object, ...]:
@@ -105,7 +104,7 @@ def test_attach_supports_block_outermost_layout(here: World):
         assert page[: 256 + 128].count_nonzero() == 0
         assert page[256 + 128 :].count_nonzero() == 64
         with WorkerClient(run_dir_of(address)) as client:
-            request = pb.ChecksumRequest(blocks=[2, 3])
+            request = pb.ChecksumRequest(token=read_token(run_dir_of(address)), blocks=[2, 3])
             sums = client.call("Checksum", request, pb.ChecksumResponse).checksums
     assert sums[0] != sums[1]
 
@@ -147,23 +146,14 @@ def test_attach_of_another_user_is_refused(lent: Lent):
     error = other_user.do("attach", lent.address)
     assert (type(error), error.field) == (PermissionDenied, "run_dir")
     assert str(NOBODY) in str(error)
-    # Even with the token, the process is refused.
-    them = ProcessName.of(other_user.pid)
-    error = refusal(lambda: lent.ask(pid=them.pid, start_ticks=them.start_ticks))
-    assert (type(error), error.field) == (PermissionDenied, "pid")
     assert lent.state() == before
 
 
 def test_invalid_attach_changes_nothing(lent: Lent):
     before = lent.state()
-    gone = lent.world.engine()
-    name = ProcessName.of(gone.pid)
-    gone.kill()
     for fields, kind, field in (
         ({"token": "guessed"}, PermissionDenied, "token"),
         ({"token": ""}, PermissionDenied, "token"),
-        ({"pid": name.pid, "start_ticks": name.start_ticks}, InvalidArgument, "pid"),
-        ({"start_ticks": 1}, InvalidArgument, "start_ticks"),
         ({"plan_digest": "another"}, WrongPlan, "plan_digest"),
     ):
         error = refusal(lambda fields=fields: lent.ask(**fields))

@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.lending.rundir import run_dir_of
+from kvplane_worker.attach import describe
 from kvplane_worker.ops.select import choose
 from kvplane_worker.process import WorkerProcess
-from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import World
 
 
 def test_describe_returns_the_backend_and_its_reasons(here: World):
     _, address = here.worker()
-    with WorkerClient(run_dir_of(address)) as client:
-        described = client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
+    described = describe(address)
     choice = choose("cpu")
     assert described.backend == choice.ops.name
     assert tuple(described.backend_reasons) == choice.reasons

@@ -21,6 +21,8 @@ from kvplane.v1 import worker_pb2 as pb
 from kvplane_service.rpc import claims
 from kvplane_worker.attach import read_stamps
 from kvplane_worker.lending.rundir import RunDir
+from kvplane_worker.lending.writer import ProcessName
+from kvplane_worker.rpc.callers import Caller
 from kvplane_worker.rpc.handlers import service_handler
 from tests.service.rig import NONCES, Stream
 from tests.worker.rig import World, world
@@ -148,23 +150,23 @@ def test_address_registered_by_another_owner_is_not_claimed(pair):
     assert not isinstance(engine.do("carry_out", before[0], 50), StaleEpoch)
 
 
+def no_process(peer: str) -> ProcessName:
+    raise AssertionError(peer)
+
+
 class Thief:
-    """A worker's API on a socket of an attacker: it says that it is the registered worker and keeps what it is sent."""
+    """A worker's API on a socket of an attacker: it answers every claim and keeps what it is sent."""
 
-    Attach = Transfer = Checksum = None
+    Describe = Attach = Transfer = Checksum = None
 
-    def __init__(self, path: Path, worker_id: int) -> None:
-        self.worker_id = worker_id
+    def __init__(self, path: Path) -> None:
         self.got: list[str] = []
         self.server = grpc.server(ThreadPoolExecutor(1))
-        self.server.add_generic_rpc_handlers((service_handler(WORKER, self),))
+        self.server.add_generic_rpc_handlers((service_handler(WORKER, self, no_process),))
         self.server.add_insecure_port(f"unix:{path}")
         self.server.start()
 
-    def Describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:  # noqa: N802
-        return pb.DescribeResponse(worker=plan_pb2.WorkerInfo(worker_id=self.worker_id))
-
-    def Claim(self, request: pb.ClaimRequest) -> pb.ClaimResponse:  # noqa: N802
+    def Claim(self, request: pb.ClaimRequest, _: Caller) -> pb.ClaimResponse:  # noqa: N802
         self.got.append(request.token)
         return pb.ClaimResponse()
 
@@ -175,7 +177,7 @@ def theft(tmp_path):
     (tmp_path / "victim").mkdir(mode=0o700)
     (tmp_path / "victim" / "token").write_text("secret")
     (tmp_path / "evil").mkdir()
-    thief = Thief(tmp_path / "evil" / "worker.sock", 42)
+    thief = Thief(tmp_path / "evil" / "worker.sock")
     yield tmp_path, thief
     thief.server.stop(None).wait()
 
@@ -206,7 +208,7 @@ def test_token_goes_only_to_a_socket_in_the_same_directory(theft, attack):
 
 def test_directory_replaced_during_a_claim_does_not_get_the_token(theft, monkeypatch):
     folder, thief = theft
-    honest = Thief(folder / "victim" / "worker.sock", 42)
+    honest = Thief(folder / "victim" / "worker.sock")
     token_in = claims._token_in
 
     def read_and_replace(*place: Any) -> str:

@@ -14,7 +14,7 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Orders
 from kvplane.rank import Rank, RankGroup
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.lending.rundir import run_dir_of
+from kvplane_worker.lending.rundir import read_token, run_dir_of
 from kvplane_worker.memory import MemoryHandle, MemoryKind
 from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.torch_ops import TorchOps
@@ -41,7 +41,7 @@ def free_bytes() -> int:
 
 def checksums(address: str) -> list[int]:
     with WorkerClient(run_dir_of(address)) as client:
-        request = pb.ChecksumRequest(group=0, blocks=range(8))
+        request = pb.ChecksumRequest(token=read_token(run_dir_of(address)), group=0, blocks=range(8))
         return list(client.call("Checksum", request, pb.ChecksumResponse).checksums)
 
 

@@ -9,13 +9,13 @@ import pytest
 from kvplane import NotFound, connect
 from kvplane.base.sources import LayerSource
 from kvplane.rpc.access import Access
+from kvplane_worker.attach import describe
 from kvplane_worker.lending.rundir import shared_prefix
 from kvplane_worker.memory.shared import SHM_FOLDER
 from tests.service.guarded import Guard
 from tests.service.rig import running
 from tests.worker import children
 from tests.worker.rig import BLOCKS, LAYERS, World
-from tests.worker.test_process import describe
 
 
 @pytest.fixture

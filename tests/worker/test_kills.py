@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvplane.v1 import plan_pb2
-from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.lending.rundir import run_dir_of
-from kvplane_worker.rpc.client import WorkerClient
+from kvplane_worker.attach import attached_pid
 from tests.service.rig import until
 from tests.worker.rig import World, open_files
 
@@ -16,11 +14,6 @@ KILLS = 25  # of workers, and of engines
 
 def descriptors_of(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def attached_pid(address: str) -> int:
-    with WorkerClient(run_dir_of(address)) as client:
-        return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).attached_pid
 
 
 def test_killed_engines_leak_nothing(here: World):

@@ -52,7 +52,8 @@ class Moved:
         return begun
 
     def checksums(self, blocks: list[int]) -> list[int]:
-        return list(self.client.call("Checksum", pb.ChecksumRequest(blocks=blocks), pb.ChecksumResponse).checksums)
+        request = pb.ChecksumRequest(token=self.token, blocks=blocks)
+        return list(self.client.call("Checksum", request, pb.ChecksumResponse).checksums)
 
     def end(self) -> None:
         self.gate.unlink(missing_ok=True)

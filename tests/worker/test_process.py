@@ -23,17 +23,15 @@ from kvplane.base.errors import (
 )
 from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
-from kvplane.v1 import worker_pb2 as pb
 from kvplane.v1.allocation_pb2 import ListReplicasRequest
 from kvplane_service.config import Config
 from kvplane_worker import process as process_module
-from kvplane_worker.attach import attach
+from kvplane_worker.attach import attach, describe
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import run_dir_of
 from kvplane_worker.ops import select
 from kvplane_worker.ops.proof import Proof
 from kvplane_worker.process import Stop, WorkerProcess
-from kvplane_worker.rpc.client import WorkerClient
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world
@@ -41,11 +39,6 @@ from tests.worker.test_ranks import PROMPT
 
 READY = plan_pb2.WORKER_STATE_READY
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def describe(address: str) -> pb.DescribeResponse:
-    with WorkerClient(run_dir_of(address)) as client:
-        return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
 
 
 def test_worker_is_registered_and_describes_itself(here: World):

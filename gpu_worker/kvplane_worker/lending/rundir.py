@@ -5,6 +5,7 @@ lock         locked while the worker runs; the kernel releases the lock when the
 token        secret that engines send; a process that can read it runs as the same user
 worker.json  worker id and pid of the process that holds the lock, or held it last
 worker.sock  Unix socket of the gRPC API kvplane.v1.Worker
+grpc.sock    Unix socket to which the worker passes the connections of worker.sock on
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvplane.base.errors import InvalidArgument, NotFound, PermissionDenied, Wor
 from kvplane.base.worker import is_socket_path
 from kvplane_worker.memory.shared import SHM_FOLDER
 
-SOCKET, TOKEN, LOCK, STATE = "worker.sock", "token", "lock", "worker.json"
+SOCKET, GRPC_SOCKET, TOKEN, LOCK, STATE = "worker.sock", "grpc.sock", "token", "lock", "worker.json"
 MAX_SOCKET_CHARS = 107  # most characters of a Unix socket address
 
 
@@ -130,7 +131,7 @@ class RunDir:
         """Remove the files of this worker or of an earlier worker. Safe, since no other worker uses these files while
         this worker has the lock.
         """
-        for name in (SOCKET, TOKEN):
+        for name in (SOCKET, GRPC_SOCKET, TOKEN):
             (self.path / name).unlink(missing_ok=True)
         for left in SHM_FOLDER.glob(f"{shared_prefix(self.path)}*"):
             left.unlink(missing_ok=True)

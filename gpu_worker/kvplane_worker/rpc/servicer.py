@@ -30,6 +30,7 @@ from kvplane_worker.lending.writer import ProcessName, Writer
 from kvplane_worker.memory import free_bytes
 from kvplane_worker.ops.select import Choice
 from kvplane_worker.rpc import wire
+from kvplane_worker.rpc.callers import Caller
 
 MAX_THREADS = 8
 THREADS_FOR_CLAIMS = 2
@@ -139,8 +140,9 @@ class WorkerServicer:
         with self._one_at_a_time:
             self._writer.close()
 
-    def Describe(self, _: pb.DescribeRequest) -> Message:  # noqa: N802
+    def Describe(self, request: pb.DescribeRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Return the state of the worker; see worker.proto."""
+        self._check_token(request.token)
         served, stamps = self._served, self._served.holdings.stamps
         seq, part = stamps.position
         groups = range(served.holdings.buffers.num_groups)
@@ -159,13 +161,13 @@ class WorkerServicer:
             busy=wire.encode_blocks(list(dict.fromkeys(chain.from_iterable(list(self._accepted))))),
         )
 
-    def Attach(self, request: pb.AttachRequest) -> Message:  # noqa: N802
+    def Attach(self, request: pb.AttachRequest, caller: Caller) -> Message:  # noqa: N802
         """Lend the pages to the calling process, or only the stamp table; see worker.proto."""
         self._check_token(request.token)
         if self._leaving:
             raise Unavailable("the worker is shutting down", remedy="attach to the worker that is started in its place")
         if request.HasField("opaque_plan"):
-            self._lend(request)
+            self._lend(request, caller())
         digest = self._served.info.plan_digest
         if request.plan_digest and request.plan_digest != digest:
             raise WrongPlan(
@@ -174,15 +176,15 @@ class WorkerServicer:
                 remedy="attach to a worker of this registration of the replica, or restart the worker",
             )
         if not request.stamps_only and not request.HasField("opaque_plan"):
-            self._lend(request)
+            self._lend(request, caller())
         return wire.encode_attached(self._served.holdings, request.stamps_only)
 
-    def _lend(self, request: pb.AttachRequest) -> None:
+    def _lend(self, request: pb.AttachRequest, caller: ProcessName) -> None:
         """Lend the pages to the calling process, after a change to the plan that it gives, if it gives one."""
-        served, named = self._served, ProcessName(request.pid, request.start_ticks)
+        served = self._served
         plan = client_wire.decode_plan(request.opaque_plan) if request.HasField("opaque_plan") else None
         with self._a_thread(), self._one_transfer, self._one_at_a_time:
-            is_new = self._writer.lend(named)
+            is_new = self._writer.lend(caller)
             try:
                 if plan is not None:
                     served.hold(plan, is_mapped=not is_new)
@@ -193,7 +195,7 @@ class WorkerServicer:
                     self._writer.close()  # nothing was lent
                 raise
 
-    def Transfer(self, request: pb.TransferRequest) -> Message:  # noqa: N802
+    def Transfer(self, request: pb.TransferRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Copy pages within the rank, or to and from the staging buffer; see worker.proto."""
         self._check_token(request.token)
         order, holdings = wire.decode_transfer(request), self._served.holdings
@@ -240,19 +242,29 @@ class WorkerServicer:
         finally:
             self._room.release()
 
-    def Checksum(self, request: pb.ChecksumRequest) -> Message:  # noqa: N802
+    def Checksum(self, request: pb.ChecksumRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Return checksums of pages; see worker.proto."""
+        self._check_token(request.token)
         with self._a_thread():
             served, blocks = self._served, list(request.blocks)
             outcome = transfers.checksum(served.holdings, served.backend.ops, request.group, blocks)
         return wire.encode_checksums(outcome)
 
-    def Claim(self, request: pb.ClaimRequest) -> Message:  # noqa: N802
+    def Claim(self, request: pb.ClaimRequest, _: Caller | None = None) -> Message:  # noqa: N802
         """Make a new engine life (epoch) the owner of the pages, the only one that may write them; see worker.proto."""
         self._check_token(request.token)
+        self._check_worker(request.worker_id)
         with self._one_at_a_time:
             self._served.holdings.stamps.begin_life(request.epoch)
             return wire.encode_claimed(self._served.holdings, self._written)
+
+    def _check_worker(self, worker_id: int) -> None:
+        if worker_id not in (0, self._served.info.worker_id):
+            raise FailedPrecondition(
+                f"this is worker {self._served.info.worker_id}, not {worker_id}",
+                field="worker_id",
+                remedy="claim the worker that is registered for the rank",
+            )
 
     def _check_token(self, token: str) -> None:
         if not hmac.compare_digest(token.encode(), self._served.token.encode()):

@@ -28,6 +28,7 @@ from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.worker import UNIX, WorkerInfo, WorkerState, is_socket_path
+from kvplane.rpc.peers import check_listener
 from kvplane.rpc.status import error_of_rpc
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, unpack
@@ -161,18 +162,19 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
     Raises:
         StaleEpoch: a newer engine life owns the pages.
         Unavailable: the address is not a socket in a private directory of this user; the worker cannot be reached or
-            does not answer within CLAIM_TIMEOUT_S; or another worker answers. All this is checked because any client
-            with the scope `worker` may register any address.
-        KvplaneError: the worker refuses.
+            does not answer within CLAIM_TIMEOUT_S. All this is checked because any client with the scope `worker` may
+            register any address.
+        PermissionDenied: a process of another user listens at the address.
+        KvplaneError: the worker refuses, for instance because it is not the registered one.
     """
     with _directory_of(worker.address) as (directory, socket):
         token = _token_in(directory, worker.address)
         # The socket and the token are those of one directory, whatever its path names by now.
-        async with grpc.aio.insecure_channel(f"{UNIX}/proc/self/fd/{directory}/{socket}", _OPTIONS) as channel:
-            described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
-            if described.worker.worker_id != worker.worker_id:
-                raise Unavailable(f"the worker at {worker.address} is not the registered worker {worker.worker_id}")
-            answer = await _ask(channel, "Claim", pb.ClaimRequest(token=token, epoch=epoch), pb.ClaimResponse)
+        path = f"/proc/self/fd/{directory}/{socket}"
+        check_listener(path, worker.address)
+        async with grpc.aio.insecure_channel(f"{UNIX}{path}", _OPTIONS) as channel:
+            request = pb.ClaimRequest(token=token, epoch=epoch, worker_id=worker.worker_id)
+            answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
     busy = unpack(answer.busy, U32, "claim", "busy")
     return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
 

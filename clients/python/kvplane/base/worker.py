@@ -33,7 +33,7 @@ class WorkerInfo:
     Attributes:
         rank: the rank whose pages the worker holds.
         worker_id: u64 that each worker process chooses at random, not 0.
-        address: gRPC address of its `kvplane.v1.Worker`; after "unix:" a path that `is_socket_path` accepts.
+        address: gRPC address of its `kvplane.v1.Worker`: "unix:" and a path that `is_socket_path` accepts.
         pid: its process id.
         device: device of its pages, such as "cpu" or "cuda:0".
         state: whether engines can attach its pages.
@@ -62,7 +62,7 @@ class WorkerInfo:
             f"give at most {MAX_ADDRESS_CHARS} characters",
         )
         _require(
-            not self.address.startswith(UNIX) or is_socket_path(self.address.removeprefix(UNIX)),
+            self.address.startswith(UNIX) and is_socket_path(self.address.removeprefix(UNIX)),
             "address",
             self.address,
             "give unix:PATH with an absolute path that has no empty, . or .. component and no %, ? or #",

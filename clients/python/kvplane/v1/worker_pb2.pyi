@@ -37,8 +37,10 @@ class MemoryHandle(_message.Message):
     def __init__(self, shared_path: _Optional[str] = ..., cuda_ipc: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("replica", "worker", "orders_seq", "orders_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
@@ -69,20 +71,16 @@ class DescribeResponse(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only", "opaque_plan")
+    __slots__ = ("token", "plan_digest", "stamps_only", "opaque_plan")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    START_TICKS_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STAMPS_ONLY_FIELD_NUMBER: _ClassVar[int]
     OPAQUE_PLAN_FIELD_NUMBER: _ClassVar[int]
     token: str
-    pid: int
-    start_ticks: int
     plan_digest: str
     stamps_only: bool
     opaque_plan: _plan_pb2.RankPlan
-    def __init__(self, token: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ..., plan_digest: _Optional[str] = ..., stamps_only: bool = ..., opaque_plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ..., plan_digest: _Optional[str] = ..., stamps_only: bool = ..., opaque_plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("pages", "stamps", "staging", "plan", "incarnation")
@@ -133,12 +131,14 @@ class TransferResponse(_message.Message):
     def __init__(self, stamps: _Optional[_Iterable[int]] = ..., discarded: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChecksumRequest(_message.Message):
-    __slots__ = ("group", "blocks")
+    __slots__ = ("group", "blocks", "token")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     group: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    token: str
+    def __init__(self, group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class ChecksumResponse(_message.Message):
     __slots__ = ("checksums", "stamps", "discarded")
@@ -151,12 +151,14 @@ class ChecksumResponse(_message.Message):
     def __init__(self, checksums: _Optional[_Iterable[int]] = ..., stamps: _Optional[_Iterable[int]] = ..., discarded: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
-    __slots__ = ("token", "epoch")
+    __slots__ = ("token", "epoch", "worker_id")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     token: str
     epoch: int
-    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    worker_id: int
+    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[int] = ...) -> None: ...
 
 class ClaimResponse(_message.Message):
     __slots__ = ("incarnation", "stamps", "busy")

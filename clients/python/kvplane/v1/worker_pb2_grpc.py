@@ -28,8 +28,9 @@ if _version_not_supported:
 class WorkerStub(object):
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     def __init__(self, channel):
@@ -68,8 +69,9 @@ class WorkerStub(object):
 class WorkerServicer(object):
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     def Describe(self, request, context):
@@ -80,10 +82,10 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
-        another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
-        FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+        """Gives the pages to the calling process, which maps them: the process that opened the connection, as the kernel names
+        it (SO_PEERCRED). The worker watches that process; the pages are available to another process only after it has
+        exited. PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process
+        is attached (metadata "pid"). FAILED_PRECONDITION: the worker cannot see the process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
         a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
         it a plan. RESOURCE_EXHAUSTED: too little memory.
         """
@@ -116,6 +118,7 @@ class WorkerServicer(object):
         """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
         not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
         one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+        FAILED_PRECONDITION: the worker is not worker_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,8 +163,9 @@ def add_WorkerServicer_to_server(servicer, server):
 class Worker(object):
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     @staticmethod

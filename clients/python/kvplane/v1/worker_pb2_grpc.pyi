@@ -29,8 +29,9 @@ GRPC_VERSION: str
 class WorkerStub:
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     @_typing.overload
@@ -40,10 +41,10 @@ class WorkerStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
     """Describes the worker, its pages and their progress."""
     Attach: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]
-    """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
-    another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
-    FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+    """Gives the pages to the calling process, which maps them: the process that opened the connection, as the kernel names
+    it (SO_PEERCRED). The worker watches that process; the pages are available to another process only after it has
+    exited. PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process
+    is attached (metadata "pid"). FAILED_PRECONDITION: the worker cannot see the process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
     a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
     it a plan. RESOURCE_EXHAUSTED: too little memory.
     """
@@ -64,24 +65,26 @@ class WorkerStub:
     """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
     not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
     one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+    FAILED_PRECONDITION: the worker is not worker_id.
     """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
     """Describes the worker, its pages and their progress."""
     Attach: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
-    """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
-    another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
-    FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+    """Gives the pages to the calling process, which maps them: the process that opened the connection, as the kernel names
+    it (SO_PEERCRED). The worker watches that process; the pages are available to another process only after it has
+    exited. PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process
+    is attached (metadata "pid"). FAILED_PRECONDITION: the worker cannot see the process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
     a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
     it a plan. RESOURCE_EXHAUSTED: too little memory.
     """
@@ -102,13 +105,15 @@ class WorkerAsyncStub(WorkerStub):
     """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
     not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
     one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+    FAILED_PRECONDITION: the worker is not worker_id.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
-    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter; connections of other users are closed.
+    Every call requires the token in that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change
+    nothing.
     """
 
     @_abc_1.abstractmethod
@@ -125,10 +130,10 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AttachResponse, _abc.Awaitable[_worker_pb2.AttachResponse]]:
-        """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
-        another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
-        FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
-        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
+        """Gives the pages to the calling process, which maps them: the process that opened the connection, as the kernel names
+        it (SO_PEERCRED). The worker watches that process; the pages are available to another process only after it has
+        exited. PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process
+        is attached (metadata "pid"). FAILED_PRECONDITION: the worker cannot see the process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest, or the worker takes its plan from
         a service and not from opaque_plan. FAILED_PRECONDITION NO_PLAN: the worker has no service, and no engine has given
         it a plan. RESOURCE_EXHAUSTED: too little memory.
         """
@@ -167,6 +172,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
         not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
         one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
+        FAILED_PRECONDITION: the worker is not worker_id.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
