@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz SECONDS`: coverage-guided fuzzing of every gRPC handler.
+"""`python -m tests.fuzz SECONDS`: coverage-guided fuzzing of every gRPC handler of service and worker.
 
 What is found is written to tests/fuzz/found, where the tests run it from then on, and ends the run with an error.
 """
@@ -21,7 +21,7 @@ ENDS_WITH_MIB = 400  # growth after the first 5000 programs: more is a leak
 
 def main(seconds: int) -> None:
     """Fuzz for this time; never returns, since libFuzzer ends the process."""
-    with atheris.instrument_imports(include=["kvplane", "kvplane_service"]):
+    with atheris.instrument_imports(include=["kvplane", "kvplane_service", "kvplane_worker"]):
         from tests.fuzz import mutator, world
 
     grounds = world.new_grounds()

@@ -12,9 +12,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
 from kvplane.v1 import allocation_pb2 as pb
-from tests.fuzz.world import HEADER, MAX_OPERATIONS, METHODS, ON_STATES, SESSION, TOKEN, decode, encode
+from tests.fuzz import worker
+from tests.fuzz.world import HEADER, MAX_OPERATIONS, METHODS, ON_STATES, SESSION, TOKEN, WORKER, decode, encode
 from tests.service.mutations import VALUES, fields_of, is_list
 from tests.service.test_fuzz import OPEN, PROMPT, STEP, STEP_ON_STATES, STEP_ONE, VALID, VALID_ON_STATES
+from tests.worker import test_fuzz as of_worker
 
 Operation = tuple[int, bytes]
 Bend = Callable[[bytes], bytes]  # other bytes of about the same kind
@@ -58,6 +60,13 @@ def seeds() -> Iterator[bytes]:
         yield encode([*messages, (SESSION, close), (SESSION, OPEN.SerializeToString())])
     yield encode([(_kind_of(name), request.SerializeToString()) for name, request in _WORKER_S_LIFE.items()])
     yield encode([(HEADER, header.encode()) for header in _HEADERS])
+    on_worker = [
+        (WORKER + worker.METHODS.index(name), request.SerializeToString())
+        for name, requests in of_worker.VALID.items()
+        for request in requests
+    ]
+    yield from (encode([operation]) for operation in on_worker)
+    yield encode(on_worker)
 
 
 def _kind_of(name: str) -> int:
@@ -109,6 +118,8 @@ def _mutated(chance: random.Random, kind: int, raw: bytes, bend: Bend) -> bytes:
 
 
 def _request_of(kind: int) -> Message:
+    if kind >= WORKER:
+        return worker.request_of(worker.METHODS[kind - WORKER])
     if kind == SESSION:
         return pb.SessionRequest()
     service, _, name = METHODS[kind].rpartition("/")

@@ -13,11 +13,14 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import StepResult
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1 import worker_pb2 as pb_of_worker
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.state import digest
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.step_order import Turn
-from tests.fuzz import mutator, world
+from kvplane_worker.lending.writer import ProcessName, Writer
+from kvplane_worker.rpc.servicer import WorkerServicer
+from tests.fuzz import mutator, worker, world
 
 SECONDS = 8
 SEEDS = list(mutator.seeds())
@@ -34,13 +37,18 @@ def grounds(tmp_path_factory):
 def test_seeds_cover_the_handlers(grounds):
     """Each method is answered for a seed, so that its mutations begin behind the first checks."""
     answered = set()
+    of_worker = set()
     for program in SEEDS:
         operations = world.decode(program)
         service = world.World(grounds, any(kind == world.ON_STATES for kind, _ in operations))
         for kind, raw in operations:
             if kind < world.SESSION and service.call(world.METHODS[kind], raw) == 0:
                 answered.add(world.METHODS[kind])
+            if kind >= world.WORKER:
+                method = worker.METHODS[kind - world.WORKER]
+                of_worker |= {method} if grounds.worker.check(method, raw) == 0 else set()
     assert set(world.METHODS) - answered == {"kvplane.v1.Admin/Drain"}, "which needs every replica"
+    assert of_worker == set(worker.METHODS)
 
 
 @pytest.mark.parametrize("at", range(len(SEEDS)))
@@ -111,6 +119,26 @@ def test_an_unexpected_exception_is_caught(grounds, monkeypatch):
 
 def test_an_unauthenticated_caller_that_is_let_in_is_caught(grounds, monkeypatch):
     monkeypatch.setattr("hmac.compare_digest", lambda *_: True)
+    assert is_seen(grounds)
+
+
+def test_a_worker_that_asks_for_no_token_is_caught(grounds, monkeypatch):
+    monkeypatch.setattr(WorkerServicer, "_check_token", lambda *_: None)
+    assert not is_seen(grounds), "the seeds have the token"
+    request = pb_of_worker.DescribeRequest(token="guessed").SerializeToString()
+    with pytest.raises(AssertionError, match="needs no token"):
+        world.run(grounds, world.encode([(world.WORKER + worker.METHODS.index("Describe"), request)]))
+
+
+def test_a_worker_whose_refused_attach_lends_pages_is_caught(grounds, monkeypatch):
+    monkeypatch.setattr(Writer, "close", lambda _: None)  # which a refused loan calls
+    lend = Writer.lend
+
+    def lend_and_refuse(self: Writer, name: ProcessName) -> bool:
+        lend(self, name)
+        raise InvalidArgument("but it was lent")
+
+    monkeypatch.setattr(Writer, "lend", lend_and_refuse)
     assert is_seen(grounds)
 
 

@@ -1,14 +1,16 @@
-"""The target of the fuzzer: the service's handlers in this process, without sockets, and their invariants.
+"""The fuzzer's target: the handlers of service and worker in this process, without sockets, and their invariants.
 
 An input is a program, [u8 operation][u16 length, little-endian][bytes]...: a call of METHODS with these bytes as
-its request; a message of a session (adjacent ones are one stream); or an authorization header. It runs on a new
-world: replica "r" with a running and a waiting request, which the caller may use, and another owner's replica "v".
+its request; a message of a session (adjacent ones are one stream); an authorization header; or a call of a worker.
+It runs on a new world: replica "r" with a running and a waiting request, which the caller may use, another owner's
+replica "v", and a worker with pages.
 
 Every program must satisfy:
 - no call ends with INTERNAL or UNKNOWN, nor with an exception that is not a refusal;
 - a refusal, and a call that only reads, leave the digest of "r" as it was;
 - a request that names "v" is refused, and the digest of "v" is unchanged;
-- no header but the caller's own is accepted.
+- no header but the caller's own is accepted;
+- what `tests.fuzz.worker` lists.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
 from kvplane_service.store.writer import Runtime
+from tests.fuzz import worker
 from tests.service.guarded import Guard
 from tests.service.rig import SPEC
 from tests.service.test_fuzz import PROMPT, STATES
 
 METHODS = sorted(name for name in RULES if name.startswith("kvplane.") and name != "kvplane.v1.Allocation/Session")
-SESSION, HEADER, ON_STATES = len(METHODS), len(METHODS) + 1, len(METHODS) + 2
+SESSION, HEADER, ON_STATES, WORKER = len(METHODS), len(METHODS) + 1, len(METHODS) + 2, len(METHODS) + 3
+KINDS = WORKER + len(worker.METHODS)  # of operations
 MAX_OPERATIONS = 12
 BUGS = (code_pb2.INTERNAL, code_pb2.UNKNOWN)
 READS = {name for name, rule in RULES.items() if rule.scope in (Scope.READ, Scope.EVENTS)} | {
@@ -104,9 +108,15 @@ class Grounds:
     """State that all worlds share: the files of authorized callers, the event loop, and a server without replicas."""
 
     def __init__(self, folder: Path) -> None:
-        caller = {"replicas": ["r", "s"], "domains": ["", "d"], "scopes": [one.value for one in Scope]}
+        caller = {
+            "replicas": ["r", "s"],
+            "domains": ["", "d"],
+            "scopes": [one.value for one in Scope],
+            "limits": {"bytes_per_second": None},  # the clock begins again with each program
+        }
         guard = Guard(folder, {"rival": caller, "acme": {"replicas": ["v"]}})
         config = guard.config(audit_log="", max_blocks=5000, max_total_blocks=20_000, max_message_bytes=1 << 20)
+        self.worker = worker.FuzzedWorker(folder)
         self.loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self.loop)
         self.identities = Identities(config)
@@ -121,7 +131,8 @@ class Grounds:
             RpcServer(self.registry, config, About(), durable, filters)
 
     def clear(self) -> None:
-        """Remove all replicas and reset the clock."""
+        """Remove all replicas, and reset the worker and the clock."""
+        self.worker.reset()
         for entry in self.registry:
             self.registry.remove(entry.host.name)
         self.clock.now_ns = 0
@@ -248,7 +259,7 @@ def decode(data: bytes) -> list[tuple[int, bytes]]:
     at = 0
     while at < len(data) and len(found) < MAX_OPERATIONS:
         size = int.from_bytes(data[at + 1 : at + 3], "little")
-        found.append((data[at] % (ON_STATES + 1), data[at + 3 : at + 3 + size]))
+        found.append((data[at] % KINDS, data[at + 3 : at + 3 + size]))
         at += 3 + size
     return found
 
@@ -270,6 +281,9 @@ def run(grounds: Grounds, data: bytes) -> None:
         elif kind == HEADER:
             for raw in payloads:
                 _check_header(grounds, raw)
+        elif kind >= WORKER:
+            for raw in payloads:
+                grounds.worker.check(worker.METHODS[kind - WORKER], raw)
         elif kind < SESSION:
             for raw in payloads:
                 _check_call(world, METHODS[kind], raw)

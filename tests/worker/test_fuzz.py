@@ -55,29 +55,38 @@ WORKERS: dict[str, list[Message]] = {
 }
 
 
+def serve_rank(place: RunDir) -> ServedRank:
+    """A rank with pages of epoch 3, whose first step is executed, and whose second one has begun."""
+    rank = to_rank_plan(plan(LAYERS, num_blocks=40, max_model_len=64, max_batched_tokens=16))
+    holdings = Holdings.allocate(rank, "cpu", place, 1 << 12)
+    holdings.stamps.claim(3)
+    holdings.stamps.write(range(1, 40), range(11, 50))
+    holdings.stamps.begin(2, 1)
+    holdings.stamps.finish()
+    holdings.stamps.set_executed(1)
+    return ServedRank(REPLICA, replace(INFO, device="cpu", plan_digest="b"), TOKEN, holdings, choose("cpu"))
+
+
+def bytes_of(holdings: Holdings) -> tuple[bytes, ...]:
+    """The bytes of pages, staging buffer and stamp table."""
+    memory, staging = (bytes(one.numpy()) for one in (holdings.buffers.memory, holdings.staging))
+    return memory, staging, holdings.stamps.snapshot()
+
+
 class Served:
     """A worker's server in this process, and the bytes that it holds."""
 
     def __init__(self, folder: Path) -> None:
         self.place = RunDir(folder / "r")
-        rank = to_rank_plan(plan(LAYERS, num_blocks=40, max_model_len=64, max_batched_tokens=16))
-        self.holdings = Holdings.allocate(rank, "cpu", self.place, 1 << 12)
-        self.holdings.stamps.claim(3)
-        self.holdings.stamps.write(range(1, 40), range(11, 50))
-        self.holdings.stamps.begin(2, 1)
-        self.holdings.stamps.finish()
-        self.holdings.stamps.set_executed(1)
-        info = replace(INFO, device="cpu", plan_digest="b")
-        served = ServedRank(REPLICA, info, TOKEN, self.holdings, choose("cpu"))
+        served = serve_rank(self.place)
+        self.holdings = served.holdings
         self.servicer = WorkerServicer(served)
         self.server = WorkerServer(self.servicer, self.place.path)
         self.server.start()
         self.channel = grpc.insecure_channel(self.place.address)
 
     def kept(self) -> tuple[bytes, ...]:
-        holdings = self.holdings
-        memory, staging = (bytes(one.numpy()) for one in (holdings.buffers.memory, holdings.staging))
-        return memory, staging, holdings.stamps.snapshot()
+        return bytes_of(self.holdings)
 
     def end(self) -> None:
         self.channel.close()
