@@ -34,7 +34,7 @@ class Events:
     def __init__(self, endpoint: str) -> None:
         self.batches: list[Any] = []
         self.numbers: list[int] = []
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
         threading.Thread(target=self._read, daemon=True).start()
