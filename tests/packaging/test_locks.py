@@ -19,7 +19,7 @@ CLIENT = PYPROJECT["project"]["dependencies"]
 ASKED = {
     "build": PYPROJECT["build-system"]["requires"],
     "service": [*CLIENT, *EXTRAS["service"], *EXTRAS["cli"]],
-    "dev": [*CLIENT, *(line for extra in ("service", "cli", "worker", "dev", "plot") for line in EXTRAS[extra])],
+    "dev": [*CLIENT, *(line for one in ("service", "cli", "worker", "dev", "fleet", "plot") for line in EXTRAS[one])],
 }
 PINNED_BY_SETUP = {"torch"}
 

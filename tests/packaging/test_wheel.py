@@ -15,7 +15,7 @@ from tests.packaging.environments import QUIET_PIP, ROOT, base_requirements
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
-PACKAGES = {"kvplane", "kvplane_replay", "kvplane_service", "kvplane_vllm", "kvplane_worker"}
+PACKAGES = {"kvplane", "kvplane_fleet", "kvplane_replay", "kvplane_service", "kvplane_vllm", "kvplane_worker"}
 
 # Imports every module of the client, and prints loaded modules that an engine must not load.
 LOADED_BY_THE_CLIENT = """

@@ -1,0 +1,218 @@
+"""How much of a prompt a place has cached: the core's look-up, over columns of the index instead of a pool of blocks.
+
+The core decides how the groups agree on one length (`kvplane_service.core.lookup`). What each kind of group accepts is
+here once more, over a column that says for each hash block of the prompt whether the group has its key:
+
+    hash blocks      0 1 2 3 4 5 6 7        group with blocks of 2 hash blocks: its keys are those of 1, 3, 5, 7
+    full             x x x x x . x x        5 hash blocks
+    window of 2      . . x x . x x .        ends at 7, at 4
+    state            . . . x . . . x        ends at 8, at 4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane_service.core.lookup import PrefixLookup
+from kvplane_service.core.managers import GroupManager
+from kvplane_service.core.managers.questions import Query
+
+Column = NDArray[np.bool_]
+ColumnOf = Callable[[tuple[int, ...]], Column]
+_NO_HORIZON = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a place would hit.
+
+    Attributes:
+        tokens: length of the hit.
+        alone: by group, the tokens that it would hit if it were the only group. Groups that are never cached have -1.
+        limits: the groups that have the shortest hits alone, where they limit `tokens`.
+    """
+
+    tokens: int
+    alone: tuple[int, ...]
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Groups whose hits alone are shorter than the longest of all groups."""
+        longest = max(self.alone, default=0)
+        least = min((one for one in self.alone if one >= 0), default=0)
+        return tuple(group for group, one in enumerate(self.alone) if one == least < longest)
+
+
+class _Rule:
+    """What a group of one kind accepts; has the members of a GroupManager that a look-up uses."""
+
+    def __init__(self, group: int, spec: GroupSpec, replica: ReplicaSpec, column_of: ColumnOf) -> None:
+        self.group, self.spec, self._replica = group, spec, replica
+        self.block_size, self.hash_size = spec.block_size, replica.hash_block_size
+        self._unit = replica.hit_alignment
+        self._column_of = column_of
+
+    def is_downward_closed(self) -> bool:
+        """See GroupManager."""
+        return False
+
+    def drop_margin(self) -> int:
+        """See GroupManager."""
+        return self.block_size
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Return the length of the longest hit; the rows, which name no blocks, are empty."""
+        limit = min(query.max_tokens, len(query.digests) * self.hash_size)
+        return [[] for _ in query.groups], self._length(self._column_of(query.groups), limit, query)
+
+    def _length(self, column: Column, limit: int, query: Query) -> int:
+        raise NotImplementedError
+
+    def _blocks(self, column: Column, limit: int) -> Column:
+        """Return whether each of the group's own blocks up to `limit` tokens is cached."""
+        step = self.block_size // self.hash_size
+        return column[step - 1 :: step][: max(limit, 0) // self.block_size]
+
+    def _aligned(self, num_blocks: int) -> int:
+        """Return the largest number of blocks up to this one at which a hit may end."""
+        return num_blocks - num_blocks % (self._unit // math.gcd(self._unit, self.block_size))
+
+
+class _Full(_Rule):
+    """All blocks from the first on; with partial hits also the key of a prefix that ends inside the next one."""
+
+    def is_downward_closed(self) -> bool:
+        return True
+
+    def drop_margin(self) -> int:
+        return min(self.hash_size, self.block_size) if self._replica.partial_hits else self.block_size
+
+    def _length(self, column: Column, limit: int, query: Query) -> int:
+        unit, size = self._unit, self.block_size
+        length = _run(self._blocks(column, limit)) * size
+        if unit < size and size % unit == 0:
+            ends = np.arange(min(length + size - unit, limit // unit * unit), length, -unit)
+            inside = ends[column[ends // unit - 1]]
+            length = int(inside[0]) if len(inside) else length
+        if query.drops_last_block and length > 0:
+            length -= min(unit, size)
+        return length - length % unit
+
+
+class _Window(_Rule):
+    """The blocks of the last window; fewer if they begin with the first block."""
+
+    def _length(self, column: Column, limit: int, query: Query) -> int:
+        drop = int(query.drops_last_block)
+        needed = max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
+        end = self._end(self._blocks(column, limit), needed, drop)
+        if drop and end > 0:
+            end = self._aligned(end - 1)
+        return end * self.block_size
+
+    def _end(self, blocks: Column, needed: int, drop: int) -> int:
+        index = np.arange(len(blocks))
+        runs = index - np.maximum.accumulate(np.where(blocks, -1, index)) if len(blocks) else index
+        enough = runs >= np.minimum(needed, index + 1)
+        starts = np.flatnonzero(blocks & enough & ((index + 1 - drop) * self.block_size % self._unit == 0))
+        if not len(starts):
+            return 0
+        end = int(starts[-1]) + 1
+        return end if end >= needed else self._aligned(end)
+
+
+class _Chunked(_Rule):
+    """The blocks of the chunk in which the hit ends; the chunks before it need none."""
+
+    def _length(self, column: Column, limit: int, query: Query) -> int:
+        chunk = self.spec.chunk
+        first = max(query.max_tokens, 0) // chunk * chunk // self.block_size
+        return (first + _run(self._blocks(column, limit)[first:])) * self.block_size
+
+
+class _State(_Rule):
+    """The one state at the end of the hit."""
+
+    def drop_margin(self) -> int:
+        return 0
+
+    def _length(self, column: Column, limit: int, query: Query) -> int:
+        unit, size = self._unit, self.block_size
+        stride = unit if unit < size and size % unit == 0 else math.lcm(size, unit)
+        step = stride // self.hash_size
+        ends = np.flatnonzero(column[step - 1 :: step][: max(limit, 0) // stride])
+        return (int(ends[-1]) + 1) * stride if len(ends) else 0
+
+
+class _Never(_Rule):
+    """A group that is never cached; no look-up asks it."""
+
+
+_RULES: dict[GroupKind, type[_Rule]] = {
+    GroupKind.FULL_ATTENTION: _Full,
+    GroupKind.MLA: _Full,
+    GroupKind.SINK_FULL: _Full,
+    GroupKind.R_SWA: _Full,
+    GroupKind.SLIDING_WINDOW: _Window,
+    GroupKind.SLIDING_WINDOW_MLA: _Window,
+    GroupKind.CHUNKED_LOCAL: _Chunked,
+    GroupKind.MAMBA: _State,
+    GroupKind.CROSS: _Never,
+    GroupKind.RING: _Never,
+}
+
+
+def _run(blocks: Column) -> int:
+    """Return the number of cached blocks before the first missing one."""
+    missing = np.flatnonzero(~blocks)
+    return int(missing[0]) if len(missing) else len(blocks)
+
+
+class HitRule:
+    """Computes claims for one layout of groups."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
+        self._columns: Callable[[tuple[int, ...]], Column] = _no_columns
+        rules = [
+            _RULES[one.kind](group, one, spec, lambda groups: self._columns(groups))
+            for group, one in enumerate(spec.groups)
+        ]
+        # Safe: a look-up uses no other members of a manager than those of _Rule.
+        self._lookup = PrefixLookup(spec, cast(Sequence[GroupManager], rules))
+
+    def claim(self, column_of: ColumnOf, num_units: int, num_tokens: int) -> Claim:
+        """Return the hit of a prompt of `num_tokens` tokens, which has `num_units` hash blocks.
+
+        `column_of` returns, for groups, which hash blocks have their key in all of these groups. The last token of a
+        prompt is never part of a hit, because the engine computes it for its logits.
+        """
+        columns: dict[tuple[int, ...], Column] = {}
+
+        def column(groups: tuple[int, ...]) -> Column:
+            if groups not in columns:
+                columns[groups] = column_of(groups)
+            return columns[groups]
+
+        self._columns = column
+        units = cast(Sequence[bytes], range(num_units))  # rules read only how many there are
+        most = num_tokens - 1
+        hit = self._lookup.find(units, "", most, _NO_HORIZON)
+        alone = [-1] * len(self._spec.groups)
+        lengths = self._lookup.find_each(units, "", most, _NO_HORIZON)[1]
+        for one in self._lookup.classes:
+            for group in one.groups:
+                alone[group] = lengths[group]
+        self._columns = _no_columns
+        return Claim(hit.num_tokens, tuple(alone))
+
+
+def _no_columns(groups: tuple[int, ...]) -> Column:
+    raise AssertionError(f"columns of groups {groups} are read outside a claim")

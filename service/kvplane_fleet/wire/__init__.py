@@ -1,0 +1,1 @@
+"""The formats in which engines publish cache events, decoded into `events`."""

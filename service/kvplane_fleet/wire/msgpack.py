@@ -1,0 +1,309 @@
+"""vLLM's and SGLang's cache events: msgpack payloads, whose events are maps (vLLM 0.33) or arrays (before, and SGLang).
+
+    [time, [event, ...], data parallel rank]
+
+A well-formed batch is decoded in one call. Any other is decoded event by event, so that one bad event costs only
+itself. Tokens are 5 of every 6 bytes of a batch and are skipped unparsed, unless they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvplane_fleet.faults import Fault, Faults
+from kvplane_fleet.wire.events import (
+    KEY_MASK,
+    MAX_BLOCK_SIZE,
+    MAX_GROUP,
+    MAX_HASHES,
+    MAX_WINDOW,
+    TIERS,
+    Batch,
+    Cleared,
+    Event,
+    Evidence,
+    GroupFormat,
+    Removed,
+    Stored,
+    Tier,
+)
+
+MAX_PAYLOAD_BYTES = 32 << 20
+DIGEST_BYTES = (16, 32)  # of the algorithms that engines use; the key is the end of the digest
+
+
+class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None = None
+    block_size: int = 0
+    medium: str | None = None
+    lora_name: Any = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    token_ids: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: Any = None
+    medium: str | None = None
+    lora_name: Any = None  # SGLang: a map of metadata
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: Any = None
+    ownership: Any = None
+    session_id: Any = None
+    lookahead_token_ids: list[list[int]] | None = None
+
+
+class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+_Maps = _StoredMap | _RemovedMap | _ClearedMap
+_Arrays = _StoredArray | _RemovedArray | _ClearedArray
+_AnyStored = _StoredMap | _StoredArray
+
+
+class _BatchOfMaps(msgspec.Struct, array_like=True, gc=False):
+    time: float
+    events: list[_Maps]
+    rank: int | None = None
+
+
+class _BatchOfArrays(msgspec.Struct, array_like=True, gc=False):
+    time: float
+    events: list[_Arrays]
+    rank: int | None = None
+
+
+_BATCHES = (msgspec.msgpack.Decoder(_BatchOfMaps), msgspec.msgpack.Decoder(_BatchOfArrays))
+_MAP, _ARRAY = msgspec.msgpack.Decoder(_Maps), msgspec.msgpack.Decoder(_Arrays)
+_RAWS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ANY = msgspec.msgpack.Decoder()
+_TOKENS = msgspec.msgpack.Decoder(list[int])
+_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_KINDS = frozenset(
+    """
+    full_attention mla_attention sliding_window sliding_window_mla mamba chunked_local_attention sink_full_attention
+    encoder_only_attention cross_attention
+    """.split()
+)
+
+
+class BatchDecoder:
+    """Decodes the payloads of one source, and counts what is wrong with them."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._form = 0  # of the last batch: maps or arrays
+        self.want_tokens = True
+
+    def decode(self, payload: bytes) -> Batch | None:
+        """Return the batch; None, and a fault is counted, if the payload is no batch. Never raises."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            self._faults.count(Fault.PAYLOAD_TOO_LARGE)
+            return None
+        for form in (self._form, 1 - self._form):
+            try:
+                batch = _BATCHES[form].decode(payload)
+            except _ERRORS:
+                continue
+            self._form = form
+            events = [self._checked(event) for event in batch.events]
+            return Batch(batch.time, [event for event in events if event is not None], self._rank(batch.rank))
+        return self._decode_each(payload)
+
+    def _decode_each(self, payload: bytes) -> Batch | None:
+        """Decode a batch of which some part is wrong, and count which."""
+        try:
+            parts: Sequence[msgspec.Raw] = _RAWS.decode(payload)
+        except _ERRORS:
+            readable = _readable(payload)
+            self._faults.count(Fault.BATCH_INVALID if readable else Fault.NOT_MSGPACK)
+            return None
+        if len(parts) < 2:
+            self._faults.count(Fault.BATCH_INVALID)
+            return None
+        time_s, rank = _value(parts[0]), _value(parts[2]) if len(parts) > 2 else None
+        if isinstance(time_s, bool) or not isinstance(time_s, int | float):
+            self._faults.count(Fault.TIME_INVALID)
+            time_s = 0.0
+        try:
+            raws = _RAWS.decode(parts[1])
+        except _ERRORS:
+            self._faults.count(Fault.EVENTS_INVALID)
+            return None
+        events = [self._decode_one(raw) for raw in raws]
+        return Batch(float(time_s), [event for event in events if event is not None], self._rank(rank))
+
+    def _decode_one(self, raw: msgspec.Raw) -> Event | None:
+        for decoder in (_MAP, _ARRAY):
+            try:
+                return self._checked(decoder.decode(raw))
+            except _ERRORS:
+                continue
+        value = _value(raw)
+        if isinstance(value, dict):
+            name = value.get("type")
+        else:
+            name = value[0] if isinstance(value, list) and value else None
+        if not isinstance(value, dict | list) or not isinstance(name, str):
+            self._faults.count(Fault.EVENT_UNTYPED)
+            return None
+        if name not in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
+            self._faults.count(Fault.EVENT_UNKNOWN)
+            return None
+        self._faults.count(_fault_of(value))
+        return None if name == "BlockStored" else Cleared()
+
+    def _checked(self, event: _Maps | _Arrays) -> Event | None:
+        """Return the event in kvplane's types, or None if one of its values is out of range."""
+        if isinstance(event, _ClearedMap | _ClearedArray):
+            return Cleared()
+        removal = isinstance(event, _RemovedMap | _RemovedArray)
+        keys = self._keys(event.block_hashes)
+        group = 0 if event.group_idx is None else event.group_idx
+        if not 0 <= group <= MAX_GROUP:
+            self._faults.count(Fault.GROUP_INVALID)
+            keys = None
+        tier = self._tier(event.medium)
+        if keys is None:
+            return Cleared() if removal else None
+        if tier is None:
+            return None  # no entry of this medium was made
+        if removal:
+            return Removed(group, tier, keys)
+        assert isinstance(event, _StoredMap | _StoredArray)
+        form = self._group_format(event)
+        return None if form is None else Stored(group, tier, keys, form, self._evidence(event))
+
+    def _keys(self, hashes: Sequence[int | bytes]) -> list[int] | None:
+        if len(hashes) > MAX_HASHES:
+            self._faults.count(Fault.TOO_MANY_HASHES)
+            return None
+        keys = []
+        for one in hashes:
+            if isinstance(one, bytes):
+                if len(one) not in DIGEST_BYTES:
+                    self._faults.count(Fault.HASH_INVALID)
+                    return None
+                keys.append(int.from_bytes(one[-8:], "big"))
+            elif -(1 << 63) <= one <= KEY_MASK:
+                keys.append(one & KEY_MASK)  # SGLang's hashes are signed
+            else:
+                self._faults.count(Fault.HASH_INVALID)
+                return None
+        return keys
+
+    def _tier(self, medium: str | None) -> Tier | None:
+        tier = Tier.DEVICE if medium is None else TIERS.get(medium.lower())
+        if tier is None:
+            self._faults.count(Fault.MEDIUM_UNKNOWN)
+        return tier
+
+    def _group_format(self, event: _AnyStored) -> GroupFormat | None:
+        window = event.kv_cache_spec_sliding_window or 0
+        kind = event.kv_cache_spec_kind or ""
+        if not 0 <= event.block_size <= MAX_BLOCK_SIZE or (event.block_size == 0 and event.group_idx is None):
+            self._faults.count(Fault.BLOCK_SIZE_INVALID)
+            return None
+        if kind and kind not in _KINDS:
+            self._faults.count(Fault.KIND_UNKNOWN)
+            return None
+        if not 0 <= window <= MAX_WINDOW or (kind.startswith("sliding_window") and window == 0):
+            self._faults.count(Fault.WINDOW_INVALID)
+            return None
+        return GroupFormat(kind, event.block_size, window)
+
+    def _evidence(self, event: _AnyStored) -> Evidence | None:
+        """Return the content of the blocks, where it is wanted and readable."""
+        if not self.want_tokens or not event.block_hashes:
+            return None
+        try:
+            tokens = _TOKENS.decode(event.token_ids)
+        except _ERRORS:
+            self._faults.count(Fault.TOKENS_INVALID)
+            return None
+        if tokens and not 0 <= min(tokens) <= max(tokens) < 1 << 32:
+            self._faults.count(Fault.TOKENS_INVALID)
+            return None
+        parent = None
+        if event.parent_block_hash is not None:
+            keys = self._keys([event.parent_block_hash])
+            if keys is None:
+                return None
+            parent = keys[0]
+        plain = not event.lora_name and not any(event.extra_keys or ())
+        return Evidence(tokens, parent, plain, event.lookahead_token_ids or ())
+
+    def _rank(self, rank: object) -> int | None:
+        if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 16):
+            return rank
+        self._faults.count(Fault.RANK_INVALID)
+        return None
+
+
+
+def _readable(payload: bytes) -> bool:
+    try:
+        _ANY.decode(payload)
+    except _ERRORS:
+        return False
+    return True
+
+
+def _value(raw: msgspec.Raw) -> object:
+    try:
+        return _ANY.decode(raw)
+    except _ERRORS:
+        return None
+
+
+_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
+
+
+def _fault_of(value: dict[object, object] | list[object]) -> Fault:
+    """Return which field of an event of a known type has the wrong type."""
+    fields = value if isinstance(value, dict) else dict(zip(_FIELDS, value[1:], strict=False))
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, list) or any(isinstance(one, bool) or not isinstance(one, int | bytes) for one in hashes):
+        return Fault.HASH_INVALID
+    if not isinstance(fields.get("block_size", 0), int):
+        return Fault.BLOCK_SIZE_INVALID
+    if not isinstance(fields.get("group_idx"), int | None):
+        return Fault.GROUP_INVALID
+    if not isinstance(fields.get("medium"), str | None):
+        return Fault.MEDIUM_UNKNOWN
+    if not isinstance(fields.get("kv_cache_spec_kind"), str | None):
+        return Fault.KIND_UNKNOWN
+    if not isinstance(fields.get("kv_cache_spec_sliding_window"), int | None):
+        return Fault.WINDOW_INVALID
+    return Fault.EVENT_INVALID
