@@ -81,10 +81,38 @@ def tokens(client: kvplane.Client, stub: AllocationStub) -> None:
     _repeat(stub, pb.FindCacheHitRequest(replica="noisy/r", content=content), CALLERS)
 
 
+def short_tokens(client: kvplane.Client, stub: AllocationStub) -> None:
+    """Eight callers that look up a million tokens of one byte each."""
+    del client
+    content = pb.RequestContent(token_ids=[1] * MILLION)
+    _repeat(stub, pb.FindCacheHitRequest(replica="noisy/r", content=content), CALLERS)
+
+
+def open_request(client: kvplane.Client, stub: AllocationStub) -> None:
+    """Eight callers that look up an open request of 900,000 tokens, by messages of 20 bytes."""
+    del client
+    content = pb.RequestContent(token_ids=list(range(900_000)))
+    header = pb.MutationHeader(replica="noisy/r")
+    stub.AllocateSlots(
+        pb.AllocateSlotsRequest(header=header, request_id="open", content=content), metadata=metadata("noisy")
+    )
+    _repeat(stub, pb.FindCacheHitRequest(replica="noisy/r", request_id="open", with_blocks=True), CALLERS)
+
+
+def small(client: kvplane.Client, stub: AllocationStub) -> None:
+    """Thirty-two callers that look up 64 tokens each."""
+    del client
+    content = pb.RequestContent(token_ids=list(range(64)))
+    _repeat(stub, pb.FindCacheHitRequest(replica="noisy/r", content=content), 4 * CALLERS)
+
+
 LOADS: dict[str, Callable[[kvplane.Client, AllocationStub], None]] = {
     "steps of 900,000 tokens": steps,
     "look-ups of 62,000 hashes": hashes,
     "8 callers with 1 M tokens": tokens,
+    "8 callers with 1 M tokens of a byte": short_tokens,
+    "8 callers with an open request": open_request,
+    "32 callers with 64 tokens": small,
 }
 
 

@@ -63,6 +63,11 @@ class Call:
         if self.quotas is not None:
             self.quotas.pay(self.owner, num_bytes)
 
+    def count(self, num_bytes: int) -> None:
+        """Count what a call that is being served turns out to cost; negative to give back (see Quotas.count)."""
+        if self.quotas is not None:
+            self.quotas.count(self.owner, num_bytes)
+
     def owe(self, num_bytes: int) -> int:
         """Count the bytes of a message of a session. Returns the milliseconds for which the message has to wait."""
         return 0 if self.quotas is None else self.quotas.owe(self.owner, num_bytes)

@@ -50,7 +50,7 @@ class OwnerLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_second: Count | None = None
-    bytes_per_second: Count | None = 16 << 20  # of requests; messages of sessions wait and are not refused
+    bytes_per_second: Count | None = 16 << 20  # of messages of sessions, which wait; of calls by their work (prices)
     concurrent_calls: Count | None = None  # including open sessions and subscriptions
     replicas: Count | None = None
     blocks: Count | None = None  # summed over the pools of its replicas

@@ -73,6 +73,10 @@ class Quotas:
             raise quota_exceeded(owner, "bytes_per_second", rate, wait_ms)
         self._usage[owner.name].bytes.left -= num_bytes
 
+    def count(self, owner: Owner, num_bytes: int) -> None:
+        """Count bytes of a call for which `pay` succeeded, before their work begins; negative bytes are given back."""
+        self._usage[owner.name].bytes.left -= num_bytes
+
     def owe(self, owner: Owner, num_bytes: int) -> int:
         """Count the bytes of a message of a session. Returns the milliseconds for which the message has to wait."""
         wait_ms = self._wait_ms(owner)

@@ -15,13 +15,14 @@ from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1 import allocation_pb2
+from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.decisions.log import Entry
 from kvplane_service.decisions.recording import header_of, message_of
 from kvplane_service.explain.service import Prompt, explain_prompt, explain_request, reaches_registration
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
-from kvplane_service.rpc import decode
+from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
@@ -78,6 +79,7 @@ class AdminServicer:
         """
         host = self._registry.get(request.replica).host
         await host.idle()
+        CALL.get().count(prices.BLOCK_BYTES * host.replica.spec.num_blocks)
         return await self._snapshots.run(host, lambda: partial(_snapshot, host, request.summary))
 
     async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
@@ -91,6 +93,7 @@ class AdminServicer:
         if kind is None:
             what = "neither content nor request_id is set"
             raise InvalidArgument(what, field="what", remedy="set exactly one of content and request_id")
+        CALL.get().count(prices.DECISION_BYTES * len(host.decisions) + host.decisions.num_bytes)
         if kind == "request_id":
             found = await explain_request(host, request.request_id, self._explaining, self._offload)
             return encode_explanation(host, found)

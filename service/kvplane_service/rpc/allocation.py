@@ -14,7 +14,7 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.replicas.host import new_replica
-from kvplane_service.rpc import decode, encode, lookups
+from kvplane_service.rpc import decode, encode, lookups, prices
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, names_policy, plan_source
@@ -25,7 +25,6 @@ from kvplane_service.unary.calls import EvictCall, ResetCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
-BYTES_PER_BLOCK = 8  # of an owner's bytes, for each block of a pool that is built
 MAX_REGISTRATIONS = 1024  # calls that may wait: after a restart the engines of all replicas may register at once
 
 
@@ -66,7 +65,7 @@ class AllocationServicer:
             async with self._building.take():  # limits count the replicas that were built before
                 entry = self._registry.find_equal(request.replica, registration)
                 if entry is None:
-                    CALL.get().owe(BYTES_PER_BLOCK * planned.spec.num_blocks)
+                    CALL.get().count(prices.BLOCK_BYTES * planned.spec.num_blocks)
                     replica = await self._offload(partial(new_replica, planned.spec))
                     entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.flush(request.replica)
@@ -128,6 +127,8 @@ class AllocationServicer:
         """Create a request or extend it, and allocate blocks for the request's next tokens."""
         entry = self._entry(request.header)
         call = decode.decode_allocate(request, entry.host.scheme)
+        await entry.host.idle()
+        CALL.get().count(prices.HASH_BYTES * entry.unary.num_waiting_hashes(call))
         return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_allocated)
 
     async def CommitBlocks(self, request: pb.CommitBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
@@ -151,6 +152,7 @@ class AllocationServicer:
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> bytes:  # noqa: N802
         """Remove all blocks from the prefix cache, if no request holds a block."""
         entry = self._entry(request.header)
+        CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
         return await entry.unary.do(decode.decode_header(request.header, raw), ResetCall(), encode.encode_reset)
 
     async def Session(self, context: Context) -> None:  # noqa: N802

@@ -10,10 +10,12 @@ from typing import TypeAlias
 from kvplane.base.errors import NotFound
 from kvplane.base.step import Budget, Part, Peek, Step
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.gate import CALL
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.lookup import Hit
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc import encode
+from kvplane_service.rpc.prices import HASH_BYTES
 from kvplane_service.rpc.reads import LongReads
 from kvplane_service.unary.calls import Content, Hashes
 
@@ -26,11 +28,13 @@ class LookUp:
 
     Attributes:
         part: a part of a step with the same look-up, from which the duration is estimated.
+        num_known: hashes of the look-up that the request does not contain.
         find: runs the look-up and returns the answer; changes nothing.
     """
 
     part: Part
     find: Callable[[], pb.FindCacheHitResponse]
+    num_known: int = 0
 
 
 Planned: TypeAlias = Callable[[ReplicaCore], LookUp]
@@ -52,6 +56,7 @@ class LookUps:
         """
         await host.idle()
         lookup = _planned(host, plan)
+        CALL.get().count(HASH_BYTES * lookup.num_known)
         if not _is_long(host, lookup):
             return lookup.find()
         return await self._reads.run(host, lambda: _planned(host, plan).find)
@@ -79,7 +84,8 @@ def of_request(name: str, with_blocks: bool, replica: ReplicaCore) -> LookUp:
     if slot is None:
         what = f"the replica has no request {name[:140]!r}"
         raise NotFound(what, field="request_id", remedy="send the content of the prompt instead")
-    return LookUp(Part(peek=Peek([slot])), partial(_find_request, replica, slot, with_blocks))
+    find = partial(_find_request, replica, slot, with_blocks)
+    return LookUp(Part(peek=Peek([slot])), find, len(requests.hashes(slot)))
 
 
 def _is_long(host: ReplicaHost, lookup: LookUp) -> bool:

@@ -29,6 +29,7 @@ from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL, Gate, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
+from kvplane_service.rpc import prices
 from kvplane_service.runtime.executors import Executor, Offload
 
 LONG_MESSAGE_BYTES = 64 << 10  # a message of this size takes about a millisecond to parse
@@ -90,8 +91,12 @@ def _unary(
 ) -> Callable[[object, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
         read = partial(parse, request_class, raw)
-        answer = await behaviour(await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read(), raw)
-        return answer if isinstance(answer, bytes) else answer.SerializeToString()
+        request = await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read()
+        CALL.get().count(prices.price_of(request, len(raw)) - prices.reserve(len(raw)))
+        answer = await behaviour(request, raw)
+        encoded = answer if isinstance(answer, bytes) else answer.SerializeToString()
+        CALL.get().count(len(encoded))
+        return encoded
 
     async def work(context: Context) -> bytes:
         raw = await _request(context)
@@ -123,14 +128,14 @@ def _server_stream(
 
 
 async def _request(context: Context) -> bytes:
-    """Return the request of a call that has one. Raises InvalidArgument if the client sent none, QuotaExceeded if its
-    owner has used up its bytes, and as `first_message`.
+    """Return the request of a call that has one, and count the most that it can cost (`prices.reserve`). Raises
+    InvalidArgument if the client sent none, QuotaExceeded if its owner has used up its bytes, and as `first_message`.
     """
     CALL.get().pay(0)  # refused unread
     raw = await first_message(context)
     if raw is None:
         raise InvalidArgument("the call has no request", remedy="send one message")
-    CALL.get().pay(len(raw))
+    CALL.get().pay(prices.reserve(len(raw)))
     return raw
 
 

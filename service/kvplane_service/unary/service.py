@@ -207,6 +207,16 @@ class UnaryCalls:
         hashes, tail = await self._hash(appended.token_ids, request.extra_keys, was, "appended.token_ids")
         return Appended(appended.num_tokens, hashes, self._count(hashes), was, tail)
 
+    def num_waiting_hashes(self, call: AllocateCall) -> int:
+        """Return the number of hashes that an admission of a known request looks up; 0 for a new or running one. The
+        replica must be idle.
+        """
+        request = self._book.find(call.request_id)
+        requests = self.host.replica.requests
+        if request is None or self._epoch != self.host.epoch or not requests.is_live(request.slot):
+            return 0
+        return 0 if requests.running[request.slot] else len(requests.hashes(request.slot))
+
     def plan_allocation(self, call: AllocateCall) -> Plan[Allocated]:
         """Plan an allocation for a request, which is admitted first unless it is running. Raises as `do`."""
         request = self._requested(call)

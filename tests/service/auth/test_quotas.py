@@ -249,10 +249,10 @@ def test_the_bytes_of_an_owner_limit_its_calls_and_delay_its_sessions(tmp_path, 
 
 def test_a_pool_is_priced_when_it_is_built_and_not_when_it_is_found(tmp_path):
     clock = Clock()
-    guard = Guard(tmp_path, {"acme": {"limits": {"bytes_per_second": 10_000}}, "rival": {}})
+    guard = Guard(tmp_path, {"acme": {"limits": {"bytes_per_second": 100_000}}, "rival": {}})
     spec = type(SPEC)()
     spec.CopyFrom(SPEC)
-    spec.num_blocks = 5000
+    spec.num_blocks = 50_000
     with running(guard.config(), clock) as service:
         acme, rival = Caller(service, "token-acme"), Caller(service, "token-rival")
         acme.register("acme/r", spec)
