@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -57,6 +57,10 @@ class Call:
         """Record the replica that the call names, for the audit log. An invalid name is ignored."""
         if self is not ANONYMOUS and Registry.is_name(replica):
             self.replica = replica
+
+    def reading(self) -> AbstractAsyncContextManager[None]:
+        """Return the context in which the request is read (see Quotas.reading)."""
+        return nullcontext() if self.quotas is None else self.quotas.reading(self.owner)
 
     def pay(self, num_bytes: int) -> None:
         """Count the bytes of the request before it is parsed. Raises QuotaExceeded (see Quotas.pay)."""

@@ -4,7 +4,9 @@ that holds what is allowed in one second.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from kvplane.base.errors import QuotaExceeded
@@ -12,6 +14,7 @@ from kvplane_service.auth.owners import Owner
 
 _NS_PER_S = 1_000_000_000
 _BUSY_RETRY_MS = 1000
+READS_AT_ONCE = 4  # requests of an owner that arrive at a time; each may have the size of the largest message
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class _Bucket:
 @dataclass(slots=True)
 class _Usage:
     num_calls: int = 0
+    reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     calls: _Bucket = field(default_factory=_Bucket)
     bytes: _Bucket = field(default_factory=_Bucket)
 
@@ -62,6 +66,12 @@ class Quotas:
     def leave(self, owner: Owner) -> None:
         """Count the end of a call for which `enter` succeeded."""
         self._usage[owner.name].num_calls -= 1
+
+    def reading(self, owner: Owner) -> AbstractAsyncContextManager[None]:
+        """Return the context in which the request of a call is read; it waits for earlier ones of the owner. Until then
+        gRPC buffers little of the request.
+        """
+        return self._usage[owner.name].reads
 
     def pay(self, owner: Owner, num_bytes: int) -> None:
         """Count the bytes of a request that is not parsed yet; 0 before it is read. Raises QuotaExceeded while the

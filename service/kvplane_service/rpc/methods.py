@@ -131,12 +131,14 @@ async def _request(context: Context) -> bytes:
     """Return the request of a call that has one, and count the most that it can cost (`prices.reserve`). Raises
     InvalidArgument if the client sent none, QuotaExceeded if its owner has used up its bytes, and as `first_message`.
     """
-    CALL.get().pay(0)  # refused unread
-    raw = await first_message(context)
-    if raw is None:
-        raise InvalidArgument("the call has no request", remedy="send one message")
-    CALL.get().pay(prices.reserve(len(raw)))
-    return raw
+    call = CALL.get()
+    async with call.reading():
+        call.pay(0)  # refused unread
+        raw = await first_message(context)
+        if raw is None:
+            raise InvalidArgument("the call has no request", remedy="send one message")
+        call.pay(prices.reserve(len(raw)))
+        return raw
 
 
 async def first_message(context: Context) -> bytes | None:

@@ -19,7 +19,7 @@ CALL_BYTES = 16 << 10  # the work of any call
 TOKEN_BYTES = 4
 HASH_BYTES = 32
 BLOCK_BYTES = 8  # of a pool that is built, or passed over
-DECISION_BYTES = 2048  # of a decision log that is read, besides its size
+DECISION_BYTES = 2048  # of a decision log that is read, and its size
 _COUNTED = ("content", "appended", "block_ids")
 
 

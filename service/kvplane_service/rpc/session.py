@@ -82,7 +82,8 @@ class SessionStreams:
 
     async def serve(self, context: Context) -> None:
         """Serve one stream until it ends."""
-        raw, stamps = wire.split_stamps(await first_message(context) or b"")
+        async with CALL.get().reading():
+            raw, stamps = wire.split_stamps(await first_message(context) or b"")
         CALL.get().owe(len(raw) + len(stamps))
         first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +18,14 @@ from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.owners import ANYONE, Owner, OwnerLimits
-from kvplane_service.auth.quotas import Quotas
+from kvplane_service.auth.quotas import READS_AT_ONCE, Quotas
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.rpc import allocation
 from kvplane_service.rpc.sources import Planned, plan_source
 from tests.service.guarded import Caller, Guard
-from tests.service.rig import SPEC, error_of, refusal, running, until
+from tests.service.rig import SPEC, Service, error_of, refusal, running, until
 from tests.twins import weakened
 
 SECOND = 1_000_000_000
@@ -263,3 +265,35 @@ def test_a_pool_is_priced_when_it_is_built_and_not_when_it_is_found(tmp_path):
         clock.now_ns += 4 * SECOND
         acme.register("acme/r", spec)
         acme.describe("acme/r")
+
+
+def test_requests_of_an_owner_are_read_in_turns(tmp_path):
+    """Each may have the size of the largest message, and is buffered while it is read."""
+    released = threading.Event()
+
+    def late() -> Iterator[bytes]:
+        yield from [b""] if released.wait(60) else []
+
+    with running(Guard(tmp_path, {"acme": {}, "rival": {}}).config()) as service:
+        acme, rival = Caller(service, "token-acme"), Caller(service, "token-rival")
+        rival.register("rival/r")
+        status: Any = acme.channel.stream_unary("/kvplane.v1.Admin/Status")
+        token = (("authorization", "Bearer token-acme"),)
+        begun = [status.future(late(), timeout=90, metadata=token) for _ in range(READS_AT_ONCE)]
+        until(lambda: num_calls(service) == READS_AT_ONCE)
+        waiting = status.future(iter([b""]), timeout=90, metadata=token)
+        until(lambda: num_calls(service) == READS_AT_ONCE + 1)
+        rival.describe("rival/r")
+        assert not waiting.done()
+        begun[0].cancel()
+        waiting.result(30)
+        released.set()
+        for call in begun[1:]:
+            call.result(30)
+
+
+def num_calls(service: Service) -> int:
+    """Calls of the owner acme that are served or wait."""
+    gate = service.app._gate
+    assert gate is not None
+    return gate._quotas._usage["acme"].num_calls if "acme" in gate._quotas._usage else 0
