@@ -104,6 +104,11 @@ class Index:
         """Number of different keys in the table, swept or not."""
         return len(self._table)
 
+    @property
+    def num_sets(self) -> int:
+        """Number of different sets of cells, the empty one included."""
+        return len(self._sets.bits) - len(self._sets.unused)
+
     # -- keys --------------------------------------------------------------------------------------------------------
 
     def add(self, cell: int, keys: Sequence[int]) -> None:

@@ -36,7 +36,8 @@ class Applied:
     def apply(self, payload):
         self.payloads.append(payload)
 
-    def clear(self):
+    def clear(self, life_ended):
+        del life_ended
         self.payloads = []
 
 
@@ -199,6 +200,21 @@ def test_no_answer_at_a_connection_clears_and_follows_on(rig):
     rig.replay()
     assert rig.sink.payloads == [rig.engine.frames[-1].payload] or rig.whole
     assert rig.faults.counts[Fault.REPLAY_TIMEOUT] == 1
+
+
+def test_what_an_unanswered_replay_owes_is_learned_after_a_silence(rig):
+    rig.order.connected()
+    rig.order.live(rig.engine.publish()[0])
+    rig.order.replay_failed()
+    rig.order.wanted = None
+    assert rig.order.partial
+    rig.order.check()
+    rig.order.replay_failed()
+    assert rig.sink.payloads == [rig.engine.frames[-1].payload], "no answer, no loss"
+    rig.order.check()
+    rig.replay()
+    assert rig.whole
+    assert not rig.order.partial
 
 
 def test_no_answer_after_a_silence_clears_nothing(rig):

@@ -28,8 +28,8 @@ class Sink(Protocol):
         """Apply the next batch."""
         ...
 
-    def clear(self) -> None:
-        """Forget all entries."""
+    def clear(self, life_ended: bool) -> None:
+        """Forget all entries; if `life_ended`, the next batches are another engine's, which may be set up otherwise."""
         ...
 
 
@@ -61,6 +61,7 @@ class SourceOrder:
         self._replay_bytes = 0
         self._check_again = False
         self._reconnected = False  # since the last replay that was answered
+        self._owes_history = False  # a replay was not answered, so that the next one begins at 0
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class SourceOrder:
     # -- replays -----------------------------------------------------------------------------------------------------
 
     def _request(self) -> None:
-        self._start = self.wanted = 0 if self.last is None else self.last
+        self._start = self.wanted = 0 if self.last is None or self._owes_history else self.last
         self._previous = None
         self._replay_bytes = 0
         self.replaying, self._check_again = True, False
@@ -148,11 +149,18 @@ class SourceOrder:
         elif self._replay_bytes > MAX_REPLAY_BYTES:
             self._faults.count(Fault.REPLAY_TOO_LONG)
             self._give_up()
-        elif before is None and self.last is not None:
+        elif before is None and self.last is not None and not self._owes_history:
             self._continue_life(frame)
         else:
-            self.partial |= before is None and frame.sequence > 0
+            if before is None:
+                self._begin_history(frame)
             self._apply(frame)
+
+    def _begin_history(self, frame: Frame) -> None:
+        """Begin again with the first batch that the engine still has."""
+        if self.last is not None:
+            self._forget()
+        self.partial, self._owes_history = frame.sequence > 0, False
 
     def _continue_life(self, frame: Frame) -> None:
         """Compare the first frame of a replay with the last applied one."""
@@ -181,6 +189,7 @@ class SourceOrder:
     def _give_up(self) -> None:
         if self.last is None or (self._previous is None and self._reconnected):
             self._forget()  # nothing proves that the life continues
+            self._owes_history = True
         self._finish_replay()
 
     def _finish_replay(self) -> None:
@@ -203,14 +212,14 @@ class SourceOrder:
 
     def _forget(self) -> None:
         """Drop all entries of a life that continues."""
-        self._sink.clear()
+        self._sink.clear(life_ended=False)
         self.last, self.partial = None, True
 
     def _restart(self) -> None:
         """Begin with another engine life."""
-        self._sink.clear()
+        self._sink.clear(life_ended=True)
         self.lives += 1
-        self.last, self.partial, self._live = None, False, None
+        self.last, self.partial, self._live, self._owes_history = None, False, None, False
         self._drop_queue()
         self.replaying, self.wanted = False, None
         if self._can_replay:

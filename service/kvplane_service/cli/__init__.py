@@ -45,6 +45,7 @@ for name, module in COMMANDS.items():
     function = "command" if name == "worker" else f"{name}_command"
     app.command(name)(getattr(importlib.import_module(module), function))
 app.add_typer(importlib.import_module("kvplane_service.cli.store").app, name="store")
+app.add_typer(importlib.import_module("kvplane_fleet.cli").app, name="fleet")
 
 
 def exit_code(error: KvplaneError) -> int:

@@ -1,0 +1,120 @@
+"""How an engine hashes blocks, proven from what it publishes: the keys of a prompt's first blocks follow from their
+tokens.
+
+A prompt's keys are then computed by `kvplane.base.hashing`, and are the engine's own. A scheme is adopted after two
+keys, the second of which was computed from the first, or of another prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvplane.base.errors import KvplaneError
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
+from kvplane_fleet.wire.events import Evidence
+
+KEY_BYTES = 8
+PROOFS_NEEDED = 2
+MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
+MOST_BLOCKS = 4  # of a prompt that are hashed for a proof
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A way to hash blocks; engines with equal domains have equal keys for equal prompts.
+
+    Attributes:
+        algorithm: the algorithm of the hashes.
+        seed: its seed; "" = the algorithm's default.
+        block_size: tokens of a hash block.
+        lookahead: tokens after a block that its hash covers.
+    """
+
+    algorithm: HashAlgorithm
+    seed: str
+    block_size: int
+    lookahead: int = 0
+
+    @property
+    def scheme(self) -> HashScheme:
+        """The scheme by which `kvplane.base.hashing` computes the hashes."""
+        return HashScheme.named(self.block_size, self.algorithm, self.seed, self.lookahead)
+
+    def keys(self, tokens: Sequence[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> list[int]:
+        """Return the keys of the whole hash blocks of a prompt. Raises InvalidArgument for tokens out of range."""
+        scheme = self.scheme
+        return keys_of(RequestHasher(scheme, extra).append(pack_tokens(tokens)), scheme.digest.size)
+
+    def __str__(self) -> str:
+        ahead = f", {self.lookahead} tokens ahead" if self.lookahead else ""
+        seed = "a given" if self.seed else "default"
+        return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}"
+
+
+def keys_of(hashes: bytes, digest_bytes: int) -> list[int]:
+    """Return the keys of concatenated digests: their last 64 bits."""
+    return [int.from_bytes(one[-KEY_BYTES:], "big") for one in split_hashes(hashes, digest_bytes)]
+
+
+class DomainProof:
+    """Finds the domain of one engine life.
+
+    Attributes:
+        domain: the domain, once it is proven.
+        proofs: keys that were reproduced.
+        tries: store events that were compared with no result.
+    """
+
+    def __init__(self, algorithms: Sequence[HashAlgorithm], seed: str) -> None:
+        """`algorithms`: those to try, with `seed` ("" = their default; those without one are left out then)."""
+        self._algorithms, self._seed = algorithms, seed
+        self.domain: Domain | None = None
+        self.proofs = self.tries = 0
+        self._candidate: Domain | None = None
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether further store events can help."""
+        return self.domain is None and self.tries < MOST_TRIES
+
+    def observe(self, keys: Sequence[int], block_size: int, evidence: Evidence) -> None:
+        """Compare the keys of stored blocks with their tokens. Blocks that do not begin a prompt, or have other content
+        than tokens, prove nothing.
+        """
+        whole = block_size > 0 and len(evidence.tokens) == len(keys) * block_size
+        if not self.wants_tokens or not keys or not whole or evidence.parent is not None or not evidence.plain:
+            return
+        ahead = evidence.lookahead
+        if ahead and len(ahead) < len(keys):
+            return
+        count = min(len(keys), MOST_BLOCKS)
+        tokens = [*evidence.tokens[: count * block_size], *(ahead[count - 1] if ahead else ())]
+        for domain in self._candidates(block_size, len(ahead[0]) if ahead else 0):
+            step = block_size // domain.block_size
+            if domain.keys(tokens)[step - 1 :: step][:count] == list(keys[:count]):
+                self._found(domain, count)
+                return
+        self.tries += 1
+
+    def _found(self, domain: Domain, count: int) -> None:
+        if domain != self._candidate:
+            self._candidate, self.proofs = domain, 0
+        self.proofs += count
+        if self.proofs >= PROOFS_NEEDED:
+            self.domain = domain
+
+    def _candidates(self, block_size: int, lookahead: int) -> Iterator[Domain]:
+        if self._candidate is not None and block_size % self._candidate.block_size == 0:
+            yield self._candidate
+        sizes = [size for size in range(block_size, 0, -1) if block_size % size == 0]
+        for size in sizes:
+            for algorithm in self._algorithms:
+                domain = Domain(algorithm, self._seed, size, lookahead)
+                try:
+                    domain.scheme  # noqa: B018 - raises where the algorithm needs a seed or a package
+                except KvplaneError:
+                    continue
+                yield domain

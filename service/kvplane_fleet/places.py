@@ -1,0 +1,218 @@
+"""A place: one engine's cache, as its events describe it, in cells of the index."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane_fleet.domains import Domain, DomainProof
+from kvplane_fleet.faults import Fault, Faults
+from kvplane_fleet.hits import Claim, HitRule
+from kvplane_fleet.index import Found, Index
+from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.wire.events import Batch, Cleared, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.msgpack import BatchDecoder
+from kvplane_service.core.setup import check_spec
+
+MAX_ENTRIES = 1 << 24  # of a place
+_WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
+_MAX_MODEL_LEN = 1 << 20
+_UNCACHED = frozenset(("encoder_only_attention", "cross_attention"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of a place as the hit rule needs them.
+
+    Attributes:
+        groups: the engine's number of each group of the rule.
+        rule: computes hits.
+        inexact: why claims may differ from the engine's hits; "" if they do not.
+    """
+
+    groups: tuple[int, ...]
+    rule: HitRule
+    inexact: str
+
+
+class Place:
+    """Applies the batches of one engine to the index, and claims hits."""
+
+    def __init__(self, settings: PlaceSettings, index: Index) -> None:
+        self.settings = settings
+        self.faults = Faults()
+        self._index = index
+        self._decoder = BatchDecoder(self.faults)
+        self.cells: dict[tuple[Tier, int], int] = {}
+        self.formats: dict[int, GroupFormat] = {}
+        self.proof = DomainProof(settings.hash_algorithms, settings.hash_seed)
+        self.batches = self.events = 0
+        self._rank: int | None = None
+        self._time_s = -math.inf
+        self._layout: Layout | InvalidArgument | None = None
+
+    # -- ingest ------------------------------------------------------------------------------------------------------
+
+    def apply(self, payload: bytes) -> None:
+        """Apply the next batch. If it cannot be read, any entry may have been removed, and all are."""
+        self._decoder.want_tokens = self.proof.wants_tokens
+        batch = self._decoder.decode(payload)
+        if batch is None:
+            self._remove_all()
+            return
+        self.apply_batch(batch)
+
+    def apply_batch(self, batch: Batch) -> None:
+        """Apply a batch that is decoded."""
+        self.batches += 1
+        self.events += len(batch.events)
+        if batch.time_s < self._time_s:
+            self.faults.count(Fault.CLOCK_BACKWARDS)
+        self._time_s = batch.time_s
+        if batch.rank is not None:
+            if self._rank not in (None, batch.rank):
+                self.faults.count(Fault.RANK_CHANGED)
+            self._rank = batch.rank
+        for event in batch.events:
+            if isinstance(event, Stored):
+                self._store(event)
+            elif isinstance(event, Removed):
+                self._remove(event)
+            else:
+                assert isinstance(event, Cleared)
+                self._remove_all()
+
+    def clear(self, life_ended: bool) -> None:
+        """Forget all entries; if `life_ended`, also what is known of the engine."""
+        self._remove_all()
+        if life_ended:
+            for cell in self.cells.values():
+                self._index.release(cell)
+            self.cells, self.formats, self._layout = {}, {}, None
+            self.proof = DomainProof(self.settings.hash_algorithms, self.settings.hash_seed)
+            self._rank, self._time_s = None, -math.inf
+
+    def _store(self, event: Stored) -> None:
+        if event.tier is Tier.DEVICE:
+            self._learn(event)
+        cell = self.cells.get((event.tier, event.group))
+        if cell is None:
+            cell = self.cells[event.tier, event.group] = self._index.new_cell()
+        if self.entries + len(event.keys) > MAX_ENTRIES:
+            self.faults.count(Fault.TOO_MANY_ENTRIES)
+            return
+        self._index.add(cell, event.keys)
+
+    def _learn(self, event: Stored) -> None:
+        known = self.formats.get(event.group)
+        if known != event.form:
+            if known is not None:
+                self.faults.count(Fault.GROUP_CHANGED)
+                self.clear(life_ended=True)
+            self.formats[event.group] = event.form
+            self._layout = None
+        if event.evidence is not None:
+            self.proof.observe(event.keys, event.form.block_size, event.evidence)
+            self._layout = None
+
+    def _remove(self, event: Removed) -> None:
+        cell = self.cells.get((event.tier, event.group))
+        unknown = len(event.keys) if cell is None else self._index.remove(cell, event.keys)
+        self.faults.count(Fault.REMOVAL_UNKNOWN, unknown)
+
+    def _remove_all(self) -> None:
+        for cell in self.cells.values():
+            self._index.clear(cell)
+
+    def release(self) -> None:
+        """Remove the place from the index."""
+        self.clear(life_ended=True)
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> int:
+        """Number of different keys, summed over groups and tiers."""
+        return sum(self._index.size(cell) for cell in self.cells.values())
+
+    @property
+    def domain(self) -> Domain | None:
+        """How the engine hashes blocks; None until it is proven."""
+        return self.proof.domain
+
+    def layout(self) -> Layout:
+        """Return the groups as the hit rule needs them. Raises InvalidArgument if they contradict each other."""
+        if self._layout is None:
+            try:
+                self._layout = self._make_layout()
+            except InvalidArgument as error:
+                self._layout = error
+        if isinstance(self._layout, InvalidArgument):
+            raise self._layout
+        return self._layout
+
+    def claim(self, found: Found, num_tokens: int) -> Claim:
+        """Return the hit of a prompt whose keys, of this place's domain, were found. Raises the errors of `layout`."""
+        layout = self.layout()
+
+        def cells(groups: Sequence[int]) -> list[int]:
+            return [self.cells[Tier.DEVICE, layout.groups[group]] for group in groups]
+
+        return layout.rule.claim(lambda groups: found.has(cells(groups)), len(found.positions), num_tokens)
+
+    def _make_layout(self) -> Layout:
+        numbers = tuple(sorted(group for group, form in self.formats.items() if form.kind not in _UNCACHED))
+        forms = [self.formats[group] for group in numbers]
+        domain = self.proof.domain
+        if not forms or domain is None:
+            raise InvalidArgument("how the engine hashes blocks is not known yet", field="domain")
+        inexact = "" if all(form.kind for form in forms) else "the engine does not state its kinds of attention"
+        if any(_kind(form) is GroupKind.CHUNKED_LOCAL for form in forms) and self.settings.attention_chunk is None:
+            raise InvalidArgument(
+                "the chunk of chunked local attention is not known",
+                field="attention_chunk",
+                remedy="name it for this place: no event states it",
+            )
+        groups = [self._group(number, form, forms) for number, form in zip(numbers, forms, strict=True)]
+        spec = ReplicaSpec(
+            groups=tuple(groups),
+            num_blocks=1 << 20,
+            max_model_len=_MAX_MODEL_LEN,
+            hash_block_size=domain.block_size,
+            scheduler_block_size=math.lcm(*(group.block_size for group in groups)),
+            max_in_flight_tokens=1,
+            hash_algorithm=domain.algorithm,
+            hash_seed=domain.seed,
+            partial_hits=self._partial_hits(groups, domain.block_size),
+            commit=CommitRule.REFERENCE,
+            hash_lookahead_tokens=domain.lookahead,
+        )
+        check_spec(spec)
+        return Layout(numbers, HitRule(spec), inexact)
+
+    def _group(self, number: int, form: GroupFormat, forms: Sequence[GroupFormat]) -> GroupSpec:
+        kind = _kind(form)
+        return GroupSpec(
+            kind=kind,
+            block_size=form.block_size,
+            window=form.window if kind in _WINDOWS else 0,
+            chunk=self.settings.attention_chunk or 0 if kind is GroupKind.CHUNKED_LOCAL else 0,
+            mamba_mode=MambaMode.ALIGN if kind is GroupKind.MAMBA else MambaMode.NONE,
+            sink_tokens=form.block_size if kind is GroupKind.SINK_FULL else 0,
+            drops_last_block=number in self.settings.draft_groups,
+            lookup_class=forms.index(form),
+        )
+
+    def _partial_hits(self, groups: Sequence[GroupSpec], hash_block_size: int) -> bool:
+        if self.settings.partial_hits is not None:
+            return self.settings.partial_hits
+        fine = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.MAMBA)
+        states = any(one.kind is GroupKind.MAMBA and one.block_size > hash_block_size for one in groups)
+        return states and all(one.kind in fine or one.block_size == hash_block_size for one in groups)
+
+
+def _kind(form: GroupFormat) -> GroupKind:
+    return GroupKind(form.kind) if form.kind else GroupKind.FULL_ATTENTION
