@@ -7,7 +7,7 @@ Keys are flat and end with their unit. The environment variable of a key is KVPL
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +21,11 @@ from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
 
 ENV_PREFIX = "KVPLANE_"
 DEFAULT_SOURCE = "default"
+# With defaults, a process needs PROCESS_BYTES in addition to blocks and logs: for code, messages and answers.
+PROCESS_BYTES = 256 << 20
+BYTES_PER_BLOCK = 450
+MIN_TOTAL_BLOCKS = 1 << 16
+MIN_LOG_BYTES = 1 << 20
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Millis = Annotated[int, Field(ge=1, le=24 * 3600 * 1000)]
@@ -95,7 +100,12 @@ class Config(BaseModel):
     """Largest number of blocks per replica."""
     max_total_blocks: Annotated[int, Field(ge=2, le=2**40)] = 1 << 24
     """Largest number of blocks over all replicas; each block takes about 400 bytes of memory in this process
-    once it is cached.
+    once it is cached. Where it is not set, it follows from `memory_bytes`: the memory above `log_bytes` and 256 MiB, at
+    450 bytes per block.
+    """
+    memory_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
+    """Memory that this process may use. `max_total_blocks` and `log_bytes` follow from it where they are not set.
+    0 = the limit of its control group, or else half of the machine's memory.
     """
     eviction: Literal["lru", "window_tail"] = "lru"
     """Eviction policy of new replicas that are registered by a model or by layers and name none: lru, or window_tail,
@@ -127,9 +137,9 @@ class Config(BaseModel):
     """Largest number of entries in the decision log of a replica; an entry is a step, or one message of a step that was
     sent in several messages.
     """
-    log_bytes: Annotated[int, Field(ge=1 << 20, le=2**40)] = 256 << 20
+    log_bytes: Annotated[int, Field(ge=MIN_LOG_BYTES, le=2**40)] = 256 << 20
     """Approximate memory budget of the decision logs and event logs of all replicas together. When the budget is used
-    up, the longest log drops its oldest entries.
+    up, the longest log drops its oldest entries. Where it is not set, a 16th of `memory_bytes`, at most the default.
     """
     idle_check_ms: Pause = 10_000
     """Time without a change after which the state of a replica is checked, once until it changes; 0 = never."""
@@ -283,8 +293,24 @@ class Loaded:
         return "".join(lines)
 
 
-def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Loaded:
+def defaults_for(memory_bytes: int) -> dict[str, int]:
+    """Return the limits with which a process fits into this memory."""
+    log_bytes = min(Config.model_fields["log_bytes"].default, max(MIN_LOG_BYTES, memory_bytes // 16))
+    blocks = (memory_bytes - log_bytes - PROCESS_BYTES) // BYTES_PER_BLOCK
+    return {"log_bytes": log_bytes, "max_total_blocks": max(MIN_TOTAL_BLOCKS, blocks)}
+
+
+def load(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Path | None,
+    available: Callable[[], tuple[int, str]] = lambda: (0, ""),
+) -> Loaded:
     """Merge flags, environment variables and the file into one configuration.
+
+    Args:
+        flags, environment, file: the sources.
+        available: finds the memory for this process and who states it, where `memory_bytes` does not; 0 = unknown.
 
     Raises:
         InvalidArgument: a key is unknown (the remedy names the most similar known key), a value is invalid, or two
@@ -308,7 +334,11 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
             remedy=f"its default is {Config.model_fields[key].default!r}",
         ) from None
     check_together(config)
-    return Loaded(config, sources)
+    memory_bytes, stated_by = (config.memory_bytes, sources["memory_bytes"]) if config.memory_bytes else available()
+    derived = defaults_for(memory_bytes) if memory_bytes else {}
+    derived = {key: value for key, value in derived.items() if sources[key] == DEFAULT_SOURCE}
+    source = f"{DEFAULT_SOURCE} for {memory_bytes} bytes of memory: {stated_by}"
+    return Loaded(config.model_copy(update=derived), sources | dict.fromkeys(derived, source))
 
 
 def check_together(config: Config) -> None:

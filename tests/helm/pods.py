@@ -317,15 +317,27 @@ class Pod:
         found: dict[str, str] = {}
         for one in container.get("env", ()):
             source = one.get("valueFrom")
-            found[one["name"]] = self._referred(source) if source else _expand(one["value"], found)
+            found[one["name"]] = self._referred(source, container) if source else _expand(one["value"], found)
         return found
 
-    def _referred(self, source: Object) -> str:
+    def _referred(self, source: Object, container: Object) -> str:
         if "secretKeyRef" in source:
             reference = source["secretKeyRef"]
             return self.machine.data_of("Secret", reference["name"])[reference["key"]].decode()
+        if "resourceFieldRef" in source:
+            section, _, resource = source["resourceFieldRef"]["resource"].partition(".")
+            return str(bytes_of(container["resources"][section][resource]))
         fields = {"metadata.name": self.plan.name, "metadata.namespace": NAMESPACE, "spec.nodeName": NODE_NAME}
         return fields[source["fieldRef"]["fieldPath"]]
+
+
+_UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def bytes_of(quantity: str | int) -> int:
+    """A quantity of memory in bytes, as a kubelet gives it to a container."""
+    number, unit = re.fullmatch(r"([0-9.e]+)([A-Za-z]*)", str(quantity)).groups()  # type: ignore[union-attr]
+    return round(float(number) * _UNITS[unit])
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:

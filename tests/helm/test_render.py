@@ -12,6 +12,7 @@ import yaml
 
 from kvplane_service.config import load
 from tests.helm.charts import CHART, SETS, Helm3, Helm4, configuration, kinds, pod_specs, the, values_of
+from tests.helm.pods import bytes_of
 from tests.helm.schemas import CUSTOM, VERSIONS, complaints
 
 SINCE = {"gpu-dra": "1.31"}  # sets that an older Kubernetes cannot run
@@ -311,30 +312,43 @@ def test_the_claims_of_a_driver_replace_the_runtime_class():
 
 
 @pytest.mark.parametrize(
-    ("memory", "blocks"),
+    ("memory", "blocks", "log_mib"),
     [
-        ("4Gi", 8_351_325),
-        ("1.5Gi", 2_386_092),
-        ("8G", 16_584_731),
-        ("2048Mi", 3_579_139),
-        (4 << 30, 8_351_325),
-        ("512Mi", 65_536),
-        ("4e9", None),
+        ("4Gi", 8_351_325, 256),
+        ("1.5Gi", 2_758_919, 96),
+        ("8G", 16_584_731, 256),
+        ("2048Mi", 3_877_401, 128),
+        (4 << 30, 8_351_325, 256),
+        ("256Mi", 65_536, 16),
     ],
 )
 @pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
-def test_the_most_blocks_follow_from_the_memory_of_the_pod(helm, memory, blocks, tmp_path):
-    found = configuration(helm.objects({"resources": {"limits": {"memory": memory}}}))
-    assert found.get("max_total_blocks") == blocks
+def test_the_limits_of_the_service_follow_from_the_memory_of_its_container(helm, memory, blocks, log_mib, tmp_path):
+    objects = helm.objects({"resources": {"limits": {"memory": memory}}})
+    container = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    (variable,) = (one for one in container["env"] if one["name"] == "KVPLANE_MEMORY_BYTES")
+    assert variable["valueFrom"] == {"resourceFieldRef": {"resource": "limits.memory"}}
+    assert {"max_total_blocks", "log_bytes", "memory_bytes"}.isdisjoint(configuration(objects))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(configuration(objects)))
+    environment = {variable["name"]: str(bytes_of(container["resources"]["limits"]["memory"]))}
+    loaded = load({}, environment, file).config
+    assert (loaded.max_total_blocks, loaded.log_bytes) == (blocks, log_mib << 20)
+
+
+def test_a_container_without_a_limit_of_memory_names_none():
+    """A variable of the limit would have the memory of the whole node."""
+    for limits in ({"memory": None}, None):
+        objects = Helm4().objects({"resources": {"limits": limits}})
+        container = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+        assert "KVPLANE_MEMORY_BYTES" not in [one["name"] for one in container["env"]]
+
+
+def test_a_given_number_of_blocks_is_kept(tmp_path):
+    found = configuration(Helm4().objects({"config": {"max_total_blocks": 70_000}}))
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(found))
-    assert load({}, {}, file).config.max_total_blocks == blocks or blocks is None
-
-
-def test_a_given_number_of_blocks_or_no_limit_of_memory_is_kept():
-    assert configuration(Helm4().objects({"config": {"max_total_blocks": 70_000}}))["max_total_blocks"] == 70_000
-    for limits in ({"memory": None}, None):
-        assert "max_total_blocks" not in configuration(Helm4().objects({"resources": {"limits": limits}}))
+    assert load({}, {"KVPLANE_MEMORY_BYTES": str(4 << 30)}, file).config.max_total_blocks == 70_000
 
 
 def test_the_token_of_metrics_is_mounted_and_named_to_the_monitor():

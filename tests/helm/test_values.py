@@ -229,4 +229,5 @@ def test_the_schema_has_the_keys_of_the_configuration():
     properties = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]["properties"]
     set_by_chart = {key for name in SETS for key in configuration(Helm4().objects(values_of(name)))}
     assert set(properties) <= set(KEYS)
-    assert set(KEYS) - set(properties) <= set_by_chart | {"advertise", "store_username", "store_password"}
+    variables = {"advertise", "memory_bytes", "store_username", "store_password"}
+    assert set(KEYS) - set(properties) <= set_by_chart | variables

@@ -38,6 +38,26 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert (sources["max_replicas"], sources["max_groups"]) == (str(file), "default")
 
 
+def test_limits_follow_from_the_memory_where_they_are_not_set(tmp_path):
+    def machine() -> tuple[int, str]:
+        return 8 << 30, "half of the machine's memory"
+
+    loaded = load({}, {}, None, machine)
+    assert loaded.config.max_total_blocks == ((8 << 30) - (512 << 20)) // 450
+    assert "half of the machine's memory" in loaded.sources["max_total_blocks"]
+    assert loaded.config.log_bytes == 256 << 20
+    given = load({"memory_bytes": 1 << 30}, {}, None, machine)
+    assert given.config.log_bytes == 64 << 20
+    assert given.config.max_total_blocks == ((1 << 30) - (320 << 20)) // 450
+    assert "flag" in given.sources["log_bytes"]
+    file = write(tmp_path, "max_total_blocks: 50\nlog_bytes: 2000000\n")
+    assert load({}, {}, file, machine).config == Config(max_total_blocks=50, log_bytes=2_000_000)
+    assert load({}, {}, None).config == Config(), "the memory is unknown"
+    with pytest.raises(InvalidArgument) as caught:
+        load({"memory_bytes": "4Gi"}, {}, None)
+    assert caught.value.field == "memory_bytes"
+
+
 def test_printed_configuration_loads_as_a_file(tmp_path):
     loaded = load({"listen": "unix:x.sock", "reflection": "false"}, {}, None)
     text = loaded.as_yaml()

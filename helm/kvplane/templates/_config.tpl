@@ -2,7 +2,7 @@
 
 {{/* Configuration keys that values of the chart set, and `config` may not. */}}
 {{- define "kvplane.chartKeys" -}}
-{{ list "listen" "metrics_listen" "metrics_token_file" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "store_key_file" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
+{{ list "listen" "memory_bytes" "metrics_listen" "metrics_token_file" "health_listen" "advertise" "drain_delay_ms" "drain_grace_ms" "store" "store_username" "store_password" "store_tls_ca" "store_tls_cert" "store_tls_key" "store_key_file" "tls_cert" "tls_key" "tls_client_ca" "tls_client_auth" "auth_tokens" "auth_jwks" "auth_jwt_issuer" "auth_jwt_audience" "auth_owners" "audit_log" | toYaml }}
 {{- end }}
 
 {{/* The address of the store, as the key `store` wants it. */}}
@@ -18,18 +18,6 @@ none
 {{- end -}}
 {{- end }}
 
-{{/* The bytes of a quantity of memory such as 4Gi; empty without one, or in a notation that is not read here. */}}
-{{- define "kvplane.bytes" -}}
-{{- if kindIs "float64" . }}{{ int64 . }}
-{{- else }}
-{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 }}
-{{- $text := toString . }}
-{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text }}
-{{- $unit := trimPrefix $number $text }}
-{{- if and $number (hasKey $units $unit) }}{{ mulf $number (get $units $unit) | int64 }}{{ end }}
-{{- end }}
-{{- end }}
-
 {{/* The keys that the chart sets, as YAML. What is secret, or differs by pod, is a variable (_service.tpl). */}}
 {{- define "kvplane.chartConfig" -}}
 {{- $dir := include "kvplane.dir" . -}}
@@ -40,10 +28,6 @@ metrics_listen: {{ printf "%s:%d" .Values.listenAddress (int .Values.ports.metri
 {{- if .Values.metrics.token.existingSecret }}
 metrics_token_file: {{ $dir }}/metrics/token
 {{- end }}
-{{- end }}
-{{- $memory := include "kvplane.bytes" (dig "limits" "memory" "" .Values.resources) -}}
-{{- if and $memory (not (hasKey .Values.config "max_total_blocks")) }}
-max_total_blocks: {{ max 65536 (div (sub (int64 $memory) 536870912) 450) }}
 {{- end }}
 drain_delay_ms: 0
 drain_grace_ms: {{ mul 1000 (int .Values.drain.graceSeconds) }}

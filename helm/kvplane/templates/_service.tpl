@@ -4,6 +4,10 @@
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: KVPLANE_ADVERTISE
   value: {{ printf "$(POD_NAME).%s-headless.%s.svc.%s:%d" (include "kvplane.fullname" .) .Release.Namespace .Values.clusterDomain (int .Values.ports.grpc) | quote }}
+{{- if dig "limits" "memory" "" .Values.resources }}
+- name: KVPLANE_MEMORY_BYTES
+  valueFrom: {resourceFieldRef: {resource: limits.memory}}
+{{- end }}
 {{- with .Values.store.external }}
 {{- if and .existingSecret .usernameKey }}
 - name: KVPLANE_STORE_USERNAME

@@ -141,8 +141,9 @@ def load_config(file: Path | None, listen: str | None, settings: list[str] | Non
     InvalidArgument or NotFound as `config.load`.
     """
     from kvplane_service import config
+    from kvplane_service.runtime.memory import available_memory
 
     flags = dict(config.split_setting(text) for text in settings or ())
     if listen is not None:
         flags["listen"] = listen
-    return config.load(flags, os.environ, file)
+    return config.load(flags, os.environ, file, available_memory)
