@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import runpy
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
 from kvplane_service.auth.gate import CALL
+from kvplane_service.replicas import cores
 from kvplane_service.store.record import MAGIC
 
 Real = Callable[..., Any]
@@ -67,14 +69,17 @@ class Twin:
 
 @contextmanager
 def weakened(name: str) -> Iterator[Twin]:
-    """Patch the product of this process inside the block."""
+    """Patch the product of this process inside the block; replicas have the Python core, which patches change."""
     twin = TWINS[name]
     found = [patch.find() for patch in twin.patches]
+    selected = os.environ.get(cores.VARIABLE, "")
+    os.environ[cores.VARIABLE] = "python"
     for patch, (owner, attribute, real) in zip(twin.patches, found, strict=True):
         setattr(owner, attribute, _changed(real, patch.change))
     try:
         yield twin
     finally:
+        os.environ[cores.VARIABLE] = selected
         for owner, attribute, real in found:
             setattr(owner, attribute, real)
 

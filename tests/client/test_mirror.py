@@ -110,10 +110,16 @@ def test_a_service_has_the_state_of_the_engine(service, mix):
         assert service.state() == "LIVE"
 
 
+def restamp(core):
+    changed = core.reference()
+    changed.coordinator.pool.restamp(3)
+    changed.coordinator.pool.stamped.clear()
+    core.adopt(changed)
+
+
 def diverge(service, engine):
     """Change the state of the service, and run steps until one differs."""
-    pool = service.app.registry.get("r").host.replica.coordinator.pool
-    service.in_loop(lambda: (pool.restamp(3), pool.stamped.clear()))
+    service.in_loop(lambda: restamp(service.app.registry.get("r").host.replica))
     until(lambda: engine.advance(1) or engine.sender.state.divergences > 0)
 
 

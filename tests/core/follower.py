@@ -114,7 +114,7 @@ def entries(event: CacheEvent) -> Iterator[Shown]:
 
 
 def _published(replica: Replica) -> Iterator[Shown]:
-    pool = replica.coordinator.pool
+    pool = replica.reference().coordinator.pool
     for block in range(pool.num_blocks):
         key = pool.key_of(block)
         if key is None or pool.key_step[block] > pool.executed_through:

@@ -125,14 +125,18 @@ def test_a_difference_is_reported_with_the_steps_that_lead_to_it():
 
 def test_the_variable_selects_the_core(monkeypatch):
     spec = replica_spec(full())
-    for choice, kind in (("", Replica), ("python", Replica), ("native", native.NativeReplica), ("twin", TwinReplica)):
+    kinds = {"": native.NativeReplica, "python": Replica, "native": native.NativeReplica, "twin": TwinReplica}
+    for choice, kind in kinds.items():
         monkeypatch.setenv(cores.VARIABLE, choice)
         assert isinstance(cores.new_replica(spec), kind)
         assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
-        assert cores.describe().startswith(choice or "python")
+        assert cores.describe() == cores.core_of(cores.new_replica(spec)) == (choice or "native")
+    tail = replica_spec(window(4), full(), eviction=EvictionPolicy.WINDOW_TAIL)
+    monkeypatch.setenv(cores.VARIABLE, "")
+    assert isinstance(cores.new_replica(tail), Replica)
     monkeypatch.setenv(cores.VARIABLE, "native")
     with pytest.raises(InvalidArgument, match="window_tail") as caught:
-        cores.new_replica(replica_spec(window(4), full(), eviction=EvictionPolicy.WINDOW_TAIL))
+        cores.new_replica(tail)
     assert caught.value.field == "eviction"
     monkeypatch.setenv(cores.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:
@@ -145,6 +149,9 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setenv(cores.VARIABLE, "native")
     with pytest.raises(FailedPrecondition, match="not installed"):
         cores.new_replica(replica_spec(full()))
+    monkeypatch.setenv(cores.VARIABLE, "")
+    assert isinstance(cores.new_replica(replica_spec(full())), Replica)
+    assert "not installed" in cores.describe()
 
 
 def test_a_seed_plays_alike_on_both_cores(monkeypatch):

@@ -33,7 +33,7 @@ def small_slices(monkeypatch):
     """Small pools have many slices, too."""
     for module in (dropping, freelist, in_flight):
         monkeypatch.setattr(module, "SLICE_BLOCKS", 3)
-    monkeypatch.setattr(in_flight, "_SLICE_REQUESTS", 1)
+    monkeypatch.setattr(in_flight, "SLICE_REQUESTS", 1)
 
 
 def begin_block_by_block(replica, epoch, table):

@@ -15,7 +15,7 @@ from kvplane_replay.plan import CostModel, EngineConfig, Routing
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
@@ -94,7 +94,7 @@ class Outcome:
 
     fleet: Fleet
     sessions: list[Recorder]
-    replicas: list[Replica]
+    replicas: list[ReplicaCore]
 
     @property
     def engine(self) -> Engine:
@@ -103,7 +103,7 @@ class Outcome:
         return engine
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> ReplicaCore:
         """The only one."""
         (replica,) = self.replicas
         return replica
@@ -131,7 +131,7 @@ def begin(
         for name, transport in zip(names, transports, strict=True)
     ]
     engines = [Engine(session, config or EngineConfig(token_budget=BUDGET), COST) for session in sessions]
-    cores = [registry.get(name).host.replica.reference() for name in names]
+    cores = [registry.get(name).host.replica for name in names]
     return Outcome(Fleet(engines, trace, routing), sessions, cores)
 
 

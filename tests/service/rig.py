@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import grpc
 import pytest
 
+from kvplane.base import groups
 from kvplane.base.errors import KvplaneError
 from kvplane.base.step import Step, StepResult
 from kvplane.rpc.status import error_of_rpc
@@ -23,8 +24,9 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
 from kvplane.v1.step_pb2 import StepError
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.process.app import App
+from kvplane_service.replicas import cores
 
 T = TypeVar("T")
 WAIT_S = 20  # for what must happen; reached only by a failure
@@ -166,6 +168,12 @@ def running(config: Config | None = None, clock: Callable[[], int] | None = None
         loop.close()
 
 
+def core_class() -> type[ReplicaCore]:
+    """The class of the replicas of services, which `KVPLANE_CORE` selects."""
+    spec = groups.ReplicaSpec((groups.GroupSpec(groups.GroupKind.FULL_ATTENTION, 1),), 2, 1, 1, 1, 1)
+    return type(cores.new_replica(spec))
+
+
 class HeldThread:
     """Long steps and calls of services wait in their thread: `began` is set when one does, and `go_on` lets all go."""
 
@@ -181,15 +189,16 @@ class HeldThread:
 @contextmanager
 def held_thread() -> Iterator[HeldThread]:
     """Hold long steps and calls until the test lets them go, or ends."""
-    held, apply = HeldThread(), Replica.apply
+    held, core = HeldThread(), core_class()
+    apply = core.apply
 
-    def wait_and_apply(replica: Replica, step: Step) -> StepResult:
+    def wait_and_apply(replica: ReplicaCore, step: Step) -> StepResult:
         if threading.current_thread().name == "kvplane long steps":
             held.wait()
         return apply(replica, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replica, "apply", wait_and_apply)
+        patch.setattr(core, "apply", wait_and_apply)
         try:
             yield held
         finally:

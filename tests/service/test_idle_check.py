@@ -74,8 +74,10 @@ def health_of(service):
 
 def corrupt(service):
     """As a leak does: a reference without a holder."""
-    references = service.app.registry.get("r").host.replica.coordinator.pool.references
-    references[40] += 1
+    core = service.app.registry.get("r").host.replica
+    broken = core.reference()
+    broken.coordinator.pool.references[40] += 1
+    core.adopt(broken)
 
 
 def test_a_broken_replica_is_counted_logged_and_served(caplog):
@@ -199,7 +201,9 @@ def test_a_removed_replica_drops_the_check():
 
 def test_a_finding_is_reported_once_per_idle_period():
     background = Background()
-    background.host.replica.reference().coordinator.pool.references[7] += 1
+    broken = background.host.replica.reference()
+    broken.coordinator.pool.references[7] += 1
+    background.host.replica.adopt(broken)
     assert background.run(60) == {"broken": 1}
     ((name, error),) = background.reports
     assert (name, error.invariant, str(error)) == ("r", "references", "block 7: 1 references, 0 holders")

@@ -18,7 +18,6 @@ from kvplane.base.groups import CommitRule
 from kvplane.base.session import CORE_VERSION
 from kvplane_replay.from_log import replay_log
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.store.interface import LogName
@@ -27,6 +26,7 @@ from tests.core.follower import Follower, _published
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld
 from tests.service.mirrors import DecidingEngine, open_request, same_state, spec_of
+from tests.service.rig import core_class
 
 
 async def offload(call):
@@ -188,7 +188,7 @@ class TestDivergence:
         await one.start()
         one.engine.run_step()
         with monkeypatch.context() as broken:
-            broken.setattr(Replica, "apply", lambda *_: 1 // 0)
+            broken.setattr(core_class(), "apply", lambda *_: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 await one.send(one.engine.message())
         with pytest.raises(InternalError):

@@ -114,7 +114,7 @@ class History:
     def is_damaged(self):
         """The service's state changes on its own; a later answer differs."""
         if self.host.state.value == "live":
-            pool = self.host.replica.coordinator.pool
+            pool = self.host.replica.reference().coordinator.pool
             pool.restamp(self.random.randrange(1, pool.num_blocks))
             pool.stamped.clear()
             self.damaged = True

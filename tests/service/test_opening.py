@@ -24,6 +24,7 @@ from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
 from tests.core.follower import Follower
 from tests.service.hosts import NONCES, HostWorld, spec_of
+from tests.service.rig import core_class
 
 BLOCKS = 61
 
@@ -33,6 +34,8 @@ def small_slices(monkeypatch):
     """A turn of the event loop after every few blocks."""
     for module in (dropping, freelist, in_flight):
         monkeypatch.setattr(module, "SLICE_BLOCKS", 4)
+    with suppress(ImportError):  # the compiled core
+        monkeypatch.setattr("kvplane_service.core.native.SLICE_BLOCKS", 4)
     monkeypatch.setattr(lives, "SLICE_NS", 0)
 
 
@@ -208,7 +211,7 @@ async def test_a_replica_that_failed_while_opening_refuses_every_call(monkeypatc
     def breaks(*_):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("kvplane_service.core.replica.drop_all_keys", breaks)
+    monkeypatch.setattr(core_class(), "enter_epoch", breaks)
     with pytest.raises(AssertionError, match="a bug"):
         await work
     with pytest.raises(KvplaneError, match="broke"):
@@ -253,7 +256,7 @@ class Schedule:
             assert self.host._session is not None
 
     def memory(self):
-        stamps = self.host.replica.coordinator.pool.stamp
+        stamps = self.host.replica.reference().coordinator.pool.stamp
         return self.chance.choice((memoryview(bytes(stamps)).cast("Q"), tuple(half(stamps)), ()))
 
     async def open(self):

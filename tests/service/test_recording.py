@@ -114,11 +114,11 @@ def test_recording_with_a_smaller_pool_hits_less(recorded):
 def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     world = HostWorld(Config(), replace(FULL, num_blocks=40))
     news = News(slot=[0], num_tokens=[9], tokens=[7] * 9, request_id=["a"])
-    engine, pool = world.open(), world.host.replica.reference().coordinator.pool
+    engine = world.open()
     engine.step(Part(news=news, admit=Admit(slot=[0])))
     engine.step()
     resume = image_of(world.host.replica.reference()).resume
-    engine = world.open(stamp_table=tuple(pool.stamp))
+    engine = world.open(stamp_table=tuple(world.host.replica.reference().coordinator.pool.stamp))
     engine.step(Part(news=news))
     engine.step(Part(resume=resume))
     engine.step(Part(facts=Facts(slot=[0], appended=[1], tokens=[8]), run=Run(slot=[0])))

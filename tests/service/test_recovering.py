@@ -12,13 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane.base.errors import LimitExceeded
 from kvplane_service.config import Config
-from kvplane_service.core.replica import Replica
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
 from tests.service.hosts import spec_of
-from tests.service.rig import SPEC, WAIT_S, column, running, until
+from tests.service.rig import SPEC, WAIT_S, column, core_class, running, until
 
 
 def test_other_replicas_are_served_during_verification(tmp_path, monkeypatch):
@@ -26,14 +25,14 @@ def test_other_replicas_are_served_during_verification(tmp_path, monkeypatch):
     with running(config) as service:
         service.register("a")
         service.open("a").step()
-    begun, may_end, real = threading.Event(), threading.Event(), Replica.verify_entries
+    begun, may_end, real = threading.Event(), threading.Event(), core_class().verify_entries
 
     def verify_entries(self, *given):
         begun.set()
         assert may_end.wait(WAIT_S)
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
+    monkeypatch.setattr(core_class(), "verify_entries", verify_entries)
     with running(config) as service, ThreadPoolExecutor() as pool:
         until(lambda: not service.describe("a").store.loading)
         opening = pool.submit(service.open, "a", stamp_table=column(*[0] * SPEC.num_blocks, size=8))
@@ -141,13 +140,13 @@ def test_verifications_of_several_replicas_run_concurrently(tmp_path, monkeypatc
         for name in ("a", "b"):
             service.register(name)
             service.open(name).step()
-    both, real = threading.Barrier(2, timeout=WAIT_S), Replica.verify_entries
+    both, real = threading.Barrier(2, timeout=WAIT_S), core_class().verify_entries
 
     def verify_entries(self, *given):
         both.wait()
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
+    monkeypatch.setattr(core_class(), "verify_entries", verify_entries)
     with running(config) as service, ThreadPoolExecutor() as pool:
         until(lambda: not any(service.describe(name).store.loading for name in ("a", "b")))
         stamps = column(*[0] * SPEC.num_blocks, size=8)

@@ -366,7 +366,7 @@ def test_unhandled_exceptions_end_the_call_with_internal(service, monkeypatch, c
 
 
 def test_a_snapshot_names_a_violated_invariant(service):
-    pool = service.app.registry.get("r").host.replica.coordinator.pool
+    pool = service.app.registry.get("r").host.replica.reference().coordinator.pool
     pool.references[3] += 1
     with refusal(InternalError) as caught:
         service.digest()

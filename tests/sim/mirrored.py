@@ -297,9 +297,11 @@ class MirrorChaos(Chaos):
     def service_decides_otherwise(self) -> Iterator[float]:
         """The allocator of a service that follows an engine changes on its own; a later answer differs."""
         for service, host in self._mirrors():
-            pool = host.replica.reference().coordinator.pool
+            changed = host.replica.reference()
+            pool = changed.coordinator.pool
             pool.restamp(self._rng.randrange(1, pool.num_blocks))
             pool.stamped.clear()
+            host.replica.adopt(changed)
             self._world.record(history.Planted(service.number, host.name))
         yield 0.1
 

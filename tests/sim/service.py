@@ -363,5 +363,5 @@ class Seen:
 def _held(host: ReplicaHost) -> str:
     """Blocks that requests hold."""
     replica = host.replica.reference()
-    tables = [(slot, replica.coordinator.tables(slot)) for slot in replica.requests.slots()]
-    return str(tables + sorted(replica.tracker.held.items()))
+    tables = [(slot, replica.reference().coordinator.tables(slot)) for slot in replica.requests.slots()]
+    return str(tables + sorted(replica.reference().tracker.held.items()))

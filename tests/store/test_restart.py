@@ -18,7 +18,6 @@ from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, take_snapshot
-from kvplane_service.core.replica import Replica
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.inprocess import InProcessTransport
@@ -31,6 +30,7 @@ from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.seals import guarded
 from kvplane_service.store.writer import Runtime
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
+from tests.service.rig import core_class
 
 NAME = "small"
 NONCES = itertools.count(1000)
@@ -167,13 +167,13 @@ def reopen(world, memory, **changes):
 def test_verified_entries_are_prepared_and_used_for_their_memory_only(changed, proofs, monkeypatch):
     world, memory, _ = used_world()
     world.restart()
-    calls, real = [], Replica.verify_entries
+    calls, real = [], core_class().verify_entries
 
     def verify_entries(self, *given):
         calls.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
+    monkeypatch.setattr(core_class(), "verify_entries", verify_entries)
     ahead = OpenRequest(NAME, next(NONCES), stamp_table=tuple(memory.stamps))
     asyncio.run(world.life.host.prove_ahead(ahead, inline))
     assert (world.life.host.state, len(calls)) == (ReplicaState.RECOVERING, 1)

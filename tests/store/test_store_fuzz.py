@@ -98,8 +98,8 @@ async def flush(service: Service) -> int:
 
 def keys_of(service: Service) -> Keys:
     replica = service.registry.get("r").host.replica
-    check(replica)  # type: ignore[arg-type]
-    return {(*one.key, one.block) for one in take_snapshot(replica).keys}  # type: ignore[arg-type]
+    check(replica)
+    return {(*one.key, one.block) for one in take_snapshot(replica).keys}
 
 
 async def filled(store: IndexStore) -> tuple[Engine, Keys]:

@@ -24,7 +24,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
 from kvplane_service.core.keys import NULL_BLOCK, Key
 
-_SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
+SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
 
 
 class Stay(NamedTuple):
@@ -394,7 +394,7 @@ class InFlightTracker:
             if self._requests.is_live(slot):
                 self._blocks.free(slot)
                 self._requests.end(slot)
-            if number % _SLICE_REQUESTS == 0 or pool.num_free - returned >= SLICE_BLOCKS:
+            if number % SLICE_REQUESTS == 0 or pool.num_free - returned >= SLICE_BLOCKS:
                 returned = pool.num_free
                 yield
         while self.waiting:

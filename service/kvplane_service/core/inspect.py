@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
@@ -68,8 +69,9 @@ class Snapshot:
     usage: float
 
 
-def take_snapshot(replica: Replica) -> Snapshot:
+def take_snapshot(core: ReplicaCore) -> Snapshot:
     """Check the invariants, and return the whole state. Raises BrokenInvariant."""
+    replica = core.reference()
     check(replica)
     pool = replica.coordinator.pool
     usable = pool.num_blocks - 1
@@ -84,7 +86,7 @@ def take_snapshot(replica: Replica) -> Snapshot:
     )
 
 
-def check(replica: Replica) -> None:
+def check(replica: ReplicaCore) -> None:
     """Check all invariants. Raises BrokenInvariant, which names the violated one."""
     for _ in check_in_slices(replica):
         pass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import KvplaneError
 from kvplane.base.step import PartResult, Step, StepResult
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 
@@ -14,10 +16,7 @@ if TYPE_CHECKING:
     from kvplane_service.core.interface import ReplicaCore
 
 KEPT_STEPS = 200
-# Methods that change the state other than by a step: a second core is made before the next step.
-_OTHER_CHANGES = {
-    "begin_epoch", "end_epoch", "enter_epoch", "recover", "install_recovered", "adopt", "store_empty_ranges",
-}  # fmt: skip
+_OTHER_CHANGES = {"recover", "adopt", "store_empty_ranges"}  # a second core is made before the next step
 
 
 class CoresDiffer(AssertionError):
@@ -40,7 +39,7 @@ else:
 
 
 class TwinReplica(_Base):
-    """A `Replica` whose steps are also applied by a second core, with equal results, errors and state.
+    """A `Replica` whose steps and engine lives are also those of a second core, with equal results, errors and state.
 
     Args:
         first: answers, and has all methods and attributes of this object.
@@ -66,7 +65,7 @@ class TwinReplica(_Base):
 
     def apply(self, step: Step) -> StepResult:
         """Apply a step on both cores. Raises CoresDiffer if they differ."""
-        if self._second is None or len(self._steps) == KEPT_STEPS:
+        if self._second is None or len(self._steps) in (0, KEPT_STEPS):
             self._before, self._steps = export_state(self.first), []
         checks = len(self._steps) % self._check_every == 0
         if self._second is None or (self._reloads and checks):
@@ -87,6 +86,61 @@ class TwinReplica(_Base):
         assert result is not None, "a step has a result or an error"
         return result
 
+    # -- engine lives ------------------------------------------------------------------------------------------------
+
+    def begin_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Begin a new engine life on both cores."""
+        for _ in self.end_epoch(stamp_table):
+            pass
+        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
+
+    def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
+        """Do the long part of `begin_epoch` on both cores."""
+        second = self._made()
+        others = second.end_epoch(stamp_table)
+        try:
+            for _ in self.first.end_epoch(stamp_table):
+                next(others, None)
+                yield
+        except GeneratorExit:  # the cores are at different places of the work
+            self._second = None
+            raise
+        for _ in others:
+            pass
+
+    def enter_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Do the short part of `begin_epoch` on both cores. Raises CoresDiffer if they differ."""
+        busy, second = list(busy), self._made()
+        kept = self.first.enter_epoch(epoch, stamp_table, busy, memory_is_new)
+        self._require("kept", kept, second.enter_epoch(epoch, stamp_table, busy, memory_is_new))
+        self._require("state", digest(self.first), digest(second))
+        self._steps = []
+        return kept
+
+    def take_events(self) -> CacheEvents:
+        """Return and clear the events of an engine life, which both cores emit in an order of their own."""
+        events = self.first.take_events()
+        if self._second is not None:
+            self._require("events", _by_key(events), _by_key(self._second.take_events()))
+        return events
+
+    def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
+        """Install recovered keys on both cores."""
+        if self._reloads:  # a pool takes ownership of the columns
+            self._second = None
+        else:
+            self._made().install_recovered(state)
+        return self.first.install_recovered(state)
+
+    def _made(self) -> ReplicaCore:
+        if self._second is None:
+            self._second = self._make(self.first)
+        return self._second
+
     def _compare(self, result: StepResult, other: StepResult) -> None:
         self._require("published_through", result.published_through, other.published_through)
         for number, (part, of_other) in enumerate(zip(result.parts, other.parts, strict=True)):
@@ -95,8 +149,8 @@ class TwinReplica(_Base):
 
     def _require(self, name: str, value: object, other: object) -> None:
         if value != other:
-            step = self._steps[-1]
-            message = f"step {step.seq} of {self.first.spec}: {name} is {value!r}, the other core has {other!r}"
+            where = f"step {self._steps[-1].seq}" if self._steps else "an engine life"
+            message = f"{where} of {self.first.spec}: {name} is {value!r}, the other core has {other!r}"
             raise CoresDiffer(message, self._before, self._steps)
 
     def reference(self) -> Replica:
@@ -109,6 +163,14 @@ def _attempt(core: ReplicaCore, step: Step) -> tuple[StepResult | None, KvplaneE
         return core.apply(step), None
     except KvplaneError as error:
         return None, error
+
+
+def _by_key(events: CacheEvents) -> list[tuple[object, ...]]:
+    return sorted(
+        (event.kind, event.domain, event.group, digest, block, event.reason)
+        for event in events.runs
+        for digest, block in zip(event.hashes or [b""], event.blocks or [0], strict=True)
+    )
 
 
 def _plain(error: KvplaneError) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
-"""Makes the core of a replica. The environment variable KVPLANE_CORE selects it:
+"""Makes the core of a replica: the compiled one where it is installed and has the replica's eviction policy, else the
+Python one. The environment variable KVPLANE_CORE selects another:
 
-    python   `Replica`, the specification (default)
+    python   `Replica`, the specification
     native   the compiled core (`kvplane_service.core.native`); a replica that it does not support is refused
     twin     both: `Replica` answers, and each step's results and state are compared with the compiled core's
 """
@@ -8,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -19,7 +21,8 @@ from kvplane_service.core.state import load_state
 from kvplane_service.core.twin import TwinReplica
 
 VARIABLE = "KVPLANE_CORE"
-CORES = ("python", "native", "twin")
+AUTO = "auto"
+CORES = (AUTO, "python", "native", "twin")
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
 
 
@@ -31,38 +34,55 @@ def new_replica(spec: ReplicaSpec) -> ReplicaCore:
             support the spec.
         FailedPrecondition: the compiled core is selected, and it is not installed.
     """
-    return _as_selected(Replica(spec))
+    return _select(spec, lambda: Replica(spec), lambda compiled: compiled.NativeReplica(spec))
 
 
 def load_replica(spec: ReplicaSpec, raw: bytes) -> ReplicaCore:
     """Make a replica with an exported state, see `state.load_state`. Raises the errors of `new_replica` too."""
-    return _as_selected(load_state(spec, raw))
+    return as_selected(load_state(spec, raw))
+
+
+def as_selected(replica: Replica) -> ReplicaCore:
+    """Return a replica with the state of this one, which must not be used afterwards. Raises the errors of
+    `new_replica`.
+    """
+    return _select(replica.spec, lambda: replica, lambda compiled: compiled.NativeReplica.of(replica))
 
 
 def describe() -> str:
     """Return which core this process uses, in a line for people. Raises the errors of `new_replica`."""
     choice = _choice()
-    if choice == "python":
-        return "python" if _native() is None else f"python ({VARIABLE}=native selects the compiled one)"
-    _required()
-    return choice
+    if choice in ("native", "twin"):
+        _required()
+    if choice != AUTO:
+        return choice
+    return "python (the compiled core is not installed)" if _native() is None else "native"
 
 
-def _as_selected(replica: Replica) -> ReplicaCore:
+def core_of(replica: ReplicaCore) -> str:
+    """Return which core a replica has, as `KVPLANE_CORE` names it."""
+    if isinstance(replica, TwinReplica):
+        return "twin"
+    return "python" if isinstance(replica, Replica) else "native"
+
+
+def _select(
+    spec: ReplicaSpec, python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]
+) -> ReplicaCore:
     choice = _choice()
-    if choice == "python":
-        return replica
-    native = _required()
+    compiled = _required() if choice in ("native", "twin") else _native() if choice == AUTO else None
+    second = compiled.NativeReplica.of if compiled is not None and compiled.is_supported(spec) else None
     if choice == "twin":
-        return TwinReplica(replica, native.NativeReplica.of if native.is_supported(replica.spec) else None, CHECK_EVERY)
-    if not native.is_supported(replica.spec):
+        return TwinReplica(python(), second, CHECK_EVERY)
+    if compiled is not None and second is not None:
+        return native(compiled)
+    if choice == "native":
         raise InvalidArgument(
-            f"the compiled core does not have the policy {replica.spec.eviction.value}",
+            f"the compiled core does not have the policy {spec.eviction.value}",
             field="eviction",
-            remedy=f"start the service with {VARIABLE}=python",
+            remedy=f"start the service with {VARIABLE}={AUTO}",
         )
-    made: ReplicaCore = native.NativeReplica.of(replica)
-    return made
+    return python()
 
 
 def _choice() -> str:

@@ -67,7 +67,7 @@ class IdleCheck:
     async def run(self, sleep: Sleep) -> Outcome:
         """Check the replica, and sleep after each slice. Sets `broken` if an invariant is violated; raises nothing."""
         self._checked = began = self._steps.changes
-        slices = check_in_slices(self._replica.reference())
+        slices = check_in_slices(self._replica)
         outcome = Outcome.DROPPED
         while self._is_unchanged(began):
             try:

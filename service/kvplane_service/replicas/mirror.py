@@ -29,10 +29,11 @@ from kvplane.base.session import CORE_VERSION, OpenRequest, Progress
 from kvplane.base.step import CacheEvent, EventKind, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
 from kvplane_service.core.inspect import check as check_invariants
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
-from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import load_state
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
+from kvplane_service.replicas import cores
 from kvplane_service.replicas.cache_requests import CacheRequests
 from kvplane_service.replicas.step_order import count_rows
 from kvplane_service.runtime.executors import Offload
@@ -267,10 +268,11 @@ class Mirror:
         self.requests.send_again()
 
 
-def _load(spec: ReplicaSpec, raw: bytes) -> tuple[Replica, list[tuple[int, CacheEvent]]]:
+def _load(spec: ReplicaSpec, raw: bytes) -> tuple[ReplicaCore, list[tuple[int, CacheEvent]]]:
     loaded = load_state(spec, raw)
     try:
         check_invariants(loaded)
     except BrokenInvariant as error:
         raise InvalidArgument(f"the image is inconsistent: {error}", field="image.data") from error
-    return loaded, list(loaded.stored_events()) if loaded.spec.events else []
+    events = list(loaded.stored_events()) if loaded.spec.events else []
+    return cores.as_selected(loaded), events

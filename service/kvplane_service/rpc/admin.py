@@ -197,7 +197,7 @@ class _Waiting:
 
 def _snapshot(host: ReplicaHost, summary: bool) -> bytes:
     try:
-        return encode_snapshot(take_snapshot(host.replica.reference()), summary)
+        return encode_snapshot(take_snapshot(host.replica), summary)
     except AssertionError as error:
         raise InternalError(
             f"the state of {host.name} violates an invariant: {error}",

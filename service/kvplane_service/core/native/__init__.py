@@ -7,12 +7,14 @@ each of which is named as the Python file that it follows.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
 from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
-from kvplane.base.hashing import HashScheme, pack_tokens
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import (
     Blocks,
     CacheEvent,
@@ -24,16 +26,21 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.explain_lookup import LookupExplanation
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
+from kvplane_service.core.in_flight import SLICE_REQUESTS
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore, RequestColumns
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
+from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.transfer import entries_of, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
-from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
+from kvplane_service.core.pool import INSIDE
+from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.replica import Replica, check_alone, hash_news
+from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of, load_entries
 
 KINDS = {
@@ -57,11 +64,18 @@ def is_supported(spec: ReplicaSpec) -> bool:
     return spec.eviction is EvictionPolicy.LRU
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedState(RecoveredState):
+    """A recovered state with the pool that has its keys, so that installing it takes no time."""
+
+    pool: object
+
+
 class NativeReplica:
     """A replica whose steps are applied by the compiled core.
 
-    Where `_aside` is set, this `Replica` has the state, and the core takes it over before the next step: engine lives
-    begin and end on it.
+    Where `_aside` is set, this `Replica` has the state, and the core takes it over before the next step: a step that
+    continues requests runs on it.
 
     Attributes:
         fallbacks: number of steps that were applied by a `Replica` because they continue requests (`Part.resume`).
@@ -69,8 +83,11 @@ class NativeReplica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Raise InvalidArgument if fields of the spec contradict each other."""
+        check_spec(spec)
         self.fallbacks = 0
-        self._take_over(Replica(spec))
+        self._keeps_keys = True  # False while an engine life begins without a stamp table
+        self._shown: Sequence[int] = ()  # stamps of the memory when this engine life began, for an image
+        self._make(spec)
 
     @classmethod
     def of(cls, replica: Replica) -> NativeReplica:
@@ -80,36 +97,36 @@ class NativeReplica:
         made._take_over(replica)
         return made
 
-    def _take_over(self, replica: Replica) -> None:
-        spec = self.spec = replica.spec
-        self._scheme = HashScheme.of(spec)
-        self._keeps_keys, self._shown = replica._keeps_keys, replica._shown
-        self._under_load = set(replica.tracker.under_load)
+    def _make(self, spec: ReplicaSpec) -> None:
+        self.spec, self._scheme = spec, HashScheme.of(spec)
         self._core = _native.new(_settings(spec, self._scheme.digest.size), [_of_group(group) for group in spec.groups])
+        self._hashers: dict[int, RequestHasher] = {}
+        self._requests = NativeRequests(self._core)
+        self._aside: Replica | None = None
+        self._copy: Replica | None = None
+
+    def _take_over(self, replica: Replica) -> None:
+        self._make(replica.spec)
+        self._keeps_keys, self._shown = replica._keeps_keys, replica._shown
         entries: dict[str, list[Any]] = {}
         for name, value in replica.state_entries():
             entries.setdefault(name, []).append(value)
-        _native.load(self._core, state_of(entries, spec))
+        _native.load(self._core, state_of(entries, self.spec))
         self._hashers = {
             slot: hasher_of(hasher, self._scheme) for slot, _, hasher in entries.get("content", ()) if hasher
         }
-        self._requests = NativeRequests(self._core)
-        self._groups = replica.groups
-        self._aside: Replica | None = None
-        self._copy: Replica | None = None
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step, see `Replica.apply`."""
-        if self._aside is not None:
-            self._take_over(self._aside)
-        self._copy = None
+        self._changed()
         kind = _native.read(self._core, step)
         if kind == REFUSED:
             self.reference().check(step)  # names the fault
         if kind in (REFUSED, RESUMES):
-            result = self._set_aside().apply(step)
+            self._aside = self.reference()
+            result = self._aside.apply(step)
             self.fallbacks += 1
             return result
         made = self._hash(step) if kind == HAS_TOKENS else None
@@ -152,51 +169,98 @@ class NativeReplica:
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 
-    def _set_aside(self) -> Replica:
-        """Return a `Replica` that has the state from now on, until the next step."""
-        if self._aside is None:
-            self._aside, self._copy = self.reference(), None
-        return self._aside
-
     def begin_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
         """Begin a new engine life, see `Replica.begin_epoch`."""
-        return self._set_aside().begin_epoch(epoch, stamp_table, busy, memory_is_new)
+        for _ in self.end_epoch(stamp_table):
+            pass
+        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
-        yield from self._set_aside().end_epoch(stamp_table)
+        core = self._changed()
+        begins = True
+        while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
+            begins = False
+            yield
+        self._hashers.clear()
+        if not self.count_keys():
+            return
+        if not stamp_table and self._keeps_keys:
+            self._keeps_keys = False
+            if self.spec.events:
+                _native.add_cleared(core)
+        shown = None
+        if self._keeps_keys:
+            shown = stamp_table if isinstance(stamp_table, array | memoryview) else array("Q", stamp_table)
+        first = 0
+        while first < self.spec.num_blocks:
+            first = _native.drop_keys(core, first, SLICE_BLOCKS, shown)
+            yield
+        begins = True
+        while _native.put_unkeyed_first(core, begins, SLICE_BLOCKS):
+            begins = False
+            yield
 
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
-        return self._set_aside().enter_epoch(epoch, stamp_table, busy, memory_is_new)
+        _native.enter_epoch(self._changed(), epoch, list(busy), memory_is_new)
+        self._keeps_keys, self._shown = True, stamp_table[:]
+        return self.count_keys()
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
-        """Select the stored entries that the page memory proves, see `Replica.verify_entries`."""
-        return self.reference().verify_entries(tables, stored)
+        """Select the stored entries that the page memory proves, and build the pool that has them, see
+        `Replica.verify_entries`.
+        """
+        sinks = sum(group.sink_tokens // group.block_size for group in self.spec.groups)
+        shape = PoolShape(self.spec.num_blocks, len(self.spec.groups), self.digest_size, tuple(range(1, sinks + 1)))
+        state = verify_entries(shape, tables, stored)
+        columns = {field.name: getattr(state, field.name) for field in fields(RecoveredState)}
+        return PreparedState(**columns, pool=self._prepared(state))
+
+    def _prepared(self, state: RecoveredState) -> object:
+        pairs, pair, block, digests, size = state.table.columns()
+        numbers = {name: number for number, name in enumerate(pairs)}
+        further = [(at, (numbers.setdefault(key[:2], len(numbers)), key[2])) for at, key in state.further]
+        return _native.prepare(
+            self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp,
+            state.links.following, further,
+        )  # fmt: skip
 
     def install_recovered(self, recovered: RecoveredState) -> RecoveryOutcome:
         """Install the result of `verify_entries`, see `Replica.install_recovered`."""
-        return self._set_aside().install_recovered(recovered)
+        assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
+        pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
+        _native.install(self._changed(), pool)
+        return recovered.outcome
+
+    def _changed(self) -> object:
+        """Return the core, which has the state from now on."""
+        if self._aside is not None:
+            self._take_over(self._aside)
+        self._copy = None
+        return self._core
 
     def adopt(self, other: ReplicaCore) -> None:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
         assert self.spec == other.spec, "the replicas have different specs"
-        if isinstance(other, NativeReplica):
-            vars(self).update(vars(other))
-        else:
-            self._aside, self._copy = other.reference(), None
+        if not isinstance(other, NativeReplica):
+            other = NativeReplica.of(other.reference())
+        vars(self).update(vars(other))
 
     def take_events(self) -> CacheEvents:
         """Return and clear the cache events that `begin_epoch` caused."""
-        return CacheEvents() if self._aside is None else self._aside.take_events()
+        if self._aside is not None:
+            return self._aside.take_events()
+        packed = _native.take_events(self._core)
+        return CacheEvents() if packed is None else NativeEvents(packed)
 
     def store_empty_ranges(self) -> None:
         """Report empty registrations, see `Replica.store_empty_ranges`."""
-        self._set_aside().store_empty_ranges()
+        _native.store_empty_ranges(self._changed())
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -237,7 +301,13 @@ class NativeReplica:
 
     def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
         """Explain the length of a hit, see `Replica.explain`."""
-        return self.reference().explain(digests, domain, num_tokens)
+        horizon = self.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
+
+        def find(domain: str, groups: Sequence[int], digest: bytes) -> list[int] | None:
+            return _native.first_blocks(self._core, domain, groups, digest, horizon)
+
+        prefix = Prefix(digests, domain, num_tokens - 1)
+        return LookupExplainer.over(self.spec, find).explain(prefix)
 
     def digests_of(self, content: News) -> list[bytes]:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
@@ -250,44 +320,22 @@ class NativeReplica:
 
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
         """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
-        if blocks is None or self._aside is not None:
-            return self.reference().entries(blocks)
-        blocks = list(blocks)
-        _, _, _, _, _, _, domains = _native.books(self._core)
-        bare: list[int] = []
-        rows: dict[int, list[tuple[int, int, bytes, int]]] = {}
-        horizon, stamps = self.executed_through, {}
-        for block, (stamp, step, keys) in zip(blocks, _native.keys(self._core, blocks), strict=True):
-            stamps[block] = stamp
-            if not keys or step > horizon:
-                bare.append(block)
-                continue
-            for number, ((pair, digest), num_tokens) in enumerate(keys):
-                rows.setdefault(pair, []).append((block, 0 if number else num_tokens, digest, stamp))
-        flat = list(chain.from_iterable(rows.values()))
-        num_groups = len(self.spec.groups)
-        return Entries(
-            self.digest_size,
-            runs=[
-                KeyRun(domains[(pair - 1) // num_groups], (pair - 1) % num_groups, len(run))
-                for pair, run in rows.items()
-            ],
-            block=[block for block, _, _, _ in flat],
-            stamp=[stamp for _, _, _, stamp in flat],
-            num_tokens=[num_tokens for _, num_tokens, _, _ in flat],
-            age=[0] * len(flat),
-            digests=b"".join([digest for _, _, digest, _ in flat]),
-            unkeyed_block=bare,
-            unkeyed_stamp=[stamps[block] for block in bare],
-        )
+        if self._aside is not None:
+            return self._aside.entries(blocks)
+        if blocks is None:
+            free = _native.free_order(self._core)
+            blocks = [*free, *sorted(set(range(1, self.spec.num_blocks)).difference(free))]
+        return published(self._core, self.spec, self.digest_size, list(blocks))
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
         """Yield STORED events of all keys, see `Replica.stored_events`."""
-        return self.reference().stored_events()
+        if self._aside is not None:
+            return self._aside.stored_events()
+        return events_of_keys(self._core, self.spec)
 
     def replay_events(self) -> Iterator[CacheEvent]:
         """Yield STORED events of all keys, for a new subscriber."""
-        return self.reference().replay_events()
+        return (event for _, event in self.stored_events())
 
     def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]:
         """Return all blocks that have this key, published or not."""
@@ -312,11 +360,19 @@ class NativeReplica:
 
     def group_counters(self) -> list[GroupCounters]:
         """Return the counters of each group. Passes over the pool."""
-        return self.reference().group_counters()
+        if self._aside is not None:
+            return self._aside.group_counters()
+        taken = _native.books(self._core)[2]
+        return [
+            GroupCounters(used, cached, allocated, adopted, evicted)
+            for (used, cached, evicted), (allocated, adopted) in zip(_native.counts(self._core), taken, strict=True)
+        ]
 
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share."""
-        return self.reference().common_prefix_blocks()
+        if self._aside is not None:
+            return self._aside.common_prefix_blocks()
+        return _native.common_blocks(self._core)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
@@ -351,7 +407,7 @@ class NativeReplica:
         if self._aside is not None:
             return self._aside.groups
         counts = _native.books(self._core)[2]
-        return [NativeGroup(one, *of_group) for one, of_group in zip(self._groups, counts, strict=True)]
+        return [NativeGroup(number, self.spec.groups[number], *of_group) for number, of_group in enumerate(counts)]
 
     @property
     def counters(self) -> Counters:
@@ -361,7 +417,7 @@ class NativeReplica:
     @property
     def residency(self) -> Residency:
         """Histograms of block lifetimes."""
-        return self.reference().residency
+        return self._aside.residency if self._aside is not None else Residency(*_native.residency(self._core))
 
     @property
     def block_counts(self) -> BlockCounts:
@@ -432,8 +488,9 @@ def _settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
 def _of_group(group: GroupSpec) -> list[int]:
     states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
     kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
+    sinks = group.sink_tokens // group.block_size
     return [
         kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),
         group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
-        group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits),
+        group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits), sinks,
     ]  # fmt: skip

@@ -171,13 +171,15 @@ inline void DestroyEvents(PyObject* capsule) {
     delete static_cast<std::vector<Event>*>(PyCapsule_GetPointer(capsule, kEvents));
 }
 
+// None, or a capsule.
+inline PyObject* EventsToPy(std::vector<Event> events) {
+    if (events.empty()) return Py_NewRef(Py_None);
+    return PyCapsule_New(new std::vector<Event>(std::move(events)), kEvents, DestroyEvents);
+}
+
 // Takes the events out of the result.
 inline PyObject* ToPy(PartResult& result) {
-    PyObject* events = Py_NewRef(Py_None);
-    if (!result.events.empty()) {
-        Py_DECREF(events);
-        events = PyCapsule_New(new std::vector<Event>(std::move(result.events)), kEvents, DestroyEvents);
-    }
+    PyObject* events = EventsToPy(std::move(result.events));
     return Tuple(ToPy(result.granted), ToPy(result.preempted), ToPy(result.admit_status), ToPy(result.admit_hit),
                  ToPy(result.admit_granted), ToPy(result.admit_single_group_hit), ToPy(result.admit_load_after),
                  ToPy(result.new_blocks), ToPy(result.tables), ToPy(result.peek_hit),
@@ -303,6 +305,26 @@ void FromPy(PyObject* object, Ordered<K, V>* values) {
         (*values)[one.first] = std::move(one.second);
     });
 }
+
+// The entries of a buffer (bytes, array or memoryview) of values of this size, while this object exists.
+template <typename T>
+class Buffer {
+  public:
+    explicit Buffer(PyObject* object) {
+        Check(PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS) == 0);
+        data = static_cast<const T*>(view_.buf);
+        size = static_cast<size_t>(view_.len) / sizeof(T);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    const T* data = nullptr;
+    size_t size = 0;
+
+  private:
+    Py_buffer view_;
+};
 
 // A column of a step: a list, or an array or memoryview of u32, i32, u64 or i64.
 inline bool ReadBuffer(PyObject* object, Column* column) {

@@ -46,6 +46,7 @@ class Coordinator {
             hits_end_in_prompt_ |= kind == kRetainedWindow && spec.safe;
             if (kind == kAlignedState) checkpoints_.emplace_back(spec, one->spec);
             if (one->spec.is_cached()) caching_.push_back(one.get());
+            pool.Reserve(one->spec.sink_blocks);
         }
         cache_unit_ = managers.size() == 1 || spec.partial_hits || drops_last_block_ ? 1 : spec.scheduler_block_size;
         unfinalized_ = std::max<Int>(0, spec.prefill_lookahead - 1);

@@ -42,6 +42,39 @@ class FreeList {
         Append(order);
     }
 
+    // Moves all blocks without a key to the front of all blocks with a key; both keep their order. Looks at up to
+    // `count` blocks and returns false when it is done; `begins` is true in the first of a sequence of calls.
+    template <typename HasKey>
+    bool PutUnkeyedFirst(bool begins, size_t count, HasKey&& has_key) {
+        if (begins) {
+            at_ = next_[sentinel_];
+            first_keyed_ = sentinel_;
+        }
+        for (; at_ != sentinel_ && count > 0; --count) {
+            const Block block = at_;
+            at_ = next_[block];
+            if (has_key(block)) {
+                if (first_keyed_ == sentinel_) first_keyed_ = block;
+            } else if (first_keyed_ != sentinel_) {
+                Remove(block);
+                Insert(previous_[first_keyed_], {block});
+            }
+        }
+        return at_ != sentinel_;
+    }
+
+    // Whether the links are those of one ring of `count` blocks and the sentinel.
+    bool IsSound() const {
+        Int found = 0;
+        Block block = sentinel_;
+        do {
+            if (next_[block] > sentinel_ || previous_[next_[block]] != block || found > count_) return false;
+            block = next_[block];
+            ++found;
+        } while (block != sentinel_);
+        return found == count_ + 1;
+    }
+
     BlockList Order() const {
         BlockList order;
         order.reserve(static_cast<size_t>(count_));
@@ -65,6 +98,7 @@ class FreeList {
     Block sentinel_;
     BlockList next_, previous_;
     Int count_ = 0;
+    Block at_ = 0, first_keyed_ = 0;  // between two calls of PutUnkeyedFirst
 };
 
 }  // namespace kvplane

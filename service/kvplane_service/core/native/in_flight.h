@@ -259,6 +259,57 @@ class InFlightTracker {
         ReleaseLater(copies, blocks_.spec.safe ? seq : 0);
     }
 
+    // -- ends of engine lives ----------------------------------------------------------------------------------------
+
+    // Notes which blocks loads may still write. A block with a key belongs to a hit, and no load writes those.
+    void NoteUnderLoad() {
+        for (const auto& [step, blocks] : filling) under_load.insert(blocks.begin(), blocks.end());
+        const auto note = [&](const BlockList& blocks) {
+            for (const Block block : blocks) {
+                if (!pool_.HasKey(block)) under_load.insert(block);
+            }
+        };
+        for (const Int slot : requests_.loading) {
+            if (!requests_.running[slot]) {
+                note(held.at(slot));
+                continue;
+            }
+            for (const auto& one : blocks_.managers) note(one->table[slot]);
+        }
+        under_load.erase(kNullBlock);
+    }
+
+    // Releases the blocks of up to `most` requests, or of fewer with `most_blocks`, whose steps in flight will not be
+    // executed; false: none is left.
+    bool AbandonSome(Int most, Int most_blocks) {
+        Int ended = 0;
+        const Int returned = pool_.num_free();
+        for (Int slot = 0; slot < requests_.size(); ++slot) {
+            if (!requests_.live[slot] && !held.contains(slot)) continue;
+            if (held.contains(slot)) ReleaseHeld(slot, 0);
+            if (requests_.live[slot]) {
+                blocks_.Free(slot);
+                requests_.Finish(slot);
+            }
+            if (++ended == most || pool_.num_free() - returned >= most_blocks) return true;
+        }
+        for (; !waiting.empty(); waiting.pop_front()) pool_.Release(waiting.front().second);
+        pool_.Release(blocks_.TakeCopies());
+        return false;
+    }
+
+    // Clears all records of the ended life; returns the blocks that its loads may still write.
+    BlockList Close() {
+        const BlockList busy(under_load.begin(), under_load.end());
+        under_load.clear();
+        grants.clear();
+        tentative.clear();
+        adoptions.clear();
+        filling.clear();
+        return busy;
+    }
+
+    std::set<Block> under_load;  // while a life ends: blocks whose loads are not confirmed to be over
     std::map<Int, Grants> grants;
     std::map<Int, Ordered<Stay, NamedKeys>> tentative;           // step -> keys, by the stay that registered
     std::map<Int, Ordered<Block, std::vector<Stay>>> adoptions;  // step -> stays that adopted a key of it, by block

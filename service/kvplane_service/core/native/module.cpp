@@ -1,42 +1,10 @@
 // The Python module `_native`: a replica's core behind a capsule. `kvplane_service.core.native` is its only user.
 
-#include "read_step.h"
-#include "state.h"
+#include "bind_lives.h"
+#include "bind_reads.h"
 
 namespace kvplane {
 namespace {
-
-constexpr const char* kName = "kvplane.core";
-
-struct Core {
-    explicit Core(Spec spec) : replica(std::move(spec)) {}
-    Replica replica;
-    Step step;  // the last one that was read
-    bool has_step = false;
-};
-
-// -- the functions of the module -------------------------------------------------------------------------------------
-
-Core& CoreOf(PyObject* capsule) {
-    void* core = PyCapsule_GetPointer(capsule, kName);
-    if (core == nullptr) Owned::Fail();
-    return *static_cast<Core*>(core);
-}
-
-// Runs `body`; a C++ exception becomes a Python one.
-template <typename F>
-PyObject* Guarded(F&& body) {
-    try {
-        return body();
-    } catch (const Unreadable&) {
-        PyErr_SetString(PyExc_ValueError, "a value has another type or range than the core reads");
-    } catch (const std::exception& broken) {
-        PyErr_SetString(PyExc_AssertionError, broken.what());
-    }
-    return nullptr;
-}
-
-void Destroy(PyObject* capsule) { delete static_cast<Core*>(PyCapsule_GetPointer(capsule, kName)); }
 
 PyObject* New(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -65,9 +33,9 @@ PyObject* New(PyObject*, PyObject* arguments) {
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {
-            Check(group.size() == 13 && group[0] >= kFull && group[0] <= kUncachedState);
+            Check(group.size() == 14 && group[0] >= kFull && group[0] <= kUncachedState);
             spec.groups.push_back({group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7],
-                                   group[8], group[9], group[10], group[11], group[12]});
+                                   group[8], group[9], group[10], group[11], group[12], group[13]});
         }
         Check(spec.num_blocks >= 2 && !spec.groups.empty());
         return PyCapsule_New(new Core(std::move(spec)), kName, Destroy);
@@ -154,143 +122,6 @@ PyObject* Events(PyObject*, PyObject* arguments) {
     });
 }
 
-// find(core, digests joined, size of one, domain, max_tokens) -> (tokens, single group hit, blocks per group)
-PyObject* Find(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        Digests digests;
-        std::string domain;
-        FromPy(At(arguments, 1), &digests.bytes);
-        FromPy(At(arguments, 2), &digests.size);
-        FromPy(At(arguments, 3), &domain);
-        Replica& replica = core.replica;
-        uint32_t id = kUnknownDomain;
-        replica.blocks.pool.pairs.Known(domain, &id);
-        const Hit hit = replica.blocks.lookup->Find(digests, id, Number(At(arguments, 4)), replica.Horizon());
-        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
-    });
-}
-
-// peek(core, slot) -> as find
-PyObject* PeekSlot(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Hit hit = CoreOf(At(arguments, 0)).replica.blocks.FindHit(Number(At(arguments, 1)));
-        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
-    });
-}
-
-// column(core, name) -> memoryview of a column of the requests, one entry per slot; the caller keeps the core
-PyObject* ColumnOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
-        std::string wanted;
-        FromPy(At(arguments, 1), &wanted);
-        const auto view = [](void* data, size_t size) {
-            return PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(size), PyBUF_READ);
-        };
-        for (auto& [name, flags] : requests.Flags()) {
-            if (wanted == name) return view(flags->data(), flags->size());
-        }
-        for (auto& [name, numbers] : requests.Numbers()) {
-            if (wanted == name) return view(numbers->data(), numbers->size() * sizeof(Int));
-        }
-        Owned::Fail();
-    });
-}
-
-// request(core, slot) -> (request id, hashes joined, size of one, blocks that a transfer holds)
-PyObject* RequestOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
-        const Int slot = Number(At(arguments, 1));
-        Check(slot >= 0 && slot < kMaxSlots);
-        const Requests& requests = replica.blocks.requests;
-        const auto held = replica.tracker.held.find(slot);
-        return Tuple(ToPy(requests.request_id[slot]), ToPy(requests.content[slot].bytes),
-                     ToPy(requests.content[slot].size),
-                     ToPy(held == replica.tracker.held.end() ? Int{0} : static_cast<Int>(held->second.size())));
-    });
-}
-
-// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first
-PyObject* KeysOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        BlockList blocks;
-        FromPy(At(arguments, 1), &blocks);
-        PyObject* list = PyList_New(static_cast<Py_ssize_t>(blocks.size()));
-        Py_ssize_t at = 0;
-        for (const Block block : blocks) {
-            Require(block < pool.num_blocks, "a block is beyond the pool");
-            PyList_SetItem(list, at++,
-                           Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block))));
-        }
-        return list;
-    });
-}
-
-// blocks(core, domain, group, digest) -> (blocks that have the key, step that registered it at the first)
-PyObject* BlocksOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        std::string domain;
-        Digest digest;
-        uint32_t id = kUnknownDomain;
-        FromPy(At(arguments, 1), &domain);
-        FromPy(At(arguments, 3), &digest);
-        pool.pairs.Known(domain, &id);
-        const BlockList blocks = pool.BlocksOf(Key{pool.pairs.Of(id, Number(At(arguments, 2))), digest});
-        return Tuple(ToPy(blocks), ToPy(blocks.empty() ? Int{0} : pool.key_step[blocks.front()]));
-    });
-}
-
-// can_rewind(core, slot, computed)
-PyObject* CanRewind(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1));
-        Check(slot >= 0 && slot < blocks.requests.size());
-        return PyBool_FromLong(blocks.CanRewind(slot, Number(At(arguments, 2))));
-    });
-}
-
-// align_chunk(core, slot, start, wanted) -> tokens of the chunk
-PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1));
-        Check(slot >= 0 && slot < blocks.requests.size());
-        return ToPy(AlignChunk(blocks, slot, Number(At(arguments, 2)), Number(At(arguments, 3))));
-    });
-}
-
-// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, number of domains)
-PyObject* Numbers(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
-        const BlockPool& pool = replica.blocks.pool;
-        return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
-                     ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running));
-    });
-}
-
-// books(core) -> (busy blocks, keys per group, (allocated, adopted) per group, (granting step, rows) per step in
-// flight, counters, slots that load, names of domains by number)
-PyObject* Books(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Replica& replica = CoreOf(At(arguments, 0)).replica;
-        std::vector<std::pair<Int, Int>> groups, granted;
-        for (const auto& one : replica.blocks.managers) groups.emplace_back(one->allocated, one->adopted);
-        for (const auto& [step, grants] : replica.tracker.grants)
-            granted.emplace_back(step, static_cast<Int>(grants.slot.size()));
-        Column counts;
-        for (const auto& [name, count] : replica.counters.All()) counts.push_back(*count);
-        const BlockPool& pool = replica.blocks.pool;
-        return Tuple(ToPy(pool.busy), ToPy(pool.keys_of_group), ToPy(groups), ToPy(granted), ToPy(counts),
-                     ToPy(replica.blocks.requests.loading), ToPy(pool.pairs.Names()));
-    });
-}
-
 PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
     {"read", Read, METH_VARARGS, "Read a step; return its kind."},
@@ -304,9 +135,23 @@ PyMethodDef kMethods[] = {
     {"request", RequestOf, METH_VARARGS, "Return what is known of a request besides the columns."},
     {"keys", KeysOf, METH_VARARGS, "Return stamps and keys of blocks."},
     {"blocks", BlocksOf, METH_VARARGS, "Return the blocks of a key."},
+    {"first_blocks", FirstBlocks, METH_VARARGS, "Return the first block of a key in each group."},
     {"can_rewind", CanRewind, METH_VARARGS, "Whether tokens can be computed again."},
     {"align_chunk", AlignChunkOf, METH_VARARGS, "Shorten a chunk to where states can be cached."},
     {"books", Books, METH_VARARGS, "Return counters and records."},
+    {"abandon", Abandon, METH_VARARGS, "Release some requests at the end of an engine life."},
+    {"drop_keys", DropKeys, METH_VARARGS, "Drop keys that a page memory does not confirm."},
+    {"put_unkeyed_first", PutUnkeyedFirst, METH_VARARGS, "Move free blocks without a key to the front."},
+    {"enter_epoch", EnterEpoch, METH_VARARGS, "Begin an engine life."},
+    {"prepare", Prepare, METH_VARARGS, "Build a pool of recovered keys."},
+    {"install", InstallPool, METH_VARARGS, "Install recovered keys."},
+    {"take_events", TakeEvents, METH_VARARGS, "Return and clear the events since the last part."},
+    {"add_cleared", AddCleared, METH_VARARGS, "Add an event: no key is left."},
+    {"store_empty_ranges", StoreEmptyRanges, METH_VARARGS, "Report empty registrations."},
+    {"counts", Counts, METH_VARARGS, "Count the blocks of each group."},
+    {"residency", ResidencyOf, METH_VARARGS, "Return histograms of block lifetimes."},
+    {"common_blocks", CommonBlocks, METH_VARARGS, "Count the blocks that all running requests share."},
+    {"free_order", FreeOrder, METH_VARARGS, "Return the free blocks in the order of eviction."},
     {"numbers", Numbers, METH_VARARGS, "Return numbers of the state."},
     {nullptr, nullptr, 0, nullptr},
 };

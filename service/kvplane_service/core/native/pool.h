@@ -236,6 +236,35 @@ class BlockPool {
         }
     }
 
+    // Begins an engine life: stamps contain its number from now on, and steps count from 1. Remaining keys count as
+    // executed, since the stamps of their blocks were verified.
+    void BeginEpoch(uint64_t number) {
+        Require(number > epoch, "stamps would repeat");
+        epoch = number;
+        generation = counter = 0;
+        SetStampBase();
+        age_base += step;
+        step = executed_through = 0;
+        residency = {};
+        ForgetStamped();
+    }
+
+    // Holds blocks that a load of an earlier engine life may still write, without their keys.
+    void HoldBusy(const BlockList& blocks) {
+        for (const Block block : blocks) {
+            const bool is_reserved = std::find(reserved.begin(), reserved.end(), block) != reserved.end();
+            if (busy.contains(block) || is_reserved) continue;
+            DropKeys(block, kUnverified);
+            Touch(block);
+            busy.insert(block);
+        }
+    }
+
+    void Reserve(Int count) {
+        Take(count, &reserved);
+        ForgetStamped();
+    }
+
     void SetStampBase() { stamp_base_ = (generation << (kCounterBits + kEpochBits)) | (epoch << kCounterBits); }
 
     void ForgetStamped() {
@@ -269,6 +298,19 @@ class BlockPool {
         stamped.clear();
     }
 
+    // Takes over the keys, the stamps and the free list of a pool of the same size that has no requests.
+    void TakeKeys(BlockPool& other) {
+        std::swap(records, other.records);
+        std::swap(pairs, other.pairs);
+        std::swap(index, other.index);
+        std::swap(more_keys, other.more_keys);
+        std::swap(keys_of_group, other.keys_of_group);
+        std::swap(free_records_, other.free_records_);
+        std::swap(stamp, other.stamp);
+        std::swap(free, other.free);
+        num_evictable = other.num_evictable;
+    }
+
     // -- events ------------------------------------------------------------------------------------------------------
 
     void AddEvent(Event event) {
@@ -296,6 +338,12 @@ class BlockPool {
             run.hashes.insert(run.hashes.end(), key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
             run.blocks.push_back(block);
         }
+    }
+
+    // Reports the removal of keys of one domain and group, each from the block at its place.
+    void ReportAll(const std::vector<Key>& keys, const BlockList& blocks, RemoveReason reason) {
+        for (size_t at = 0; at < keys.size(); ++at) ReportRemoved(blocks[at], {keys[at]}, reason);
+        open_run_ = false;
     }
 
     std::vector<Event> TakeEvents() {

@@ -35,6 +35,22 @@ class Replica {
         return results;
     }
 
+    // -- engine lives ------------------------------------------------------------------------------------------------
+
+    // Begins an engine life after the last one was ended; blocks that its loads may still write are held.
+    void EnterEpoch(Int epoch, const BlockList& busy, bool memory_is_new) {
+        BlockPool& pool = blocks.pool;
+        BlockList under_load = tracker.Close();
+        if (memory_is_new) {
+            under_load.clear();
+            pool.ReleaseBusy(Column(pool.busy.begin(), pool.busy.end()));
+        }
+        pool.BeginEpoch(static_cast<uint64_t>(epoch));
+        pool.HoldBusy(under_load);
+        pool.HoldBusy(busy);
+        seq = 0;
+    }
+
     Int Horizon() const { return spec.safe ? blocks.pool.executed_through : kInside; }
 
     const Spec spec;

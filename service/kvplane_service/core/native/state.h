@@ -22,12 +22,12 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("age_base", pool.age_base);
     visit("reserved", pool.reserved);
     visit("busy", pool.busy);
-    visit("references", pool.references);
-    visit("key_step", pool.key_step);
-    visit("stamp", pool.stamp);
-    visit("born", pool.born);
-    visit("used", pool.used);
-    visit("last_use", pool.last_use_);
+    visit.PerBlock("references", pool.references);
+    visit.PerBlock("key_step", pool.key_step);
+    visit.PerBlock("stamp", pool.stamp);
+    visit.PerBlock("born", pool.born);
+    visit.PerBlock("used", pool.used);
+    visit.PerBlock("last_use", pool.last_use_);
     visit("evicted_keys", pool.evicted_keys);
     visit("lifetime", pool.residency.lifetime);
     visit("idle_before_evict", pool.residency.idle_before_evict);
@@ -49,6 +49,7 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("waiting", tracker.waiting);
     visit("held", tracker.held);
     visit("filling", tracker.filling);
+    visit("under_load", tracker.under_load);
     for (const auto& [name, count] : replica.counters.All()) visit(name, *count);
 }
 
@@ -64,6 +65,10 @@ struct Dumper {
         for (Int slot = 0; slot < requests.size(); ++slot)
             PyList_SetItem(list, slot, ToPy(column[static_cast<size_t>(slot)]));
         Set(name, list);
+    }
+    template <typename T>
+    void PerBlock(const char* name, const std::vector<T>& column) const {
+        Set(name, ToBytes(reinterpret_cast<const uint8_t*>(column.data()), column.size() * sizeof(T)));
     }
     void Set(const char* name, PyObject* value) const {
         PyDict_SetItemString(into, name, value);
@@ -84,6 +89,12 @@ struct Loader {
             requests.Grow(slot);
             FromPy(item, &column[static_cast<size_t>(slot++)]);
         });
+    }
+    template <typename T>
+    void PerBlock(const char* name, std::vector<T>& column) const {
+        const Buffer<T> given(Get(name));
+        Check(given.size == column.size());
+        std::copy_n(given.data, given.size, column.begin());
     }
     PyObject* Get(const char* name) const {
         PyObject* value = PyDict_GetItemString(from, name);
@@ -154,10 +165,14 @@ inline std::vector<NamedKey> AllKeysOf(const BlockPool& pool, Block block) {
     return keys;
 }
 
-// The keys of all blocks that have one: (block, [(key, tokens), ...]), and the blocks of each key that has several.
+// The keys of all blocks: of the primary ones, by block, the number of its domain and group (0: no key) and its tokens,
+// and the digests of the blocks that have one, with their sizes; the other keys; and the blocks of each key that has
+// several.
 inline void DumpKeys(const Replica& replica, const Dumper& dump) {
     const BlockPool& pool = replica.blocks.pool;
-    std::vector<std::pair<Block, std::vector<NamedKey>>> keys;
+    std::vector<uint32_t> pairs(static_cast<size_t>(pool.num_blocks)), tokens(pairs.size());
+    std::vector<uint8_t> digests, sizes;
+    std::vector<std::pair<Block, std::vector<NamedKey>>> more;
     std::vector<std::pair<Key, BlockList>> shared;
     const auto note = [&](uint32_t at) {
         const KeyRecord& record = pool.records[at];
@@ -169,36 +184,59 @@ inline void DumpKeys(const Replica& replica, const Dumper& dump) {
         note(block);
         if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
             for (const uint32_t at : further->second) note(at);
+            more.emplace_back(block, AllKeysOf(pool, block));
+            more.back().second.erase(more.back().second.begin());
         }
-        keys.emplace_back(block, AllKeysOf(pool, block));
+        const KeyRecord& record = pool.records[block];
+        pairs[block] = record.key.pair;
+        tokens[block] = static_cast<uint32_t>(record.tokens);
+        sizes.push_back(record.key.digest.size);
+        digests.insert(digests.end(), record.key.digest.bytes.begin(),
+                       record.key.digest.bytes.begin() + record.key.digest.size);
     }
-    dump("keys", keys);
+    dump.PerBlock("key_pair", pairs);
+    dump.PerBlock("key_tokens", tokens);
+    dump("digests", digests);
+    dump("digest_sizes", sizes);
+    dump("more_keys", more);
     dump("shared", shared);
-    dump("free", pool.free.Order());
+    dump.PerBlock("free", pool.free.Order());
     dump("domains", pool.pairs.Names());
 }
 
-// Adds the keys to an empty pool; those that several blocks share first, in their order.
+inline void AddLoadedKey(BlockPool& pool, Block block, const Key& key, Int num_tokens) {
+    Check(key.pair > 0 && pool.pairs.Domain(key.pair) < pool.pairs.Capacity());
+    pool.AddKey(block, key, num_tokens);
+}
+
+// Adds the keys to an empty pool.
 inline void LoadKeys(const Loader& load, Replica& replica) {
     BlockPool& pool = replica.blocks.pool;
-    std::vector<std::pair<Block, std::vector<NamedKey>>> keys;
+    std::vector<std::pair<Block, std::vector<NamedKey>>> more;
     std::vector<std::pair<Key, BlockList>> shared;
     std::vector<std::string> domains;
-    BlockList order;
-    load("keys", keys);
+    const Buffer<uint32_t> pairs(load.Get("key_pair")), tokens(load.Get("key_tokens")), order(load.Get("free"));
+    const Buffer<uint8_t> digests(load.Get("digests")), sizes(load.Get("digest_sizes"));
+    load("more_keys", more);
     load("shared", shared);
-    load("free", order);
     load("domains", domains);
+    const auto num_blocks = static_cast<size_t>(pool.num_blocks);
+    Check(pairs.size == num_blocks && tokens.size == num_blocks && order.size < num_blocks);
     for (const std::string& name : domains) pool.pairs.DomainOf(name);
-    pool.free.Rebuild(order);
+    pool.free.Rebuild(BlockList(order.data, order.data + order.size));
     const Int num_evictable = pool.num_evictable;
     const Column steps = pool.key_step;
-    for (const auto& [block, mine] : keys) {
-        Check(block < pool.num_blocks && !mine.empty());
-        for (const auto& [key, tokens] : mine) {
-            Check(key.pair > 0 && pool.pairs.Domain(key.pair) < pool.pairs.Capacity());
-            pool.AddKey(block, key, tokens);
-        }
+    size_t row = 0, byte = 0;
+    for (Block block = 0; block < num_blocks; ++block) {
+        if (pairs.data[block] == 0) continue;
+        Check(row < sizes.size && sizes.data[row] <= kDigestBytes && byte + sizes.data[row] <= digests.size);
+        AddLoadedKey(pool, block, Key{pairs.data[block], Digest(digests.data + byte, sizes.data[row])},
+                     tokens.data[block]);
+        byte += sizes.data[row++];
+    }
+    for (const auto& [block, mine] : more) {
+        Check(block < num_blocks && pool.HasKey(block));
+        for (const auto& [key, count] : mine) AddLoadedKey(pool, block, key, count);
     }
     for (const auto& [key, blocks] : shared) pool.Reorder(key, blocks);
     pool.num_evictable = num_evictable;

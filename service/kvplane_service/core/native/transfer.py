@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import array as arrays
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.groups import ReplicaSpec
@@ -14,7 +15,7 @@ from kvplane_service.core.keys import Key
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
 
-_U32, _U64 = "I", "Q"
+_U32, _U64, _S64 = "I", "Q", "q"
 FLAGS = ("live", "running", "held", "skip_reading", "by_service")
 SAME_VALUES = ("generation", "epoch", "step", "executed_through", "num_evictable", "reserved")
 BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
@@ -33,35 +34,25 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         pair, digest = packed
         return domains[(pair - 1) // num_groups], (pair - 1) % num_groups, digest
 
-    primary: list[Any] = [None] * spec.num_blocks
-    tokens, more = arrays.array(_U32, bytes(4 * spec.num_blocks)), {}
-    for block, mine in dump["keys"]:
-        (packed, count), *further = mine
-        primary[block], tokens[block] = key(packed), count
-        if further:
-            more[block] = [(key(one), number) for one, number in further]
-    pairs: dict[tuple[str, int], int] = {}
     values = {name: dump[name] for name in SAME_VALUES} | {"_counter": dump["counter"], "busy": set(dump["busy"])}
     registered = [(block, key(one)) for block, one in dump["registered"]]
     before: list[tuple[str, object]] = [
         ("spec", state.spec_digest(spec)),
         ("replica", [dump["seq"], core._keeps_keys, arrays.array(_U64, core._shown)]),
         ("pool", values),
-        ("pool.references", dump["references"]),
-        ("pool.key_tokens", tokens),
-        ("pool.key_step", arrays.array(_U64, dump["key_step"])),
-        ("pool.stamp", arrays.array(_U64, dump["stamp"])),
-        ("free", arrays.array(_U32, dump["free"])),
+        ("pool.references", _column(_U32, dump["references"]).tolist()),
+        ("pool.key_tokens", _column(_U32, dump["key_tokens"])),
+        ("pool.key_step", _column(_U64, dump["key_step"])),
+        ("pool.stamp", _column(_U64, dump["stamp"])),
+        ("free", _column(_U32, dump["free"])),
     ]
-    keys: list[tuple[str, object]] = [
-        ("keys", state.key_run(start, primary[start : start + SLICE_BLOCKS], pairs))
-        for start in range(0, spec.num_blocks, SLICE_BLOCKS)
-    ]
+    keys: list[tuple[str, object]] = [("keys", run) for run in _key_runs(dump, domains, num_groups)]
+    more = {block: [(key(one), number) for one, number in further] for block, further in dump["more_keys"]}
     after: list[tuple[str, object]] = [
         ("more_keys", more),
         ("shared", sorted((key(one), blocks) for one, blocks in dump["shared"])),
         ("requests", _requests(dump, domains)),
-        ("tracker", _tracker(dump, key, core._under_load)),
+        ("tracker", _tracker(dump, key)),
         *[("manager", _manager(one, key)) for one in dump["managers"]],
     ]
     for slot, (joined, size) in enumerate(dump["content"]):
@@ -79,10 +70,30 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             {"_age_base": dump["age_base"], "evicted_keys": dump["evicted_keys"], "registered": registered},
         ),
         ("group_counters", [(one[5], one[6]) for one in dump["managers"]]),
-        ("pool._born", dump["born"]),
-        ("pool._used", dump["used"]),
-        ("pool._last_use", dump["last_use"]),
+        *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
     ]
+
+
+def _column(code: str, raw: bytes) -> arrays.array[int]:
+    column = arrays.array(code)
+    column.frombytes(raw)
+    return column
+
+
+def _key_runs(dump: dict[str, Any], domains: list[str], num_groups: int) -> Iterator[list[object]]:
+    """Yield the entries of keys, as `state_entries.key_run` makes them."""
+    numbers, names = {0: 0}, list[tuple[str, int]]()
+    column, digests, sizes, at = _column(_U32, dump["key_pair"]), dump["digests"], iter(dump["digest_sizes"]), 0
+    for start in range(0, len(column), SLICE_BLOCKS):
+        run, found = column[start : start + SLICE_BLOCKS].tolist(), list[bytes]()
+        for pair in run:
+            if pair not in numbers:
+                names.append((domains[(pair - 1) // num_groups], (pair - 1) % num_groups))
+                numbers[pair] = len(names)
+        for size in islice(sizes, len(run) - run.count(0)):
+            found.append(digests[at : at + size])
+            at += size
+        yield [start, names[:], [numbers[pair] for pair in run], found]
 
 
 def _requests(dump: dict[str, Any], domains: list[str]) -> dict[str, Any]:
@@ -105,7 +116,7 @@ def _requests(dump: dict[str, Any], domains: list[str]) -> dict[str, Any]:
     }
 
 
-def _tracker(dump: dict[str, Any], key: Callable[[tuple[int, bytes]], Key], under_load: set[int]) -> dict[str, object]:
+def _tracker(dump: dict[str, Any], key: Callable[[tuple[int, bytes]], Key]) -> dict[str, object]:
     return {
         "grants": {seq: list(columns) for seq, columns in dump["grants"]},
         "tentative": {
@@ -117,7 +128,7 @@ def _tracker(dump: dict[str, Any], key: Callable[[tuple[int, bytes]], Key], unde
         },
         "waiting": dump["waiting"],
         "held": dict(dump["held"]),
-        "under_load": set(under_load),
+        "under_load": set(dump["under_load"]),
         "filling": dict(dump["filling"]),
     }
 
@@ -155,13 +166,11 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
 
     (pool,), (counters,), (statistics,) = entries["pool"], entries["counters"], entries["pool_counters"]
     (requests,), (tracker,) = entries["requests"], entries["tracker"]
-    more, tokens = entries["more_keys"][0], entries["pool.key_tokens"][0]
-    primary = state.keys_of(entries["keys"], spec.num_blocks)
-    keys = []
-    for block, key in enumerate(primary):
-        if key is not None:
-            further = [(pack(one), number) for one, number in more.get(block, ())]
-            keys.append((block, [(pack(key), tokens[block]), *further]))
+    pairs, of_keys = arrays.array(_U32), list[bytes]()
+    for _, names, numbers, of_run in entries["keys"]:
+        packed_names = [0, *(pack((*name, b""))[0] for name in names)]
+        pairs.extend([packed_names[number] for number in numbers])
+        of_keys += of_run
     contents: list[Any] = [(b"", 0)] * len(requests["live"])
     for slot, digests, _ in entries.get("content", ()):
         contents[slot] = (b"".join(digests), len(digests[0]) if digests else 0)
@@ -171,18 +180,23 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
         "counter": pool["_counter"],
         "busy": sorted(pool["busy"]),
         "age_base": statistics["_age_base"],
-        "references": entries["pool.references"][0],
+        "references": arrays.array(_U32, entries["pool.references"][0]),
         "key_step": entries["pool.key_step"][0],
         "stamp": entries["pool.stamp"][0],
-        "born": entries["pool._born"][0],
-        "used": entries["pool._used"][0],
-        "last_use": entries["pool._last_use"][0],
+        **{name: arrays.array(_S64, entries[f"pool._{name}"][0]) for name in ("born", "used", "last_use")},
         "evicted_keys": statistics["evicted_keys"],
         "lifetime": residency[0],
         "idle_before_evict": residency[1],
         "reuse_gap": residency[2],
         "registered": [(block, pack(key)) for block, key in statistics["registered"]],
-        "keys": keys,
+        "key_pair": pairs,
+        "key_tokens": entries["pool.key_tokens"][0],
+        "digests": b"".join(of_keys),
+        "digest_sizes": bytes(map(len, of_keys)),
+        "more_keys": [
+            (block, [(pack(one), number) for one, number in further])
+            for block, further in entries["more_keys"][0].items()
+        ],
         "shared": [(pack(key), list(blocks)) for key, blocks in entries["shared"][0]],
         "free": entries["free"][0],
         "content": contents,
@@ -223,6 +237,7 @@ def _packed_tracker(tracker: dict[str, Any], pack: Callable[[Key], tuple[int, by
         "waiting": [tuple(one) for one in tracker["waiting"]],
         "held": list(tracker["held"].items()),
         "filling": list(tracker["filling"].items()),
+        "under_load": sorted(tracker["under_load"]),
     }
 
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -128,7 +129,8 @@ struct Key {
 
 struct GroupSpec {
     Int kind, block_size, window, chunk, is_draft, drops_last_block, admission_cap_blocks, zero_new_blocks;
-    Int lookup_class, extra_retained_tokens, speculative_blocks, checkpoint_alignment, checkpoints_single_group_hits;
+    Int lookup_class, extra_retained_tokens, speculative_blocks, checkpoint_alignment, checkpoints_single_group_hits,
+        sink_blocks;
 
     bool is_cached() const { return kind != kCross && kind != kRing && kind != kUncachedState; }
     bool is_state() const { return kind == kAlignedState || kind == kUncachedState; }

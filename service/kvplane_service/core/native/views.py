@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
+from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.core.interface import GroupView
 from kvplane_service.core.native import _native
 from kvplane_service.core.requests import MAX_SLOTS
+
+_DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
 
 
 class NativeRequests:
@@ -66,10 +68,13 @@ class _RequestIds(Sequence[str]):
 class NativeGroup:
     """One group of layers, with the counts of the compiled core."""
 
-    def __init__(self, group: GroupView, allocated: int, adopted: int) -> None:
-        self.group, self.spec, self.block_size = group.group, group.spec, group.block_size
+    def __init__(self, number: int, spec: GroupSpec, allocated: int, adopted: int) -> None:
+        self.group, self.spec, self.block_size = number, spec, spec.block_size
         self.allocated, self.adopted = allocated, adopted
-        self.is_downward_closed = group.is_downward_closed
+
+    def is_downward_closed(self) -> bool:
+        """Whether a hit of n tokens implies hits of all smaller lengths."""
+        return self.spec.kind in _DOWNWARD_CLOSED
 
 
 class NativeEvents(CacheEvents):

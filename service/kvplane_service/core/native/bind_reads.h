@@ -1,0 +1,233 @@
+// Functions of the module `_native` that read the state of a core.
+#pragma once
+
+#include "bind.h"
+#include "state.h"
+
+namespace kvplane {
+
+// find(core, digests joined, size of one, domain, max_tokens) -> (tokens, single group hit, blocks per group)
+inline PyObject* Find(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Core& core = CoreOf(At(arguments, 0));
+        Digests digests;
+        std::string domain;
+        FromPy(At(arguments, 1), &digests.bytes);
+        FromPy(At(arguments, 2), &digests.size);
+        FromPy(At(arguments, 3), &domain);
+        Replica& replica = core.replica;
+        uint32_t id = kUnknownDomain;
+        replica.blocks.pool.pairs.Known(domain, &id);
+        const Hit hit = replica.blocks.lookup->Find(digests, id, Number(At(arguments, 4)), replica.Horizon());
+        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
+    });
+}
+
+// peek(core, slot) -> as find
+inline PyObject* PeekSlot(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Hit hit = CoreOf(At(arguments, 0)).replica.blocks.FindHit(Number(At(arguments, 1)));
+        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
+    });
+}
+
+// column(core, name) -> memoryview of a column of the requests, one entry per slot; the caller keeps the core
+inline PyObject* ColumnOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
+        std::string wanted;
+        FromPy(At(arguments, 1), &wanted);
+        const auto view = [](void* data, size_t size) {
+            return PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(size), PyBUF_READ);
+        };
+        for (auto& [name, flags] : requests.Flags()) {
+            if (wanted == name) return view(flags->data(), flags->size());
+        }
+        for (auto& [name, numbers] : requests.Numbers()) {
+            if (wanted == name) return view(numbers->data(), numbers->size() * sizeof(Int));
+        }
+        Owned::Fail();
+    });
+}
+
+// request(core, slot) -> (request id, hashes joined, size of one, blocks that a transfer holds)
+inline PyObject* RequestOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const Int slot = Number(At(arguments, 1));
+        const Requests& requests = replica.blocks.requests;
+        if (!requests.IsLive(slot)) return Tuple(ToPy(std::string()), ToPy(std::vector<uint8_t>()), ToPy(0), ToPy(0));
+        const auto held = replica.tracker.held.find(slot);
+        return Tuple(ToPy(requests.request_id[slot]), ToPy(requests.content[slot].bytes),
+                     ToPy(requests.content[slot].size),
+                     ToPy(held == replica.tracker.held.end() ? Int{0} : static_cast<Int>(held->second.size())));
+    });
+}
+
+// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first
+inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        BlockList blocks;
+        FromPy(At(arguments, 1), &blocks);
+        PyObject* list = PyList_New(static_cast<Py_ssize_t>(blocks.size()));
+        Py_ssize_t at = 0;
+        for (const Block block : blocks) {
+            Require(block < pool.num_blocks, "a block is beyond the pool");
+            PyList_SetItem(list, at++,
+                           Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block))));
+        }
+        return list;
+    });
+}
+
+// blocks(core, domain, group, digest) -> (blocks that have the key, step that registered it at the first)
+inline PyObject* BlocksOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        std::string domain;
+        Digest digest;
+        uint32_t id = kUnknownDomain;
+        FromPy(At(arguments, 1), &domain);
+        FromPy(At(arguments, 3), &digest);
+        pool.pairs.Known(domain, &id);
+        const BlockList blocks = pool.BlocksOf(Key{pool.pairs.Of(id, Number(At(arguments, 2))), digest});
+        return Tuple(ToPy(blocks), ToPy(blocks.empty() ? Int{0} : pool.key_step[blocks.front()]));
+    });
+}
+
+// first_blocks(core, domain, groups, digest, horizon) -> the first block of each group under the digest, or None
+inline PyObject* FirstBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        std::string domain;
+        Column groups;
+        Digest digest;
+        uint32_t id = kUnknownDomain;
+        FromPy(At(arguments, 1), &domain);
+        FromPy(At(arguments, 2), &groups);
+        FromPy(At(arguments, 3), &digest);
+        const Int horizon = Number(At(arguments, 4));
+        pool.pairs.Known(domain, &id);
+        BlockList found;
+        for (const Int group : groups) {
+            const Block block = pool.Find(Key{pool.pairs.Of(id, group), digest}, horizon);
+            if (block == kNullBlock) return Py_NewRef(Py_None);
+            found.push_back(block);
+        }
+        return ToPy(found);
+    });
+}
+
+// can_rewind(core, slot, computed)
+inline PyObject* CanRewind(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Int slot = Number(At(arguments, 1));
+        if (!blocks.requests.IsLive(slot)) return PyBool_FromLong(0);
+        return PyBool_FromLong(blocks.CanRewind(slot, Number(At(arguments, 2))));
+    });
+}
+
+// align_chunk(core, slot, start, wanted) -> tokens of the chunk
+inline PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Int slot = Number(At(arguments, 1));
+        Check(blocks.requests.IsLive(slot));
+        return ToPy(AlignChunk(blocks, slot, Number(At(arguments, 2)), Number(At(arguments, 3))));
+    });
+}
+
+// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, number of domains)
+inline PyObject* Numbers(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const BlockPool& pool = replica.blocks.pool;
+        return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
+                     ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running));
+    });
+}
+
+// books(core) -> (busy blocks, keys per group, (allocated, adopted) per group, (granting step, rows) per step in
+// flight, counters, slots that load, names of domains by number)
+inline PyObject* Books(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Replica& replica = CoreOf(At(arguments, 0)).replica;
+        std::vector<std::pair<Int, Int>> groups, granted;
+        for (const auto& one : replica.blocks.managers) groups.emplace_back(one->allocated, one->adopted);
+        for (const auto& [step, grants] : replica.tracker.grants)
+            granted.emplace_back(step, static_cast<Int>(grants.slot.size()));
+        Column counts;
+        for (const auto& [name, count] : replica.counters.All()) counts.push_back(*count);
+        const BlockPool& pool = replica.blocks.pool;
+        return Tuple(ToPy(pool.busy), ToPy(pool.keys_of_group), ToPy(groups), ToPy(granted), ToPy(counts),
+                     ToPy(replica.blocks.requests.loading), ToPy(pool.pairs.Names()));
+    });
+}
+
+// counts(core) -> per group (blocks in tables, blocks with a primary key, evicted keys)
+inline PyObject* Counts(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const BlockPool& pool = replica.blocks.pool;
+        std::vector<Column> counts(replica.blocks.managers.size(), Column(3, 0));
+        std::vector<uint8_t> seen(static_cast<size_t>(pool.num_blocks), 0);
+        for (const auto& one : replica.blocks.managers) {
+            Column& mine = counts[static_cast<size_t>(one->group)];
+            for (const BlockList& blocks : one->table) {
+                for (const Block block : blocks) mine[0] += block != kNullBlock && !std::exchange(seen[block], 1);
+            }
+            for (const BlockList& blocks : one->table) {
+                for (const Block block : blocks) seen[block] = 0;
+            }
+            mine[2] = pool.evicted_keys[static_cast<size_t>(one->group)];
+        }
+        for (Block block = 0; block < pool.num_blocks; ++block) {
+            if (pool.HasKey(block)) ++counts[static_cast<size_t>(pool.pairs.Group(pool.records[block].key.pair))][1];
+        }
+        return ToPy(counts);
+    });
+}
+
+// residency(core) -> the three histograms
+inline PyObject* ResidencyOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Residency& found = CoreOf(At(arguments, 0)).replica.blocks.pool.residency;
+        return Tuple(ToPy(found.lifetime), ToPy(found.idle_before_evict), ToPy(found.reuse_gap));
+    });
+}
+
+// common_blocks(core) -> per group, how many leading blocks are the same in the tables of all running requests
+inline PyObject* CommonBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        Column common;
+        for (const auto& one : blocks.managers) {
+            const BlockList* first = nullptr;
+            size_t count = 0;
+            for (Int slot = 0; slot < blocks.requests.size(); ++slot) {
+                if (!blocks.requests.running[slot]) continue;
+                const BlockList& mine = one->table[slot];
+                if (first == nullptr) {
+                    first = &mine;
+                    count = static_cast<size_t>(std::find(mine.begin(), mine.end(), kNullBlock) - mine.begin());
+                }
+                count = std::min(count, mine.size());
+                count = static_cast<size_t>(
+                    std::mismatch(mine.begin(), mine.begin() + static_cast<std::ptrdiff_t>(count), first->begin())
+                        .first -
+                    mine.begin());
+            }
+            common.push_back(static_cast<Int>(count));
+        }
+        return ToPy(common);
+    });
+}
+
+// free_order(core) -> the free blocks in the order of eviction
+inline PyObject* FreeOrder(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* { return ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.free.Order()); });
+}
+
+}  // namespace kvplane

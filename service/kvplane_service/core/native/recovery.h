@@ -1,0 +1,55 @@
+// Keys that were verified against the stamps in the page memory, for a pool that is not in use.
+#pragma once
+
+#include "pool.h"
+
+namespace kvplane {
+
+// Columns of recovered keys, which others own.
+struct RecoveredKeys {
+    std::span<const uint32_t> pair, block;  // one row per key; a block has one row at most
+    std::span<const uint8_t> digests;
+    size_t digest_size = 0;
+    std::span<const uint32_t> key_tokens;  // by block
+    std::span<const uint64_t> stamp;       // by block
+    std::span<const uint32_t> following;   // by block: the next one in the order of eviction; the last entry: the first
+    std::vector<std::pair<std::string, Int>> names;                      // domain and group, by number of a pair
+    std::vector<std::pair<Block, std::pair<uint32_t, Digest>>> further;  // keys besides the first one of a block
+};
+
+// Builds a pool with these keys; needs no interpreter.
+inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const RecoveredKeys& found) {
+    auto pool = std::make_unique<BlockPool>(spec);
+    std::vector<uint32_t> pairs;
+    for (const auto& [domain, group] : found.names) {
+        Require(group >= 0 && group < static_cast<Int>(spec.groups.size()), "a recovered key has no group");
+        pairs.push_back(pool->pairs.Of(pool->pairs.DomainOf(domain), group));
+    }
+    const size_t size = found.digest_size;
+    for (size_t row = 0; row < found.block.size(); ++row) {
+        const Block block = found.block[row];
+        Require(block < spec.num_blocks && found.pair[row] < pairs.size(), "a recovered key is beyond the pool");
+        const Key key{pairs[found.pair[row]], Digest(found.digests.data() + row * size, size)};
+        pool->AddKey(block, key, found.key_tokens[block]);
+    }
+    for (const auto& [block, name] : found.further) pool->Register(block, Key{pairs.at(name.first), name.second}, 0);
+    pool->registered.clear();
+    pool->stamp.assign(found.stamp.begin(), found.stamp.end());
+    BlockList order;
+    const auto sentinel = static_cast<Block>(spec.num_blocks);
+    for (Block at = found.following[sentinel]; at != sentinel; at = found.following[at]) {
+        Require(at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
+        order.push_back(at);
+    }
+    pool->free.Rebuild(order);
+    return pool;
+}
+
+// Moves keys, stamps and the free list of a recovered pool into an unused one.
+inline void Install(BlockPool& pool, BlockPool& recovered) {
+    Require(pool.index.count() == 0, "only an unused pool can recover");
+    for (const Block block : pool.reserved) recovered.stamp[block] = pool.stamp[block];
+    pool.TakeKeys(recovered);
+}
+
+}  // namespace kvplane
