@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.store.record import CHUNK, MAGIC, REGISTRATION, seal, unseal
+from kvplane_service.store.record import CHUNK, LEASE, MAGIC, REGISTRATION, seal, unseal
 from kvplane_service.store.seals import Seals
 
 PAGE = 4096
@@ -104,6 +104,46 @@ def forge_row(path: Path, rng: random.Random, seals: Seals | None = None) -> Non
         else:
             name = rng.choice(("", "q", "\0", "x" * 999))
             file.execute("UPDATE record SET replica = ? WHERE rowid = ?", (name, number))
+
+
+def forge_key(server: Any, rng: random.Random, seals: Seals | None = None) -> None:
+    """Forge the content of one sealed value in Redis: of a record, of a chunk, or of a lease. It gets a seal of its
+    place by `seals`, otherwise that of the value that it replaces or none.
+    """
+
+    def sealed(kind: int, place: str, old: bytes, content: bytes) -> bytes:
+        if seals is not None:
+            return seals.seal(kind, place, content)
+        return (old[: -len(content)] if rng.random() < 0.5 else b"") + content
+
+    keys = [key for key in sorted(server.scan_iter(count=1000)) if key.rpartition(b":")[2] in (b"record", b"log")]
+    keys += sorted(server.scan_iter("*:service:*", count=1000))
+    key: bytes = rng.choice(keys)
+    name = key.decode()
+    if name.endswith(":record"):
+        raw = server.get(key)
+        replica = name.partition("{")[2].partition("}")[0]
+        changed = sealed(REGISTRATION, replica, raw, forged(REGISTRATION, raw[raw.index(MAGIC) :], rng))
+        server.set(key, changed, keepttl=True)
+    elif name.endswith(":log"):
+        head, _, rest = name.partition("}:")
+        place = f"{head.partition('{')[2]} {' '.join(rest.split(':')[:2])}"
+        entries = server.xrange(key)
+        number, content = rng.choice(entries)
+        seq = int(number.partition(b"-")[0])
+        raw = content[b"c"]
+        changed = forged(CHUNK, raw[raw.index(MAGIC) :], rng)
+        if rng.random() < 0.2:  # behind all others, with its own number or that of another place
+            seq = int(entries[-1][0].partition(b"-")[0]) + rng.choice((1, 2**20, 2**62, 2**63))
+            server.xadd(key, {b"c": sealed(CHUNK, f"{place} {seq}", raw, changed)}, id=f"{seq}-0")
+            return
+        server.delete(key)
+        for one, kept in entries:
+            server.xadd(key, {b"c": sealed(CHUNK, f"{place} {seq}", raw, changed)} if one == number else kept, id=one)
+    else:
+        address = name.partition(":service:")[2]
+        content_of_lease = rng.choice((b"", b"gone", b"\xff" * 5000, b"[" * 200_000, rng.randbytes(40)))
+        server.set(key, sealed(LEASE, address, server.get(key), content_of_lease), px=60_000)
 
 
 def damage_key(server: Any, rng: random.Random) -> str:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +30,19 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.replicas.inprocess import InProcessTransport
-from kvplane_service.store.errors import StoreNewer
-from kvplane_service.store.interface import IndexStore
+from kvplane_service.store.errors import RecordRefused, StoreDamaged, StoreForeign, StoreNewer
+from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
 from kvplane_service.store.keeper import Entropy
 from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.opening import make_store
+from kvplane_service.store.record import unpack_chunk
+from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.seals import Seals, guarded
 from kvplane_service.store.sqlite import SqliteStore
 from tests.client.lasting import HYBRID, PageMemory
 from tests.store import servers
 from tests.store.contract import run
-from tests.store.damages import damage_key, damaged_bytes, forge_row
+from tests.store.damages import damage_key, damaged_bytes, forge_key, forge_row
 from tests.store.test_ownership import Net, Service
 from tests.store.test_restart import NONCES, inline, serve
 
@@ -114,8 +116,12 @@ async def filled(store: IndexStore) -> tuple[Engine, Keys]:
     return engine, keys_of(service)
 
 
-async def outcome(open_store: Callable[[], IndexStore], before: Engine, true: Keys, may_be_wrong: bool) -> str:
-    """Start a service on the damaged store, let it serve and store, and restart it; returns what was kept."""
+async def outcome(
+    open_store: Callable[[], IndexStore], before: Engine, true: Keys, may_be_wrong: bool, expected: Keys | None = None
+) -> str:
+    """Start a service on the damaged store, let it serve and store, and restart it; returns what was kept. `expected`
+    are keys that it must have kept.
+    """
     engine = before.copy()
     store = open_store()
     try:
@@ -123,6 +129,7 @@ async def outcome(open_store: Callable[[], IndexStore], before: Engine, true: Ke
         session = await engine.session(service)
         found = keys_of(service)
         assert found <= true or may_be_wrong, f"wrong hits: {found - true}"
+        assert found >= (expected or set()), f"{len((expected or set()) - found)} undamaged keys are lost"
         for tokens in PROMPTS:
             serve(session, engine.memory, tokens=tokens)
         failures = await flush(service)
@@ -174,16 +181,21 @@ def undamaged(path: Path, rows: dict[str, list[tuple[Any, ...]]]) -> dict[str, s
     return found
 
 
+def key_file(folder: Path, key: bytes) -> Path | None:
+    """A file with the key, None for no key."""
+    if not key:
+        return None
+    (folder / "keys").write_bytes(key)
+    (folder / "keys").chmod(0o600)
+    return folder / "keys"
+
+
 class SqliteCases:
     """Damaged copies of one file."""
 
     def __init__(self, folder: Path, key: bytes = b"") -> None:
         self.path = folder / "entries.db"
-        self.key_file = ""
-        if key:
-            (folder / "keys").write_bytes(key)
-            (folder / "keys").chmod(0o600)
-            self.key_file = str(folder / "keys")
+        self.key_file = str(key_file(folder, key) or "")
         self.engine, self.true = run(filled(self.open()))
         self.raw = self.path.read_bytes()
         self.rows = rows_of(self.path)
@@ -236,7 +248,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-NUM_DAMAGED, NUM_FORGED, NUM_IN_REDIS = 1200, 450, 450
+NUM_DAMAGED, NUM_FORGED, NUM_IN_REDIS = 1200, 450, 300
 FORGERS = {"trusted": (b"", None), "sealed": (KEY, None), "with the key": (KEY, Seals([KEY]))}
 
 
@@ -264,37 +276,108 @@ def test_a_forged_row_ends_no_service(key, seals, tmp_path):
 class RedisCases:
     """A server whose keys are restored before each case."""
 
-    def __init__(self, server: servers.Server) -> None:
+    def __init__(self, server: servers.Server, key_file: Path | None = None) -> None:
         self.client: Any = server.client()
-        self.config = Config(store=f"redis://{server.address}")
+        self.config = Config(store=f"redis://{server.address}", store_key_file=str(key_file or ""))
+        self.client.flushall()
         self.engine, self.true = run(filled(self.open()))
         self.keys = {key: self.client.dump(key) for key in self.client.scan_iter(count=1000)}
         assert len(self.keys) == 5
+        self.records, self.log, self.chunks = run(self._read(self.open()))
+        self.last = {block: seq for seq, raw in sorted(self.chunks.items()) for block in self._blocks(seq, raw)}
+        assert {key[-1] for key in self.true} <= self.last.keys()
 
-    def open(self) -> IndexStore:
-        store = make_store(self.config)
+    def open(self, read_only: bool = False) -> IndexStore:
+        store = make_store(self.config, read_only)
         assert store is not None
         return store
 
-    def run(self, rng: random.Random) -> str:
+    async def _read(self, store: IndexStore) -> tuple[dict[str, bytes], LogName, dict[int, bytes]]:
+        """The records, and the chunks of the log that the record of "r" names; proven ones, if there is a key."""
+        await store.open()
+        try:
+            records = dict(await store.records())
+            log = unpack_record(records["r"]).log
+            return records, log, await self._chunks(store, log)
+        finally:
+            await store.close()
+
+    async def _chunks(self, store: IndexStore, log: LogName) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        with suppress(StoreDamaged, StoreForeign):
+            async for page in store.load(log):
+                found |= dict(page)
+        return found
+
+    def _blocks(self, seq: int, raw: bytes) -> set[int]:
+        """The blocks of which a chunk states something; none if it is refused."""
+        try:
+            entries = unpack_chunk(self.log, StoredChunk(seq, raw))
+        except RecordRefused:
+            return set()
+        return {*entries.block, *entries.unkeyed_block, *entries.used_block}
+
+    async def _expected(self) -> Keys | None:
+        """The keys that no damage concerns: the last chunk of their block is as before. None if the record is not."""
+        store = self.open(read_only=True)  # repairs nothing
+        try:
+            await store.open()
+            if dict(await store.records()).get("r") != self.records["r"]:
+                return None
+            chunks = await self._chunks(store, self.log)
+        except (StoreDamaged, StoreForeign):
+            return None
+        finally:
+            await store.close()
+        changed = {seq: raw for seq, raw in chunks.items() if self.chunks.get(seq) != raw}
+        lost = {seq for seq, raw in self.chunks.items() if chunks.get(seq) != raw}
+        stated = {block for seq, raw in changed.items() for block in self._blocks(seq, raw)}
+        return {key for key in self.true if self.last[key[-1]] not in lost and key[-1] not in stated}
+
+    def run_damaged(self, rng: random.Random) -> str:
+        """Damage a key; who needs no seal can cause wrong hits."""
+        return self._run(lambda: damage_key(self.client, rng), may_be_wrong=not self.config.store_key_file)
+
+    def run_forged(self, rng: random.Random, seals: Seals | None = None) -> str:
+        """Forge a value; who seals it by the key can cause wrong hits."""
+        return self._run(lambda: forge_key(self.client, rng, seals), may_be_wrong=seals is not None)
+
+    def _run(self, damage: Callable[[], object], may_be_wrong: bool) -> str:
         pipe = self.client.pipeline()
         pipe.flushall()
         for key, raw in self.keys.items():
             pipe.restore(key, 0, raw)
         pipe.execute()
-        damage_key(self.client, rng)
+        damage()
         try:
-            return run(outcome(self.open, self.engine, self.true, True))
+            expected = run(self._expected())
+            return run(outcome(self.open, self.engine, self.true, may_be_wrong, expected))
         except StoreNewer:
             return "refused as newer"
 
 
-def test_a_damaged_value_in_redis_ends_no_service(tmp_path):
-    with servers.serving(tmp_path) as server:
-        cases = RedisCases(server)
-        found = outcomes(cases.run, 1, NUM_IN_REDIS)
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
+    with servers.serving(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("key", [b"", KEY], ids=["trusted", "sealed"])
+def test_a_damaged_value_in_redis_ends_no_service(key, redis_server, tmp_path):
+    cases = RedisCases(redis_server, key_file(tmp_path, key))
+    found = outcomes(cases.run_damaged, 1, NUM_IN_REDIS)
     assert found["all kept"] > NUM_IN_REDIS // 10
     assert found["refused as newer"] <= NUM_IN_REDIS // 50
+    assert found["none kept"] > 0
+
+
+@pytest.mark.parametrize("seals", [None, Seals([KEY])], ids=["without the key", "with the key"])
+def test_a_forged_value_in_redis_ends_no_service(seals, redis_server, tmp_path):
+    """Also one with a seal of its place, as of another service with the key."""
+    cases = RedisCases(redis_server, key_file(tmp_path, KEY))
+    found = outcomes(lambda rng: cases.run_forged(rng, seals), 1, NUM_IN_REDIS)
+    assert found["all kept"] > NUM_IN_REDIS // 10
+    assert found["some kept"] > NUM_IN_REDIS // 10
     assert found["none kept"] > 0
 
 
@@ -312,7 +395,13 @@ def main(seed: int, count: int) -> None:
             }
         kinds["forged row, sealed with the key"] = partial(cases.run_forged, seals=Seals([KEY]))
         with servers.serving(Path(folder) / "redis") as server:
-            kinds["damaged value in Redis"] = RedisCases(server).run
+            trusted, sealed = RedisCases(server), RedisCases(server, key_file(Path(folder), KEY))
+            kinds |= {
+                "damaged value in Redis, trusted": trusted.run_damaged,
+                "damaged value in Redis, sealed": sealed.run_damaged,
+                "forged value in Redis, sealed": sealed.run_forged,
+                "forged value in Redis, sealed with the key": partial(sealed.run_forged, seals=Seals([KEY])),
+            }
             for name, case in kinds.items():
                 began = time.process_time()
                 found = outcomes(case, seed, count)
