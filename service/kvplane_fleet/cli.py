@@ -77,11 +77,10 @@ def _place(name: str, one: Followed) -> list[str]:
     for number, form in sorted(one.place.formats.items()):
         window = f" of {form.window}" if form.window else ""
         groups.append(f"{number} {form.kind or 'not stated'}{window} in {form.block_size}")
-    state = "replaying" if one.order.replaying else "partial" if one.order.partial else "current"
     return [
         name,
         place.settings.model or "-",
-        state if one.source.is_connected else "not connected",
+        one.state,
         str(place.batches),
         str(place.entries),
         "; ".join(groups) or "-",
@@ -91,8 +90,10 @@ def _place(name: str, one: Followed) -> list[str]:
 
 
 def _hits(fleet: Fleet, model: str, prompt: Sequence[int]) -> list[list[str]]:
+    from kvplane_fleet.fleet import Prompt
+
     rows = [["PLACE", "TOKENS", "LIMITED BY GROUPS", "ALONE", "REMARK"]]
-    for one in fleet.claims(model, prompt):
+    for one in fleet.claims(model, Prompt(prompt)):
         limits = ", ".join(map(str, one.claim.limits)) if one.claim else ""
         alone = ", ".join(map(str, one.claim.alone)) if one.claim else ""
         rows.append([one.place, str(one.tokens), limits or "-", alone or "-", one.inexact or "-"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import HashAlgorithm
@@ -52,6 +53,13 @@ class Domain:
         ahead = f", {self.lookahead} tokens ahead" if self.lookahead else ""
         seed = "a given" if self.seed else "default"
         return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}"
+
+
+def domain_mask(name: str) -> int:
+    """Return what distinguishes the keys of one of kvplane's request domains: requests of two domains share no block,
+    though the hashes of their blocks are equal.
+    """
+    return int.from_bytes(blake2b(name.encode(), digest_size=KEY_BYTES).digest(), "big") if name else 0
 
 
 def keys_of(hashes: bytes, digest_bytes: int) -> list[int]:

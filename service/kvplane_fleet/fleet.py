@@ -11,8 +11,9 @@ import zmq.asyncio
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
-from kvplane_fleet.domains import Domain
+from kvplane_fleet.domains import Domain, domain_mask
 from kvplane_fleet.follow.order import SourceOrder
+from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
 from kvplane_fleet.hits import Claim
 from kvplane_fleet.index import Found, Index
@@ -41,11 +42,56 @@ async def following(fleet: Fleet, places: Iterable[PlaceSettings]) -> AsyncItera
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A place and its source."""
+    """A place and its source.
+
+    Attributes:
+        order: the order of its batches; None for a replica of kvplane, whose client keeps the order.
+    """
 
     place: Place
-    order: SourceOrder
-    source: ZmqSource
+    source: ZmqSource | ReplicaSource
+    order: SourceOrder | None = None
+
+    @property
+    def state(self) -> str:
+        """What is known of the engine, in a word or two."""
+        if not self.source.is_connected:
+            return "not connected"
+        if self.place.withdrawn:
+            return "withdrawn"
+        if isinstance(self.source, ReplicaSource):
+            return "partial" if self.source.partial else "current"
+        assert self.order is not None
+        return "replaying" if self.order.replaying else "partial" if self.order.partial else "current"
+
+    async def run(self, context: zmq.asyncio.Context) -> None:
+        """Follow the engine until the task is cancelled."""
+        if isinstance(self.source, ReplicaSource):
+            await self.source.run()
+        else:
+            await self.source.run(context)
+
+    async def wait_until_current(self) -> None:
+        """Wait until the engine is connected and what it has was learned; from a kvplane service, until it answers."""
+        if isinstance(self.source, ReplicaSource):
+            await self.source.wait_until(0)
+        else:
+            await self.source.wait_until_current()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request would compute.
+
+    Attributes:
+        tokens: its token ids.
+        extra: LoRA, images and salt, which are in the hashes of its blocks.
+        domain: its domain in kvplane; requests share blocks only within one.
+    """
+
+    tokens: Sequence[int]
+    extra: ExtraKeys = NO_EXTRA_KEYS
+    domain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +121,38 @@ class Fleet:
     def add(self, settings: PlaceSettings) -> Followed:
         """Add a place, which `follow` then follows."""
         place = Place(settings, self.index)
+        if settings.events is None:
+            assert settings.service is not None, "settings name one of both"
+            self.followed[settings.name] = one = Followed(place, ReplicaSource(settings.service, settings.name, place))
+            return one
         order = SourceOrder(place, place.faults, can_replay=settings.replay is not None)
         source = ZmqSource((settings.events, settings.replay), settings.topic, order, place.faults)
-        self.followed[settings.name] = one = Followed(place, order, source)
+        self.followed[settings.name] = one = Followed(place, source, order)
         return one
 
     async def follow(self, name: str, context: zmq.asyncio.Context) -> None:
         """Follow a place that was added, until the task is cancelled; its entries are removed then."""
         one = self.followed[name]
         try:
-            await one.source.run(context)
+            await one.run(context)
         finally:
             del self.followed[name]
             one.place.release()
 
     async def wait_until_current(self) -> None:
         """Wait until every place is connected and its replay has ended."""
-        await asyncio.gather(*(one.source.wait_until_current() for one in self.followed.values()))
+        await asyncio.gather(*(one.wait_until_current() for one in self.followed.values()))
 
-    def claims(self, model: str, tokens: Sequence[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> list[PlaceClaim]:
+    def claims(self, model: str, prompt: Prompt) -> list[PlaceClaim]:
         """Return what each place of a model would hit of a prompt, the longest hit first. Raises InvalidArgument if a
         token is out of range.
         """
         found: dict[Domain, Found] = {}
-        claims = []
-        for name, one in self.followed.items():
-            if one.place.settings.model == model:
-                claims.append(self._claim(name, one, tokens, extra, found))
+        named = [item for item in self.followed.items() if item[1].place.settings.model == model]
+        claims = [self._claim(name, one, prompt, found) for name, one in named]
         return sorted(claims, key=lambda one: -one.tokens)
 
-    def _claim(
-        self, name: str, one: Followed, tokens: Sequence[int], extra: ExtraKeys, found: dict[Domain, Found]
-    ) -> PlaceClaim:
+    def _claim(self, name: str, one: Followed, prompt: Prompt, found: dict[Domain, Found]) -> PlaceClaim:
         try:
             layout = one.place.layout()
         except InvalidArgument as error:
@@ -114,7 +160,8 @@ class Fleet:
         domain = one.place.domain
         assert domain is not None, "a layout has a domain"
         if domain not in found:
-            found[domain] = self.index.find(domain.keys(tokens, extra))
-        claim = one.place.claim(found[domain], len(tokens))
-        gone = "" if one.source.is_connected else "the engine is not connected"
-        return PlaceClaim(name, claim.tokens, claim, layout.inexact or gone)
+            mask = domain_mask(prompt.domain)
+            found[domain] = self.index.find([key ^ mask for key in domain.keys(prompt.tokens, prompt.extra)])
+        claim = one.place.claim(found[domain], len(prompt.tokens))
+        state = "" if one.state == "current" else f"the place is {one.state}"
+        return PlaceClaim(name, claim.tokens, claim, layout.inexact or state)

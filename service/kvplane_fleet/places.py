@@ -50,6 +50,7 @@ class Place:
         self.formats: dict[int, GroupFormat] = {}
         self.proof = DomainProof(settings.hash_algorithms, settings.hash_seed)
         self.batches = self.events = 0
+        self.withdrawn = False  # the engine's cache must not be used for now
         self._rank: int | None = None
         self._time_s = -math.inf
         self._layout: Layout | InvalidArgument | None = None
@@ -130,6 +131,20 @@ class Place:
     def release(self) -> None:
         """Remove the place from the index."""
         self.clear(life_ended=True)
+
+    def use(self, spec: ReplicaSpec) -> None:
+        """Take the groups and the hashes from a replica's spec, instead of from its events."""
+        self.proof.domain = Domain(
+            spec.hash_algorithm, spec.hash_seed, spec.hash_block_size, spec.hash_lookahead_tokens
+        )
+        self.formats = {
+            number: GroupFormat(group.kind.value, group.block_size, group.window)
+            for number, group in enumerate(spec.groups)
+        }
+        for number in self.formats:
+            self.cells.setdefault((Tier.DEVICE, number), self._index.new_cell())
+        self._layout = Layout(tuple(self.formats), HitRule(spec), "")
+        self.withdrawn = False
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

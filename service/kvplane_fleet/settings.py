@@ -19,10 +19,12 @@ MAX_PLACES = 4096
 
 
 class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine, or one data parallel rank of it.
+    """One engine, or one data parallel rank of it; or one replica of a kvplane service.
 
     Attributes:
         name: name of the place, in answers and metrics.
+        service: addresses of the kvplane services, separated by commas, that have the replica of this name. Such a
+            place needs only name and model: the service states everything else.
         events: address at which the engine publishes, such as tcp://engine-0:5557.
         replay: address of its replay socket; without one, every gap and connection clears the place.
         topic: topic at which it publishes.
@@ -35,7 +37,8 @@ class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: Text
-    events: Address
+    service: Text | None = None
+    events: Address | None = None
     replay: Address | None = None
     topic: str = ""
     model: str = ""
@@ -65,6 +68,13 @@ def load(path: Path) -> FleetSettings:
         raise InvalidArgument(f"{path} cannot be read: {error}", field="fleet", remedy="name a YAML file") from error
     except msgspec.ValidationError as error:
         raise InvalidArgument(f"{path}: {error}", field="places", remedy="see docs/fleet.md") from error
+    for place in settings.places:
+        if (place.service is None) == (place.events is None):
+            raise InvalidArgument(
+                f"{path}: place {place.name!r} has both `service` and `events`, or none",
+                field="events",
+                remedy="name the address of an engine's publisher, or of a kvplane service",
+            )
     names = [place.name for place in settings.places]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

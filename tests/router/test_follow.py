@@ -10,8 +10,8 @@ import pytest
 
 from kvplane_fleet import fleet as fleet_module
 from kvplane_fleet.faults import Fault
-from kvplane_fleet.fleet import Fleet
-from kvplane_fleet.follow.zmq_source import Timing
+from kvplane_fleet.fleet import Fleet, Prompt
+from kvplane_fleet.follow.zmq_source import Timing, ZmqSource
 from kvplane_fleet.settings import PlaceSettings
 from tests.client.proxy import CuttingProxy
 from tests.router.engine import DOMAIN, EngineProcess, batches
@@ -56,13 +56,20 @@ async def following(*places: PlaceSettings) -> AsyncIterator[Fleet]:
     fleet = Fleet()
     async with fleet_module.following(fleet, places):
         for one in fleet.followed.values():
+            assert isinstance(one.source, ZmqSource)
             one.source.timing = Timing(check_s=0.2)
         await asyncio.wait_for(fleet.wait_until_current(), WITHIN_S)
         yield fleet
 
 
 def settings(engine, name="a", events=None, replay=None):
-    return PlaceSettings(name, address(events or engine.events), address(replay or engine.replay))
+    return PlaceSettings(name, events=address(events or engine.events), replay=address(replay or engine.replay))
+
+
+def order_of(fleet, name="a"):
+    order = fleet.followed[name].order
+    assert order is not None
+    return order
 
 
 def content(fleet, name="a"):
@@ -81,7 +88,7 @@ async def equal_to_fresh(fleet, engine):
     async with asyncio.timeout(WITHIN_S):
         async with following(settings(engine)) as fresh:
             wanted = content(fresh)
-            await until(lambda: content(fleet) == wanted and not fleet.followed["a"].order.partial)
+            await until(lambda: content(fleet) == wanted and not order_of(fleet).partial)
     assert any(wanted.values())
 
 
@@ -96,10 +103,10 @@ async def test_a_fleet_learns_all_that_the_engine_has(engine):
         assert place.batches == 300
         assert not place.faults.counts
         last = next(reversed([one for _, one in zip(range(300), batches(0), strict=False)]))[0]
-        (claim,) = fleet.claims("", [*last["token_ids"], 1])
+        (claim,) = fleet.claims("", Prompt([*last["token_ids"], 1]))
         assert claim.tokens == len(last["token_ids"])
         assert claim.inexact == ""
-        assert fleet.claims("another model", [1]) == []
+        assert fleet.claims("another model", Prompt([1])) == []
 
 
 async def test_a_killed_engine_is_learned_again(engine):
@@ -108,7 +115,7 @@ async def test_a_killed_engine_is_learned_again(engine):
         engine.restart()
         await engine.publish(30)
         await equal_to_fresh(fleet, engine)
-        assert fleet.followed["a"].order.lives == 2
+        assert order_of(fleet).lives == 2
 
 
 async def test_a_killed_engine_without_further_events_is_forgotten(engine):
@@ -120,7 +127,7 @@ async def test_a_killed_engine_without_further_events_is_forgotten(engine):
 
 async def test_five_percent_of_lost_frames_change_nothing(engine, monkeypatch):
     async with following(settings(engine)) as fleet:
-        order = fleet.followed["a"].order
+        order = order_of(fleet)
         live, number = order.live, 0
 
         def lossy(frame):
@@ -148,7 +155,7 @@ async def test_a_cut_network_loses_nothing(engine):
                 replay.cut()
                 await engine.publish(50)
             await equal_to_fresh(fleet, engine)
-            assert fleet.followed["a"].order.lives == 1
+            assert order_of(fleet).lives == 1
 
 
 async def test_an_engine_cannot_touch_the_entries_of_another(engine):

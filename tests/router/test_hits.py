@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -20,6 +21,10 @@ def test_claims_equal_the_recorded_hits(path):
     assert not any(unknown for _, _, unknown in found)
 
 
+def columns(found, cells, groups):
+    return found.has([cells[group] for group in groups])
+
+
 def claims_of_table(seed):
     """Claims of three places for one prompt, through one index, and the hits by brute force."""
     rng = Random(seed)
@@ -36,7 +41,7 @@ def claims_of_table(seed):
         places.append((cells, entries))
     found, rule = index.find(keys), HitRule(spec)
     for cells, entries in places:
-        claim = rule.claim(lambda groups, cells=cells: found.has([cells[g] for g in groups]), units, num_tokens)
+        claim = rule.claim(partial(columns, found, cells), units, num_tokens)
         yield claim, longest_hit(spec, [one.__contains__ for one in entries], num_tokens), spec
 
 

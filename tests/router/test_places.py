@@ -24,7 +24,7 @@ def stored(keys, form=FULL, group=0, tokens=PROMPT, parent=None, tier=Tier.DEVIC
 
 
 def place(**settings):
-    return Place(PlaceSettings("a", "tcp://127.0.0.1:1", **settings), Index())
+    return Place(PlaceSettings("a", events="tcp://127.0.0.1:1", **settings), Index())
 
 
 def apply(one, *events, time_s=1.0, rank=None):
@@ -193,6 +193,7 @@ def test_payloads_of_the_wire_are_applied():
 
 BAD_FILES = {
     "places: [{name: a}]": "events",
+    "places: [{name: a, service: s, events: 'ipc://b'}]": "events",
     "places: [{name: a, events: 'tcp://host'}]": "events",
     "places: [{name: a, events: 'http://host:1'}]": "events",
     "places: [{name: '', events: 'ipc://b'}]": "name",
@@ -217,7 +218,7 @@ def test_a_file_names_places(tmp_path):
     path = tmp_path / "places.yaml"
     path.write_text("places: [{name: a, events: 'tcp://e:1', hash_algorithms: [sha256], draft_groups: [0, 2]}]")
     (one,) = load(path).places
-    assert one == PlaceSettings("a", "tcp://e:1", hash_algorithms=(HashAlgorithm.SHA256,), draft_groups=(0, 2))
+    assert one == PlaceSettings("a", events="tcp://e:1", hash_algorithms=(HashAlgorithm.SHA256,), draft_groups=(0, 2))
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load(tmp_path / "missing")
 

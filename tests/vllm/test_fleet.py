@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from kvplane_fleet.fleet import Fleet, following
+from kvplane_fleet.fleet import Fleet, Prompt, following
 from kvplane_fleet.settings import PlaceSettings
 from tests.store.servers import free_port
 from tests.vllm import environment
@@ -101,13 +101,13 @@ async def test_claims_equal_the_hits_of_the_running_engine(model):
     prompt = prompts(model, rng)
     bound = [one.replace("127.0.0.1", "*") for one in (events, replay)]
     with running(model, *bound) as engine:
-        async with following(fleet, [PlaceSettings("a", events, replay)]):
+        async with following(fleet, [PlaceSettings("a", events=events, replay=replay)]):
             await asyncio.wait_for(fleet.wait_until_current(), DRAINED_S)
             answer = await engine.ask([next(prompt)], 4)
             while len(pairs) < HITS:
                 await drained(fleet, answer["batches"])
                 one = next(prompt)
-                (claim,) = fleet.claims("", one)
+                (claim,) = fleet.claims("", Prompt(one))
                 answer = await engine.ask([one], rng.choice([1, 4, 40]))
                 pairs.append((claim.tokens, answer["cached"][0]))
                 alone.append(max(claim.claim.alone) if claim.claim else 0)

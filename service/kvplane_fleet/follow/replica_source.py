@@ -1,0 +1,108 @@
+"""Follows a replica of a kvplane service by the service's own event stream, which states groups and hashes exactly.
+
+The client continues a broken stream after the last batch, and at another service if the replica moved. A stream that
+lost batches begins with a gap: everything is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from kvplane import aio, wire
+from kvplane.base.errors import KvplaneError
+from kvplane.base.events import EventBatch
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import CacheEvent, EventKind
+from kvplane_fleet.domains import KEY_BYTES, domain_mask
+from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
+
+RETRY_S = 1.0
+
+
+class ReplicaSink(Protocol):
+    """What takes the batches of a replica."""
+
+    withdrawn: bool
+
+    def use(self, spec: ReplicaSpec) -> None:
+        """Take note of the replica's groups and hashes."""
+        ...
+
+    def apply_batch(self, batch: Batch) -> None:
+        """Apply the next batch."""
+        ...
+
+    def clear(self, life_ended: bool) -> None:
+        """Forget all entries."""
+        ...
+
+
+class ReplicaSource:
+    """Follows one replica until its task is cancelled.
+
+    Attributes:
+        is_connected: whether the service answers.
+        partial: batches are lost, so that entries may be missing.
+        seq: number of the last batch.
+    """
+
+    def __init__(self, services: str, replica: str, sink: ReplicaSink) -> None:
+        self._services, self._replica, self._sink = services, replica, sink
+        self.is_connected = self.partial = False
+        self.seq = 0
+        self._forms: dict[int, GroupFormat] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the replica; while it does not exist, or no service answers, try again."""
+        async with aio.connect(self._services) as client:
+            while True:
+                try:
+                    await self._follow(client)
+                except KvplaneError:
+                    self.is_connected = False
+                    self._sink.clear(life_ended=True)
+                    await asyncio.sleep(RETRY_S)
+
+    async def wait_until(self, seq: int) -> None:
+        """Wait until the batch with a number is applied; batch 0 is applied once the service answers."""
+        while not self.is_connected or self.seq < seq:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _follow(self, client: aio.Client) -> None:
+        described = await client.describe_replica(self._replica)
+        spec = wire.decode_spec(described.spec)
+        self._forms = {
+            number: GroupFormat(group.kind.value, group.block_size, group.window)
+            for number, group in enumerate(spec.groups)
+        }
+        self._sink.use(spec)
+        self.is_connected, self.seq, self.partial = True, 0, False
+        self._changed.set()
+        async for batch in client.subscribe(self._replica, after_seq=0):
+            self._take(batch)
+            self._changed.set()
+
+    def _take(self, batch: EventBatch) -> None:
+        if batch.gap:
+            self._sink.clear(life_ended=False)
+            self.partial = True
+        if batch.withdrawn or batch.restored:
+            self._sink.withdrawn = batch.withdrawn
+        events = [self._event(one) for one in batch.events]
+        self._sink.apply_batch(Batch(0.0, events))
+        self.seq = batch.seq
+
+    def _event(self, event: CacheEvent) -> Event:
+        if event.kind is EventKind.CLEARED:
+            return Cleared()
+        mask = domain_mask(event.domain)
+        keys = [int.from_bytes(digest[-KEY_BYTES:], "big") ^ mask for digest in event.hashes]
+        if event.kind is EventKind.REMOVED:
+            return Removed(event.group, Tier.DEVICE, keys)
+        return Stored(event.group, Tier.DEVICE, keys, self._forms[event.group])
+
+
+__all__ = ["ReplicaSink", "ReplicaSource"]
