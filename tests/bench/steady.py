@@ -83,9 +83,11 @@ class Side:
         if load != PREFILL:
             self._admit()
             self.turn()  # releases blocks behind windows
-        pool = self.host.replica.reference().coordinator.pool
         if way.full:  # blocks without a key would be allocated first
-            pool.reserve(pool.num_free - pool.num_evictable)
+            state = self.host.replica.reference()
+            state.coordinator.pool.reserve(self.host.replica.block_counts.empty)
+            state.coordinator.pool.stamped.clear()  # nobody holds these pages
+            self.host.replica.adopt(state)
 
     def _blocks(self, num_groups: int, rounds: int) -> tuple[int, int]:
         """Blocks that the requests hold concurrently, and blocks that they allocate over all rounds, with a margin."""
@@ -97,12 +99,13 @@ class Side:
 
     def _fill(self) -> None:
         """Serve prompts until every free block that can have a key has one."""
-        pool, before, tokens = self.host.replica.reference().coordinator.pool, -1, self._chunk
-        while pool.num_evictable != before or pool.num_evictable < pool.num_free // 2:
-            before = pool.num_evictable
-            for _ in range(pool.num_free // (tokens // self.unit) + 1):
+        counts, before, tokens = self.host.replica.block_counts, -1, self._chunk
+        while counts.cached != before or counts.cached < counts.empty:
+            before = counts.cached
+            for _ in range((counts.cached + counts.empty) // (tokens // self.unit) + 1):
                 self._send(Part(news=self._news([0], [tokens]), admit=Admit([0])))
                 self._send(Part(facts=Facts([0], end=[int(End.FREE)])))
+            counts = self.host.replica.block_counts
 
     def _admit(self) -> None:
         spread = self.unit if self._load == DECODE else 1
@@ -114,7 +117,7 @@ class Side:
     @property
     def evicted(self) -> int:
         """Number of keys evicted by new blocks."""
-        return sum(self.host.replica.reference().coordinator.pool.evicted_keys)
+        return sum(group.evicted_blocks for group in self.host.replica.group_counters())
 
     def turn(self) -> list[int]:
         """CPU nanoseconds of each step of a turn, in which every decoding request fills one block."""

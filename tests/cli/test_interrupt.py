@@ -117,7 +117,7 @@ def test_interrupt_ends_the_process(code, printed, exit_code):
 
 
 AT_EVERY_LINE_OF_GRPC = """
-import os, signal, sys
+import os, signal, sys, time
 from kvplane import Unavailable, connect
 from kvplane_service.cli import interrupt
 
@@ -147,6 +147,9 @@ while where is None or not where.left:
             client.describe_replica("r")
             for batch in client.subscribe("r", 0):
                 break
+        sys.settrace(None)
+        while not where.left:
+            time.sleep(0.001)  # the handler raises later, where it may
     except KeyboardInterrupt:
         pass
     finally:
