@@ -213,7 +213,7 @@ MEASURED = (
         "peer.md",
         (0, 2, 4, 6),
         "The engine's thread, next to vLLM's own manager doing the same work in its process; µs, and in bold as a "
-        "multiple of vLLM's. Steps \"ahead\" are sent while the GPU executes the one before.",
+        'multiple of vLLM\'s. Steps "ahead" are sent while the GPU executes the one before.',
     ),
     ("Steps in the steady state", "steady.md", (0,), "CPU time per step in the service, µs: least (median)."),
     (

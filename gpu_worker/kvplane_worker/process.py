@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from kvplane_worker.lending.rundir import RunDir, default_run_dir
 from kvplane_worker.memory import check_device, use_device
 from kvplane_worker.ops.interface import PAGE_OPERATIONS
 from kvplane_worker.ops.proof import prove_in_subprocess
-from kvplane_worker.ops.select import AUTO, choose
+from kvplane_worker.ops.select import AUTO, Choice, choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 
@@ -108,7 +109,7 @@ class WorkerProcess:
     """One worker process. Call `start`, then `serve`, which returns after a stop request, then `close`."""
 
     def __init__(self, options: WorkerOptions, stop: Stop | None = None) -> None:
-        """Choose the backend of page operations, and lock the directory of the rank.
+        """Lock the directory of the rank, and choose the backend of page operations.
 
         Raises:
             InvalidArgument: the device does not exist, or no backend has this name.
@@ -120,13 +121,13 @@ class WorkerProcess:
         self._stop = stop or Stop()
         check_device(options.device)
         use_device(options.device)
-        self._backend = choose(
-            options.device, options.backend, PAGE_OPERATIONS, partial(prove_in_subprocess, stop=self._stop.requested)
-        )
-        if self._stop.requested.is_set():
-            raise Unavailable("a stop was requested while backends were tested", remedy="start the worker again")
         self._options = options
+        # First, since it removes the socket that a killed worker has left: tests of backends may take minutes.
         self._run_dir = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
+        with ExitStack() as undo:
+            undo.callback(self._run_dir.give_up)
+            self._backend = self._tested_backend()
+            undo.pop_all()
         reach = partial(open_channel, access=options.access)
         self._service = WorkersClient(Owners.at(options.service, reach)) if options.service else None
         self._info = WorkerInfo(
@@ -135,6 +136,13 @@ class WorkerProcess:
         self._served: ServedRank | None = None
         self._servicer: WorkerServicer | None = None
         self._server: WorkerServer | None = None
+
+    def _tested_backend(self) -> Choice:
+        test = partial(prove_in_subprocess, stop=self._stop.requested)
+        backend = choose(self._options.device, self._options.backend, PAGE_OPERATIONS, test)
+        if self._stop.requested.is_set():
+            raise Unavailable("a stop was requested while backends were tested", remedy="start the worker again")
+        return backend
 
     def start(self) -> str:
         """Get the memory layout, allocate the pages, serve them, and register. Returns the worker's address.

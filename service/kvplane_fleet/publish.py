@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Publisher:
     """A publisher and its replay socket, on the running event loop. Closes its sockets when it is left.
 
-        with Publisher(context, "tcp://*:5557", "tcp://*:5558") as publisher: ...
+    with Publisher(context, "tcp://*:5557", "tcp://*:5558") as publisher: ...
     """
 
     def __init__(self, context: zmq.asyncio.Context, events: str, replay: str, topic: str = "") -> None:

@@ -64,9 +64,7 @@ class Cell:
 def replica_of(groups: str, size: int, num_blocks: int, **settings: object) -> ReplicaSpec:
     """Return a replica with a group of full attention and others, "1 window" or "5 windows"."""
     cap = 1 + -(-(WINDOW + CHUNK) // size)
-    window = GroupSpec(
-        GroupKind.SLIDING_WINDOW, size, window=WINDOW, lookup_class=1, admission_cap_blocks=cap
-    )
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, size, window=WINDOW, lookup_class=1, admission_cap_blocks=cap)
     return ReplicaSpec(
         groups=(GroupSpec(GroupKind.FULL_ATTENTION, size), *[window] * int(groups.split()[0])),
         num_blocks=num_blocks + 1,

@@ -109,9 +109,7 @@ finally:
     ],
 )
 def test_interrupt_ends_the_process(code, printed, exit_code):
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=50, check=False)
     assert done.stdout.strip() == printed
     assert done.returncode == exit_code, done.stderr
 
@@ -169,7 +167,10 @@ def test_interrupt_at_any_line_of_grpc_leaves_a_channel_that_closes():
         client.allocate_slots("r", Allocate("second", Content(token_ids=[2] * 40)))
         done = subprocess.run(
             [sys.executable, "-c", AT_EVERY_LINE_OF_GRPC, service.address, "1", "1"],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) > 100

@@ -124,9 +124,7 @@ def newer(path):
         connection.execute("PRAGMA user_version = 99")
 
 
-@pytest.mark.parametrize(
-    ("made", "words"), [(letter, "not written by kvplane"), (newer, "run a newer kvplane")]
-)
+@pytest.mark.parametrize(("made", "words"), [(letter, "not written by kvplane"), (newer, "run a newer kvplane")])
 def test_an_unusable_store_is_one_error_line_and_unchanged(made, words, tmp_path):
     path = tmp_path / "entries.db"
     made(path)

@@ -118,6 +118,36 @@ def pod_specs(objects: list[Object]) -> list[Object]:
     return specs
 
 
+def serves(objects: list[Object]) -> bool:
+    """Whether the service is part of a release; otherwise it has workers alone."""
+    return "StatefulSet" in kinds(objects)
+
+
+def is_restricted(spec: Object) -> bool:
+    """Whether a pod may run in a namespace that enforces the restricted Pod Security Standard."""
+    host = any(spec.get(name) for name in ("hostIPC", "hostPID", "hostNetwork"))
+    kept = {"configMap", "secret", "emptyDir", "projected", "downwardAPI", "csi", "ephemeral", "persistentVolumeClaim"}
+    volumes = all(set(volume) - {"name"} <= kept for volume in spec.get("volumes", ()))
+    pod = spec.get("securityContext", {})
+    containers = [*spec["containers"], *spec.get("initContainers", ())]
+    return not host and volumes and all(_is_restricted(one, pod) for one in containers)
+
+
+def _is_restricted(container: Object, pod: Object) -> bool:
+    own = {**pod, **container.get("securityContext", {})}
+    capabilities = own.get("capabilities", {})
+    return (
+        own.get("runAsNonRoot") is True
+        and own.get("runAsUser") != 0
+        and own.get("allowPrivilegeEscalation") is False
+        and not own.get("privileged")
+        and own.get("seccompProfile", {}).get("type") in ("RuntimeDefault", "Localhost")
+        and "ALL" in capabilities.get("drop", ())
+        and set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"}
+        and not any("hostPort" in port for port in container.get("ports", ()))
+    )
+
+
 def configuration(objects: list[Object]) -> dict[str, Any]:
     """The configuration file of the service."""
     for one in objects:

@@ -11,7 +11,19 @@ import pytest
 import yaml
 
 from kvplane_service.config import load
-from tests.helm.charts import CHART, SETS, Helm3, Helm4, configuration, kinds, pod_specs, the, values_of
+from tests.helm.charts import (
+    CHART,
+    SETS,
+    Helm3,
+    Helm4,
+    configuration,
+    is_restricted,
+    kinds,
+    pod_specs,
+    serves,
+    the,
+    values_of,
+)
 from tests.helm.pods import bytes_of
 from tests.helm.schemas import CUSTOM, VERSIONS, complaints
 
@@ -29,13 +41,16 @@ def case(request):
     return name, Helm3(SINCE.get(name, "1.29") + ".0").objects(values_of(name))
 
 
-@pytest.mark.parametrize(
-    ("helm", "name"),
-    # The lint of Helm 3 takes Kubernetes to be 1.20, on which a set of a later one is refused.
-    [(Helm4(), name) for name in SETS] + [(Helm3(), name) for name in SETS if name not in SINCE],
-)
-def test_lint_finds_nothing(name, helm):
-    assert "WARNING" not in helm.lint(values_of(name), SINCE.get(name, "1.29"))
+@pytest.mark.parametrize("name", SETS)
+def test_lint_finds_nothing_for_the_kubernetes_that_the_set_is_for(name):
+    for version in (SINCE.get(name, VERSIONS[0]), VERSIONS[-1]):
+        assert "WARNING" not in Helm4().lint(values_of(name), version)
+
+
+# The lint of Helm 3.6 takes Kubernetes to be 1.20, on which a set of a later one is refused.
+@pytest.mark.parametrize("name", [name for name in SETS if name not in SINCE])
+def test_lint_of_helm_3_finds_nothing(name):
+    assert "WARNING" not in Helm3().lint(values_of(name))
 
 
 def test_both_helms_render_the_same(case):
@@ -70,6 +85,9 @@ def test_the_schemas_refuse_a_typo_in_every_kind():
 
 def test_the_configuration_is_what_the_service_accepts(case, tmp_path):
     name, objects = case
+    if not serves(objects):
+        assert [one for one in objects if one["kind"] == "ConfigMap"] == []
+        return
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(configuration(objects)))
     loaded = load({}, {}, file)
@@ -88,7 +106,7 @@ def test_no_secret_is_in_a_config_map(case):
     words += [base64.b64encode(word.encode()).decode() for word in words]
     maps = json.dumps([one for one in objects if one["kind"] != "Secret"])
     assert not any(word in maps for word in words)
-    assert "password" not in configuration(objects)
+    assert not serves(objects) or "password" not in configuration(objects)
 
 
 def test_pods_are_restricted(case):
@@ -105,16 +123,47 @@ def test_pods_are_restricted(case):
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_only_daemonset_workers_use_host_namespaces(case):
-    _, objects = case
-    for spec in pod_specs(objects):
-        is_daemon = any(container["name"] == "worker-0" for container in spec["containers"]) and "hostPID" in spec
-        assert is_daemon or not {"hostIPC", "hostPID", "hostNetwork"} & set(spec)
-        assert is_daemon or not any("hostPath" in volume for volume in spec.get("volumes", ()))
+def test_only_pods_of_workers_on_nodes_need_a_privileged_namespace(case):
+    name, objects = case
+    needing = [
+        one["kind"]
+        for one in objects
+        if any(not is_restricted(spec) for spec in pod_specs([without_given_containers(one)]))
+    ]
+    daemons = name in ("everything", "gpu-daemonset", "gpu-dra", "gpu-workers")
+    assert needing == (["DaemonSet"] if daemons else [])
+
+
+def without_given_containers(one):
+    """An object without the containers that the values give."""
+    one = json.loads(json.dumps(one))
+    for spec in pod_specs([one]):
+        for part in ("containers", "initContainers"):
+            spec[part] = [c for c in spec.get(part, ()) if not c["image"].startswith("example.org/")]
+    return one
+
+
+def test_workers_of_another_release_s_service_are_alone_in_theirs():
+    service, workers = Helm4().objects(values_of("tls")), Helm4().objects(values_of("gpu-workers"))
+    assert kinds(workers) == ["DaemonSet", "NetworkPolicy", "ServiceAccount"]
+    container = the(workers, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
+    (addresses,) = (word for word in container["args"] if word.startswith("--service="))
+    (notes,) = (text for path, text in Helm4().files(values_of("tls")).items() if path.endswith("NOTES.txt"))
+    assert addresses.removeprefix("--service=") in notes.split()  # what the service's release prints for engines
+    assert all(is_restricted(spec) for spec in pod_specs(service))
+    assert the(workers, "NetworkPolicy")["spec"]["egress"][1] == {"ports": [{"port": 7070}]}
+
+
+def test_a_release_of_workers_needs_no_certificate_of_the_service_with_public_authorities():
+    values = {**values_of("gpu-workers"), "tls": {"enabled": True, "caKey": ""}}
+    container = the(Helm4().objects(values), "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
+    assert {"name": "KVPLANE_TLS_CA", "value": "system"} in container["env"]
 
 
 def test_a_pod_has_time_to_drain(case):
     _, objects = case
+    if not serves(objects):
+        return
     spec = the(objects, "StatefulSet")["spec"]["template"]["spec"]
     container = spec["containers"][0]
     sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -241,6 +290,31 @@ def test_pods_are_replaced_and_probed_as_the_values_say():
     assert service["livenessProbe"] == {"grpc": grpc, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
     assert service["readinessProbe"] == {
         "grpc": {"port": 7071, "service": "readiness"}, "periodSeconds": 5, "timeoutSeconds": 5, "successThreshold": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+def test_given_annotations_labels_and_variables_are_where_the_values_say(helm):
+    word, env = {"example.org/a": "1e3"}, [{"name": "A", "value": "no"}]
+    worker = {"mode": "daemonset", "podAnnotations": {"w": "1"}, "podLabels": {"wl": "on"}, "extraEnv": env}
+    values = {**values_of("ha"), "commonAnnotations": word, "commonLabels": {"all": "y"}, "gpuWorker": worker}
+    values |= {"podAnnotations": {"s": "1"}, "podLabels": {"sl": "on"}, "extraEnv": [{"name": "B", "value": "off"}]}
+    values |= {"service": {"annotations": {"lb": "true"}}, "serviceAccount": {"annotations": {"sa": "true"}}}
+    objects = helm.objects(values)
+    for one in objects:
+        assert one["metadata"]["annotations"].items() >= word.items(), one["metadata"]["name"]
+        assert one["metadata"]["labels"]["all"] == "y"
+        own = {("Service", "kvplane"): "lb", ("ServiceAccount", "kvplane"): "sa"}
+        named = own.get((one["kind"], one["metadata"]["name"]))
+        assert {"lb", "sa"} & set(one["metadata"]["annotations"]) == ({named} if named else set())
+    found = {}
+    for kind in ("StatefulSet", "DaemonSet", "Deployment"):
+        template = the(objects, kind)["spec"]["template"]
+        keys = set(template["metadata"].get("annotations", {})) | set(template["metadata"]["labels"])
+        variables = {one["name"] for one in template["spec"]["containers"][0].get("env", ())}
+        found[kind] = keys & {"s", "sl", "w", "wl"}, variables & {"A", "B"}
+    assert found == {
+        "StatefulSet": ({"s", "sl"}, {"B"}), "DaemonSet": ({"w", "wl"}, {"A"}), "Deployment": (set(), set()),
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_service.config import KEYS, load
-from tests.helm.charts import CHART, ROOT, SETS, Helm3, Helm4, Refused, configuration, values_of
+from tests.helm.charts import CHART, ROOT, SETS, Helm3, Helm4, Refused, configuration, serves, values_of
 
 HELMS = pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
 EXTERNAL = {"type": "external", "external": {"url": "redis://r:6379"}}
@@ -106,6 +106,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "set access.replicaPrefix, such as acme/, or gpuWorker.replica",
     ),
+    "workers of another service as sidecars": (
+        {"gpuWorker": {"mode": "sidecar", "service": "kvplane.a.svc:7070"}},
+        "but gpuWorker.mode is sidecar: use daemonset",
+    ),
+    "a store without a service": (
+        {"gpuWorker": {"mode": "daemonset", "service": "kvplane.a.svc:7070"}, "store": EXTERNAL},
+        "store.type is of a service, but gpuWorker.service makes this a release of workers alone",
+    ),
     "a worker without a certificate": (
         {"gpuWorker": {"mode": "daemonset"}, "tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}},
         "gpuWorker has no certificate",
@@ -168,6 +176,7 @@ def test_resource_claims_need_a_new_kubernetes():
         ({"commonLabels": {"number": 42}}, "number"),
         ({"tls": {"clientAuth": "optional"}}, "clientAuth"),
         ({"fullnameOverride": "1e3"}, "fullnameOverride"),
+        ({"gpuWorker": {"service": "*.kvplane-headless"}}, "service"),
     ],
 )
 def test_the_schema_refuses_unknown_values_by_name(values, named, helm):
@@ -227,7 +236,8 @@ def test_an_empty_map_needs_a_schema(copy):
 
 def test_the_schema_has_the_keys_of_the_configuration():
     properties = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]["properties"]
-    set_by_chart = {key for name in SETS for key in configuration(Helm4().objects(values_of(name)))}
+    rendered = [Helm4().objects(values_of(name)) for name in SETS]
+    set_by_chart = {key for objects in rendered if serves(objects) for key in configuration(objects)}
     assert set(properties) <= set(KEYS)
     variables = {"advertise", "memory_bytes", "store_username", "store_password"}
     assert set(KEYS) - set(properties) <= set_by_chart | variables

@@ -1,6 +1,6 @@
 """An engine for tests: publishes the events of a cache of random prompts, as fast as it is asked, and can be killed.
 
-    python -m tests.router.engine EVENTS REPLAY SEED      one line on standard input = that number of batches
+python -m tests.router.engine EVENTS REPLAY SEED      one line on standard input = that number of batches
 """
 
 from __future__ import annotations

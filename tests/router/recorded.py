@@ -51,9 +51,7 @@ class Follower:
     def claim(self, tokens: list[int], extra: ExtraKeys) -> Claim:
         digests = split_hashes(RequestHasher(self.scheme, extra).append(pack_tokens(tokens)), self.scheme.digest.size)
         found = self.index.find([key_of(one) for one in digests])
-        return self.rule.claim(
-            lambda groups: found.has([self.cells[one] for one in groups]), len(digests), len(tokens)
-        )
+        return self.rule.claim(lambda groups: found.has([self.cells[one] for one in groups]), len(digests), len(tokens))
 
 
 @dataclass

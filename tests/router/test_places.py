@@ -221,5 +221,3 @@ def test_a_file_names_places(tmp_path):
     assert one == PlaceSettings("a", events="tcp://e:1", hash_algorithms=(HashAlgorithm.SHA256,), draft_groups=(0, 2))
     with pytest.raises(InvalidArgument, match="cannot be read"):
         load(tmp_path / "missing")
-
-

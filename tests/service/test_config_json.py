@@ -381,5 +381,3 @@ def test_missing_or_malformed_config_json_is_refused(tmp_path):
             find_model(str(tmp_path / "bad.json"))
     with pytest.raises(NotFound, match=r"the most similar name is llama-3\.1-70b"):
         find_model("llama-3.1-71b")
-
-

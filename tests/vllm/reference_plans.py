@@ -134,8 +134,19 @@ from vllm.v1.worker.utils import customize_attention_spec  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 # Fields of formats that do not concern memory, or that the golden form has under another name.
-LEFT_OUT = {"block_stride_alignment", "cache_dtype_str", "cache_role", "is_index_group_leader", "topk_buffer_width",
-    "dcp_sharded", "kv_quant_mode", "mamba_type", "num_heads", "num_prefill_checkpoint_blocks", "is_draft"}
+LEFT_OUT = {
+    "block_stride_alignment",
+    "cache_dtype_str",
+    "cache_role",
+    "is_index_group_leader",
+    "topk_buffer_width",
+    "dcp_sharded",
+    "kv_quant_mode",
+    "mamba_type",
+    "num_heads",
+    "num_prefill_checkpoint_blocks",
+    "is_draft",
+}
 # Fields of text, training and experts, of which `--changes` makes no case.
 NOT_CHANGED = {
     "architectures",
@@ -152,8 +163,17 @@ NOT_CHANGED = {
     "vocab_size",
 }
 # Fields that a class writes and no published config.json has.
-NO_PART_OF_A_FILE = {"_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "output_attentions",
-    "output_hidden_states", "output_router_logits", "problem_type", "return_dict"}
+NO_PART_OF_A_FILE = {
+    "_name_or_path",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "problem_type",
+    "return_dict",
+}
 
 
 def stand_in_for_kernels() -> None:

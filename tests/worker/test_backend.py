@@ -8,6 +8,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_worker.attach import describe
+from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.ops.select import choose
 from kvplane_worker.process import WorkerProcess
 from tests.worker.rig import World
@@ -21,9 +22,10 @@ def test_describe_returns_the_backend_and_its_reasons(here: World):
     assert tuple(described.backend_reasons) == choice.reasons
 
 
-def test_unknown_backend_is_refused_before_the_run_dir_is_created(here: World):
+def test_unknown_backend_is_refused_and_leaves_the_rank_unlocked(here: World):
     options = replace(here.options(), backend="none")
     with pytest.raises(InvalidArgument, match="there is no backend 'none'"):
         WorkerProcess(options)
     assert options.run_dir is not None
-    assert not options.run_dir.exists()
+    assert {path.name for path in options.run_dir.iterdir()} == {"lock"}
+    RunDir(options.run_dir).leave()

@@ -71,6 +71,18 @@ def test_worker_serves_health_by_check_only(here: World):
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=20).status == SERVING
 
 
+def test_a_starting_worker_first_removes_the_socket_of_a_killed_one(here: World):
+    """A socket is what the probe of a pod looks for, and tests of backends may take minutes."""
+    child, address = here.worker()
+    child.kill()
+    place = run_dir_of(address)
+    assert (place / "worker.sock").is_socket()
+    options = replace(here.options(), backend="none")
+    assert isinstance(refusal(WorkerProcess, options), InvalidArgument)
+    assert {path.name for path in place.iterdir()} == {"lock", "worker.json"}
+    here.worker()  # at once: it removes the registration of the killed one
+
+
 def test_terminated_worker_removes_its_files_and_registration(here: World):
     child, address = here.worker()
     assert len(here.shared_files()) == 3
@@ -139,7 +151,7 @@ def test_signal_during_the_start_check_stops_the_worker(here: World, monkeypatch
     monkeypatch.setattr(select, "BACKENDS", {"slow": "torch_ops:TorchOps", **select.BACKENDS})
     error = refusal(WorkerProcess, here.options(), stop)
     assert (type(error), error.message) == (Unavailable, "a stop was requested while backends were tested")
-    assert not (here.folder / "r-0").exists()
+    assert {path.name for path in (here.folder / "r-0").iterdir()} == {"lock"}
 
 
 def test_second_worker_of_a_rank_is_refused_in_any_directory(here: World):

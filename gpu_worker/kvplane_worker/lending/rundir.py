@@ -123,8 +123,12 @@ class RunDir:
 
         The lock file stays: another worker may already wait to lock it.
         """
-        self._remove_leftovers()
         (self.path / STATE).unlink(missing_ok=True)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Leave before `write_state`: the next worker can still remove the registration of the last one."""
+        self._remove_leftovers()
         os.close(self._lock)
 
     def _remove_leftovers(self) -> None:

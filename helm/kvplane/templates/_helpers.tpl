@@ -38,10 +38,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* metadata of an object: dict "root" $ "component" "service" "suffix" "-headless" */}}
+{{/* metadata of an object: dict "root" $ "component" "service", and if any "suffix" "-headless" "annotations" (dict) */}}
 {{- define "kvplane.metadata" -}}
-name: {{ printf "%s%s" (include "kvplane.fullname" .root) (.suffix | default "") | quote }}
+name: {{ .name | default (printf "%s%s" (include "kvplane.fullname" .root) (.suffix | default "")) | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 labels: {{- include "kvplane.labels" . | nindent 2 }}
 {{- end }}
 
@@ -94,6 +97,11 @@ cluster and generate another one, once per rendering: every object of a renderin
 {{/* HOST:PORT of the service within the cluster. */}}
 {{- define "kvplane.address" -}}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}
+{{- end }}
+
+{{/* Not empty if the service is part of this release; otherwise the release has workers alone. */}}
+{{- define "kvplane.serves" -}}
+{{- if not .Values.gpuWorker.service }}on{{ end -}}
 {{- end }}
 
 {{/* Addresses for clients: the service, and the pods to which it redirects them. */}}

@@ -43,7 +43,7 @@ store.external.caKey is given, but the url does not use TLS: begin it with redis
 {{- define "kvplane.validate.tls" -}}
 {{- $tls := .Values.tls }}
 {{- $given := or $tls.existingSecret $tls.certManager.enabled }}
-{{- if and $tls.enabled (not $given) }}
+{{- if and $tls.enabled (not $given) (or (include "kvplane.serves" .) $tls.caKey) }}
 tls.enabled without a certificate: name tls.existingSecret, or enable tls.certManager
 {{- end }}
 {{- if and $tls.existingSecret $tls.certManager.enabled }}
@@ -123,6 +123,17 @@ extraEnv sets {{ .name }}, which the chart sets: use the value for it (README.md
 
 {{- define "kvplane.validate.worker" -}}
 {{- $worker := .Values.gpuWorker }}
+{{- if $worker.service }}
+{{- if ne $worker.mode "daemonset" }}
+gpuWorker.service makes this a release of workers alone, but gpuWorker.mode is {{ $worker.mode }}: use daemonset, or remove it
+{{- end }}
+{{- $own := dict "store.type" (ne .Values.store.type "none") "auth.existingSecret" .Values.auth.existingSecret "autoscaling.enabled" .Values.autoscaling.enabled "tls.certManager.enabled" .Values.tls.certManager.enabled "metrics.serviceMonitor.enabled" .Values.metrics.serviceMonitor.enabled }}
+{{- range $name, $given := $own }}
+{{- if $given }}
+{{ $name }} is of a service, but gpuWorker.service makes this a release of workers alone: set it in the release of the service
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if and (eq $worker.mode "daemonset") $worker.replica (not (contains "$(NODE_NAME)" $worker.replica)) }}
 gpuWorker.replica is the same on every node, but a rank has one worker: include $(NODE_NAME)
 {{- end }}

@@ -1,7 +1,8 @@
 {{/*
 Workers: processes that hold the pages of one rank each.
 
-No liveness probe: a slow worker still holds the cache of an engine, and a restart would lose it.
+No liveness probe: a slow worker still holds the cache of an engine, and a restart would lose it. A worker is ready when
+its socket exists: it binds the socket when it serves, and a new one first removes what a killed one has left.
 */}}
 {{- define "kvplane.workerContainers" -}}
 {{- $worker := .root.Values.gpuWorker -}}
@@ -15,7 +16,7 @@ No liveness probe: a slow worker still holds the cache of an engine, and a resta
     - --tls-server-name={{ include "kvplane.address" $.root | splitList ":" | first }}
     {{- end }}
     - worker
-    - --service={{ $.service }},{{ include "kvplane.pods" $.root }}
+    - --service={{ $.service }}
     - --replica={{ $worker.replica | default (printf "%s%s" $.root.Values.access.replicaPrefix (ternary "$(NODE_NAME)" "$(POD_NAME)" $isDaemon)) }}
     - --rank={{ $rank }}
     - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}
@@ -37,9 +38,8 @@ No liveness probe: a slow worker still holds the cache of an engine, and a resta
     {{- end }}
   readinessProbe:
     exec:
-      command: [kvplane, health, "unix:{{ $worker.runDir }}/rank-{{ $rank }}/worker.sock"]
-    periodSeconds: 15
-    timeoutSeconds: 10
+      command: [test, -S, "{{ $worker.runDir }}/rank-{{ $rank }}/worker.sock"]
+    periodSeconds: 5
   securityContext: {{- toYaml $.root.Values.securityContext | nindent 4 }}
   resources:
     {{- toYaml $worker.resources | nindent 4 }}

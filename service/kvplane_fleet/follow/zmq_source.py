@@ -154,6 +154,3 @@ def _prepare(socket: zmq.asyncio.Socket) -> None:
         (zmq.IPV6, 1),
     ):
         socket.setsockopt(option, value)
-
-
-

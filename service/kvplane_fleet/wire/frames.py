@@ -1,8 +1,8 @@
 """The frames of a ZeroMQ publisher of vLLM's form, and of its replay socket.
 
-    live       topic | sequence number, u64 big-endian | payload
-    replay     empty | topic | sequence number | payload       vLLM; SGLang leaves out the topic
-    its end    empty | empty | -1 | empty
+live       topic | sequence number, u64 big-endian | payload
+replay     empty | topic | sequence number | payload       vLLM; SGLang leaves out the topic
+its end    empty | empty | -1 | empty
 """
 
 from __future__ import annotations

@@ -271,7 +271,6 @@ class BatchDecoder:
         return None
 
 
-
 def _readable(payload: bytes) -> bool:
     try:
         _ANY.decode(payload)

@@ -1,6 +1,6 @@
 """The second built-in workload: conversations about long documents, generated from a seed.
 
-    document | question 1 | answer 1 | question 2 | ...        each conversation has a document of its own
+document | question 1 | answer 1 | question 2 | ...        each conversation has a document of its own
 """
 
 from __future__ import annotations

@@ -134,8 +134,11 @@ def stored_events(pool: BlockPool, block_sizes: Sequence[int]) -> Iterator[tuple
             for at in range(0, len(rows), MAX_HASHES):
                 hashes, blocks = zip(*rows[at : at + MAX_HASHES], strict=True)
                 starts = [(pool.key_tokens[block] - 1) // size * size for block in blocks] if has_starts else []
-                yield step, CacheEvent(
-                    EventKind.STORED, group, hashes, blocks, domain, block_size=size, block_starts=tuple(starts)
+                yield (
+                    step,
+                    CacheEvent(
+                        EventKind.STORED, group, hashes, blocks, domain, block_size=size, block_starts=tuple(starts)
+                    ),
                 )
 
 

@@ -336,9 +336,7 @@ def jamba(fields: Fields) -> Layers:
 
 def mamba_2(channels: int, groups: int, heads: tuple[int, int, int], kernel: int, dtype: DType) -> State:
     """Return the state of a Mamba 2 layer; `heads` are number and size of heads and size of the state."""
-    return State(
-        kernel - 1, channels, heads, dtype, has_checkpoints=True, groups=groups, group_channels=2 * heads[2]
-    )
+    return State(kernel - 1, channels, heads, dtype, has_checkpoints=True, groups=groups, group_channels=2 * heads[2])
 
 
 def mamba_alone(fields: Fields) -> Layers:

@@ -81,9 +81,7 @@ class StepBuilder:
             )
         self._digests.setdefault(row, []).append(digest)
 
-    def part(
-        self, *rows: Row, budget: Budget | None = None, cache: Cache | None = None, appended: bool = True
-    ) -> Part:
+    def part(self, *rows: Row, budget: Budget | None = None, cache: Cache | None = None, appended: bool = True) -> Part:
         """Return a part with the builder's rows, and then the given ones in the same sections or in others. The columns
         may be filled again at once: the part has copies of them.
 

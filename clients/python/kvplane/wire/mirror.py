@@ -79,8 +79,7 @@ def _packed_events(events: Sequence[CacheEvent]) -> Iterator[bytes]:
 def mirrored_message(steps: Iterable[Mirrored], newest: int, age_ms: int) -> pb.SessionRequest:
     """Return the message with the steps of one iteration of the engine."""
     packed = [
-        pb.MirroredStep(step=encode_step(one.step), digest=one.digest, cache_request=one.cache_request)
-        for one in steps
+        pb.MirroredStep(step=encode_step(one.step), digest=one.digest, cache_request=one.cache_request) for one in steps
     ]
     return pb.SessionRequest(mirrored_steps=pb.MirroredSteps(steps=packed, newest=newest, age_ms=age_ms))
 

@@ -19,9 +19,7 @@ from kvplane_vllm.remote.settings import refuse_scheduler, settings_of, why_sync
 logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
 
 
-def remote_manager(
-    vllm_config: Any, chosen: dict[str, str], addresses: Sequence[str]
-) -> Callable[..., RemoteManager]:
+def remote_manager(vllm_config: Any, chosen: dict[str, str], addresses: Sequence[str]) -> Callable[..., RemoteManager]:
     """Return the function that builds the KV cache manager for these options. `addresses`: of the kvplane workers."""
     return partial(RemoteManager, settings=settings_of(chosen), vllm_config=vllm_config, addresses=addresses)
 

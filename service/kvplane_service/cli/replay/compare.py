@@ -57,9 +57,7 @@ class ComparedPlan(RunPlan):
             )
         layers = model_layers(self.model, ModelOptions(max_model_len=length))
         full = tuple(replace(one, spec=one.spec.as_full_attention(one.spec.block_size)) for one in layers)
-        return LayerSource(
-            layers=full, memory_bytes=self.memory_bytes, max_model_len=length, max_batched_tokens=tokens
-        )
+        return LayerSource(layers=full, memory_bytes=self.memory_bytes, max_model_len=length, max_batched_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,9 @@ def events_of_keys(core: object, spec: ReplicaSpec) -> Iterator[tuple[int, Cache
             for at in range(0, len(found), MAX_HASHES):
                 hashes, of_blocks, tokens = zip(*found[at : at + MAX_HASHES], strict=True)
                 starts = () if is_further else tuple((count - 1) // size * size for count in tokens)
-                yield step, CacheEvent(
-                    EventKind.STORED, group, hashes, of_blocks, domain, block_size=size, block_starts=starts
+                yield (
+                    step,
+                    CacheEvent(
+                        EventKind.STORED, group, hashes, of_blocks, domain, block_size=size, block_starts=starts
+                    ),
                 )

@@ -62,16 +62,21 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             after.append(("content", [slot, digests, state.hasher_state(hasher) if hasher else None]))
     if not with_statistics:
         return before + keys + after
-    return before + keys + after + [
-        ("counters", [dump[name] for name in COUNTERS]),
-        ("residency", [dump["lifetime"], dump["idle_before_evict"], dump["reuse_gap"]]),
-        (
-            "pool_counters",
-            {"_age_base": dump["age_base"], "evicted_keys": dump["evicted_keys"], "registered": registered},
-        ),
-        ("group_counters", [(one[5], one[6]) for one in dump["managers"]]),
-        *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
-    ]
+    return (
+        before
+        + keys
+        + after
+        + [
+            ("counters", [dump[name] for name in COUNTERS]),
+            ("residency", [dump["lifetime"], dump["idle_before_evict"], dump["reuse_gap"]]),
+            (
+                "pool_counters",
+                {"_age_base": dump["age_base"], "evicted_keys": dump["evicted_keys"], "registered": registered},
+            ),
+            ("group_counters", [(one[5], one[6]) for one in dump["managers"]]),
+            *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
+        ]
+    )
 
 
 def _column(code: str, raw: bytes) -> arrays.array[int]:

@@ -72,9 +72,7 @@ def _with_draft_groups(
     return marked, (PlanWarning(WarningCode.NO_DRAFT_LAYERS, message),)
 
 
-def _coarse_hits(
-    groups: tuple[CacheGroup, ...], sizes: Granularity, options: PlanOptions
-) -> tuple[PlanWarning, ...]:
+def _coarse_hits(groups: tuple[CacheGroup, ...], sizes: Granularity, options: PlanOptions) -> tuple[PlanWarning, ...]:
     """Return a warning if hits are multiples of a state's block although they could end inside it."""
     unit = suggested_match_unit(groups, options)
     if not unit or sizes.partial_hits:
