@@ -1,4 +1,8 @@
-"""python -m tests.engine --requests 2000 --seed 1: the large stress, with a line per mix and a summary."""
+"""python -m tests.engine --requests 2000 --seed 1: the large stress, with a line per mix and a summary.
+
+The pages belong to another process: shared memory on a CPU, CUDA IPC on a GPU. Triton on a CPU needs
+TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ import time
 
 import torch
 
-from tests.engine.stress import MIXES, Report, run_mix
+from tests.engine.backends import Place, default_backend, lender
+from tests.engine.stress import KINDS, MIXES, Report, run_mix
 
 
 def line(name: str, report: Report, seconds: float) -> str:
     counts = report.counts
     return (
-        f"{name:<25} {report.requests:>5} requests {counts.generated_tokens:>6} tokens"
+        f"{name:<25} {report.requests:>5} requests ({report.long} long) {counts.generated_tokens:>6} tokens"
         f" | hits {counts.hits} ({counts.hit_tokens} tokens, {len(report.hit_lengths)} lengths), copies {counts.copies}"
         f" | evicted {report.evicted} preempted {counts.preempted} deferred {counts.deferred}"
         f" | drafts {counts.accepted_drafts} kept {counts.rejected_drafts} rejected"
@@ -29,16 +34,21 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000, help="over all mixes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="device of the engine; the dense model runs on the CPU")
+    parser.add_argument("--backend", help="of operations on pages (default: torch on the CPU, triton on a GPU)")
+    parser.add_argument("--kinds", action="store_true", help="a model per kind of cache group, with long requests")
     given = parser.parse_args()
+    backend = given.backend or default_backend(given.device)
+    mixes = KINDS if given.kinds else MIXES
     torch.set_num_threads(1)
     total, began = Report(), time.monotonic()
-    for number, mix in enumerate(MIXES):
-        started = time.monotonic()
-        share = given.requests // len(MIXES) + (number < given.requests % len(MIXES))
-        report = run_mix(mix, share, given.seed, device=given.device)
-        total.add(report)
-        print(line(mix.name, report, time.monotonic() - started), flush=True)
-    print(line(f"{len(MIXES)} mixes", total, time.monotonic() - began))
+    with lender() as other:
+        for number, mix in enumerate(mixes):
+            started = time.monotonic()
+            share = given.requests // len(mixes) + (number < given.requests % len(mixes))
+            report = run_mix(mix, share, given.seed, place=Place(given.device, backend, other))
+            total.add(report)
+            print(line(mix.name, report, time.monotonic() - started), flush=True)
+    print(line(f"{len(mixes)} mixes", total, time.monotonic() - began))
     print(f"{len(total.tokens)} distinct tokens; {'; '.join(total.complaints) or 'nothing differs'}")
     return 1 if total.complaints else 0
 

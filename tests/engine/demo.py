@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -35,16 +35,13 @@ from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import attach_ranks
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.engine.weights import Weights, draw_weights
-from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.engine.weights import draw_weights
+from tests.engine.backends import Place, backend_of, default_backend, suited
 from tests.engine.talk import Talk, conversations, readable
 from tests.engine.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = LayerSource(
-    layers=MIXED.cache_layers(), num_blocks=800, max_model_len=1024, max_batched_tokens=160, retention_interval=-1
-)
-REPLICAS = {"with-cache": SOURCE, "without-cache": replace(SOURCE, disable_caching=True)}
+REPLICAS = {"with-cache": False, "without-cache": True}  # whether caching is disabled
 CONFIG = SchedulerConfig(max_running=6, token_budget=160, chunk_tokens=80)
 CONVERSATIONS, TURNS, AT_ONCE = 6, 3, 6
 START_S = 60.0
@@ -86,7 +83,10 @@ def main() -> int:
     """Run the demo. Returns 0 when no token differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.demo", description=__doc__)
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
-    count = parser.parse_args().conversations
+    parser.add_argument("--device", default="cpu", help="device of pages and model")
+    parser.add_argument("--backend", help="of operations on pages (default: torch on the CPU, triton on a GPU)")
+    given = parser.parse_args()
+    count, place = given.conversations, Place(given.device, given.backend or default_backend(given.device))
     torch.set_num_threads(1)
     console = Console()
     looks = []
@@ -96,10 +96,10 @@ def main() -> int:
         for replica in REPLICAS:
             print(f"== {replica}: starting two workers and the engine", flush=True)
             with (
-                running_engine(address, replica) as (engine, weights),
+                running_engine(address, replica, place) as (engine, twin),
                 live(console) if console.is_terminal else lines() as show,
             ):
-                looks.append(converse(engine, weights, conversations(ROOT, count, TURNS, seed=4), show))
+                looks.append(converse(engine, twin, conversations(ROOT, count, TURNS, seed=4), show))
             print(looks[-1].line, flush=True)
     print(saved(*looks))
     return 1 if any(look.differing or not look.compared for look in looks) else 0
@@ -116,21 +116,33 @@ def saved(cached: Look, uncached: Look) -> str:
 
 
 @contextmanager
-def running_engine(address: str, replica: str) -> Iterator[tuple[Engine, Weights]]:
+def running_engine(address: str, replica: str, place: Place) -> Iterator[tuple[Engine, Twin]]:
     """Register the replica and start its workers and the engine."""
+    model = suited(MIXED, place.backend)
+    source = LayerSource(
+        layers=model.cache_layers(),
+        num_blocks=800,
+        max_model_len=1024,
+        max_batched_tokens=160,
+        retention_interval=-1,
+        disable_caching=REPLICAS[replica],
+    )
     with (
         kvplane.connect(address) as client,
         tempfile.TemporaryDirectory(prefix="kvplane-demo-") as folder,
     ):
-        client.register_replica(replica, REPLICAS[replica], num_ranks=MIXED.num_ranks)
-        with running_workers(address, replica, Path(folder)) as workers:
-            yield make_engine(client, replica, workers)
+        client.register_replica(replica, source, num_ranks=model.num_ranks)
+        with running_workers(address, replica, place.device, Path(folder)) as workers:
+            ops, weights = backend_of(place.backend, place.device), draw_weights(model)
+            memory = attach_ranks(workers, ops)
+            forward = Model(model, weights, [one.pages for one in memory], ops)
+            yield Engine(partial(client.lasting_session, replica), memory, forward, CONFIG), Twin(model, weights)
 
 
 @contextmanager
-def running_workers(address: str, replica: str, folder: Path) -> Iterator[list[str]]:
+def running_workers(address: str, replica: str, device: str, folder: Path) -> Iterator[list[str]]:
     """Start a worker process per rank. Returns their addresses."""
-    given = ["--service", address, "--replica", replica]
+    given = ["--service", address, "--replica", replica, "--device", device]
     processes = [
         subprocess.Popen(
             [*WORKER, *given, "--rank", str(rank), "--run-dir", str(folder / str(rank))],
@@ -172,20 +184,12 @@ def address_of(worker: subprocess.Popen[str]) -> str:
     return matched.group(1)
 
 
-def make_engine(client: kvplane.Client, replica: str, workers: Sequence[str]) -> tuple[Engine, Weights]:
-    """Create the engine on the workers' pages."""
-    ops, weights = TorchOps(), draw_weights(MIXED)
-    memory = attach_ranks(workers, ops)
-    model = Model(MIXED, weights, [one.pages for one in memory], ops)
-    return Engine(partial(client.lasting_session, replica), memory, model, CONFIG), weights
-
-
 Show = Callable[[Look], None]
 
 
-def converse(engine: Engine, weights: Weights, talk: Talk, show: Show) -> Look:
+def converse(engine: Engine, twin: Twin, talk: Talk, show: Show) -> Look:
     """Run conversations, several at a time, and compare each answer with the dense model's."""
-    twin, look = Twin(MIXED, weights), Look(engine)
+    look = Look(engine)
     for _ in range(AT_ONCE):
         put(engine, look, talk.next())
     while engine.has_work:

@@ -9,19 +9,24 @@ from typing import Any
 import torch
 
 from kvplane.base.groups import DENSE_RETENTION
+from kvplane.base.layer_spec import DType
 from kvplane.scheduling import Counts
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
-from kvplane_worker.engine.config import ATTENTION, EVEN
+from kvplane_worker.engine.config import ATTENTION, EVEN, AttentionLayer, ModelConfig, StateLayer
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
+from tests.engine.backends import Place, backend_of, suited
 from tests.engine.faults import Fault, WholePages
-from tests.engine.workload import Answers, Pairs, Recall, Requests
+from tests.engine.workload import Answers, LongPrompts, Pairs, Recall, Requests
 from tests.engine.world import SOUND, Pool, World
 
-TOLERANCE = 1e-9
-NEAR_TIE = 1e-6
+# Largest difference of a logit, by the element type of the model.
+TOLERANCE = {DType.FLOAT64: 1e-9, DType.FLOAT32: 1e-4}
+# On a GPU, where sums have any order.
+NEAR_TIE = {DType.FLOAT64: 1e-6, DType.FLOAT32: 2e-4}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Mix:
         lose_every: launches after which one fails.
         max_open: most requests in progress.
         requests: source of requests.
-        ops: backend of page operations.
+        ops: backend of page operations instead of the run's.
         wrong: share of wrong drafts of a drafter that remembers every output; below 0: drafts by n-gram.
     """
 
@@ -46,8 +51,11 @@ class Mix:
     lose_every: int = 0
     max_open: int = 11
     requests: type[Requests] = Requests
-    ops: type[TorchOps] = TorchOps
+    ops: type[TorchOps] | None = None
     wrong: float = -1.0
+
+    def backend(self, place: Place) -> PagedOps:
+        return self.ops() if self.ops else backend_of(place.backend, place.device)
 
 
 @dataclass
@@ -56,7 +64,9 @@ class Report:
 
     Attributes:
         differing: output tokens that differ from the dense model's.
-        near_ties: differing tokens with nearly equal logits in the dense model; always 0 on the CPU.
+        near_ties: differing tokens with nearly equal logits in the dense model; always 0 in float64 on the CPU.
+        long: requests of more than two tiles of LONG tokens.
+        fallbacks: operations that the backend's kernels did not compute, with reasons.
         off: requests with logits beyond TOLERANCE.
         worst: largest difference of a logit.
         tokens: count of each generated token.
@@ -66,6 +76,8 @@ class Report:
     requests: int = 0
     differing: int = 0
     near_ties: int = 0
+    long: int = 0
+    fallbacks: dict[str, str] = field(default_factory=dict)
     off: int = 0
     worst: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
@@ -83,6 +95,7 @@ class Report:
             "requests with differing logits": self.off,
             "requests refused": self.refused,
             "restarts that kept nothing": self.kept_keys.count(0),
+            f"operations without a kernel ({self.fallbacks})": len(self.fallbacks),
         }
         return [f"{count} {what}" for what, count in problems.items() if count]
 
@@ -93,9 +106,22 @@ class Report:
     def add(self, other: Report) -> None:
         self.add_counts(other.counts)
         self.worst = max(self.worst, other.worst)
-        for name in ("requests", "differing", "near_ties", "off", "tokens", "hit_lengths", "evicted", "refused"):
+        for name in (
+            "requests",
+            "differing",
+            "near_ties",
+            "long",
+            "off",
+            "tokens",
+            "hit_lengths",
+            "evicted",
+            "refused",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.evicted += other.evicted
+        self.refused += other.refused
         self.kept_keys += other.kept_keys
+        self.fallbacks |= other.fallbacks
 
 
 class Side:
@@ -144,6 +170,7 @@ class Side:
             self._recall.learn(request.tokens)
         self.report.hit_lengths.update(hit for hit in request.hits if hit)
         self.report.tokens.update(request.output)
+        self.report.long += len(request.tokens) > LONG
         compare(self.world, request, self.report)
 
     def _restart(self) -> None:
@@ -163,22 +190,24 @@ class Side:
     def close(self) -> None:
         self.world.check()
         self.report.add_counts(self.world.engine.counts)
+        self.report.fallbacks |= getattr(self.world.ops, "fallbacks", {})
         self.report.evicted += sum(group.evicted_blocks for group in self.world.host.replica.group_counters())
 
 
 def compare(world: World, request: Request, report: Report) -> None:
     """Compare an answer with the dense model: count differing tokens, and logits beyond TOLERANCE.
 
-    On another device, differing tokens with nearly equal logits in the dense model are counted as near ties.
+    Except in float64 on the CPU, differing tokens with nearly equal logits in the dense model are counted as near ties.
     """
-    near_tie = 0.0 if world.device == "cpu" else NEAR_TIE
+    dtype = world.pool.model.dtype
+    near_tie = 0.0 if world.place.device == "cpu" and dtype is DType.FLOAT64 else NEAR_TIE[dtype]
     expected = world.twin.logits(request.tokens[:-1])[len(request.prompt) - 1 :]
     for scores, token in zip(expected, request.output, strict=True):
         short = (scores.max() - scores[token]).item()
         report.near_ties += 0 < short < near_tie
         report.differing += short > 0 and short >= near_tie
     distance = (expected - torch.stack(request.logits)).abs().max().item()
-    if not distance <= TOLERANCE:  # also NaN
+    if not distance <= TOLERANCE[dtype]:  # also NaN
         report.off += 1
     report.worst = max(report.worst, distance)
 
@@ -209,15 +238,36 @@ MIXES = (
     Mix("lost, late", Pool(EVEN, num_blocks=80, batches=3), tuned(report_lag=2), lose_every=7),
 )
 
+# A model for each kind of cache group, whose windows and chunks extend over several tiles of a kernel.
+LONG = 128
 
-def run_mix(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND, device: str = "cpu") -> Report:
+
+def of_kind(name: str, *layers: AttentionLayer | StateLayer) -> Mix:
+    pool = Pool(ModelConfig(layers, num_ranks=1), num_blocks=110, max_model_len=300, max_batched_tokens=160)
+    return Mix(name, pool, tuned(token_budget=160), requests=LongPrompts)
+
+
+FULL = AttentionLayer(kv_heads=2, block_size=16)
+STATE = StateLayer(heads=4, head_size=4, state_size=8, block_size=16)
+KINDS = (
+    of_kind("full", FULL, FULL),
+    of_kind("window", *[AttentionLayer(kv_heads=2, block_size=16, window=150)] * 2),
+    of_kind("chunk", *[AttentionLayer(kv_heads=2, block_size=16, chunk=160)] * 2),
+    of_kind("states", STATE, FULL),
+    of_kind("full, window, chunk and states", STATE, FULL, *EVEN.layers[::3]),
+)
+
+
+def run_mix(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND, place: Place = Place()) -> Report:  # noqa: B008 - frozen
     """Serve `count` requests, then check the invariants of the core. With a fault, end when it is caught."""
+    pool = replace(mix.pool, model=suited(mix.pool.model, place.backend))
     report = Report()
     registry = Registry(Config(), lambda: 0)
     sides = []
     for number in range(mix.engines):
+        ops = mix.backend(place)
         config = mix.config if mix.wrong < 0 else replace(mix.config, drafter=Recall(seed, mix.wrong))
-        world = World(mix.pool, config, registry, f"engine/{number}", mix.ops(), fault, mix.lose_every, device)
+        world = World(pool, config, registry, f"engine/{number}", ops, fault, mix.lose_every, place)
         share = num_requests // mix.engines + (number < num_requests % mix.engines)
         sides.append(Side(world, seed * 1000 + number, mix, report))
         sides[-1].start(share)

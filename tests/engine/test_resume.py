@@ -12,6 +12,7 @@ from kvplane_service.core.resume import Resumption
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering
+from tests.engine.backends import Place
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
 
@@ -59,7 +60,8 @@ class CutByRestarts(InProcessTransport):
 
 def serve(mix: Mix, num_requests: int, seed: int) -> tuple[Report, Restarting, int]:
     """Serve requests with a restart every few steps. Returns how many requests were resumed."""
-    world, report, resumed = Restarting(mix.pool, mix.config, ops=mix.ops(), lose_every=mix.lose_every), Report(), 0
+    ops = mix.backend(Place())
+    world, report, resumed = Restarting(mix.pool, mix.config, ops=ops, lose_every=mix.lose_every), Report(), 0
     side = Side(world, seed, mix, report)
     side.start(num_requests)
     steps = 0

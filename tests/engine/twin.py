@@ -7,6 +7,8 @@ whatever the engine's cache does.
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ class Twin:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._config = config
-        self._weights = weights
+        self._weights = as_float64(weights)
 
     def logits(self, tokens: list[int]) -> Tensor:
         """Logits [tokens, vocabulary]; row t is for the token after tokens[: t + 1]."""
@@ -57,6 +59,16 @@ class Twin:
             shares = torch.softmax(scores.masked_fill(~allowed, MASKED), dim=1)
             out = out + shares @ value[head // group] @ weights.out[head]
         return out
+
+
+def as_float64(weights: Any) -> Any:
+    """The same weights, with float64 elements at every level."""
+    if isinstance(weights, Tensor):
+        return weights.double()
+    if isinstance(weights, tuple):
+        return tuple(map(as_float64, weights))
+    values = {one.name: as_float64(getattr(weights, one.name)) for one in fields(weights)}
+    return replace(weights, **values)
 
 
 def visible(layer: AttentionLayer, count: int) -> Tensor:

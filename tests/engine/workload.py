@@ -38,10 +38,14 @@ class Requests:
         """The next request, which shares a random part with earlier ones."""
         rng = self._rng
         prompt = rng.choice([self._fresh, *[self._prefixed, self._repeated, self._continued] * 2])()
-        max_new = rng.choice([1, rng.randrange(2, 8), rng.randrange(8, 40), rng.randrange(8, 40)])
+        max_new = self._max_new()
         self._number += 1
         prompt = prompt[: self._max_len - max_new]
         return Request(f"q{self._number}", prompt, max_new, rng.choice([""] * 7 + ["other"]), keep_logits=True)
+
+    def _max_new(self) -> int:
+        rng = self._rng
+        return rng.choice([1, rng.randrange(2, 8), rng.randrange(8, 40), rng.randrange(8, 40)])
 
     def _fresh(self) -> list[int]:
         return [BOS, *self._text(self._rng.randrange(0, self._max_len // 3))]
@@ -76,6 +80,16 @@ class Requests:
         while len(text) < num_bytes:
             text += rng.choice(WORDS) + " "
         return list(text.encode()[:num_bytes])
+
+
+class LongPrompts(Requests):
+    """Prompts of several kernel tiles, most of which share a prefix, and short outputs."""
+
+    def _max_new(self) -> int:
+        return self._rng.choice([1, 2, 3, 8])
+
+    def _fresh(self) -> list[int]:
+        return [BOS, *self._text(self._rng.randrange(self._max_len // 3, self._max_len - 20))]
 
 
 class Answers(Requests):

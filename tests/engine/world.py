@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from kvplane.base.groups import CommitRule
@@ -35,6 +34,8 @@ from kvplane_worker.engine.weights import Weights, draw_weights
 from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.buffers import allocation_bytes
+from tests.engine.backends import Place
 from tests.engine.faults import Fault
 from tests.engine.twin import Twin
 
@@ -88,8 +89,7 @@ class Pool:
 
 def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
     """Allocate the pages of a rank, filled with NaN: reads before a write or a zero are detected."""
-    pages, fault = PageBuffers.allocate(plan, world.device), world.fault
-    pages.memory.view(torch.float64).fill_(float("nan"))
+    pages, fault = PageBuffers(plan, world.place.allocate(allocation_bytes(plan))), world.fault
     buffer = bytearray(table_bytes(plan.num_blocks))
     stamps = fault.stamps.create(buffer, plan.num_blocks, incarnation=draw_nonce() | 1)
     return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank))
@@ -122,7 +122,7 @@ class World:
         registry: registry of the service; several worlds may share it.
         fault: fault that is planted in the engine; none by default.
         lose_every: launches after which one fails; 0 = never.
-        device: device of pages and model; the dense model runs on the CPU.
+        place: device and allocating process of the pages.
         memory: memory by rank; outlives the engines.
         engine: the engine of the current engine life.
     """
@@ -134,7 +134,7 @@ class World:
     ops: PagedOps = field(default_factory=TorchOps)
     fault: Fault = SOUND
     lose_every: int = 0
-    device: str = "cpu"
+    place: Place = Place()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         request = pb.RegisterReplicaRequest(replica=self.name, layers=encode_layer_source(self.pool.source))
