@@ -86,7 +86,7 @@ class Side:
         if way.full:  # blocks without a key would be allocated first
             state = self.host.replica.reference()
             state.coordinator.pool.reserve(self.host.replica.block_counts.empty)
-            state.coordinator.pool.stamped.clear()  # nobody holds these pages
+            state.coordinator.pool.stamped.clear()  # no process holds these pages
             self.host.replica.adopt(state)
 
     def _blocks(self, num_groups: int, rounds: int) -> tuple[int, int]:
