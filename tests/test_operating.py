@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvplane import AdmitRow, NewsRow, connect, part_of
+from kvplane.v1.admin_pb2 import RecordRequest
 from kvplane_service.cli.query.recorder import record
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
@@ -19,6 +20,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
 # Full-screen; needs a store; runs until stopped: other tests run them.
 LEFT_OUT = {"kvplane top", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
+CHANGES = ("deregister", "reset", "evict")
 OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token")
 
 
@@ -48,13 +50,19 @@ def test_command_of_the_notes_runs(command, tmp_path):
         return
     with running() as service, connect(service.address) as client:
         service.register()
+        service.register("idle")
         with client.session("r") as session:
             session.apply(part_of(NewsRow(0, tokens=[1] * 40, request_id="named"), AdmitRow(0)))
             session.apply(part_of())  # so that the keys of the first one are published
-            record(service.address, "r", log, 1)
+            record(service.address, RecordRequest(replica="r"), log, 1)
             values = {"REPLICA": "r", "NAME": "named", "MODEL": "llama-3.1-8b", "FILE": str(log), "N": "60"}
             values["OWNER"] = "team-a"
             words = [values.get(word, word) for word in shlex.split(command)][1:]
+            if words[0] in CHANGES:  # the engine of the other one runs no further step
+                words = [*("idle" if word == "r" else word for word in words), "--yes"]
+            if words[0] == "lookup":
+                new.write_text("1 " * 40)
+                words = ["lookup", "--tokens", str(new)]
             if words[0] == "record":
                 words = ["record", "r", str(new), "--decisions", "1"]
             if words[0] == "describe" and "r" not in words:

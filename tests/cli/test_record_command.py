@@ -8,9 +8,11 @@ import threading
 import pytest
 
 from kvplane import AdmitRow, End, ExtraKeys, FactRow, NewsRow, RunRow, connect, part_of
-from kvplane_service.cli.query.recorder import record
+from kvplane.v1.admin_pb2 import RecordRequest
+from kvplane_service.cli.query.recorder import Rotation, record
 from kvplane_service.config import Config
-from tests.service.rig import running
+from kvplane_service.decisions.recording import Frames
+from tests.service.rig import running, until
 
 CANARY = 987_654_321
 
@@ -30,7 +32,8 @@ def test_a_recording_follows_the_replica_to_its_end(kvplane, tmp_path):
         service.register()
         with client.session("r") as session:
             serve(session, 0, CANARY)
-            thread = threading.Thread(target=lambda: counts.append(record(service.address, "r", path, None)))
+            request = RecordRequest(replica="r")
+            thread = threading.Thread(target=lambda: counts.append(record(service.address, request, path, None)))
             thread.start()
             serve(session, 1, CANARY)
             serve(session, 2, 5)
@@ -69,7 +72,7 @@ def test_a_different_decision_fails_the_replay(kvplane, tmp_path):
         service.register()
         with client.session("r") as session:
             serve(session, 0, 7)
-            record(service.address, "r", path, 3)
+            record(service.address, RecordRequest(replica="r"), path, 3)
     from kvplane_service.decisions.recording import MAGIC, Frames, write_frame
 
     frames = list(Frames(path))
@@ -99,10 +102,69 @@ def test_record_refusals_name_the_cause(kvplane, tmp_path, fault):
             name = "unknown" if fault == "no replica" else "r"
             code, _, errors = kvplane("record", name, str(path), "--decisions", "1", "--service", service.address)
     expected = {
-        "beyond the log": (1, "decisions (start recording right after registration"),
+        "beyond the log": (1, "decisions (record from now on (--from-now)"),
         "file exists": (1, "already exists (name another"),
         "no replica": (2, "there is no replica 'unknown'"),
         "no folder": (2, "No such file or directory"),
     }
     assert code == expected[fault][0]
     assert expected[fault][1] in errors
+
+
+def test_a_recording_begins_at_any_time_with_the_state(kvplane, tmp_path):
+    path = tmp_path / "log"
+    with running(Config(listen="127.0.0.1:0", decision_log_steps=4)) as service, connect(service.address) as client:
+        service.register()
+        with client.session("r") as session:
+            for slot in range(4):
+                serve(session, slot, CANARY)
+            keys = ExtraKeys(salt="a secret salt")
+            session.apply(part_of(NewsRow(9, tokens=[CANARY] * 50, request_id="runs", extra_keys=keys), AdmitRow(9)))
+            code, _, errors = kvplane("record", "r", str(path), "--decisions", "1", "--service", service.address)
+            assert code == 1
+            assert "--from-now" in errors
+            request, counts = RecordRequest(replica="r", from_now=True), list[int]()
+            thread = threading.Thread(target=lambda: counts.append(record(service.address, request, path, 4)))
+            thread.start()
+            until(path.exists)
+            session.apply(part_of(FactRow(9, tokens=[3]), RunRow(9)))
+            serve(session, 1, CANARY)  # a hit of what was cached before
+            thread.join(20)
+    assert counts == [4]
+    assert CANARY.to_bytes(4, "little") not in path.read_bytes()
+    assert b"a secret salt" not in path.read_bytes()
+    code, out, errors = kvplane("replay", str(path), "--log")
+    assert (code, errors) == (0, "")
+    assert "4 of 4 decisions identical" in out
+    code, _, errors = kvplane("replay", str(path), "--log", "--pool-blocks", "60")
+    assert code == 2
+    assert "recorded size" in errors
+
+
+def test_rotated_files_have_every_decision_once_and_replay_alone(kvplane, tmp_path):
+    path, steps = tmp_path / "log", 120
+    with running() as service, connect(service.address) as client:
+        service.register()
+        with client.session("r") as session:
+            serve(session, 0, 7)
+            rotation = Rotation(service.address, "r", path, 2_500, 1000)
+            thread = threading.Thread(target=rotation.run)
+            thread.start()
+            until((tmp_path / "log.1").exists)
+            for slot in range(steps // 3):
+                serve(session, slot % 3, slot % 5)
+        client.deregister_replica("r")
+        thread.join(60)
+    files = sorted(tmp_path.iterdir(), key=lambda file: int(file.suffix[1:]))
+    assert len(files) > 2
+    seqs = [frame.decision.step.seq for file in files for frame in Frames(file) if frame.HasField("decision")]
+    assert seqs == list(range(4, steps + 5))
+    for file in files:
+        assert kvplane("replay", str(file), "--log")[0] == 0
+
+
+def test_rotation_keeps_the_last_files(tmp_path):
+    rotation = Rotation("unix:/none", "r", tmp_path / "log", 1, 2)
+    for _ in range(5):
+        rotation._next_file().close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log.4", "log.5"]

@@ -31,7 +31,8 @@ _MORE: dict[str, list[Message]] = {
         admin_pb2.ExplainRequest(replica="r", content={"token_ids": PROMPT}),
         admin_pb2.ExplainRequest(replica="r", request_id="b"),
     ],
-    "Record": [admin_pb2.RecordRequest(replica="r")],
+    "ListRequests": [admin_pb2.ListRequestsRequest(replica="r", limit=1)],
+    "Record": [admin_pb2.RecordRequest(replica="r"), admin_pb2.RecordRequest(replica="r", from_now=True)],
     "Status": [admin_pb2.StatusRequest()],
     "DeregisterWorker": [plan_pb2.DeregisterWorkerRequest(replica="r", worker_id=5)],
 }

@@ -335,8 +335,8 @@ def expected_alert(rule: Alert) -> Alert:
         labels["replica"] = "r"
     if rule["alert"] == "KvplaneDown":
         labels["job"] = "kvplane"
-    summary = rule["annotations"]["summary"].replace("{{ $labels.replica }}", "r")
-    return {"exp_labels": labels, "exp_annotations": {"summary": summary}}
+    annotations = {name: text.replace("{{ $labels.replica }}", "r") for name, text in rule["annotations"].items()}
+    return {"exp_labels": labels, "exp_annotations": annotations}
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])

@@ -20,7 +20,7 @@ from kvplane_service.auth.audit import AuditLog
 from kvplane_service.auth.identity import Identities, Identity, Proof
 from kvplane_service.auth.owners import ANYONE, Owner
 from kvplane_service.auth.quotas import Quotas
-from kvplane_service.auth.scopes import METHODS
+from kvplane_service.auth.scopes import METHODS, Scope
 from kvplane_service.config import Config, check_together
 from kvplane_service.registry import Registry
 
@@ -75,6 +75,15 @@ class Call:
     def owe(self, num_bytes: int) -> int:
         """Count the bytes of a message of a session. Returns the milliseconds for which the message has to wait."""
         return 0 if self.quotas is None else self.quotas.owe(self.owner, num_bytes)
+
+    def check_operator(self, what: str) -> None:
+        """Raise PermissionDenied unless the owner has the scope `admin`, which `what` requires."""
+        if Scope.ADMIN not in self.owner.scopes:
+            raise PermissionDenied(
+                f"owner {self.owner.name} lacks the scope `{Scope.ADMIN.value}`, which {what} requires",
+                field="authorization",
+                remedy="end the engine's session first, or ask an operator",
+            )
 
     def check_domain(self, domain: str, field: str) -> None:
         """Raise PermissionDenied if the owner may not use this cache domain (requests share cached blocks only inside

@@ -70,6 +70,7 @@ METHODS: Mapping[str, Rule] = {
         Status=_READ,
         Drain=Rule(Scope.ADMIN, is_audited=True, is_for_all=True),
         Snapshot=Rule(Scope.ADMIN, is_audited=True),
+        ListRequests=_READ,
         Explain=_READ,
         Record=Rule(Scope.ADMIN, is_audited=True),
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -36,11 +37,40 @@ _ACCESS: ContextVar[Access] = ContextVar("access", default=PLAIN)
 
 
 class Format(StrEnum):
-    """How a command prints the answer of the service."""
+    """The formats in which a command prints an answer. WIDE is a table with more columns, NAME is only names, one on
+    each line.
+    """
 
     TABLE = "table"
+    WIDE = "wide"
+    NAME = "name"
     JSON = "json"
     YAML = "yaml"
+    JSONPATH = "jsonpath"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a command prints an answer: the format, and the path of `jsonpath`."""
+
+    format: Format
+    path: str = ""
+
+
+TABLE = Shape(Format.TABLE)
+
+
+def parse_shape(given: str | Shape) -> Shape:
+    """Parse the option --output. Raises InvalidArgument."""
+    if isinstance(given, Shape):
+        return given
+    name, _, path = given.partition("=")
+    if name not in list(Format) or (name == Format.JSONPATH) != bool(path):
+        raise InvalidArgument(f"{given!r} is not an output format", field="--output", remedy=f"use one of {_FORMATS}")
+    return Shape(Format(name), path)
+
+
+_FORMATS = "table, wide, name, json, yaml, jsonpath=PATH"
 
 
 def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
@@ -65,7 +95,16 @@ Service: TypeAlias = Annotated[
         f"they may redirect. (env: {SERVICE_VARIABLE})",
     ),
 ]
-Output: TypeAlias = Annotated[Format, typer.Option("-o", "--output", help="Output format.")]
+Output: TypeAlias = Annotated[
+    Shape,
+    typer.Option(
+        "-o", "--output", parser=parse_shape, metavar="FORMAT", show_default=False,
+        help=f"{_FORMATS} (such as replicas[*].replica). wide and name: where there are more columns, or names.",
+    ),
+]  # fmt: skip
+Watch: TypeAlias = Annotated[
+    float | None, typer.Option("--watch", "-w", min=0.1, help="Repeat at this interval in seconds, until Ctrl-C.")
+]
 Grpcurl: TypeAlias = Annotated[bool, typer.Option("--grpcurl", help="Print the equivalent grpcurl command and exit.")]
 Replica: TypeAlias = Annotated[str, typer.Argument(autocompletion=_complete_replica, help="Name of the replica.")]
 ConfigFile: TypeAlias = Annotated[

@@ -3,26 +3,94 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvplane_service.cli.options import Format
+from kvplane.base.errors import InvalidArgument
+from kvplane_service.cli.options import Format, Shape
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-
-def show(answer: Message, output: Format, table: Callable[[], str]) -> None:
-    """Print an answer in the format `output`; `table` is called to make the text of the table format."""
-    print(table() if output is Format.TABLE else message_text(answer, output))
+    from kvplane.v1.allocation_pb2 import StoreStatus
 
 
-def message_text(answer: Message, output: Format) -> str:
-    """Return the whole message as JSON or YAML, with its fields in the order of the .proto file."""
+def show(answer: Message, output: Shape, **texts: Callable[[], str]) -> None:
+    """Print an answer in the format `output`. `texts` make the text of each format that is for people: `table`, and
+    `wide` and `name` where there are more columns, or names. Raises InvalidArgument as `text_of`.
+    """
+    print(text_of(lambda: fields_of(answer), output, **texts))
+
+
+def text_of(plain: Callable[[], object], output: Shape, **texts: Callable[[], str]) -> str:
+    """Return an answer in the format `output`: by one of `texts`, or from `plain`, which returns lists, dictionaries
+    and scalars.
+
+    Raises InvalidArgument for a format that this command does not have, and for a path without a match.
+    """
+    make = texts.get(output.format) or (texts["table"] if output.format is Format.WIDE else None)
+    if make is not None:
+        return make()
+    if output.format is Format.NAME:
+        raise InvalidArgument("the answer has no names", field="--output", remedy="use another format")
+    if output.format is Format.JSONPATH:
+        return "\n".join(_line(value) for value in at_path(plain(), output.path))
+    return plain_text(plain(), output)
+
+
+def fields_of(answer: Message) -> dict[str, Any]:
+    """Return the whole message as a dictionary, with its fields in the order of the .proto file."""
     from google.protobuf.json_format import MessageToDict
 
     fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return plain_text(_in_order(fields, answer.DESCRIPTOR), output)
+    ordered: dict[str, Any] = _in_order(fields, answer.DESCRIPTOR)
+    return ordered
+
+
+_STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+|\*)\]")
+
+
+def at_path(value: object, path: str) -> list[object]:
+    """Return what a path of fields, [numbers] and [*] selects, as in {.replicas[*].replica}; the braces and the first
+    point may be left out. Raises InvalidArgument for an invalid path, and one that selects nothing.
+    """
+    text, found, at = path.removeprefix("{").removesuffix("}"), [value], 0
+    while at < len(text):
+        step = _STEP.match(text, at)
+        if step is None:
+            what = f"{path!r} is not a path at {text[at:]!r}"
+            raise InvalidArgument(what, field="--output", remedy="write fields, [0] and [*]: .replicas[*].replica")
+        found, at = [inner for one in found for inner in _step_into(one, step)], step.end()
+    if not found:
+        raise InvalidArgument(f"{path!r} selects nothing", field="--output", remedy="see the fields with -o json")
+    return found
+
+
+def _step_into(value: object, step: re.Match[str]) -> list[object]:
+    name, index = step.groups()
+    if name is not None:
+        return [value[name]] if isinstance(value, dict) and name in value else []
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return inner if index == "*" else inner[int(index) : int(index) + 1]
+
+
+def _line(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def repeat(every_s: float | None, print_answer: Callable[[], None]) -> None:
+    """Call `print_answer` once, or every `every_s` seconds without an end; a terminal is cleared before each answer."""
+    while True:
+        if every_s is not None and sys.stdout.isatty():
+            sys.stdout.write("\x1b[H\x1b[2J\x1b[3J")
+        print_answer()
+        sys.stdout.flush()
+        if every_s is None:
+            return
+        time.sleep(every_s)
 
 
 def _in_order(value: Any, kind: Any) -> Any:  # noqa: ANN401 - JSON, and a descriptor of either implementation
@@ -36,9 +104,9 @@ def _in_order(value: Any, kind: Any) -> Any:  # noqa: ANN401 - JSON, and a descr
     }
 
 
-def plain_text(value: object, output: Format) -> str:
+def plain_text(value: object, output: Shape) -> str:
     """Return lists, dictionaries and scalars as JSON or YAML."""
-    if output is Format.JSON:
+    if output.format is Format.JSON:
         return json.dumps(value, indent=2)
     import yaml
 
@@ -55,6 +123,13 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def word(enum_name: str, prefix: str) -> str:
     """Return the name of an enum value without its prefix, in lower case: REPLICA_STATE_LIVE becomes "live"."""
     return enum_name.removeprefix(prefix).lower()
+
+
+def store_word(store: StoreStatus) -> str:
+    """Return the state of a replica's store as text, such as "catching up"."""
+    from kvplane.v1.allocation_pb2 import StoreState
+
+    return word(StoreState.Name(store.state), "STORE_STATE_").replace("_", " ")
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

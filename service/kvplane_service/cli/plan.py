@@ -15,8 +15,8 @@ import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import Drafter
-from kvplane_service.cli.options import Format, Output
-from kvplane_service.cli.output import columns, plain_text
+from kvplane_service.cli.options import TABLE, Output
+from kvplane_service.cli.output import columns, text_of
 
 if TYPE_CHECKING:
     from kvplane_service.models.sizing import Figures, Sizing
@@ -66,7 +66,7 @@ def plan_command(
     plot: Annotated[
         Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
     ] = None,
-    output: Output = Format.TABLE,
+    output: Output = TABLE,
 ) -> None:
     """Plan capacity without a service: groups, bytes per token, blocks, and how many requests fit concurrently.
 
@@ -91,14 +91,15 @@ def plan_command(
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     if plot is not None:
         _plot(f"{model} in {where}", sizing, plot)
-    if output is not Format.TABLE:
-        print(plain_text(_plain(sizing, figures), output))
-        return
-    head = _head(f"{model} in {where}", sizing, figures)
-    print("\n\n".join((head, _groups(figures), _variants(sizing), _lengths(sizing))))
+
+    def table() -> str:
+        head = _head(f"{model} in {where}", sizing, figures)
+        return "\n\n".join((head, _groups(figures), _variants(sizing), _lengths(sizing)))
+
+    print(text_of(lambda: _plain(sizing, figures), output, table=table))
 
 
-def models_command(output: Output = Format.TABLE) -> None:
+def models_command(output: Output = TABLE) -> None:
     """List the models of the catalogue, by which a replica can be registered, and the model types of which a
     config.json is read.
     """
@@ -110,12 +111,16 @@ def models_command(output: Output = Format.TABLE) -> None:
     for name, model in MODELS.items():
         kinds = Counter(layer.spec.kind.value for layer in model.layers(ModelOptions()))
         rows.append((name, str(model.num_layers), ", ".join(f"{count} {kind}" for kind, count in kinds.items())))
-    if output is not Format.TABLE:
-        listed = [{"name": name, "layers": int(layers), "caches": caches} for name, layers, caches in rows[1:]]
-        print(plain_text({"models": listed, "model_types": sorted(READERS)}, output))
-        return
+    listed = [{"name": name, "layers": int(layers), "caches": caches} for name, layers, caches in rows[1:]]
     types = fill(", ".join(sorted(READERS)), width=_TEXT_COLUMNS, break_on_hyphens=False)
-    print(f"{columns(rows)}\n\na config.json with one of the model types\n{types}")
+    print(
+        text_of(
+            lambda: {"models": listed, "model_types": sorted(READERS)},
+            output,
+            table=lambda: f"{columns(rows)}\n\na config.json with one of the model types\n{types}",
+            name=lambda: "\n".join(MODELS),
+        )
+    )
 
 
 def _memory(memory: str, gpu: str, utilization: float) -> int:

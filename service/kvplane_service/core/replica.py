@@ -37,6 +37,7 @@ from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanati
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
+from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
@@ -364,6 +365,11 @@ class Replica:
     def count_held(self, slot: int) -> int:
         """Count the blocks that are held for the transfer of an ended request."""
         return len(self.tracker.held.get(slot, ()))
+
+    def group_blocks(self, slot: int) -> list[int]:
+        """Count the blocks of a request by group; one that several requests share counts for each."""
+        tables = (manager.table[slot] for manager in self.coordinator.managers)
+        return [len(table) - table.count(NULL_BLOCK) for table in tables]
 
     def count_granted(self, seq: int) -> int:
         """Count the requests to which a step in flight granted tokens; 0 for other steps."""

@@ -48,6 +48,13 @@ def export_state(replica: ReplicaCore) -> bytes:
     return b"".join(slices(replica))
 
 
+def export_hashed(replica: ReplicaCore) -> bytes:
+    """Return the state as `export_state`, as if all requests had been added with hashes: without the states of hashers,
+    which have tokens and salts. Further content of these requests must come as hashes.
+    """
+    return b"".join(_encode(map(_hashed, replica.state_entries())))
+
+
 def digest(replica: ReplicaCore) -> str:
     """Return the SHA-256 (hex) of the state without its statistics, also before the events of a step are taken.
 
@@ -99,6 +106,17 @@ def _check_policy(spec: ReplicaSpec, found: list[Any]) -> None:
             field="eviction",
             remedy="load the state into a replica with the policy of the state",
         )
+
+
+def _hashed(entry: tuple[str, object]) -> tuple[str, object]:
+    name, value = entry
+    if name == "content":
+        assert isinstance(value, list), value
+        return name, [*value[:2], None]
+    if name == "requests":
+        assert isinstance(value, dict), value
+        return name, {**value, "by_service": [False] * len(value["by_service"])}
+    return entry
 
 
 def _encode(entries: Iterator[tuple[str, object]]) -> Iterator[bytes]:

@@ -141,8 +141,8 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         self._followers.append(follower)
 
     def unfollow(self, follower: Follower) -> None:
-        """Stop calling `follower`."""
-        self._followers.remove(follower)
+        """Stop calling `follower`, if it is called."""
+        self._followers = [one for one in self._followers if one != follower]
 
 
 def _unpack(kept: Entry | _Packed) -> Entry:

@@ -1,20 +1,22 @@
-"""Changes of a mirrored replica's prefix cache that a caller asks for, and the engine carries out.
+"""Changes of the prefix cache of a replica with a session: a caller asks for them, the engine's steps carry them out.
 
-    EvictBlocks, ResetPrefixCache -> ask -> the engine, in a step of its own -> carried_out -> the caller's answer
+    mirror   EvictBlocks, ResetPrefixCache -> ask -> the engine, in a step of its own -> carried_out -> the answer
+    others   EvictBlocks, ResetPrefixCache -> ask -> merged into the engine's next step -> carried_out -> the answer
 
-Both changes may be carried out twice, so a request that may be lost is sent again.
+A mirror may carry both out twice, so a request that may be lost is sent to it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain, count
 
 from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane.base.session import CacheRequest
-from kvplane.base.step import Cache, StepResult
+from kvplane.base.step import Cache, Step, StepResult
 from kvplane_service.runtime.executors import Busy
 
 TIMEOUT_S = 4.0  # below the deadline of a unary call, so that its caller learns the reason
@@ -22,10 +24,10 @@ MOST_WAITING = 64
 
 
 class CacheRequests:
-    """The requests that the engine has not carried out.
+    """The requests that the engine has not carried out, of a replica with a session.
 
     Attributes:
-        send: sends a request to the engine; None while it has no stream.
+        send: sends a request to the engine of a mirror; None while it has no stream, and for other engines.
     """
 
     def __init__(self) -> None:
@@ -60,17 +62,44 @@ class CacheRequests:
         finally:
             del self._waiting[request]
 
+    def merged(self, step: Step) -> tuple[Step, list[int]]:
+        """Return the step with every waiting change in the cache section of its first part, and their numbers.
+
+        The engine gets the orders and events of these changes with the answer to its step. A step without parts stays
+        as it is.
+        """
+        asked = [request for request, answer in self._waiting.items() if not answer.done()] if step.parts else []
+        if not asked:
+            return step, []
+        first, *others = step.parts
+        cache = replace(
+            first.cache,
+            evicted=[*first.cache.evicted, *chain.from_iterable(request.blocks for request in asked)],
+            reset=first.cache.reset or any(request.reset for request in asked),
+        )
+        return replace(step, parts=[replace(first, cache=cache), *others]), [request.number for request in asked]
+
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
         for request, answer in self._waiting.items():
             if request.number == number and not answer.done():
                 answer.set_result(result)
 
+    def all_carried_out(self, numbers: Iterable[int], result: StepResult) -> None:
+        """A step with this result has carried out the requests with these numbers."""
+        for number in numbers:
+            self.carried_out(number, result)
+
     def send_again(self) -> None:
         """Send every request that waits: the engine has a new stream, or its image hides which step carried it out."""
         if self.send is not None:
             for request in list(self._waiting):
                 self.send(request)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no caller waits."""
+        return not self._waiting
 
     def fail(self, error: KvplaneError) -> None:
         """End the wait of all callers with this error."""

@@ -139,7 +139,7 @@ class ReplicaHost(HostState):
             KvplaneError: the core refuses the step's content.
         """
         turn = self._turn(nonce, step, fingerprint)
-        return turn if isinstance(turn, StepResult) else turn.done(self.steps.apply(step))
+        return turn if isinstance(turn, StepResult) else turn.done(self.steps.apply(turn.step))
 
     async def step_aside(self, nonce: int, step: Step, fingerprint: bytes, offload: Offload) -> StepResult:
         """Apply a step as `step` does, a long one on a thread of `offload`; reads of the replica wait for the step.
@@ -158,7 +158,7 @@ class ReplicaHost(HostState):
                 self._session.deadline_ns = self._deadline_ns()  # messages that arrived meanwhile were not read
             return turn.done(result)
 
-        return await self.steps.apply_aside(step, offload, done)
+        return await self.steps.apply_aside(turn.step, offload, done)
 
     def heartbeat(self, nonce: int) -> None:
         """Renew the lease, also while long work is running. Raises OtherWriter."""
@@ -336,6 +336,7 @@ class ReplicaHost(HostState):
         session, self._session = self._session, None
         opening, self._lives.opening = self._lives.opening, None
         self.events.close(reason)
+        self.mirror.requests.fail(reason)
         self.decisions.leave_budget()
         if session is not None and not session.broken:
             session.on_end(reason)
@@ -430,7 +431,11 @@ class ReplicaHost(HostState):
         if answer is not None:
             return answer
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        return Turn(self._order, step, rows, fingerprint, session.with_events)
+        requests = self.mirror.requests
+        if requests.is_empty:
+            return Turn(self._order, step, rows, fingerprint, session.with_events)
+        step, asked = requests.merged(step)
+        return Turn(self._order, step, rows, fingerprint, session.with_events, partial(requests.all_carried_out, asked))
 
     def _last_step(self) -> Step:
         """Make the step that ends every request, for `close`."""

@@ -86,6 +86,11 @@ class HostState:
         return ReplicaState.LAPSED if is_hidden else ReplicaState.LIVE
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether an engine uses the replica: its session is open or opening, and has not lapsed."""
+        return self.state in (ReplicaState.LIVE, ReplicaState.DIVERGED, ReplicaState.OPENING)
+
+    @property
     def has_live_session(self) -> bool:
         """Whether a session is open and its lease has not expired."""
         return self._session is not None and not self._is_silent(self._session)
@@ -104,6 +109,11 @@ class HostState:
     def seq(self) -> int:
         """Number of the last step that was applied completely."""
         return self._order.seq
+
+    @property
+    def is_step_open(self) -> bool:
+        """Whether further parts of a step that was applied in part are missing."""
+        return self._order.next_part > 0
 
     @property
     def client(self) -> str:

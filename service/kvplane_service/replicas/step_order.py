@@ -5,7 +5,9 @@ step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.session import NEW_EPOCH
@@ -109,6 +111,7 @@ class Turn:
         rows: number of rows of the step.
         fingerprint: digest of the step's message, to recognize a repeated step.
         with_events: whether the session of the step receives events in the answers.
+        on_done: called with the result when the step was applied; None = not needed.
     """
 
     order: StepOrder
@@ -116,6 +119,7 @@ class Turn:
     rows: int
     fingerprint: bytes = b""
     with_events: bool = True
+    on_done: Callable[[StepResult], None] | None = None
 
     def advance(self, result: StepResult) -> StepResult:
         """Record that the step was applied, and return the answer without keeping it."""
@@ -124,6 +128,8 @@ class Turn:
 
     def done(self, result: StepResult) -> StepResult:
         """Record that the step was applied; keeps and returns the answer, without events if the session wants none."""
+        if self.on_done is not None:
+            self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
         if not self.with_events:
             for part in result.parts:
                 part.events = []

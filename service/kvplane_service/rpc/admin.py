@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 from google.protobuf.message import Message
@@ -18,15 +18,16 @@ from kvplane.v1 import allocation_pb2
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.decisions.log import Entry
+from kvplane_service.core.state import export_hashed
+from kvplane_service.decisions.log import Entry, Life
 from kvplane_service.decisions.recording import header_of, message_of
 from kvplane_service.explain.service import Prompt, explain_prompt, explain_request, reaches_registration
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
+from kvplane_service.rpc.encode import encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
-from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.executors import Busy, Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.calls import Content
 from kvplane_service.unary.hashing import hash_tokens
@@ -35,6 +36,8 @@ NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
 MAX_EXPLANATIONS = 32  # calls that may wait
 MAX_SNAPSHOTS = 4  # calls that may wait; an answer may have hundreds of megabytes
+MAX_LISTS = 32  # calls that may wait
+MAX_REQUESTS, DEFAULT_REQUESTS = 1000, 100  # of a list
 _WITHOUT_ENGINE = "wait until its engine reconnects, or name a request to explain a past admission"
 _LOOK_S = 0.5  # interval at which a recording checks that its replica still exists
 
@@ -48,6 +51,7 @@ class AdminServicer:
         self._explaining = Turns("explanations", MAX_EXPLANATIONS)
         self._offload = Executor("explanations")
         self._snapshots = LongReads("snapshots", MAX_SNAPSHOTS)
+        self._lists = LongReads("lists of requests", MAX_LISTS)
 
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
         """Return version, uptime and number of replicas by state."""
@@ -82,6 +86,17 @@ class AdminServicer:
         CALL.get().count(prices.BLOCK_BYTES * host.replica.spec.num_blocks)
         return await self._snapshots.run(host, lambda: partial(_snapshot, host, request.summary))
 
+    async def ListRequests(self, request: pb.ListRequestsRequest, _: bytes) -> Message:  # noqa: N802
+        """Return the requests that hold the most blocks. They are counted on a thread. Raises Busy if too many calls
+        wait.
+        """
+        limit = request.limit or DEFAULT_REQUESTS
+        if limit > MAX_REQUESTS:
+            raise InvalidArgument(f"it is {limit}", field="limit", remedy=f"give at most {MAX_REQUESTS}")
+        host = self._registry.get(request.replica).host
+        await host.idle()
+        return await self._lists.run(host, lambda: partial(encode_requests, host.replica, limit))
+
     async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
         """Explain why the hit of a prompt or a request is not longer. Raises Busy if too many calls wait."""
         with self._explaining.place():
@@ -106,10 +121,11 @@ class AdminServicer:
             return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
-        """Stream all decisions since the registration of a replica, and every new one until the replica is
-        deregistered.
+        """Stream all decisions since the registration of a replica, or its state and the decisions from now on, and
+        every new one until the replica is deregistered.
 
         Raises:
+            Busy: too many calls wait for the state of a replica.
             FailedPrecondition: the decision log does not reach back to the registration, or the replica of which the
                 divergence is asked for has not diverged.
             LimitExceeded: the client reads too slowly.
@@ -120,6 +136,10 @@ class AdminServicer:
             for message in _divergence_of(host):
                 yield message
             return
+        if request.from_now:
+            async for message in self._record_from_now(host):
+                yield message
+            return
         if not reaches_registration(host):
             how = f"its decision log has dropped the first {log.num_lost} decisions"
             if not log.num_lost:
@@ -127,7 +147,7 @@ class AdminServicer:
             raise FailedPrecondition(
                 f"{host.name} cannot be recorded: {how}",
                 field="replica",
-                remedy="start recording right after registration, or raise decision_log_steps and log_bytes",
+                remedy="record from now on (--from-now), or raise decision_log_steps and log_bytes",
             )
         waiting = _Waiting()
         entries = iter(log)
@@ -136,11 +156,37 @@ class AdminServicer:
             yield header_of(host.name, host.replica.spec)
             for entry in entries:
                 yield message_of(entry, size)
-            while not (host.is_retired and waiting.is_empty):
-                with contextlib.suppress(TimeoutError):
-                    yield message_of(await waiting.get(_LOOK_S), size)
+            async for message in _new_decisions(host, waiting):
+                yield message
         finally:
             log.unfollow(waiting.put)
+
+    async def _record_from_now(self, host: ReplicaHost) -> AsyncIterator[Message]:
+        waiting = _Waiting()
+
+        def begin() -> Callable[[], bytes]:
+            if host.is_step_open:
+                raise Busy(f"a step of {host.name} is open", field="replica", remedy="retry")
+            # No decision is made before the state is read, so every later one reaches `waiting`.
+            host.decisions.follow(waiting.put)
+            return partial(export_hashed, host.replica)
+
+        await host.idle()
+        CALL.get().count(prices.BLOCK_BYTES * host.replica.spec.num_blocks)
+        try:
+            state = await self._snapshots.run(host, begin)
+            yield header_of(host.name, host.replica.spec)
+            yield message_of(Life(host.replica.epoch, (), (), 0, state=state), host.scheme.digest.size)
+            async for message in _new_decisions(host, waiting):
+                yield message
+        finally:
+            host.decisions.unfollow(waiting.put)
+
+
+async def _new_decisions(host: ReplicaHost, waiting: _Waiting) -> AsyncIterator[Message]:
+    while not (host.is_retired and waiting.is_empty):
+        with contextlib.suppress(TimeoutError):
+            yield message_of(await waiting.get(_LOOK_S), host.scheme.digest.size)
 
 
 def _divergence_of(host: ReplicaHost) -> Iterator[Message]:

@@ -80,7 +80,8 @@ class AllocationServicer:
                 await self._registry.ensure_local(name)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
-        """Remove a replica and delete it from the store."""
+        """Remove a replica and delete it from the store. One that an engine uses only for an operator."""
+        _check_operator(self._registry.get(request.replica))
         self._registry.remove(request.replica, request.epoch if request.HasField("epoch") else None)
         return pb.DeregisterReplicaResponse()
 
@@ -147,11 +148,13 @@ class AllocationServicer:
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """Remove the listed blocks from the prefix cache, so that look-ups no longer find them."""
         entry, call = self._entry(request.header), EvictCall(tuple(request.block_ids))
+        _check_operator(entry)
         return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_evicted)
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> bytes:  # noqa: N802
         """Remove all blocks from the prefix cache, if no request holds a block."""
         entry = self._entry(request.header)
+        _check_operator(entry)
         CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
         return await entry.unary.do(decode.decode_header(request.header, raw), ResetCall(), encode.encode_reset)
 
@@ -167,6 +170,14 @@ class AllocationServicer:
         except NotFound as error:
             error.field = "header.replica"
             raise
+
+
+def _check_operator(entry: Entry) -> None:
+    """Raise PermissionDenied if an engine uses the replica and the caller is no operator: an engine changes its own
+    cache in its steps, and closes its session before it deregisters.
+    """
+    if entry.host.is_in_use:
+        CALL.get().check_operator(f"a change of {entry.host.name} while an engine uses it")
 
 
 def _registered(planned: Planned, entry: Entry) -> pb.RegisterReplicaResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import nlargest
 from io import BytesIO
 from itertools import chain
 
@@ -283,6 +284,26 @@ def _snapshot_lists(snapshot: Snapshot) -> Iterator[admin_pb2.SnapshotResponse]:
             running=request.running,
         )
         yield message
+
+
+def encode_requests(replica: ReplicaCore, limit: int) -> admin_pb2.ListRequestsResponse:
+    """Return the requests that hold the most blocks, without tables, and the number of all."""
+    requests, slots = replica.requests, replica.requests.slots()
+    blocks = {slot: [replica.count_held(slot)] if requests.held[slot] else replica.group_blocks(slot) for slot in slots}
+    largest = nlargest(limit, slots, key=lambda slot: (sum(blocks[slot]), -slot))
+    listed = [
+        admin_pb2.RequestState(
+            slot=slot,
+            request_id=requests.request_id[slot],
+            num_tokens=requests.num_tokens[slot],
+            computed_tokens=requests.computed[slot],
+            running=requests.running[slot],
+            held=requests.held[slot],
+            num_blocks=blocks[slot],
+        )
+        for slot in largest
+    ]
+    return admin_pb2.ListRequestsResponse(requests=listed, num_requests=len(slots))
 
 
 def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.ExplainResponse:

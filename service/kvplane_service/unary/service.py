@@ -28,7 +28,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.config import Config
-from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.step_order import Turn
 from kvplane_service.runtime.executors import Busy, Offload
 from kvplane_service.unary.calls import (
@@ -96,14 +96,15 @@ class UnaryCalls:
 
         Raises:
             OtherWriter: a session writes to the replica.
-            Unavailable: the engine of a mirrored replica has not evicted blocks, or reset its cache, in time.
+            Unavailable: the engine of a replica with a session has not evicted blocks, or reset its cache, in time.
             StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
             OpIdReused: `op_id` was used with other content.
             Busy: too many long contents wait to be hashed, or too many long calls to be applied.
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
         host = self.host
-        if isinstance(call, EvictCall | ResetCall) and host.mirror.is_attached:
+        has_engine = host.mirror.is_attached or host.state is ReplicaState.LIVE
+        if isinstance(call, EvictCall | ResetCall) and has_engine:
             return await self._ask_engine(header, call, encode)
         prepared: UnaryCall[_Answer] | None = None
         while True:
@@ -120,7 +121,7 @@ class UnaryCalls:
                 return await self.apply(header, prepared, encode)
 
     async def _ask_engine(self, header: CallHeader, call: UnaryCall[Any], encode: Encode[Any]) -> bytes:
-        """Let the engine of a mirrored replica change its cache; returns the answer when it has.
+        """Let the engine of a replica with a session change its cache; returns the answer when it has.
 
         Raises Unavailable if it has not in time, and InvalidArgument as `do`.
         """

@@ -248,6 +248,10 @@ class Client:
         """
         self._do(calls.drain())
 
+    def list_requests(self, replica: str, limit: int = 0) -> admin_pb2.ListRequestsResponse:
+        """Return the requests of a replica that hold the most blocks, at most `limit` (0 = 100)."""
+        return self._do(calls.list_requests(replica, limit))
+
     def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
         """Explain how many leading tokens of a prompt would be a cache hit now, or how many were a hit when the given
         request was admitted.

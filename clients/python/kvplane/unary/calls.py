@@ -151,6 +151,13 @@ def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
 
 
 @checked
+def list_requests(replica: str, limit: int) -> Call[admin_pb2.ListRequestsResponse]:
+    """Build the call for the requests of a replica that hold the most blocks."""
+    request = build(admin_pb2.ListRequestsRequest, "request", {"replica": replica, "limit": limit})
+    return Call(f"/{ADMIN}/ListRequests", request, admin_pb2.ListRequestsResponse)
+
+
+@checked
 def status() -> Call[admin_pb2.StatusResponse]:
     """Build the call for version, replicas and telemetry of the service."""
     return Call(f"/{ADMIN}/Status", admin_pb2.StatusRequest(), admin_pb2.StatusResponse)

@@ -27,15 +27,15 @@ from kvplane.v1 import replica_pb2 as kvplane_dot_v1_dot_replica__pb2
 from kvplane.v1 import step_pb2 as kvplane_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/admin.proto\x12\nkvplane.v1\x1a\x1bkvplane/v1/allocation.proto\x1a\x18kvplane/v1/replica.proto\x1a\x15kvplane/v1/step.proto\"\x0f\n\rStatusRequest\"\xe4\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bnow_unix_ms\x18\x02 \x01(\x04\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08replicas\x18\x05 \x01(\r\x12\x15\n\rlive_replicas\x18\x06 \x01(\r\x12\x17\n\x0flapsed_replicas\x18\x07 \x01(\r\x12\x0f\n\x07tracing\x18\x08 \x01(\x08\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\x12\x1b\n\x13recovering_replicas\x18\n \x01(\r\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"3\n\x0fSnapshotRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\x08\"n\n\tCachedKey\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttentative\x18\x06 \x01(\x08\"\x96\x01\n\x0cRequestState\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12&\n\x06tables\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.BlockTable\x12\x0f\n\x07running\x18\x06 \x01(\x08\"\x1f\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc7\x01\n\x10SnapshotResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x03(\r\x12\x15\n\rdistinct_keys\x18\x03 \x01(\r\x12#\n\x04keys\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.CachedKey\x12*\n\x08requests\x18\x05 \x03(\x0b\x32\x18.kvplane.v1.RequestState\x12\r\n\x05usage\x18\x06 \x01(\x01\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\"R\n\x08\x44\x65\x63ision\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.kvplane.v1.Step\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.StepResult\"n\n\x0e\x45xplainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12-\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x1a.kvplane.v1.RequestContentH\x00\x12\x14\n\nrequest_id\x18\x03 \x01(\tH\x00\x42\x06\n\x04what\"R\n\x08GroupHit\x12\r\n\x05group\x18\x01 \x01(\r\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvplane.v1.GroupKind\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\"\xe5\x02\n\x0f\x45xplainResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\x12\x13\n\x0blongest_hit\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.kvplane.v1.GroupHit\x12\x0e\n\x06\x63ut_by\x18\x05 \x03(\r\x12\x0e\n\x06wanted\x18\x06 \x01(\r\x12$\n\x05\x63\x61use\x18\x07 \x01(\x0e\x32\x15.kvplane.v1.MissCause\x12\r\n\x05start\x18\x08 \x01(\r\x12\x0b\n\x03\x65nd\x18\t \x01(\r\x12\n\n\x02\x62y\x18\n \x01(\t\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0b\n\x03seq\x18\x0c \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x04\x12\x14\n\x0c\x61\x64mit_status\x18\x0e \x01(\r\x12\x11\n\tadmit_seq\x18\x0f \x01(\x04\x12\x17\n\x0flog_is_complete\x18\x10 \x01(\x08\x12\x13\n\x0b\x61\x64mit_epoch\x18\x11 \x01(\x04\"4\n\rRecordRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x12\n\ndivergence\x18\x02 \x01(\x08\"\xa1\x01\n\x0eRecordResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.RecordHeaderH\x00\x12\x30\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1c.kvplane.v1.RecordedDecisionH\x00\x12(\n\x04life\x18\x03 \x01(\x0b\x32\x18.kvplane.v1.RecordedLifeH\x00\x42\x07\n\x05\x65ntry\"m\n\x0cRecordHeader\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12%\n\x04spec\x18\x03 \x01(\x0b\x32\x17.kvplane.v1.ReplicaSpec\x12\x14\n\x0cstep_version\x18\x04 \x01(\r\"Z\n\x10RecordedDecision\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.kvplane.v1.Step\x12\x15\n\rresult_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07took_ns\x18\x03 \x01(\x04\"m\n\x0cRecordedLife\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bstamp_table\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62usy_blocks\x18\x03 \x01(\x0c\x12\x15\n\rmemory_is_new\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\x0c*\x96\x05\n\tMissCause\x12\x1a\n\x16MISS_CAUSE_UNSPECIFIED\x10\x00\x12\x16\n\x12MISS_CAUSE_NOTHING\x10\x01\x12\x1a\n\x16MISS_CAUSE_CACHING_OFF\x10\x02\x12\x17\n\x13MISS_CAUSE_NOT_READ\x10\x03\x12\x1e\n\x1aMISS_CAUSE_BELOW_ONE_BLOCK\x10\x04\x12\x16\n\x12MISS_CAUSE_EVICTED\x10\x05\x12\x16\n\x12MISS_CAUSE_DROPPED\x10\x06\x12\x18\n\x14MISS_CAUSE_WITHDRAWN\x10\x07\x12\x19\n\x15MISS_CAUSE_UNVERIFIED\x10\x08\x12\x14\n\x10MISS_CAUSE_RESET\x10\t\x12\x18\n\x14MISS_CAUSE_TENTATIVE\x10\n\x12\"\n\x1eMISS_CAUSE_WINDOW_NOT_RESIDENT\x10\x0b\x12#\n\x1fMISS_CAUSE_NO_STATE_AT_BOUNDARY\x10\x0c\x12\x1b\n\x17MISS_CAUSE_OTHER_DOMAIN\x10\r\x12\x19\n\x15MISS_CAUSE_OTHER_SALT\x10\x0e\x12\x19\n\x15MISS_CAUSE_OTHER_LORA\x10\x0f\x12\x1f\n\x1bMISS_CAUSE_OTHER_MULTIMODAL\x10\x10\x12\x16\n\x12MISS_CAUSE_DIFFERS\x10\x11\x12\x1b\n\x17MISS_CAUSE_NEVER_CACHED\x10\x12\x12!\n\x1dMISS_CAUSE_LAST_BLOCK_DROPPED\x10\x13\x12\x1b\n\x17MISS_CAUSE_NOT_RECORDED\x10\x14\x12\x1d\n\x19MISS_CAUSE_WITHOUT_STAMPS\x10\x15\x12\x1a\n\x16MISS_CAUSE_LEFT_WINDOW\x10\x16\x32\xd4\x02\n\x05\x41\x64min\x12?\n\x06Status\x12\x19.kvplane.v1.StatusRequest\x1a\x1a.kvplane.v1.StatusResponse\x12<\n\x05\x44rain\x12\x18.kvplane.v1.DrainRequest\x1a\x19.kvplane.v1.DrainResponse\x12\x45\n\x08Snapshot\x12\x1b.kvplane.v1.SnapshotRequest\x1a\x1c.kvplane.v1.SnapshotResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvplane.v1.ExplainRequest\x1a\x1b.kvplane.v1.ExplainResponse\x12\x41\n\x06Record\x12\x19.kvplane.v1.RecordRequest\x1a\x1a.kvplane.v1.RecordResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/admin.proto\x12\nkvplane.v1\x1a\x1bkvplane/v1/allocation.proto\x1a\x18kvplane/v1/replica.proto\x1a\x15kvplane/v1/step.proto\"\x0f\n\rStatusRequest\"\xe4\x01\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bnow_unix_ms\x18\x02 \x01(\x04\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08replicas\x18\x05 \x01(\r\x12\x15\n\rlive_replicas\x18\x06 \x01(\r\x12\x17\n\x0flapsed_replicas\x18\x07 \x01(\r\x12\x0f\n\x07tracing\x18\x08 \x01(\x08\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\x12\x1b\n\x13recovering_replicas\x18\n \x01(\r\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"3\n\x0fSnapshotRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\x08\"n\n\tCachedKey\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttentative\x18\x06 \x01(\x08\"\xb8\x01\n\x0cRequestState\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12&\n\x06tables\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.BlockTable\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12\x0c\n\x04held\x18\x07 \x01(\x08\x12\x12\n\nnum_blocks\x18\x08 \x03(\r\"5\n\x13ListRequestsRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"X\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.kvplane.v1.RequestState\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"\x1f\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc7\x01\n\x10SnapshotResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x03(\r\x12\x15\n\rdistinct_keys\x18\x03 \x01(\r\x12#\n\x04keys\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.CachedKey\x12*\n\x08requests\x18\x05 \x03(\x0b\x32\x18.kvplane.v1.RequestState\x12\r\n\x05usage\x18\x06 \x01(\x01\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\"R\n\x08\x44\x65\x63ision\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.kvplane.v1.Step\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.StepResult\"n\n\x0e\x45xplainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12-\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x1a.kvplane.v1.RequestContentH\x00\x12\x14\n\nrequest_id\x18\x03 \x01(\tH\x00\x42\x06\n\x04what\"R\n\x08GroupHit\x12\r\n\x05group\x18\x01 \x01(\r\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.kvplane.v1.GroupKind\x12\x12\n\nhit_tokens\x18\x03 \x01(\r\"\xe5\x02\n\x0f\x45xplainResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\x12\x13\n\x0blongest_hit\x18\x03 \x01(\r\x12$\n\x06groups\x18\x04 \x03(\x0b\x32\x14.kvplane.v1.GroupHit\x12\x0e\n\x06\x63ut_by\x18\x05 \x03(\r\x12\x0e\n\x06wanted\x18\x06 \x01(\r\x12$\n\x05\x63\x61use\x18\x07 \x01(\x0e\x32\x15.kvplane.v1.MissCause\x12\r\n\x05start\x18\x08 \x01(\r\x12\x0b\n\x03\x65nd\x18\t \x01(\r\x12\n\n\x02\x62y\x18\n \x01(\t\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0b\n\x03seq\x18\x0c \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\r \x01(\x04\x12\x14\n\x0c\x61\x64mit_status\x18\x0e \x01(\r\x12\x11\n\tadmit_seq\x18\x0f \x01(\x04\x12\x17\n\x0flog_is_complete\x18\x10 \x01(\x08\x12\x13\n\x0b\x61\x64mit_epoch\x18\x11 \x01(\x04\"F\n\rRecordRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x12\n\ndivergence\x18\x02 \x01(\x08\x12\x10\n\x08\x66rom_now\x18\x03 \x01(\x08\"\xa1\x01\n\x0eRecordResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.RecordHeaderH\x00\x12\x30\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1c.kvplane.v1.RecordedDecisionH\x00\x12(\n\x04life\x18\x03 \x01(\x0b\x32\x18.kvplane.v1.RecordedLifeH\x00\x42\x07\n\x05\x65ntry\"m\n\x0cRecordHeader\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12%\n\x04spec\x18\x03 \x01(\x0b\x32\x17.kvplane.v1.ReplicaSpec\x12\x14\n\x0cstep_version\x18\x04 \x01(\r\"Z\n\x10RecordedDecision\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.kvplane.v1.Step\x12\x15\n\rresult_digest\x18\x02 \x01(\x0c\x12\x0f\n\x07took_ns\x18\x03 \x01(\x04\"m\n\x0cRecordedLife\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bstamp_table\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62usy_blocks\x18\x03 \x01(\x0c\x12\x15\n\rmemory_is_new\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\x0c*\x96\x05\n\tMissCause\x12\x1a\n\x16MISS_CAUSE_UNSPECIFIED\x10\x00\x12\x16\n\x12MISS_CAUSE_NOTHING\x10\x01\x12\x1a\n\x16MISS_CAUSE_CACHING_OFF\x10\x02\x12\x17\n\x13MISS_CAUSE_NOT_READ\x10\x03\x12\x1e\n\x1aMISS_CAUSE_BELOW_ONE_BLOCK\x10\x04\x12\x16\n\x12MISS_CAUSE_EVICTED\x10\x05\x12\x16\n\x12MISS_CAUSE_DROPPED\x10\x06\x12\x18\n\x14MISS_CAUSE_WITHDRAWN\x10\x07\x12\x19\n\x15MISS_CAUSE_UNVERIFIED\x10\x08\x12\x14\n\x10MISS_CAUSE_RESET\x10\t\x12\x18\n\x14MISS_CAUSE_TENTATIVE\x10\n\x12\"\n\x1eMISS_CAUSE_WINDOW_NOT_RESIDENT\x10\x0b\x12#\n\x1fMISS_CAUSE_NO_STATE_AT_BOUNDARY\x10\x0c\x12\x1b\n\x17MISS_CAUSE_OTHER_DOMAIN\x10\r\x12\x19\n\x15MISS_CAUSE_OTHER_SALT\x10\x0e\x12\x19\n\x15MISS_CAUSE_OTHER_LORA\x10\x0f\x12\x1f\n\x1bMISS_CAUSE_OTHER_MULTIMODAL\x10\x10\x12\x16\n\x12MISS_CAUSE_DIFFERS\x10\x11\x12\x1b\n\x17MISS_CAUSE_NEVER_CACHED\x10\x12\x12!\n\x1dMISS_CAUSE_LAST_BLOCK_DROPPED\x10\x13\x12\x1b\n\x17MISS_CAUSE_NOT_RECORDED\x10\x14\x12\x1d\n\x19MISS_CAUSE_WITHOUT_STAMPS\x10\x15\x12\x1a\n\x16MISS_CAUSE_LEFT_WINDOW\x10\x16\x32\xa7\x03\n\x05\x41\x64min\x12?\n\x06Status\x12\x19.kvplane.v1.StatusRequest\x1a\x1a.kvplane.v1.StatusResponse\x12<\n\x05\x44rain\x12\x18.kvplane.v1.DrainRequest\x1a\x19.kvplane.v1.DrainResponse\x12\x45\n\x08Snapshot\x12\x1b.kvplane.v1.SnapshotRequest\x1a\x1c.kvplane.v1.SnapshotResponse\x12Q\n\x0cListRequests\x12\x1f.kvplane.v1.ListRequestsRequest\x1a .kvplane.v1.ListRequestsResponse\x12\x42\n\x07\x45xplain\x12\x1a.kvplane.v1.ExplainRequest\x1a\x1b.kvplane.v1.ExplainResponse\x12\x41\n\x06Record\x12\x19.kvplane.v1.RecordRequest\x1a\x1a.kvplane.v1.RecordResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MISSCAUSE']._serialized_start=2123
-  _globals['_MISSCAUSE']._serialized_end=2785
+  _globals['_MISSCAUSE']._serialized_start=2320
+  _globals['_MISSCAUSE']._serialized_end=2982
   _globals['_STATUSREQUEST']._serialized_start=116
   _globals['_STATUSREQUEST']._serialized_end=131
   _globals['_STATUSRESPONSE']._serialized_start=134
@@ -49,29 +49,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEDKEY']._serialized_start=450
   _globals['_CACHEDKEY']._serialized_end=560
   _globals['_REQUESTSTATE']._serialized_start=563
-  _globals['_REQUESTSTATE']._serialized_end=713
-  _globals['_BLOCKTABLE']._serialized_start=715
-  _globals['_BLOCKTABLE']._serialized_end=746
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=749
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=948
-  _globals['_DECISION']._serialized_start=950
-  _globals['_DECISION']._serialized_end=1032
-  _globals['_EXPLAINREQUEST']._serialized_start=1034
-  _globals['_EXPLAINREQUEST']._serialized_end=1144
-  _globals['_GROUPHIT']._serialized_start=1146
-  _globals['_GROUPHIT']._serialized_end=1228
-  _globals['_EXPLAINRESPONSE']._serialized_start=1231
-  _globals['_EXPLAINRESPONSE']._serialized_end=1588
-  _globals['_RECORDREQUEST']._serialized_start=1590
-  _globals['_RECORDREQUEST']._serialized_end=1642
-  _globals['_RECORDRESPONSE']._serialized_start=1645
-  _globals['_RECORDRESPONSE']._serialized_end=1806
-  _globals['_RECORDHEADER']._serialized_start=1808
-  _globals['_RECORDHEADER']._serialized_end=1917
-  _globals['_RECORDEDDECISION']._serialized_start=1919
-  _globals['_RECORDEDDECISION']._serialized_end=2009
-  _globals['_RECORDEDLIFE']._serialized_start=2011
-  _globals['_RECORDEDLIFE']._serialized_end=2120
-  _globals['_ADMIN']._serialized_start=2788
-  _globals['_ADMIN']._serialized_end=3128
+  _globals['_REQUESTSTATE']._serialized_end=747
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=749
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=802
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=804
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=892
+  _globals['_BLOCKTABLE']._serialized_start=894
+  _globals['_BLOCKTABLE']._serialized_end=925
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=928
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=1127
+  _globals['_DECISION']._serialized_start=1129
+  _globals['_DECISION']._serialized_end=1211
+  _globals['_EXPLAINREQUEST']._serialized_start=1213
+  _globals['_EXPLAINREQUEST']._serialized_end=1323
+  _globals['_GROUPHIT']._serialized_start=1325
+  _globals['_GROUPHIT']._serialized_end=1407
+  _globals['_EXPLAINRESPONSE']._serialized_start=1410
+  _globals['_EXPLAINRESPONSE']._serialized_end=1767
+  _globals['_RECORDREQUEST']._serialized_start=1769
+  _globals['_RECORDREQUEST']._serialized_end=1839
+  _globals['_RECORDRESPONSE']._serialized_start=1842
+  _globals['_RECORDRESPONSE']._serialized_end=2003
+  _globals['_RECORDHEADER']._serialized_start=2005
+  _globals['_RECORDHEADER']._serialized_end=2114
+  _globals['_RECORDEDDECISION']._serialized_start=2116
+  _globals['_RECORDEDDECISION']._serialized_end=2206
+  _globals['_RECORDEDLIFE']._serialized_start=2208
+  _globals['_RECORDEDLIFE']._serialized_end=2317
+  _globals['_ADMIN']._serialized_start=2985
+  _globals['_ADMIN']._serialized_end=3408
 # @@protoc_insertion_point(module_scope)

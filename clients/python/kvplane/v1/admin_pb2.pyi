@@ -119,20 +119,40 @@ class CachedKey(_message.Message):
     def __init__(self, block: _Optional[int] = ..., group: _Optional[int] = ..., domain: _Optional[str] = ..., hash: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., tentative: bool = ...) -> None: ...
 
 class RequestState(_message.Message):
-    __slots__ = ("slot", "request_id", "num_tokens", "computed_tokens", "tables", "running")
+    __slots__ = ("slot", "request_id", "num_tokens", "computed_tokens", "tables", "running", "held", "num_blocks")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     num_tokens: int
     computed_tokens: int
     tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     running: bool
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., running: bool = ...) -> None: ...
+    held: bool
+    num_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., running: bool = ..., held: bool = ..., num_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("replica", "limit")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    limit: int
+    def __init__(self, replica: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests", "num_requests")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestState]
+    num_requests: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestState, _Mapping]]] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("block_ids",)
@@ -225,12 +245,14 @@ class ExplainResponse(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("replica", "divergence")
+    __slots__ = ("replica", "divergence", "from_now")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
+    FROM_NOW_FIELD_NUMBER: _ClassVar[int]
     replica: str
     divergence: bool
-    def __init__(self, replica: _Optional[str] = ..., divergence: bool = ...) -> None: ...
+    from_now: bool
+    def __init__(self, replica: _Optional[str] = ..., divergence: bool = ..., from_now: bool = ...) -> None: ...
 
 class RecordResponse(_message.Message):
     __slots__ = ("header", "decision", "life")

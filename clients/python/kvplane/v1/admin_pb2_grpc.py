@@ -50,6 +50,11 @@ class AdminStub(object):
                 request_serializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/kvplane.v1.Admin/ListRequests',
+                request_serializer=kvplane_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvplane.v1.Admin/Explain',
                 request_serializer=kvplane_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
@@ -89,6 +94,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Returns the requests of a replica that hold the most blocks. NOT_FOUND: unknown replica.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Explains the length of the prefix-cache hit of a prompt, or of the last attempt to admit a request: which group
         limited the hit, and why the next block was not cached. NOT_FOUND: unknown replica, or no attempt to admit the
@@ -100,9 +112,10 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Record(self, request, context):
-        """Streams the decision log of a replica from its registration, and continues with new decisions until the replica is
-        deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND: unknown replica.
-        FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is too slow.
+        """Streams the decision log of a replica from its registration, or from now on with from_now, and continues with new
+        decisions until the replica is deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND:
+        unknown replica. FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is
+        too slow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +138,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=kvplane_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -219,6 +237,33 @@ class Admin(object):
             '/kvplane.v1.Admin/Snapshot',
             kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
             kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Admin/ListRequests',
+            kvplane_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            kvplane_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

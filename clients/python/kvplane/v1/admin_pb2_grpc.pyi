@@ -43,6 +43,8 @@ class AdminStub:
     """Checks the invariants of a replica and returns its complete allocator state. NOT_FOUND: unknown replica. INTERNAL:
     an invariant is violated; the message names it.
     """
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    """Returns the requests of a replica that hold the most blocks. NOT_FOUND: unknown replica."""
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Explains the length of the prefix-cache hit of a prompt, or of the last attempt to admit a request: which group
     limited the hit, and why the next block was not cached. NOT_FOUND: unknown replica, or no attempt to admit the
@@ -50,9 +52,10 @@ class AdminStub:
     Allocation.FindCacheHit.
     """
     Record: _grpc.UnaryStreamMultiCallable[_admin_pb2.RecordRequest, _admin_pb2.RecordResponse]
-    """Streams the decision log of a replica from its registration, and continues with new decisions until the replica is
-    deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND: unknown replica.
-    FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is too slow.
+    """Streams the decision log of a replica from its registration, or from now on with from_now, and continues with new
+    decisions until the replica is deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND:
+    unknown replica. FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is
+    too slow.
     """
 
 @_typing.type_check_only
@@ -70,6 +73,8 @@ class AdminAsyncStub(AdminStub):
     """Checks the invariants of a replica and returns its complete allocator state. NOT_FOUND: unknown replica. INTERNAL:
     an invariant is violated; the message names it.
     """
+    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Returns the requests of a replica that hold the most blocks. NOT_FOUND: unknown replica."""
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explains the length of the prefix-cache hit of a prompt, or of the last attempt to admit a request: which group
     limited the hit, and why the next block was not cached. NOT_FOUND: unknown replica, or no attempt to admit the
@@ -77,9 +82,10 @@ class AdminAsyncStub(AdminStub):
     Allocation.FindCacheHit.
     """
     Record: _aio.UnaryStreamMultiCallable[_admin_pb2.RecordRequest, _admin_pb2.RecordResponse]  # type: ignore[assignment]
-    """Streams the decision log of a replica from its registration, and continues with new decisions until the replica is
-    deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND: unknown replica.
-    FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is too slow.
+    """Streams the decision log of a replica from its registration, or from now on with from_now, and continues with new
+    decisions until the replica is deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND:
+    unknown replica. FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is
+    too slow.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -114,6 +120,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _admin_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+        """Returns the requests of a replica that hold the most blocks. NOT_FOUND: unknown replica."""
+
+    @_abc_1.abstractmethod
     def Explain(
         self,
         request: _admin_pb2.ExplainRequest,
@@ -131,9 +145,10 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RecordRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.RecordResponse], _abc.AsyncIterator[_admin_pb2.RecordResponse]]:
-        """Streams the decision log of a replica from its registration, and continues with new decisions until the replica is
-        deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND: unknown replica.
-        FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is too slow.
+        """Streams the decision log of a replica from its registration, or from now on with from_now, and continues with new
+        decisions until the replica is deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND:
+        unknown replica. FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is
+        too slow.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -78,7 +78,7 @@ def _hashes() -> Finding:
 
 
 def _health(channel: grpc.Channel) -> Finding:
-    remedy = "the service is draining or still reads its store: wait, or connect to another one"
+    remedy = "the service drains or still reads its store (`kvplane status`): wait, or connect to another one"
     state = _health_of(channel, "")
     return Finding("health", state == "serving", state, remedy)
 
@@ -100,7 +100,7 @@ def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
     """Check that gRPC reflection works. On a service that authenticates its clients, reflection is off by default; that
     counts as no fault.
     """
-    remedy = "set reflection = true in the service's configuration, or pass the .proto files to grpcurl"
+    remedy = "set the key reflection (`kvplane config` shows it), or pass the .proto files to grpcurl"
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     try:
@@ -115,20 +115,21 @@ def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
 
 def _version(status: StatusResponse) -> Finding:
     local = version("kvplane")
-    remedy = "install the same version on both sides: the contract is compatible within one version"
+    remedy = "install the same version on both sides (`kvplane version`): the contract is compatible within one version"
     return Finding("versions", status.version == local, f"service {status.version}, client {local}", remedy)
 
 
 def _clock(status: StatusResponse, local_ms: int) -> Finding:
     skew_ms = status.now_unix_ms - local_ms
-    remedy = "synchronize both machines with one time server, or traces and logs do not line up"
+    remedy = "synchronize both machines with one time server (`kvplane status -o json` has the service's time)"
     return Finding("clocks", abs(skew_ms) <= MAX_CLOCK_SKEW_MS, f"{skew_ms:+} ms", remedy)
 
 
 def _replicas(replicas: list[DescribeReplicaResponse]) -> Finding:
     lapsed = [one.replica for one in replicas if one.state == REPLICA_STATE_LAPSED]
     seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(replicas)}, none lapsed"
-    return Finding("replicas", not lapsed, seen, "check their engines; deregister replicas that will not return")
+    remedy = "check their engines; `kvplane deregister REPLICA` removes one whose engine will not return"
+    return Finding("replicas", not lapsed, seen, remedy)
 
 
 def _workers(replicas: list[DescribeReplicaResponse]) -> Finding:
@@ -137,7 +138,8 @@ def _workers(replicas: list[DescribeReplicaResponse]) -> Finding:
     """
     missing = list(_ranks_without_worker(replicas))
     seen = f"missing: {', '.join(missing)}" if missing else "no rank has lost its worker"
-    return Finding("workers", not missing, seen, "check the worker process, and restart it on the same machine")
+    remedy = "`kvplane describe REPLICA` lists the workers: restart the missing one on its machine"
+    return Finding("workers", not missing, seen, remedy)
 
 
 def _ranks_without_worker(replicas: list[DescribeReplicaResponse]) -> Iterator[str]:
@@ -155,7 +157,8 @@ def _epochs(replicas: list[DescribeReplicaResponse]) -> Finding:
         if worker.owner_epoch and worker.owner_epoch != one.epoch
     ]
     seen = "; ".join(wrong) or "every worker has the epoch of its replica"
-    return Finding("epochs", not wrong, seen, "another service or engine owns the pages: reopen the session")
+    remedy = "another service or engine owns the pages (`kvplane describe REPLICA`): reopen the session"
+    return Finding("epochs", not wrong, seen, remedy)
 
 
 def _stores(channel: grpc.Channel, replicas: list[DescribeReplicaResponse]) -> Finding:
@@ -166,7 +169,8 @@ def _stores(channel: grpc.Channel, replicas: list[DescribeReplicaResponse]) -> F
     if _health_of(channel, "store") == "not serving":
         problems = problems or ["the service cannot use its store"]
     seen = "; ".join(problems) or "no store is unavailable"
-    return Finding("store", not problems, seen, "check the store; allocation continues, but a restart would lose hits")
+    remedy = "check the store (`kvplane describe REPLICA`); allocation continues, but a restart would lose hits"
+    return Finding("store", not problems, seen, remedy)
 
 
 def _state(channel: grpc.Channel) -> Finding:
@@ -175,14 +179,14 @@ def _state(channel: grpc.Channel) -> Finding:
     """
     is_broken = _health_of(channel, "state") == "not serving"
     seen = "a check of an idle replica found a broken state" if is_broken else "no check found a broken state"
-    remedy = "the service's log names replica and invariant: see KvplaneStateBroken in docs/operating.md"
+    remedy = "`kvplane snapshot REPLICA` names the invariant, and the log the replica: see KvplaneStateBroken"
     return Finding("state", not is_broken, seen, remedy)
 
 
 def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
     held = [f"{one.replica}: {one.busy_blocks} blocks" for one in replicas if one.busy_blocks]
     seen = f"held for loads of earlier engine lives: {'; '.join(held)}" if held else "no block is held for an old load"
-    remedy = "when the transfers have ended, let the engine list these blocks in cache.loads_over"
+    remedy = "when the transfers have ended, the engine lists the blocks in loads_over (`kvplane describe REPLICA`)"
     return Finding("loads", not held, seen, remedy)
 
 
@@ -197,7 +201,7 @@ def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
         if one.counters.unaligned_chunks
     ]
     seen = "; ".join(small) or "every step could hold a state block"
-    remedy = "raise the engine's budget and caps to a state block, or register its budget as max_batched_tokens"
+    remedy = "raise budget and caps to a state block (`kvplane describe REPLICA`), or set max_batched_tokens"
     return Finding("chunks", not small, seen, remedy)
 
 
@@ -211,12 +215,12 @@ def _starved(replicas: list[DescribeReplicaResponse]) -> Finding:
         if (count := one.refusals.get("starved", 0))
     ]
     seen = f"behind rows that left less than a state block: {'; '.join(waited)}" if waited else "no prompt was starved"
-    remedy = "raise the engine's budget to its decode rows plus a state block, or put waiting run rows first"
+    remedy = "raise the budget to decode rows plus a state block, or put first what waits (`kvplane requests REPLICA`)"
     return Finding("prompts", not waited, seen, remedy)
 
 
 def _drafts(replicas: list[DescribeReplicaResponse]) -> Finding:
     lost = [f"{one.replica}: {count} requests" for one in replicas if (count := one.preemptions.get("went_back", 0))]
     seen = f"set behind the state that they held: {'; '.join(lost)}" if lost else "no request lost its state"
-    remedy = "register the engine's draft tokens as speculative_tokens; reject no more than the last step's drafts"
+    remedy = "set speculative_tokens to the engine's drafts (`kvplane describe REPLICA`), and reject no more than these"
     return Finding("drafts", not lost, seen, remedy)

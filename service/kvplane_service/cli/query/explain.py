@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvplane_service.cli.client import client_of, grpcurl_line
-from kvplane_service.cli.options import DEFAULT_SERVICE, Format, Grpcurl, Output, Replica, Service
+from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service
 from kvplane_service.cli.output import age, columns, show, word
+from kvplane_service.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
-    from kvplane import Content
     from kvplane.v1.admin_pb2 import ExplainResponse
 
 _SENTENCES = {
@@ -54,15 +52,12 @@ _SENTENCES = {
 def explain_command(
     replica: Replica,
     request: Annotated[str, typer.Option(help="Name of a request: explains its latest attempt to be admitted.")] = "",
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="File with token IDs separated by spaces, commas or newlines; - reads standard input."),
-    ] = None,
-    domain: Annotated[str, typer.Option(help="Domain of the prompt.")] = "",
-    salt: Annotated[str, typer.Option(help="Cache salt of the prompt.")] = "",
-    lora: Annotated[str, typer.Option(help="LoRA adapter of the prompt: NAME or NAME=PATH.")] = "",
+    tokens: Tokens = None,
+    domain: Domain = "",
+    salt: Salt = "",
+    lora: Lora = "",
     service: Service = DEFAULT_SERVICE,
-    output: Output = Format.TABLE,
+    output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Explain the prefix-cache hit length of a prompt or of an admitted request."""
@@ -73,30 +68,13 @@ def explain_command(
         raise InvalidArgument(
             "neither or both of --request and --tokens are set", remedy="give exactly one of --request and --tokens"
         )
-    what = request if tokens is None else _content(tokens, domain, salt, lora)
+    what = request if tokens is None else content_of(tokens, domain, salt, lora)
     if grpcurl:
         print(grpcurl_line(service, calls.explain(replica, what)))
         return
     with client_of(service) as client:
         answer = client.explain(replica, what)
-    show(answer, output, lambda: "\n".join(_lines(answer)))
-
-
-def _content(file: Path, domain: str, salt: str, lora: str) -> Content:
-    from kvplane import Content, ExtraKeys, InvalidArgument, NotFound
-
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
-        ids = [int(piece) for piece in text.replace(",", " ").replace("[", " ").replace("]", " ").split()]
-    except OSError as error:
-        what = f"{file} cannot be read: {error.strerror}"
-        raise NotFound(what, field="--tokens", remedy="name a readable file, or - for standard input") from None
-    except ValueError as error:
-        what = f"{file} contains a value that is not a token id: {error}"
-        raise InvalidArgument(what, field="--tokens", remedy="write integers separated by spaces or commas") from None
-    name, _, path = lora.partition("=")
-    keys = ExtraKeys(lora=(name, path) if lora else None, salt=salt)
-    return Content(token_ids=ids, domain=domain, extra_keys=keys)
+    show(answer, output, table=lambda: "\n".join(_lines(answer)))
 
 
 def _lines(answer: ExplainResponse) -> Iterator[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
-from kvplane_service.cli.options import DEFAULT_SERVICE, Format, Grpcurl, Output, Replica, Service
-from kvplane_service.cli.output import age, by_reason, columns, plain_text, show, word
+from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Format, Grpcurl, Output, Replica, Service, Shape, Watch
+from kvplane_service.cli.output import age, by_reason, columns, repeat, show, store_word, text_of, word
 
 if TYPE_CHECKING:
     from kvplane import EventBatch
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def describe_command(
-    replica: Replica, service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
+    replica: Replica,
+    service: Service = DEFAULT_SERVICE,
+    output: Output = TABLE,
+    watch: Watch = None,
+    grpcurl: Grpcurl = False,
 ) -> None:
     """Show details of a replica: pool, groups, workers, counters, slowest steps."""
     from kvplane.unary import calls
@@ -27,9 +31,13 @@ def describe_command(
     if grpcurl:
         print(grpcurl_line(service, calls.describe_replica(replica)))
         return
-    with client_of(service) as client:
+
+    def one() -> None:
         answer = client.describe_replica(replica)
-    show(answer, output, lambda: "\n".join(_description(answer)))
+        show(answer, output, table=lambda: "\n".join(_description(answer)), name=lambda: answer.replica)
+
+    with client_of(service) as client:
+        repeat(watch, one)
 
 
 def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
@@ -89,12 +97,12 @@ def _mirror(mirror: MirrorStatus) -> Iterator[str]:
 
 
 def _store(store: StoreStatus) -> Iterator[str]:
-    from kvplane.v1.allocation_pb2 import STORE_STATE_OFF, StoreState
+    from kvplane.v1.allocation_pb2 import STORE_STATE_OFF
 
     if store.state == STORE_STATE_OFF:
         yield "none"
         return
-    yield word(StoreState.Name(store.state), "STORE_STATE_").replace("_", " ")
+    yield store_word(store)
     yield f"{store.lag_entries} changes pending"
     if store.loaded_entries:
         yield f"{store.recovered_entries} of {store.loaded_entries} stored entries verified by the stamp table"
@@ -144,7 +152,7 @@ def events_command(
         int, typer.Option(min=0, help="Start after this batch. 0 = at the oldest one that is retained.")
     ] = 0,
     service: Service = DEFAULT_SERVICE,
-    output: Output = Format.TABLE,
+    output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Print the prefix-cache events of a replica: keys stored and removed, by batch.
@@ -168,11 +176,11 @@ def events_command(
                 return
 
 
-def _batch_text(batch: EventBatch, output: Format) -> str:
-    if output is Format.TABLE:
-        return "\n".join(_batch_lines(batch))
-    plain = _plain_batch(batch)
-    return json.dumps(plain) if output is Format.JSON else f"---\n{plain_text(plain, output)}"
+def _batch_text(batch: EventBatch, output: Shape) -> str:
+    if output.format is Format.JSON:
+        return json.dumps(_plain_batch(batch))  # one line
+    text = text_of(lambda: _plain_batch(batch), output, table=lambda: "\n".join(_batch_lines(batch)))
+    return f"---\n{text}" if output.format is Format.YAML else text
 
 
 def _batch_lines(batch: EventBatch) -> list[str]:
@@ -211,17 +219,37 @@ def record_command(
         int | None,
         typer.Option(min=1, help="Stop after this number of decisions. Default: when the replica is deregistered."),
     ] = None,
+    from_now: Annotated[
+        bool, typer.Option("--from-now", help="Begin with the state of the replica now, not with its registration.")
+    ] = False,
     divergence: Annotated[
         bool, typer.Option("--divergence", help="Of a mirror: up to the step that last differed from its engine.")
     ] = False,
+    rotate: Annotated[
+        str, typer.Option(help="Size such as 100MB: begin a new file FILE.1, FILE.2, ... after this size of decisions.")
+    ] = "",
+    keep: Annotated[int, typer.Option(min=1, help="With --rotate: number of files that are kept.")] = 10,
     service: Service = DEFAULT_SERVICE,
 ) -> None:
-    """Record every decision of a replica since its registration, for `kvplane replay --log`.
+    """Record every decision of a replica, for `kvplane replay --log`: since its registration, or from now on.
 
-    The file holds hashes, request names and domains. It holds no tokens and no salts.
+    With --rotate it records from now on without an end. Each file begins with the state of the replica and can be
+    replayed alone; together they have every decision. After a lost connection it continues with a new file.
+
+    A file holds hashes, request names and domains. It holds no tokens and no salts.
     """
-    from kvplane_service.cli.query.recorder import record
+    from kvplane.base.errors import InvalidArgument
+    from kvplane.v1.admin_pb2 import RecordRequest
+    from kvplane_service.cli.query.recorder import Rotation, record
 
+    request = RecordRequest(replica=replica, divergence=divergence, from_now=from_now)
+    if rotate:
+        if decisions or divergence or from_now:
+            raise InvalidArgument("it has no other options than --keep", field="--rotate", remedy="leave them out")
+        from kvplane_service.models.sizing import parse_bytes
+
+        Rotation(service, replica, file, parse_bytes(rotate, "--rotate"), keep).run()
+        return
     with address_remedy():
-        count = record(service, replica, file, decisions, divergence)
+        count = record(service, request, file, decisions)
     print(f"{count:,} decisions of {replica} in {file}")

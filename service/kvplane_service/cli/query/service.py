@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
-from kvplane_service.cli.options import DEFAULT_SERVICE, FAILED, Format, Grpcurl, Output, Service, given_access
-from kvplane_service.cli.output import age, columns, plain_text, show, word
+from kvplane_service.cli.client import address_remedy, client_of, described, grpcurl_line
+from kvplane_service.cli.options import DEFAULT_SERVICE, FAILED, TABLE, Grpcurl, Output, Service, Watch, given_access
+from kvplane_service.cli.output import age, columns, repeat, show, store_word, text_of, word
 
 if TYPE_CHECKING:
+    from kvplane import Client
     from kvplane.v1.admin_pb2 import StatusResponse
-    from kvplane.v1.allocation_pb2 import ListReplicasResponse
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ListReplicasResponse, ReplicaSummary
     from kvplane_service.cli.query.checks import Finding
 
 _PAGE = 1000
@@ -22,16 +23,22 @@ _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
 
 
-def status_command(service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False) -> None:
+def status_command(
+    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
+) -> None:
     """Show version, uptime, replicas and telemetry endpoints of a service."""
     from kvplane.unary import calls
 
     if grpcurl:
         print(grpcurl_line(service, calls.status()))
         return
-    with client_of(service) as client:
+
+    def one() -> None:
         answer = client.status()
-    show(answer, output, lambda: _status_table(service, answer))
+        show(answer, output, table=lambda: _status_table(service, answer))
+
+    with client_of(service) as client:
+        repeat(watch, one)
 
 
 def _status_table(service: str, answer: StatusResponse) -> str:
@@ -53,7 +60,7 @@ def _status_table(service: str, answer: StatusResponse) -> str:
 
 
 def replicas_command(
-    service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
+    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
 ) -> None:
     """List the replicas of a service with their session states and the use of their pools."""
     from kvplane.unary import calls
@@ -62,20 +69,42 @@ def replicas_command(
     if grpcurl:
         print(grpcurl_line(service, calls.list_replicas(_PAGE, "")))
         return
-    with client_of(service) as client:
+
+    def one() -> None:
         answer = ListReplicasResponse(replicas=client.list_replicas())
-    show(answer, output, lambda: _replica_table(answer))
+        show(
+            answer,
+            output,
+            table=lambda: columns([_HEADINGS, *map(_row, answer.replicas)]),
+            wide=lambda: _wide_table(client, answer),
+            name=lambda: "\n".join(one.replica for one in answer.replicas),
+        )
+
+    with client_of(service) as client:
+        repeat(watch, one)
 
 
-def _replica_table(answer: ListReplicasResponse) -> str:
-    from kvplane.v1.allocation_pb2 import ReplicaState
+_HEADINGS = ("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")
 
-    rows = [("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")]
-    for one in answer.replicas:
-        usable = max(1, one.num_blocks - 1)
-        state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
-        held = f"{1 - one.free_blocks / usable:.0%}"
-        rows.append((one.replica, state, str(one.epoch), str(one.num_blocks), str(one.free_blocks), held))
+
+def _row(one: ReplicaSummary | DescribeReplicaResponse, num_blocks: int = 0) -> tuple[str, ...]:
+    from kvplane.v1.allocation_pb2 import ReplicaState, ReplicaSummary
+
+    num_blocks = one.num_blocks if isinstance(one, ReplicaSummary) else num_blocks
+    state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
+    held = f"{1 - one.free_blocks / max(1, num_blocks - 1):.0%}"
+    return one.replica, state, str(one.epoch), str(num_blocks), str(one.free_blocks), held
+
+
+def _wide_table(client: Client, answer: ListReplicasResponse) -> str:
+    """Return the table with what DescribeReplica adds, which takes a call for each replica."""
+    rows: list[tuple[str, ...]] = [(*_HEADINGS, "RUNNING", "HIT", "PREEMPTED", "WORKERS", "STORE")]
+    for one in described(client, answer.replicas):
+        counters = one.counters
+        hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
+        workers = f"{len(one.workers)} of {one.num_ranks}"
+        more = (str(one.running_requests), hit, str(counters.preempted), workers, store_word(one.store))
+        rows.append((*_row(one, one.spec.num_blocks), *more))
     return columns(rows)
 
 
@@ -102,7 +131,7 @@ def top_command(
         app.run() if svg is None else app.save_picture(svg)
 
 
-def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE) -> None:
+def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = TABLE) -> None:
     """Check a service for common problems and print remedies. Exits 1 if any are found.
 
     Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
@@ -114,7 +143,7 @@ def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = Format.T
 
     with address_remedy():
         findings = examine(service, given_access())
-    print(_finding_table(findings) if output is Format.TABLE else plain_text([asdict(one) for one in findings], output))
+    print(text_of(lambda: [asdict(one) for one in findings], output, table=lambda: _finding_table(findings)))
     raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
 
 

@@ -390,6 +390,10 @@ class NativeReplica:
         """Count the blocks that are held for the transfer of an ended request."""
         return self._aside.count_held(slot) if self._aside is not None else _native.request(self._core, slot)[3]
 
+    def group_blocks(self, slot: int) -> list[int]:
+        """Count the blocks of a request by group."""
+        return self._aside.group_blocks(slot) if self._aside is not None else _native.group_blocks(self._core, slot)
+
     def count_granted(self, seq: int) -> int:
         """Count the requests to which a step in flight granted tokens; 0 for other steps."""
         if self._aside is not None:

@@ -64,6 +64,22 @@ inline PyObject* RequestOf(PyObject*, PyObject* arguments) {
     });
 }
 
+// group_blocks(core, slot) -> number of blocks of a live request by group
+inline PyObject* GroupBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Int slot = Number(At(arguments, 1));
+        Require(blocks.requests.IsLive(slot), "the slot has no request");
+        Column counts;
+        for (const auto& one : blocks.managers) {
+            const BlockList& mine = one->table[slot];
+            counts.push_back(static_cast<Int>(mine.size()) -
+                             static_cast<Int>(std::count(mine.begin(), mine.end(), kNullBlock)));
+        }
+        return ToPy(counts);
+    });
+}
+
 // keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first
 inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {

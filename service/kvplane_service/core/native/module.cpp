@@ -150,6 +150,7 @@ PyMethodDef kMethods[] = {
     {"store_empty_ranges", StoreEmptyRanges, METH_VARARGS, "Report empty registrations."},
     {"counts", Counts, METH_VARARGS, "Count the blocks of each group."},
     {"residency", ResidencyOf, METH_VARARGS, "Return histograms of block lifetimes."},
+    {"group_blocks", GroupBlocks, METH_VARARGS, "Count the blocks of a request by group."},
     {"common_blocks", CommonBlocks, METH_VARARGS, "Count the blocks that all running requests share."},
     {"free_order", FreeOrder, METH_VARARGS, "Return the free blocks in the order of eviction."},
     {"numbers", Numbers, METH_VARARGS, "Return numbers of the state."},

@@ -1,0 +1,131 @@
+"""Commands that change a replica: `deregister`, `reset`, `evict`. Each prints what is lost and asks before it acts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane_service.cli.client import client_of, grpcurl_line
+from kvplane_service.cli.options import DEFAULT_SERVICE, Grpcurl, Replica, Service
+from kvplane_service.cli.output import word
+from kvplane_service.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
+
+if TYPE_CHECKING:
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, MutationResult
+
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do it without a question.")]
+
+
+def deregister_command(
+    replica: Replica, yes: Yes = False, service: Service = DEFAULT_SERVICE, grpcurl: Grpcurl = False
+) -> None:
+    """Remove a replica: its session ends, and its keys and stored records are deleted.
+
+    Of a replica that an engine uses, this needs the scope admin.
+    """
+    from kvplane.unary import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.deregister_replica(replica, None)))
+        return
+    with client_of(service) as client:
+        answer = client.describe_replica(replica)
+        lost = [f"{answer.running_requests} running requests lose their blocks", f"{_num_cached(answer)} keys"]
+        if answer.store.state > 1:
+            lost.append("what the store has of them: the keys do not survive a restart of the engine")
+        _confirm(f"deregister {_named(answer)}", lost, yes)
+        client.deregister_replica(replica, answer.epoch)  # not a life that began after the question
+    print(f"{replica}: deregistered")
+
+
+def reset_command(
+    replica: Replica, yes: Yes = False, service: Service = DEFAULT_SERVICE, grpcurl: Grpcurl = False
+) -> None:
+    """Remove all keys of a replica's prefix cache, if no request holds a block.
+
+    A replica that an engine uses is changed in the next step of the engine, and needs the scope admin.
+    """
+    from kvplane.base.requests import At
+    from kvplane.unary import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.reset_prefix_cache(replica, At())))
+        return
+    with client_of(service) as client:
+        answer = client.describe_replica(replica)
+        lost = [f"{_num_cached(answer)} keys: later prompts are computed again"]
+        _confirm(f"reset the prefix cache of {_named(answer)}", lost, yes)
+        if not client.reset_prefix_cache(replica).done:
+            raise FailedPrecondition(
+                f"nothing was changed: requests hold blocks of {replica}",
+                remedy=f"wait until they have ended (kvplane requests {replica}), or use kvplane evict",
+            )
+    print(f"{replica}: the prefix cache is empty")
+
+
+def evict_command(
+    replica: Replica,
+    blocks: Annotated[list[int] | None, typer.Argument(help="Numbers of the blocks.")] = None,
+    tokens: Tokens = None,
+    domain: Domain = "",
+    salt: Salt = "",
+    lora: Lora = "",
+    yes: Yes = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Remove the keys of blocks, or with --tokens of the blocks that a prompt hits. Requests keep their blocks.
+
+    A replica that an engine uses is changed in the next step of the engine, and needs the scope admin.
+    """
+    from kvplane.base.requests import At
+    from kvplane.unary import calls
+
+    if bool(blocks) == (tokens is not None):
+        raise InvalidArgument("it is not clear what to evict", field="BLOCKS", remedy="give blocks, or --tokens")
+    with client_of(service) as client:
+        if tokens is not None:
+            found = client.find_cache_hit(replica, content_of(tokens, domain, salt, lora), with_blocks=True)
+            blocks = sorted({block for group in found.blocks for block in group.block_ids if block})
+            if not blocks:
+                print(f"{replica}: the prompt hits nothing")
+                return
+        assert blocks is not None
+        if grpcurl:
+            print(grpcurl_line(service, calls.evict_blocks(replica, blocks, At())))
+            return
+        answer = client.describe_replica(replica)
+        lost = [f"the keys of {len(blocks)} blocks: later prompts do not hit them"]
+        _confirm(f"evict from the prefix cache of {_named(answer)}", lost, yes)
+        result = client.evict_blocks(replica, blocks).result
+    print(f"{replica}: {_num_dropped(result)} keys removed, in step {result.seq}")
+
+
+def _named(answer: DescribeReplicaResponse) -> str:
+    from kvplane.v1.allocation_pb2 import ReplicaState
+
+    return f"{answer.replica} ({word(ReplicaState.Name(answer.state), 'REPLICA_STATE_')}, engine life {answer.epoch})"
+
+
+def _num_cached(answer: DescribeReplicaResponse) -> int:
+    return sum(group.cached_blocks for group in answer.counters.groups)
+
+
+def _num_dropped(result: MutationResult) -> int:
+    from kvplane.v1.step_pb2 import REMOVE_REASON_DROPPED
+
+    return sum(len(event.hashes) for event in result.events if event.reason == REMOVE_REASON_DROPPED)
+
+
+def _confirm(what: str, lost: Sequence[str], yes: bool) -> None:
+    """Print what is lost, and ask whether to continue. Raises InvalidArgument without a terminal to ask on."""
+    print("\n".join([what, *(f"  lost: {line}" for line in lost)]), flush=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidArgument("nothing was changed, because it was not confirmed", field="--yes", remedy="give --yes")
+    typer.confirm("continue?", abort=True)
