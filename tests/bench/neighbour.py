@@ -27,7 +27,7 @@ from pathlib import Path
 import grpc
 
 import kvplane
-from kvplane import AdmitRow, End, FactRow, ModelSource, NewsRow, part_of
+from kvplane import AdmitRow, End, FactRow, ModelSource, NewsRow, PeekRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.auth.owners import OwnerLimits
@@ -52,6 +52,17 @@ def steps(client: kvplane.Client, stub: AllocationStub) -> None:
         while True:
             session.apply(part_of(NewsRow(0, tokens=tokens), AdmitRow(0)))
             session.apply(part_of(FactRow(0, end=End.FREE)))
+
+
+def peeks(client: kvplane.Client, stub: AllocationStub) -> None:
+    """A session that looks a waiting request of 900,000 tokens up 100 times per step, by messages of 500 bytes."""
+    del stub
+    tokens = list(range(900_000))
+    with client.session("noisy/r") as session:
+        session.apply(part_of(NewsRow(0, tokens=tokens), AdmitRow(0)))
+        session.apply(part_of(FactRow(0, end=End.FREE), NewsRow(1, tokens=tokens)))
+        while True:
+            session.apply(part_of(*[PeekRow(1)] * 100))
 
 
 def _repeat(stub: AllocationStub, request: pb.FindCacheHitRequest, callers: int) -> None:
@@ -108,6 +119,7 @@ def small(client: kvplane.Client, stub: AllocationStub) -> None:
 
 LOADS: dict[str, Callable[[kvplane.Client, AllocationStub], None]] = {
     "steps of 900,000 tokens": steps,
+    "steps of 100 look-ups of 900,000 tokens": peeks,
     "look-ups of 62,000 hashes": hashes,
     "8 callers with 1 M tokens": tokens,
     "8 callers with 1 M tokens of a byte": short_tokens,

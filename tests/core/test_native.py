@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from dataclasses import replace
+
 import pytest
 
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.step import Admit, News, Part, Run, Step
+from kvplane.session.rows import NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
@@ -142,6 +147,62 @@ def test_the_variable_selects_the_core(monkeypatch):
     with pytest.raises(InvalidArgument) as caught:
         cores.new_replica(spec)
     assert caught.value.field == cores.VARIABLE
+
+
+def long_step(replica):
+    """A step that looks a waiting request of 4,096 blocks up again and again."""
+    replica.apply(Step(0, 1, [part_of(NewsRow(0, tokens=list(range(4 * 4096))))]))
+    return Step(0, 2, [part_of(*[PeekRow(0)] * 300)])
+
+
+@pytest.fixture
+def wide():
+    return native.NativeReplica(replica_spec(full(), num_blocks=5000, max_model_len=1 << 20))
+
+
+def test_other_threads_run_while_a_step_is_applied_beside(wide):
+    """Only a step that gives up the interpreter's lock lets another thread run before it ends."""
+    step, begun, ran = long_step(wide), threading.Event(), threading.Event()
+
+    def run():
+        begun.wait()
+        ran.set()
+
+    helper = threading.Thread(target=run)
+    helper.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        begun.set()
+        wide.apply(step)
+        assert not ran.is_set()
+        for _ in range(1000):
+            step = replace(step, seq=step.seq + 1)
+            wide.apply_beside(step)
+            if ran.is_set():
+                break
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        helper.join()
+
+
+def test_a_read_waits_for_a_step_that_is_applied_beside(wide):
+    step, seen, done = long_step(wide), [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            seen.append((wide.seq, wide.free_blocks, wide.count_keys()))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    steps = [replace(step, seq=seq) for seq in range(2, 22)]
+    hits = [wide.apply_beside(step).parts[0].peek_hit for step in steps]
+    done.set()
+    reader.join()
+    assert hits == [[0] * 300] * len(steps)
+    assert {one[1:] for one in seen} == {(4999, 0)}
+    assert [one[0] for one in seen] == sorted(one[0] for one in seen)
 
 
 def test_a_missing_library_is_named(monkeypatch):

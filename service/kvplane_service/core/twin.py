@@ -86,6 +86,10 @@ class TwinReplica(_Base):
         assert result is not None, "a step has a result or an error"
         return result
 
+    def apply_beside(self, step: Step) -> StepResult:
+        """Apply a step as `apply` does."""
+        return self.apply(step)
+
     # -- engine lives ------------------------------------------------------------------------------------------------
 
     def begin_epoch(

@@ -99,9 +99,13 @@ class Applying:
             raise
         return self._publish(step, result, at_ns)
 
-    def is_long(self, step: Step) -> bool:
-        """Whether applying the step on the event loop could delay other replicas. Invalid steps are accepted too."""
-        return effort(step, self._replica) > MOST_INLINE
+    def effort(self, step: Step) -> int:
+        """Estimate the cost of a step in units (see `MOST_INLINE`). Invalid steps are accepted too."""
+        return effort(step, self._replica)
+
+    def is_long(self, step: Step, units: int | None = None) -> bool:
+        """Whether applying the step on the event loop could delay other replicas. `units`: its effort, if known."""
+        return (self.effort(step) if units is None else units) > MOST_INLINE
 
     async def aside(self, work: Awaitable[_T]) -> _T:
         """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
@@ -122,7 +126,7 @@ class Applying:
         at_ns = self._clock()
         self._enter()
         try:
-            result = await offload(partial(self._replica.apply, step))
+            result = await offload(partial(self._replica.apply_beside, step))
             if check is not None:
                 check(result)
         except KvplaneError:
@@ -130,12 +134,15 @@ class Applying:
             raise
         return self._publish(step, result, at_ns)
 
-    async def apply_aside(self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None) -> _T:
+    async def apply_aside(
+        self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None, units: int | None = None
+    ) -> _T:
         """Apply a step and return `done(result)`; a long step is applied on a thread of `offload`.
 
-        Cancelling the caller cancels neither the step nor the call of `done`. Raises as `apply`, and Busy.
+        Cancelling the caller cancels neither the step nor the call of `done`. `units`: its effort, if known. Raises as
+        `apply`, and Busy.
         """
-        if not self.is_long(step):
+        if not self.is_long(step, units):
             return done(self.apply(step, check))
         return await self.aside(self._apply_aside(step, offload, done, check))
 

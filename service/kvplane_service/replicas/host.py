@@ -141,10 +141,13 @@ class ReplicaHost(HostState):
         turn = self._turn(nonce, step, fingerprint)
         return turn if isinstance(turn, StepResult) else turn.done(self.steps.apply(turn.step))
 
-    async def step_aside(self, nonce: int, step: Step, fingerprint: bytes, offload: Offload) -> StepResult:
+    async def step_aside(
+        self, nonce: int, step: Step, fingerprint: bytes, offload: Offload, units: int | None = None
+    ) -> StepResult:
         """Apply a step as `step` does, a long one on a thread of `offload`; reads of the replica wait for the step.
 
-        If the caller is cancelled, the step still completes and its answer is kept. Raises as `step`, and Busy.
+        `units` is the effort of the step (see `Applying.effort`), if it is known. If the caller is cancelled, the step
+        still completes and its answer is kept. Raises as `step`, and Busy.
         """
         if self.steps.is_aside:  # a long look-up
             with self.holding(nonce):
@@ -158,7 +161,8 @@ class ReplicaHost(HostState):
                 self._session.deadline_ns = self._deadline_ns()  # messages that arrived meanwhile were not read
             return turn.done(result)
 
-        return await self.steps.apply_aside(turn.step, offload, done)
+        units = units if turn.step is step else None  # an operator has added to it
+        return await self.steps.apply_aside(turn.step, offload, done, units=units)
 
     def heartbeat(self, nonce: int) -> None:
         """Renew the lease, also while long work is running. Raises OtherWriter."""

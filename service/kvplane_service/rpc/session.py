@@ -32,6 +32,7 @@ from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
+from kvplane_service.rpc import prices
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.decode import fingerprint
 from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context, first_message, next_message
@@ -51,6 +52,7 @@ class _Message:
         step: the decoded step, or the error for which it cannot be decoded; None for another kind.
         sent: the message of a mirror.
         mirrored: the decoded steps of a mirror.
+        num_bytes: length of a message with steps.
         seq, part: step number and part index, as sent.
         fingerprint: digest of the message, by which a retried step is recognized.
     """
@@ -62,6 +64,7 @@ class _Message:
     fingerprint: bytes = b""
     sent: pb.SessionRequest | None = None
     mirrored: Sequence[Mirrored] = ()
+    num_bytes: int = 0
 
 
 class SessionStreams:
@@ -257,7 +260,8 @@ class _Stream:
                 raise step
             if not self._may_use_all_domains:
                 self._check_domains(step)
-            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload)
+            units = await self._paid([step], message.num_bytes)
+            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload, units)
         except _ENDS_STREAM:
             raise
         except KvplaneError as error:
@@ -266,6 +270,17 @@ class _Stream:
             refusal = wire.encode_step_error(message.seq, message.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
+
+    async def _paid(self, steps: Sequence[Step], num_bytes: int) -> int:
+        """Count the work of a message beyond its bytes, and wait while the owner has used up its allowance. Returns the
+        effort of the steps.
+        """
+        units = sum(map(self._host.steps.effort, steps))
+        more = prices.UNIT_BYTES * units - num_bytes
+        if more > 0 and (wait_ms := self._call.owe(more)):
+            with self._host.holding(self._request.nonce):
+                await asyncio.sleep(wait_ms / 1000)
+        return units
 
     async def _mirror(self, message: _Message, sent: pb.SessionRequest) -> Progress | None:
         """Apply the steps of a mirrored engine, or take a piece of its image. Returns the answer, if there is one."""
@@ -279,6 +294,7 @@ class _Stream:
                     self._check_domains(one.step)
             except PermissionDenied as error:
                 raise mirror.cut_off(error) from None
+        await self._paid([one.step for one in message.mirrored], message.num_bytes)
         steps = sent.mirrored_steps
         return await mirror.apply(message.mirrored, steps.newest, steps.age_ms, self._offload)
 
@@ -321,7 +337,8 @@ def _understand(raw: bytes, digest_size: int) -> _Message:
     message = _parse_request(raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind == "mirrored_steps":
-        return _Message(kind, sent=message, mirrored=decode_mirrored(message.mirrored_steps, digest_size))
+        mirrored = decode_mirrored(message.mirrored_steps, digest_size)
+        return _Message(kind, sent=message, mirrored=mirrored, num_bytes=len(raw))
     if kind == "image":
         return _Message(kind, sent=message)
     if kind != "step":
@@ -330,7 +347,7 @@ def _understand(raw: bytes, digest_size: int) -> _Message:
         step: Step | KvplaneError = wire.decode_step(sent, digest_size)
     except KvplaneError as error:
         step = error
-    return _Message(kind, step, sent.seq, sent.part, fingerprint(raw))
+    return _Message(kind, step, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
 
 
 def _parse_request(raw: bytes) -> pb.SessionRequest:

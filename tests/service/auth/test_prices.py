@@ -9,7 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+import kvplane
 from kvplane.base.errors import InvalidArgument, QuotaExceeded
+from kvplane.base.step import Step
+from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.quotas import Quotas
@@ -19,6 +22,7 @@ from kvplane_service.rpc.prices import (
     DECISION_BYTES,
     HASH_BYTES,
     TOKEN_BYTES,
+    UNIT_BYTES,
     price_of,
     reserve,
 )
@@ -151,6 +155,19 @@ def test_look_ups_and_admissions_of_a_known_request_count_its_hashes(counted):
         assert HASH_BYTES * num_hashes <= cost - CALL_BYTES < HASH_BYTES * num_hashes + 200
     assert counted.cost(lambda: allocate(counted, "running")) < rest
     assert counted.cost(lambda: allocate(counted, "waiting")) >= CALL_BYTES + HASH_BYTES * waiting_ones
+
+
+def test_a_step_counts_the_look_ups_that_its_few_bytes_ask_for(counted):
+    host = counted.caller.app.registry.get("acme/r").host
+    with (
+        kvplane.connect(counted.caller.address, token="token-acme") as client,
+        client.session("acme/r") as session,
+    ):
+        session.apply(part_of(NewsRow(0, tokens=TOKENS)))
+        for part in (part_of(*[PeekRow(0)] * 1000), part_of(*[PeekRow(0)] * 1000, AdmitRow(0))):
+            price = UNIT_BYTES * host.steps.effort(Step(1, 1, [part]))
+            cost = counted.cost(lambda part=part: session.apply(part))
+            assert price <= cost < price + 200  # of a heartbeat
 
 
 def test_calls_that_read_a_whole_pool_or_log_count_it(counted):

@@ -120,6 +120,15 @@ class NativeReplica:
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step, see `Replica.apply`."""
+        return self._apply(step, False)
+
+    def apply_beside(self, step: Step) -> StepResult:
+        """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
+        this replica meanwhile waits for the step.
+        """
+        return self._apply(step, True)
+
+    def _apply(self, step: Step, alone: bool) -> StepResult:
         self._changed()
         kind = _native.read(self._core, step)
         if kind == REFUSED:
@@ -130,7 +139,7 @@ class NativeReplica:
             self.fallbacks += 1
             return result
         made = self._hash(step) if kind == HAS_TOKENS else None
-        executed_through, packed = _native.apply(self._core, None if made is None else made[0])
+        executed_through, packed = _native.apply(self._core, None if made is None else made[0], alone)
         results = [_result(values) for values in packed]
         if made is not None:
             for of_part, (facts, news) in zip(results, made[1], strict=True):

@@ -70,8 +70,8 @@ void ReadMade(PyObject* given, Made* made) {
     made->given = true;
 }
 
-// apply(made) of the step that was read; made: None, or per part a pair of None or (num_hashes, hashes), of facts and
-// news
+// apply(made, alone) of the step that was read; made: None, or per part a pair of None or (num_hashes, hashes), of facts
+// and news; alone: whether other threads run Python meanwhile
 PyObject* Apply(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
@@ -82,7 +82,13 @@ PyObject* Apply(PyObject*, PyObject* arguments) {
             ReadMade(At(of_part, 0), &core.step.parts[number].facts_made);
             ReadMade(At(of_part, 1), &core.step.parts[number].news_made);
         }
-        std::vector<PartResult> results = core.replica.Apply(core.step);
+        std::vector<PartResult> results;
+        const auto work = [&] { results = core.replica.Apply(core.step); };
+        if (IsTrue(At(arguments, 2))) {
+            WorkAlone(core, work);
+        } else {
+            work();
+        }
         PyObject* list = PyList_New(static_cast<Py_ssize_t>(results.size()));
         Py_ssize_t at = 0;
         for (PartResult& result : results) PyList_SetItem(list, at++, ToPy(result));
