@@ -18,7 +18,9 @@ case $program in
 esac
 tools=$(cd "$(dirname "$0")/.." && pwd)/.tools
 home=$tools/${packages[0]}
-if [ ! -x "$home/usr/bin/$program" ]; then
+binary=$home/usr/bin/$program
+[ "$program" != chromium ] || binary=$home/usr/lib/chromium/chromium  # the script in usr/bin reads /etc
+if [ ! -x "$binary" ]; then
     command -v apt-get >/dev/null || { echo "$program is missing: install it" >&2; exit 69; }
     echo "$program is missing: unpacking Debian's package ${packages[0]} into .tools" >&2
     mkdir -p "$tools"
@@ -34,4 +36,5 @@ if [ ! -x "$home/usr/bin/$program" ]; then
     )
     mv -T "$fresh" "$home" 2>/dev/null || rm -rf "$fresh"
 fi
-LD_LIBRARY_PATH=$(echo "$home"/usr/lib/*-linux-gnu) exec "$home/usr/bin/$program" "$@"
+libraries=$(echo "$home"/usr/lib/*-linux-gnu)
+LD_LIBRARY_PATH=$libraries:$libraries/pulseaudio exec "$binary" "$@"

@@ -259,12 +259,16 @@ def _is_host_and_port(value: str) -> bool:
 
 def is_open_to_all(config: Config) -> bool:
     """Return True if clients on other machines can call the service in plain text and without authentication."""
-    host = config.listen.rpartition(":")[0].strip("[]")
+    return not (is_local(config.listen) or config.tls_cert or config.auth_owners)
+
+
+def is_local(address: str) -> bool:
+    """Return True if only clients on this machine reach the listen address."""
+    host = address.rpartition(":")[0].strip("[]")
     try:
-        is_local = config.listen.startswith("unix:") or host == "localhost" or ip_address(host).is_loopback
+        return address.startswith("unix:") or host == "localhost" or ip_address(host).is_loopback
     except ValueError:  # a host name, not an IP address
-        is_local = False
-    return not (is_local or config.tls_cert or config.auth_owners)
+        return False
 
 
 def is_store_trusted(config: Config) -> bool:

@@ -79,9 +79,8 @@ class App:
         durable = Durable(self.keeper, self.ownership)
         self._server = RpcServer(self.registry, config, self.about, durable, filters)
         self._holds = Holds()
-        self._metrics = MetricsServer(
-            ServiceCollector(self.registry, self.keeper.report, self._holds), metrics_token(config.metrics_token_file)
-        )
+        collector = ServiceCollector(self.registry, self.keeper.report, self._holds)
+        self._metrics = MetricsServer(collector, metrics_token(config.metrics_token_file), self._server.page.answer)
         self._tasks: list[asyncio.Task[None]] = []
 
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -64,6 +64,39 @@ class CallHooks:
     offload: Offload = field(default_factory=lambda: Executor("parsing of long requests"))
 
 
+@dataclass(frozen=True, slots=True)
+class UnaryMethod:
+    """A unary method: how it is served, and its messages."""
+
+    behaviour: Unary
+    request_class: type[Message]
+    answer_class: type[Message]
+
+    async def answer(self, hooks: CallHooks, raw: bytes) -> bytes:
+        """Return the encoded answer to an encoded request, whose reserved price the call has paid."""
+        read = partial(parse, self.request_class, raw)
+        request = await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read()
+        CALL.get().count(prices.price_of(request, len(raw)) - prices.reserve(len(raw)))
+        answer = await self.behaviour(request, raw)
+        encoded = answer if isinstance(answer, bytes) else answer.SerializeToString()
+        CALL.get().count(len(encoded))
+        return encoded
+
+
+def unary_methods(service: ServiceDescriptor, servicer: object) -> dict[str, UnaryMethod]:
+    """Return the unary methods of a gRPC service by full name."""
+    return {
+        f"{service.full_name}/{method.name}": _unary_method(method, servicer)
+        for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
+    }
+
+
+def _unary_method(method: MethodDescriptor, servicer: object) -> UnaryMethod:
+    classes = (GetMessageClass(method.input_type), GetMessageClass(method.output_type))
+    return UnaryMethod(getattr(servicer, method.name), *classes)
+
+
 def service_handler(service: ServiceDescriptor, servicer: object, hooks: CallHooks) -> grpc.GenericRpcHandler:
     """Return the handlers of all methods of a gRPC service; the servicer has a method with the name of each.
 
@@ -83,24 +116,15 @@ def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> gr
     if method.server_streaming:
         serve = _server_stream(behaviour, request_class, hooks.ensure_local, answered)
         return grpc.stream_stream_rpc_method_handler(serve)
-    return grpc.stream_unary_rpc_method_handler(_unary(behaviour, request_class, hooks, answered))
+    return grpc.stream_unary_rpc_method_handler(_unary(_unary_method(method, servicer), hooks, answered))
 
 
 def _unary(
-    behaviour: Unary, request_class: type[Message], hooks: CallHooks, answered: _Answered
+    method: UnaryMethod, hooks: CallHooks, answered: _Answered
 ) -> Callable[[object, Context], Awaitable[bytes]]:
-    async def answer(raw: bytes) -> bytes:
-        read = partial(parse, request_class, raw)
-        request = await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read()
-        CALL.get().count(prices.price_of(request, len(raw)) - prices.reserve(len(raw)))
-        answer = await behaviour(request, raw)
-        encoded = answer if isinstance(answer, bytes) else answer.SerializeToString()
-        CALL.get().count(len(encoded))
-        return encoded
-
     async def work(context: Context) -> bytes:
         raw = await _request(context)
-        return await _with_replica(hooks.ensure_local, partial(answer, raw))
+        return await with_replica(hooks.ensure_local, partial(method.answer, hooks, raw))
 
     async def call(_: object, context: Context) -> bytes:
         given: bytes = await answered(context, partial(work, context))
@@ -119,7 +143,7 @@ def _server_stream(
 
     async def work(context: Context) -> None:
         raw = await _request(context)
-        await _with_replica(ensure_local, partial(send, raw, context))
+        await with_replica(ensure_local, partial(send, raw, context))
 
     async def call(_: object, context: Context) -> None:
         await answered(context, partial(work, context))
@@ -201,7 +225,7 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
         raise call.ended from None
 
 
-async def _with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
+async def with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
     """Return the result of the work. If the work raises UnknownReplica, let this process adopt the replica (take it
     over from another service), and run the work once more.
     """

@@ -20,9 +20,10 @@ from kvplane_service.rpc.about import About
 from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
-from kvplane_service.rpc.methods import CallHooks, service_handler
+from kvplane_service.rpc.methods import CallHooks, service_handler, unary_methods
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.session import SessionStreams
+from kvplane_service.rpc.status_page import StatusPage
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
 
@@ -47,7 +48,11 @@ class CallFilters:
 
 
 class RpcServer:
-    """Serves a registry over gRPC. Create it inside the running event loop."""
+    """Serves a registry over gRPC. Create it inside the running event loop.
+
+    Attributes:
+        page: the status page, for the metrics port.
+    """
 
     def __init__(
         self,
@@ -67,11 +72,14 @@ class RpcServer:
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         hooks = CallHooks(visible.ensure_local, filters.gate)
+        admin = AdminServicer(visible, about)
+        methods = unary_methods(_ALLOCATION, self._allocation) | unary_methods(_ADMIN, admin)
+        self.page = StatusPage(methods, hooks, config)
         handlers = (
             service_handler(_ALLOCATION, self._allocation, hooks),
             service_handler(_EVENTS, self._events, hooks),
             service_handler(_WORKERS, WorkersServicer(visible), hooks),
-            service_handler(_ADMIN, AdminServicer(visible, about), hooks),
+            service_handler(_ADMIN, admin, hooks),
             service_handler(health.SERVICE, self._health.servicer, hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)

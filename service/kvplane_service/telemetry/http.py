@@ -1,5 +1,5 @@
 """The HTTP endpoint that Prometheus scrapes: GET /metrics, in the text format of Prometheus or, on request,
-OpenMetrics.
+OpenMetrics. It passes other requests to the status page.
 
 It runs on the service's event loop, because a scrape must read the state between two steps. It yields to other tasks
 after each replica, so that steps are served in between. A thread would block the interpreter for the same time. A page
@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeAlias
 
@@ -25,6 +26,7 @@ from kvplane_service.telemetry.collector import ServiceCollector
 
 _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
+_MAX_BODY_BYTES = 1 << 20
 _TIMEOUT_S = 5.0
 _MAX_WAITING = 16
 _KEPT_NS = 1_000_000_000  # time for which a page is answered again
@@ -34,6 +36,39 @@ _EOF = b"# EOF\n"  # last line of a page in the OpenMetrics format
 Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request that is not a scrape.
+
+    Attributes:
+        authorization, host, content_type: headers; "" = absent.
+        peer: address of the client.
+        may_scrape: it has the token that scrapes must have, or they need none.
+    """
+
+    method: str
+    path: str
+    authorization: str
+    host: str
+    content_type: str
+    peer: str
+    body: bytes
+    may_scrape: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """The answer to an HttpRequest."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str
+    headers: Mapping[str, str]
+
+
+Page: TypeAlias = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
+
+
 class MetricsServer:
     """Serves the metrics of one collector over HTTP/1.1, with one request per connection."""
 
@@ -41,11 +76,13 @@ class MetricsServer:
         self,
         collector: ServiceCollector,
         token: Callable[[], bytes] | None = None,
+        page: Page | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`token` returns the bearer token that a scrape must have; None = scrapes need none. `clock` returns the
-        monotonic time in nanoseconds.
+        """`token` returns the bearer token that a scrape must have; None = scrapes need none. `page` answers all other
+        requests. `clock` returns the monotonic time in nanoseconds.
         """
+        self._page_of = page
         self._collector = collector
         self._token = token
         self._clock = clock
@@ -79,8 +116,10 @@ class MetricsServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _TIMEOUT_S)
-            for piece in await self._response(head.decode("latin-1").split("\r\n")):
+            raw = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _TIMEOUT_S)
+            head = raw.decode("latin-1").split("\r\n")
+            body = await asyncio.wait_for(_body(head, reader), _TIMEOUT_S)
+            for piece in await self._response(head, body, str(writer.get_extra_info("peername"))):
                 writer.write(piece)
                 await asyncio.wait_for(writer.drain(), _TIMEOUT_S)
                 await asyncio.sleep(0)
@@ -91,27 +130,44 @@ class MetricsServer:
         finally:
             writer.close()
 
-    async def _response(self, head: Sequence[str]) -> list[bytes]:
+    async def _response(self, head: Sequence[str], body: bytes | None = b"", peer: str = "") -> list[bytes]:
         method, _, rest = head[0].partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if body is None:
+            return _response(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        if path != _PATH:
+            return await self._other(head, method, path, body, peer)
         if method not in ("GET", "HEAD"):
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
-        if rest.partition(" ")[0].partition("?")[0] != _PATH:
-            return _response(HTTPStatus.NOT_FOUND, [f"metrics are at {_PATH}\n".encode()])
         if not self._is_allowed(_header(head, "authorization")):
             return _response(HTTPStatus.UNAUTHORIZED, [b"send the token of metrics_token_file as a bearer token\n"])
         encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in _header(head, "accept") else "")
         try:
-            body = self._kept_page(content_type)
-            if body is None:
+            page = self._kept_page(content_type)
+            if page is None:
                 async with self._turns.take():
-                    body = self._kept_page(content_type)
-                    if body is None:
+                    page = self._kept_page(content_type)
+                    if page is None:
                         begun_ns = self._clock()
-                        body = await self._page(encode)
-                        self._kept[content_type] = (begun_ns, body)
+                        page = await self._page(encode)
+                        self._kept[content_type] = (begun_ns, page)
         except Busy as error:
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, [f"{error}\n".encode()])
-        return _response(HTTPStatus.OK, body if method == "GET" else [], content_type)
+        return _response(HTTPStatus.OK, page if method == "GET" else [], content_type)
+
+    async def _other(self, head: Sequence[str], method: str, path: str, body: bytes, peer: str) -> list[bytes]:
+        """Return the answer of the status page to a request that is no scrape."""
+        names = ("authorization", "host", "content-type")
+        authorization, host, content_type = (_header(head, name).strip() for name in names)
+        kind, may_scrape = content_type.partition(";")[0].lower(), self._is_allowed(authorization)
+        request = HttpRequest(method, path, authorization, host, kind, peer, body, may_scrape)
+        answer = await self._page_of(request) if self._page_of is not None else None
+        if answer is None:
+            if method not in ("GET", "HEAD"):
+                return _response(HTTPStatus.METHOD_NOT_ALLOWED)
+            return _response(HTTPStatus.NOT_FOUND, [f"metrics are at {_PATH}\n".encode()])
+        pieces = [answer.body] if method != "HEAD" else []
+        return _response(answer.status, pieces, answer.content_type, answer.headers)
 
     def _is_allowed(self, authorization: str) -> bool:
         if self._token is None:
@@ -162,12 +218,26 @@ def _without_header(text: bytes) -> bytes:
     return text
 
 
+async def _body(head: Sequence[str], reader: asyncio.StreamReader) -> bytes | None:
+    """Return the body of a request, None if it is too large; raises IncompleteReadError."""
+    length = _header(head, "content-length").strip()
+    if not length:
+        return b""
+    if not length.isdecimal() or len(length) > 9 or int(length) > _MAX_BODY_BYTES:
+        return None
+    return await reader.readexactly(int(length))
+
+
 def _response(
-    status: HTTPStatus, body: Sequence[bytes] = (), content_type: str = "text/plain; charset=utf-8"
+    status: HTTPStatus,
+    body: Sequence[bytes] = (),
+    content_type: str = "text/plain; charset=utf-8",
+    headers: Mapping[str, str] | None = None,
 ) -> list[bytes]:
     challenge = "WWW-Authenticate: Bearer\r\n" if status is HTTPStatus.UNAUTHORIZED else ""
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n{challenge}"
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n{challenge}{more}"
         f"Content-Length: {sum(map(len, body))}\r\nConnection: close\r\n\r\n"
     )
     return [head.encode(), *body]
