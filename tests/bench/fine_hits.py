@@ -1,4 +1,5 @@
-"""Share of prompt tokens that hit in a multi-turn chat, with and without `prefix_match_unit`, on models with states.
+"""Share of prompt tokens that hit in a multi-turn chat on models with states: with and without `prefix_match_unit`, and
+with the unit by the policies lru and turn_tail.
 
     python -m tests.bench.fine_hits             prints a table and writes tests/bench/results/fine_hits.md
     python -m tests.bench.fine_hits --turns 500 --no-write
@@ -22,7 +23,7 @@ from math import prod
 from pathlib import Path
 
 from kvplane import LayerSource, connect
-from kvplane.base.groups import MambaMode
+from kvplane.base.groups import EvictionPolicy, MambaMode
 from kvplane.base.layer_spec import DType, ceil_div
 from kvplane.base.layers import FullAttentionSpec, Layer, MambaSpec, MLASpec
 from kvplane_replay.engine import Engine
@@ -35,6 +36,7 @@ from tests.service.rig import running
 RESULTS = Path(__file__).parent / "results" / "fine_hits.md"
 SESSIONS, RUNNING, MOST_TOKENS = 100, 24, 16_000
 MEMORIES_GIB = (20, 160)
+LRU, TURN_TAIL = EvictionPolicy.LRU, EvictionPolicy.TURN_TAIL
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +139,23 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     options = parser.parse_args()
     lines = [
-        "| model | GiB | hit unit by default | tokens hit | prefix_match_unit | tokens hit |",
-        "|---|---|---|---|---|---|",
+        "| model | GiB | hit unit by default | tokens hit | prefix_match_unit | tokens hit | with turn_tail |",
+        "|---|---|---|---|---|---|---|",
     ]
     with running(Config(listen="127.0.0.1:0")) as service:
         for (name, model), memory_gib in product(MODELS.items(), MEMORIES_GIB):
             cells = [name, str(memory_gib)]
-            for unit in (0, model.prefix_match_unit):
+            for unit, policy in ((0, LRU), (model.prefix_match_unit, LRU), (model.prefix_match_unit, TURN_TAIL)):
                 source = LayerSource(
                     layers=model.layers(),
                     memory_bytes=memory_gib << 30,
                     max_model_len=2 * MOST_TOKENS,
                     prefix_match_unit=unit,
+                    eviction=policy,
                 )
                 trace = turns(options.turns, options.output_share, options.seed)
                 share, hit_unit = share_of_hits(service.address, source, trace)
-                cells += [f"{hit_unit:,}", f"{share:.1%}"]
+                cells += [f"{share:.1%}"] if policy is TURN_TAIL else [f"{hit_unit:,}", f"{share:.1%}"]
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     if not options.no_write:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import AlignSpec, EvictionPolicy
 from kvplane.base.step import EventKind, RemoveReason
 from kvplane_service.core.columns import U32, zeros
-from kvplane_service.core.eviction import WindowTailList, kept_indices
+from kvplane_service.core.eviction import TurnTailList, WindowTailList, kept_indices
 from kvplane_service.core.freelist import FreeList, Links
 from kvplane_service.core.state import digest, export_state, load_state
 from tests.core.builders import Engine, chunked, full, state, window
@@ -200,3 +200,92 @@ def test_the_policy_s_part_of_the_state_decides(changed):
         assert isinstance(free, WindowTailList)
         free.rebuild(free, 0)
     assert digest(loaded) != before
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+TURN_TAIL = EvictionPolicy.TURN_TAIL
+
+
+def chat(policy=TURN_TAIL, num_blocks=60):
+    """An engine whose hits end inside blocks of 8 tokens, at multiples of 2."""
+    groups = full(8), state(8)
+    align = AlignSpec(8, 4096, True)
+    return Engine(
+        *groups, num_blocks=num_blocks, hash_block_size=2, partial_hits=True, align=align, eviction=policy
+    )
+
+
+def first_out(engine):
+    """(group, tokens) of the free blocks with a key that leave first."""
+    pool = engine.replica.coordinator.pool
+    first = pool.free.copy_first()
+    return [(pool.key[block][1], pool.key_tokens[block]) for block in first if pool.key[block]]
+
+
+def test_what_a_later_turn_copied_leaves_first():
+    engine = chat()
+    engine.serve(0, "aaaabb?")  # the block and the state of 6 tokens
+    assert first_out(engine) == []
+    assert engine.admit(0, "aaaabbccccdd?", cap=2).hit == 6
+    engine.run(0)
+    engine.run(0)
+    engine.end(0)
+    engine.idle()
+    assert sorted(first_out(engine)) == [(0, 6), (1, 6), (1, 8)]  # and the state on the way to that of 12 tokens
+    assert engine.would_hit("aaaabbccccdd??").num_tokens == 12
+
+
+def test_what_two_prompts_copied_stays():
+    engine = chat()
+    engine.serve(0, "aaaabb?")
+    for letter in "cd":
+        assert engine.serve(0, f"aaaabb{letter * 6}?").hit == 6
+    engine.idle()
+    assert (0, 6) not in first_out(engine)
+    assert (1, 6) not in first_out(engine)
+
+
+def test_a_repeated_prompt_supersedes_nothing():
+    engine = chat()
+    for _ in range(2):
+        engine.serve(0, "aaaabb?")
+    engine.idle()
+    assert engine.would_hit("aaaabb?").num_tokens == 6
+    assert first_out(engine) == []
+
+
+def test_the_last_states_of_a_prompt_leave_with_the_other_blocks_of_their_request():
+    for policy in (WINDOW_TAIL, TURN_TAIL):
+        engine = chat(policy)
+        engine.admit(0, "aaaabb?")
+        engine.run(0)  # the state of 6 tokens is free from here on
+        engine.extend(0, "c")
+        engine.extend(0, "c")
+        engine.serve(1, "zzzzzzzzyyyyyyyyxxxxxx?")
+        engine.end(0)
+        engine.idle()
+        pool = engine.replica.coordinator.pool
+        keyed = [(pool.key[block][1], pool.key_tokens[block]) for block in engine.free_order if pool.key[block]]
+        assert keyed.index((1, 6)) == (0 if policy is WINDOW_TAIL else len(keyed) - 3)
+        assert keyed[-2:] == [(0, 8), (1, 8)]
+
+
+def test_the_superseded_blocks_are_in_the_state():
+    engine = chat()
+    engine.serve(0, "aaaabb?")
+    engine.admit(0, "aaaabbccccdd?")
+    replica = engine.replica
+    free = replica.coordinator.pool.free
+    assert isinstance(free, TurnTailList)
+    assert len(free.superseded) == 2
+    loaded = load_state(replica.spec, export_state(replica))
+    assert export_state(loaded) == export_state(replica)
+    other = loaded.coordinator.pool.free
+    assert isinstance(other, TurnTailList)
+    before = digest(loaded)
+    other.superseded.clear()
+    assert digest(loaded) != before
+    for block in list(free.superseded):
+        replica.coordinator.pool.drop_keys(block, RemoveReason.DROPPED)
+    assert free.superseded == {}

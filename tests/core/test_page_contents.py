@@ -85,6 +85,16 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         [state(speculative_blocks=2), full(), chunked(8, lookup_class=5)],
         {"eviction": EvictionPolicy.WINDOW_TAIL, "retention_interval": DENSE_RETENTION, "num_blocks": 40},
     ),
+    "superseded states leave first": (
+        [full(8), state(8), state(8, lookup_class=4)],
+        {
+            "eviction": EvictionPolicy.TURN_TAIL,
+            "hash_block_size": 2,
+            "partial_hits": True,
+            "align": AlignSpec(8, 4096, True),
+            "num_blocks": 24,
+        },
+    ),
 }
 
 

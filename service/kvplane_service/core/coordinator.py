@@ -202,7 +202,7 @@ class Coordinator:
         num_slots = min(num_main + admission.lookahead, spec.max_model_len)
         zeroes = len(self._orders.zero_block)
         self.requests.computed[slot] = total  # where the first chunk starts
-        if spec.eviction is EvictionPolicy.WINDOW_TAIL:
+        if spec.eviction is not EvictionPolicy.LRU:
             self.requests.hit_end[slot] = local
         self._adopt(admission, local, total)
         new = [manager.allocate(slot, num_slots, num_main, admission.num_encoder) for manager in self.managers]

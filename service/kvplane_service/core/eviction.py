@@ -2,13 +2,23 @@
 
     LRU            without a key -> with a key, the last used one last
     WINDOW_TAIL    without a key -> left a window | with a key, the last used one last
-                                                  |
-                                               divider
+    TURN_TAIL      without a key -> left a window, superseded | with a key, the last used one last
+                                                              |
+                                                           divider
+
+A policy is a list of the free blocks (`FreeList` is LRU). The pool says what happens to blocks (`append`, `prepend`,
+`append_left_window`, `forget`), the list decides where they enter, and `pop` takes victims from its front.
 
 WINDOW_TAIL distinguishes the blocks that leave the window of a running request (in a chunked group: its chunk). They
 serve only hits that end near them, while a block of full attention serves every longer hit. So they go first, except
 where hits are likely to end (`kept_indices`). States are few, and each is the only hit at its end: they are evicted as
-by LRU: letting them go first costs up to 4 points of hits (tests/bench/results/policies.md).
+by LRU, since letting them go first costs up to 4 points of hits (tests/bench/results/policies.md).
+
+TURN_TAIL also distinguishes the turns of a conversation, where hits can end inside blocks (tests/bench/fine_hits.py).
+Each turn then copies, in every group, the block in which the last one ended, and leaves a state itself. The source of a
+copy serves only prompts that leave the conversation there: it goes first, until a second prompt copies it too. So do
+states on the way to the last one of a prompt. That one becomes free long before the other blocks of its request, and is
+useless without them: it counts as used when they are released.
 
 A policy decides the order of free blocks, and nothing else: it can cost hits, and never cause a wrong one. It is a pure
 function of the operations on the list, so replays, mirrors and loaded states continue with the same victims.
@@ -21,6 +31,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
+from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import EvictionPolicy
 from kvplane_service.core.freelist import FreeList, Links
 from kvplane_service.core.setup import replay_boundaries
@@ -31,7 +42,59 @@ if TYPE_CHECKING:
 
 def make_free_list(policy: EvictionPolicy, num_blocks: int) -> FreeList:
     """Return the list of the free blocks of a pool, in the order of the policy."""
-    return WindowTailList(num_blocks) if policy is EvictionPolicy.WINDOW_TAIL else FreeList(num_blocks)
+    lists = {EvictionPolicy.WINDOW_TAIL: WindowTailList, EvictionPolicy.TURN_TAIL: TurnTailList}
+    return lists.get(policy, FreeList)(num_blocks)
+
+
+def split_left(
+    manager: GroupManager, slot: int, indices: Sequence[int], blocks: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Divide blocks that a running request gives up into those that enter the list as `append_left_window` and those
+    that enter it as all others.
+
+    `indices`: their places in the slot's table.
+    """
+    if manager.has_window:
+        kept = kept_indices(manager, slot)
+        first = [index not in kept for index in indices]
+    elif manager.replica.eviction is EvictionPolicy.TURN_TAIL and manager.replica.partial_hits:
+        requests, end_of = manager.requests, manager.pool.key_tokens
+        ends = {requests.single_group_hit[slot], requests.hit_end.get(slot, 0), _last_state(manager, slot)}
+        first = [end_of[block] not in ends for block in blocks]
+    else:
+        return [], list(blocks)
+    return (
+        [block for block, goes in zip(blocks, first, strict=True) if goes],
+        [block for block, goes in zip(blocks, first, strict=True) if not goes],
+    )
+
+
+def note_copied(manager: GroupManager, slot: int, source: int) -> None:
+    """Record for TURN_TAIL that a hit of this request ends inside the block, which was copied, if the request will
+    register a later end of its own.
+    """
+    free, end = manager.pool.free, manager.requests.hit_end.get(slot, 0)
+    if isinstance(free, TurnTailList) and manager.pool.key_tokens[source] == end < _last_state(manager, slot):
+        free.superseded[source] = source not in free.superseded
+
+
+def renew_states(managers: Sequence[GroupManager], slot: int) -> None:
+    """Count the states at the end of the request's prompt as used now, if they are free: TURN_TAIL, before the request
+    releases its blocks.
+    """
+    for manager in (manager for manager in managers if not manager.has_window):
+        pool, count = manager.pool, _last_state(manager, slot) // manager.hash_size
+        if 0 < count <= len(manager.requests.content[slot].digests):
+            resting = [block for block in pool.blocks_of(manager.key(slot, count)) if not pool.references[block]]
+            for block in resting:
+                pool.free.remove(block)
+            pool.free.append(resting)
+
+
+def _last_state(manager: GroupManager, slot: int) -> int:
+    """Return the tokens of the last prefix of the prompt at which another request can continue."""
+    rule = CheckpointRule.of(manager.replica, manager.spec)
+    return rule.last_boundary(manager.requests.num_prompt[slot], manager.hash_size)
 
 
 def kept_indices(manager: GroupManager, slot: int) -> Collection[int]:
@@ -137,3 +200,28 @@ class WindowTailList(FreeList):
     def _join(self, *blocks: int) -> None:
         for before, after in pairwise(blocks):
             self._next[before], self._previous[after] = after, before
+
+
+class TurnTailList(WindowTailList):
+    """As `WindowTailList`; a block that a longer prompt has copied is put before the divider too.
+
+    Attributes:
+        superseded: blocks with a key that such prompts copied: True after one copy, False after several.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.superseded: dict[int, bool] = {}
+
+    def append(self, blocks: Sequence[int]) -> None:
+        """Put blocks at the back, those that are superseded before the divider."""
+        if self.superseded:
+            self.append_left_window([block for block in blocks if self.superseded.get(block)])
+            blocks = [block for block in blocks if not self.superseded.get(block)]
+        super().append(blocks)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forget that blocks are superseded, because they lose their keys."""
+        if self.superseded:
+            for block in blocks:
+                self.superseded.pop(block, None)

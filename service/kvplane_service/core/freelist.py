@@ -106,11 +106,15 @@ class FreeList:
         """Put blocks with a key that left the window of a running request; LRU does not distinguish them."""
         self.append(blocks)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forget what the policy recorded of blocks that lose their keys; LRU records nothing."""
+        del blocks
+
     def rebuild(self, order: Iterable[int]) -> None:
         """Replace the content of the list by `order`."""
         self._next[self.sentinel] = self._previous[self.sentinel] = self.sentinel
         self.count = 0
-        self.append(list(order))
+        self._insert(self.sentinel, list(order))
 
     def put_unkeyed_first(self, key_tokens: array[int], num_keyed: int) -> Generator[None, None, int]:
         """Move all blocks without a key to the front of all blocks with a key. Yields between slices; the list is valid

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from kvplane.base.groups import CommitRule
+from kvplane.base.groups import CommitRule, EvictionPolicy
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
+from kvplane_service.core.eviction import renew_states
 from kvplane_service.core.keys import NULL_BLOCK, Key
 
 SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
@@ -277,6 +278,8 @@ class InFlightTracker:
         vLLM does.
         """
         self._note_use(slot)
+        if self._blocks.spec.eviction is EvictionPolicy.TURN_TAIL:
+            renew_states(self._blocks.managers, slot)
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
         else:

@@ -165,8 +165,7 @@ class BlockPool:
     def hold_busy(self, blocks: Iterable[int]) -> None:
         """Hold blocks that a load of an earlier engine life (epoch) may still write, so that they are not allocated.
 
-        Their keys are removed, since the content of the pages is not known. Call it when a new engine life begins and
-        no request has blocks.
+        Their keys are removed: the content is not known. Call it when an engine life begins, without requests.
         """
         for block in blocks:
             if block in self.busy or block in self.reserved:
@@ -329,6 +328,7 @@ class BlockPool:
                 self._forget(block, key)
         if self.refusals.by_digest:
             self.refusals.forget_keys(keys)
+        self.free.forget((block,))
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
@@ -337,7 +337,6 @@ class BlockPool:
 
     def take_lazy_keys(self, blocks: list[int]) -> Sequence[tuple[str, int, Sequence[bytes], Sequence[int]]]:
         """Remove the keys of blocks from the packed table of recovered keys (`KeyTable`), before `lose_primary`.
-
         Returns (domain, group, digests, blocks) per domain and group.
         """
         assert self.lazy_keys is not None, "the pool has no lazy keys"
@@ -348,6 +347,7 @@ class BlockPool:
     def lose_primary(self, blocks: list[int], at: Ints) -> None:
         """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more."""
         self.refusals.clear()
+        self.free.forget(blocks)
         key = self.key
         for block in blocks:
             key[block] = None

@@ -59,7 +59,7 @@ class Requests:
         self.register_bound: list[int] = []
         self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step with drafts, and where its row ended
         self.unserved: dict[int, int] = {}  # by slot: consecutive rows that had room for less than a state block
-        self.hit_end: dict[int, int] = {}  # by slot: tokens of the hit of a running request; WINDOW_TAIL only
+        self.hit_end: dict[int, int] = {}  # by slot: tokens of the hit of a running request; not with LRU
         self.num_running = 0
         self.loading: set[int] = set()  # slots whose pages a transfer still writes, running or preempted since
         self.not_zeroed: set[int] = set()  # running slots without a grant since their load began; it may fail

@@ -12,7 +12,8 @@ by slot or by group; a set or dict is keyed by one of these.
     pool        epoch, generation, counter, step, executed_through and further numbers; reserved and busy blocks
     pool.NAME   one column of the pool per value
     free        free blocks in eviction order
-    eviction    only with another policy than LRU: its name, its part of the order, and `hit_end` of the requests
+    eviction    only with another policy than LRU: its name, number of free blocks before the divider, `hit_end` of the
+                requests, and for TURN_TAIL the superseded blocks
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
     more_keys   further keys of blocks with their tokens, in order of registration: events name them in this order

@@ -15,7 +15,7 @@ from kvplane.base.stamps import Stamp
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, Residency
-from kvplane_service.core.eviction import WindowTailList
+from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
@@ -92,8 +92,8 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         yield from before
         yield "free", array("I", free)
         if policy:
-            name, first, hit_end = policy
-            yield "eviction", [name, sum(1 for _ in first), hit_end]
+            name, first, *others = policy
+            yield "eviction", [name, sum(1 for _ in first), *others]
         for start in range(0, len(keys), SLICE_BLOCKS):
             yield "keys", key_run(start, keys[start : start + SLICE_BLOCKS], pairs)
         yield from after
@@ -105,12 +105,13 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
     return entries()
 
 
-def _policy_state(replica: Replica) -> tuple[str, Iterator[int], dict[int, int]] | None:
+def _policy_state(replica: Replica) -> tuple[Any, ...] | None:
     """Return what the eviction policy has in addition to the order of the free blocks; None for LRU."""
     free = replica.coordinator.pool.free
     if not isinstance(free, WindowTailList):
         return None
-    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end)
+    superseded = (dict(free.superseded),) if isinstance(free, TurnTailList) else ()
+    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end), *superseded
 
 
 def _request_columns(requests: Requests) -> dict[str, list[Any]]:
@@ -208,7 +209,10 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
     pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
     pool.stamped.clear()
     if isinstance(pool.free, WindowTailList):
-        pool.free.rebuild(entries["free"][0], entries["eviction"][0][1])
+        _, num_first, _, *others = entries["eviction"][0]
+        pool.free.rebuild(entries["free"][0], num_first)
+        if isinstance(pool.free, TurnTailList):
+            (pool.free.superseded,) = others
     else:
         pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}

@@ -29,7 +29,7 @@ class Cause(StrEnum):
     NOT_READ = "not_read"  # the request disabled the look-up
     BELOW_ONE_BLOCK = "below_one_block"
     EVICTED = "evicted"
-    LEFT_WINDOW = "left_window"  # evicted, by the policy window_tail, since a request's window had left it behind
+    LEFT_WINDOW = "left_window"  # evicted first, by the policy: it had left a request's window or was superseded
     DROPPED = "dropped"
     WITHDRAWN = "withdrawn"
     UNVERIFIED = "unverified"

@@ -56,11 +56,13 @@ class EvictionPolicy(Enum):
 
     LRU: the block that was used least recently, the end of a prefix before its beginning, as in vLLM. WINDOW_TAIL: the
     blocks that left the window of a running request (or its chunk), except those that a repeat or a continuation of its
-    prompt needs; then as LRU.
+    prompt needs; then as LRU. TURN_TAIL: as WINDOW_TAIL, and where hits can end inside blocks, what a later turn of a
+    conversation supersedes goes first too, and states rest with the other blocks of their request.
     """
 
     LRU = "lru"
     WINDOW_TAIL = "window_tail"
+    TURN_TAIL = "turn_tail"
 
 
 class HashAlgorithm(Enum):

@@ -95,7 +95,7 @@ class RemoveReason(IntEnum):
     WITHDRAWN = 4  # tentative key of a step that will not run
     UNVERIFIED = 5  # a new epoch could not prove that the page still has the content
     MOVED = 6  # the key moved to a copy of the page, as the next event reports
-    LEFT_WINDOW = 7  # as EVICTED: the block had left a request's window, and the policy window_tail lets such go first
+    LEFT_WINDOW = 7  # as EVICTED: left a request's window or was superseded, and the policy lets such go first
 
 
 EVICTIONS = (RemoveReason.EVICTED, RemoveReason.LEFT_WINDOW)  # the block was allocated to another request

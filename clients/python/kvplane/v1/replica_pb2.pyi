@@ -37,6 +37,7 @@ class EvictionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_POLICY_UNSPECIFIED: _ClassVar[EvictionPolicy]
     EVICTION_POLICY_LRU: _ClassVar[EvictionPolicy]
     EVICTION_POLICY_WINDOW_TAIL: _ClassVar[EvictionPolicy]
+    EVICTION_POLICY_TURN_TAIL: _ClassVar[EvictionPolicy]
 
 class HashAlgorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -72,6 +73,7 @@ COMMIT_RULE_REFERENCE: CommitRule
 EVICTION_POLICY_UNSPECIFIED: EvictionPolicy
 EVICTION_POLICY_LRU: EvictionPolicy
 EVICTION_POLICY_WINDOW_TAIL: EvictionPolicy
+EVICTION_POLICY_TURN_TAIL: EvictionPolicy
 HASH_ALGORITHM_UNSPECIFIED: HashAlgorithm
 HASH_ALGORITHM_KVPLANE: HashAlgorithm
 HASH_ALGORITHM_SHA256: HashAlgorithm

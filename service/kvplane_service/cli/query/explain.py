@@ -22,8 +22,8 @@ _SENTENCES = {
     "below_one_block": "the prompt is shorter than the smallest possible hit",
     "evicted": "tokens {start}..{end} were cached, and evicted{by_request}{when}",
     "left_window": (
-        "tokens {start}..{end} were cached and then left the window of a request; the policy window_tail evicts such "
-        "blocks first, and they were evicted{by_request}{when}"
+        "tokens {start}..{end} were cached and then left the window of a request, or a later turn superseded them; the "
+        "policy evicts such blocks first, and they were evicted{by_request}{when}"
     ),
     "dropped": "tokens {start}..{end} were cached, and their key was dropped{when}",
     "withdrawn": "tokens {start}..{end} were registered by a step that did not run; withdrawn{when}",

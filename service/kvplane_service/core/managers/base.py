@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, EvictionPolicy
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane_service.core.eviction import kept_indices
+from kvplane_service.core.eviction import note_copied, split_left
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
 from kvplane_service.core.setup import is_cached
@@ -201,6 +201,7 @@ class GroupManager(ABC):
         self.table[slot][index] = target
         self._order_copy(source, target)
         self.pool.touch([target])
+        note_copied(self, slot, source)
 
     def _order_copy(self, source: int, target: int) -> None:
         """Add a copy to the orders, which ranks carry out in this sequence; `copies` keeps the references to both
@@ -310,11 +311,9 @@ class GroupManager(ABC):
             table[index] = NULL_BLOCK
         # Launches of earlier steps: that of the present step does not read what it skips.
         self.pool.note_use(blocks, min(self.requests.granted_step[slot], self.pool.step - 1))
-        if self.has_window and self.replica.eviction is EvictionPolicy.WINDOW_TAIL:
-            kept = kept_indices(self, slot)
-            left = [block for index, block in zip(indices, blocks, strict=True) if index not in kept]
+        if self.replica.eviction is not EvictionPolicy.LRU:
+            left, blocks = split_left(self, slot, indices, blocks)
             self.pool.release(left, left_window=True)
-            blocks = [block for index, block in zip(indices, blocks, strict=True) if index in kept]
         self.pool.release(blocks)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
