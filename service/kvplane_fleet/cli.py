@@ -1,60 +1,181 @@
-"""The commands `kvplane fleet describe | hits`: follow the engines of a file once, and print what they have cached.
+"""The commands `kvplane router` and `kvplane fleet list | describe | score`.
 
-What the commands use is imported inside them, so that `kvplane --help` loads neither ZeroMQ nor msgspec.
+`fleet` asks a router; with --places it follows the engines of a file once instead, and answers as a router would that
+nothing was sent to. What the commands use is imported inside them, so that `kvplane --help` loads neither ZeroMQ nor
+msgspec.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
+from kvplane_service.cli.options import TABLE, ConfigFile, Listen, Output, Settings, given_access, load_config
+from kvplane_service.cli.output import columns, show
 
 if TYPE_CHECKING:
-    from kvplane_fleet.fleet import Fleet, Followed
+    from google.protobuf.message import Message
 
-app = typer.Typer(no_args_is_help=True, help="Show what the caches of many engines hold.")
+    from kvplane.v1 import routing_pb2 as pb
+    from kvplane_fleet.router.process import Router
+
+DEFAULT_ROUTER = "127.0.0.1:7080"
+_TIMEOUT_S = 30.0
+
+app = typer.Typer(no_args_is_help=True, help="Show what the caches of many engines hold, and where a prompt belongs.")
 
 PlacesFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the engines, as in docs/fleet.md.")]
-Within = Annotated[float, typer.Option("--within", min=0.1, max=3600.0, help="Seconds to wait for the engines.")]
+RouterAddress = Annotated[
+    str, typer.Option("--router", envvar="KVPLANE_ROUTER", help="Address of the router: host:port or unix:PATH.")
+]
+Places = Annotated[
+    Path | None, typer.Option("--places", metavar="FILE", help="Ask no router, but follow the engines of FILE once.")
+]
+Within = Annotated[float, typer.Option("--within", min=0.1, max=3600.0, help="Seconds to wait for engines of FILE.")]
 Model = Annotated[str, typer.Option("--model", help="The model of the prompt.")]
 TokenIds = Annotated[str, typer.Option("--tokens", help="The prompt's token ids, separated by commas.")]
 
 
-@app.command()
-def describe(file: PlacesFile, within: Within = 30.0) -> None:
+def router_command(
+    file: PlacesFile,
+    config: ConfigFile = None,
+    listen: Listen = None,
+    metrics: Annotated[str | None, typer.Option(help="host:port of the HTTP endpoint for Prometheus.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Follow the caches of engines and say where a prompt is answered soonest, until SIGTERM or Ctrl-C."""
+    import logging
+    import os
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    _check_packages()
+    from kvplane_fleet.router.process import check_keys, serve
+    from kvplane_fleet.settings import load
+
+    if metrics is not None:
+        settings = [*(settings or ()), f"metrics_listen={metrics}"]
+    loaded = load_config(config, listen, settings)
+    check_keys(loaded)
+    if loaded.sources["listen"] == "default":
+        loaded = load_config(config, DEFAULT_ROUTER, settings)
+    logging.basicConfig(level=loaded.config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve(loaded.config, load(file), _print_addresses))
+
+
+def _print_addresses(router: Router) -> None:
+    lines = [f"routing on {router.address}"]
+    if router.metrics_address:
+        lines.append(f"metrics on http://{router.metrics_address}/metrics")
+    if router.health_address:
+        lines.append(f"health on {router.health_address}")
+    sys.stdout.write("".join(f"kvplane: {line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+@app.command("list")
+def list_places(
+    router: RouterAddress = DEFAULT_ROUTER,
+    model: Annotated[str, typer.Option("--model", help="Only places of this model.")] = "",
+    places: Places = None,
+    within: Within = 30.0,
+    output: Output = TABLE,
+) -> None:
     """List the engines with their entries, groups, kind of hashes, and faults of their events."""
-    _print(_once(file, within, _places))
+    from kvplane.v1 import routing_pb2 as pb
+
+    answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(model=model), router, places, within))
+    show(answer, output, table=lambda: columns([_HEADING, *map(_row, answer.places)]))
 
 
 @app.command()
-def hits(file: PlacesFile, tokens: TokenIds, model: Model = "", within: Within = 30.0) -> None:
-    """List how many tokens of a prompt each engine would hit, and which groups limit it."""
+def describe(
+    place: Annotated[str, typer.Argument(help="Name of the place.")],
+    router: RouterAddress = DEFAULT_ROUTER,
+    places: Places = None,
+    within: Within = 30.0,
+    output: Output = TABLE,
+) -> None:
+    """Show what is known of one engine."""
+    from kvplane.v1 import routing_pb2 as pb
+
+    answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(), router, places, within))
+    found = [one for one in answer.places if one.place == place]
+    if not found:
+        raise NotFound(f"there is no place {place!r}", field="place", remedy="`kvplane fleet list` names all")
+    show(found[0], output, table=lambda: columns(_facts(found[0])))
+
+
+@app.command()
+def score(
+    tokens: TokenIds,
+    model: Model = "",
+    policy: Annotated[str, typer.Option("--policy", help="Policy; default: the router's.")] = "",
+    router: RouterAddress = DEFAULT_ROUTER,
+    places: Places = None,
+    output: Output = TABLE,
+) -> None:
+    """List what each engine would hit of a prompt, which groups of layers limit it, and what answering there costs."""
+    from kvplane.v1 import routing_pb2 as pb
+
     try:
-        prompt = [int(one) for one in tokens.split(",")]
+        prompt = pb.Prompt(token_ids=[int(one) for one in tokens.split(",")])
     except ValueError:
         raise InvalidArgument("not a list of numbers", field="tokens", remedy="separate token ids by commas") from None
-    _print(_once(file, within, lambda fleet: _hits(fleet, model, prompt)))
+    known = {name.removeprefix("ROUTING_POLICY_").lower(): value for name, value in pb.RoutingPolicy.items()}
+    known[""] = known.pop("unspecified")
+    if policy not in known:
+        remedy = f"use one of {', '.join(filter(None, known))}"
+        raise InvalidArgument(f"{policy!r} is no policy", field="--policy", remedy=remedy)
+    request = pb.ScoreRequest(model=model, prompt=prompt, policy=cast("pb.RoutingPolicy", known[policy]))
+    answer = cast("pb.ScoreResponse", _ask(request, router, places))
+    show(answer, output, table=lambda: _scores(answer))
 
 
-def _once(file: Path, within_s: float, rows: Callable[[Fleet], list[list[str]]]) -> list[list[str]]:
-    missing = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
-    if missing:
-        raise NotFound(f"the package {missing[0]} is not installed", field="fleet", remedy="install kvplane[fleet]")
-    import asyncio
+# -- asking ----------------------------------------------------------------------------------------------------------
 
+
+def _ask(request: Message, router: str, places: Path | None, within_s: float = _TIMEOUT_S) -> Message:
+    """Return the answer of a router, or of the places of a file, to a request of Score or ListPlaces."""
+    method = type(request).__name__.removesuffix("Request")
+    return _ask_router(method, request, router) if places is None else _ask_once(method, request, places, within_s)
+
+
+def _ask_router(method: str, request: Message, router: str) -> Message:
+    import grpc
+
+    from kvplane.rpc.channel import open_channel
+    from kvplane.rpc.status import RpcOutcome, error_of_rpc
+    from kvplane.v1 import routing_pb2_grpc
+
+    with open_channel(router, given_access()) as channel:
+        try:
+            answer: Message = getattr(routing_pb2_grpc.RoutingStub(channel), method)(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as outcome:
+            error = error_of_rpc(cast(RpcOutcome, outcome))
+            if isinstance(error, Unavailable):
+                error.remedy = error.remedy or "check that it runs, or name its address by --router or KVPLANE_ROUTER"
+            raise error from None
+    return answer
+
+
+def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Message:
+    _check_packages()
+    import time
+
+    from kvplane_fleet.decisions import Decisions
+    from kvplane_fleet.fleet import Fleet, following
+    from kvplane_fleet.router.servicer import RoutingServicer
     from kvplane_fleet.settings import load
 
     settings = load(file)
 
-    async def run() -> list[list[str]]:
-        from kvplane_fleet.fleet import Fleet, following
-
+    async def run() -> Message:
         fleet = Fleet()
         async with following(fleet, settings.places):
             try:
@@ -62,46 +183,76 @@ def _once(file: Path, within_s: float, rows: Callable[[Fleet], list[list[str]]])
             except TimeoutError:
                 if not any(one.source.is_connected for one in fleet.followed.values()):
                     raise Unavailable(f"no engine of {file} was connected within {within_s:g} s") from None
-            return rows(fleet)
+            servicer = RoutingServicer(fleet, Decisions(fleet, settings.router, time.monotonic), time.monotonic)
+            answer: Message = await getattr(servicer, method)(request, b"")
+            return answer
 
     return asyncio.run(run())
 
 
-def _places(fleet: Fleet) -> list[list[str]]:
-    heading = ["PLACE", "MODEL", "STATE", "BATCHES", "ENTRIES", "GROUPS", "HASHES", "FAULTS"]
-    return [heading, *(_place(name, one) for name, one in sorted(fleet.followed.items()))]
+def _check_packages() -> None:
+    missing = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
+    if missing:
+        raise NotFound(f"the package {missing[0]} is not installed", field="fleet", remedy="install kvplane[fleet]")
 
 
-def _place(name: str, one: Followed) -> list[str]:
-    place, groups = one.place, []
-    for number, form in sorted(one.place.formats.items()):
-        window = f" of {form.window}" if form.window else ""
-        groups.append(f"{number} {form.kind or 'not stated'}{window} in {form.block_size}")
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+_HEADING = [
+    "PLACE",
+    "MODEL",
+    "STATE",
+    "IN FLIGHT",
+    "BATCHES",
+    "ENTRIES",
+    "GROUPS",
+    "HASHES",
+    "CLAIMED",
+    "REAL",
+    "FAULTS",
+]
+
+
+def _row(one: pb.PlaceInfo) -> list[str]:
+    claimed = (str(one.claimed_tokens), str(one.real_tokens))
+    counts = (str(one.in_flight), str(one.batches), str(one.entries))
     return [
-        name,
-        place.settings.model or "-",
+        one.place,
+        one.model or "-",
         one.state,
-        str(place.batches),
-        str(place.entries),
-        "; ".join(groups) or "-",
-        str(place.domain or "not proven"),
-        str(place.faults) or "-",
+        *counts,
+        _groups(one),
+        one.hashes or "not proven",
+        *claimed,
+        _faults(one),
     ]
 
 
-def _hits(fleet: Fleet, model: str, prompt: Sequence[int]) -> list[list[str]]:
-    from kvplane_fleet.fleet import Prompt
-
-    rows = [["PLACE", "TOKENS", "LIMITED BY GROUPS", "ALONE", "REMARK"]]
-    for one in fleet.claims(model, Prompt(prompt)):
-        limits = ", ".join(map(str, one.claim.limits)) if one.claim else ""
-        alone = ", ".join(map(str, one.claim.alone)) if one.claim else ""
-        rows.append([one.place, str(one.tokens), limits or "-", alone or "-", one.inexact or "-"])
-    return rows
+def _groups(one: pb.PlaceInfo) -> str:
+    texts = []
+    for group in one.groups:
+        window = f" of {group.window}" if group.window else ""
+        texts.append(f"{group.group} {group.kind or 'not stated'}{window} in {group.block_size}")
+    return "; ".join(texts) or "-"
 
 
-def _print(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+def _faults(one: pb.PlaceInfo) -> str:
+    return ", ".join(f"{name} {times}" for name, times in sorted(one.faults.items())) or "-"
+
+
+def _facts(one: pb.PlaceInfo) -> list[list[str]]:
+    facts = dict(zip(_HEADING, _row(one), strict=True))
+    facts["ENDPOINT"] = one.endpoint or "-"
+    facts["PREFILL"] = f"{one.prefill_tokens_per_s:,.0f} tokens/s from {one.samples} reports"
+    return [[f"{name.capitalize()}:", value] for name, value in facts.items()]
+
+
+def _scores(answer: pb.ScoreResponse) -> str:
+    rows = [["PLACE", "TOKENS", "EXPECTED", "LIMITED BY GROUPS", "ALONE", "QUEUE S", "MISS S", "COST S", "REMARK"]]
+    for one in answer.places:
+        limits = ", ".join(str(group.group) for group in one.groups if group.limits)
+        alone = ", ".join(str(group.tokens_alone) for group in one.groups)
+        costs = (f"{value:.3f}" for value in (one.cost.queue_s, one.cost.miss_s, one.cost.total_s))
+        counts = (str(one.hit_tokens), str(one.expected_tokens))
+        rows.append([one.place, *counts, limits or "-", alone or "-", *costs, one.inexact or "-"])
+    return f"{columns(rows)}\n\n{answer.reason}"

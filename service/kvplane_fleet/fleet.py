@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,14 +22,16 @@ from kvplane_fleet.settings import PlaceSettings
 
 
 @asynccontextmanager
-async def following(fleet: Fleet, places: Iterable[PlaceSettings]) -> AsyncIterator[None]:
-    """Follow the places while the context is entered. A bug in following a place is raised at the end."""
+async def following(fleet: Fleet, places: Iterable[PlaceSettings]) -> AsyncIterator[Sequence[asyncio.Task[None]]]:
+    """Follow the places while the context is entered, in a task for each, which only a bug ends; it is raised at the
+    end.
+    """
     context = zmq.asyncio.Context()
     for place in places:
         fleet.add(place)
     tasks = [asyncio.create_task(fleet.follow(name, context)) for name in fleet.followed]
     try:
-        yield
+        yield tasks
     finally:
         for task in tasks:
             task.cancel()
@@ -87,11 +89,36 @@ class Prompt:
         tokens: its token ids.
         extra: LoRA, images and salt, which are in the hashes of its blocks.
         domain: its domain in kvplane; requests share blocks only within one.
+        keys: the keys of its blocks, if they were computed before; `tokens` is not read then.
+        num_keyed: number of its tokens, if there are `keys`.
     """
 
     tokens: Sequence[int]
     extra: ExtraKeys = NO_EXTRA_KEYS
     domain: str = ""
+    keys: Sequence[int] | None = None
+    num_keyed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) if self.keys is None else self.num_keyed
+
+    def keys_of(self, domain: Domain) -> list[int]:
+        """Return the keys of its blocks. Raises InvalidArgument if a token is out of range, or if it was given by keys
+        of which the domain has another number.
+        """
+        mask = domain_mask(self.domain)
+        if self.keys is None:
+            return [key ^ mask for key in domain.keys(self.tokens, self.extra)]
+        whole = max(self.num_keyed - domain.lookahead, 0) // domain.block_size
+        if len(self.keys) != whole:
+            raise InvalidArgument(
+                f"{len(self.keys)} keys for {self.num_keyed} tokens, which are {whole} blocks of {domain.block_size}",
+                field="prompt.keys",
+                remedy="send the keys of all full hash blocks, or token_ids",
+            )
+        return [key ^ mask for key in self.keys] if mask else list(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +130,14 @@ class PlaceClaim:
         tokens: length of the hit; 0 if it cannot be computed.
         claim: the claim in detail; None if it cannot be computed.
         inexact: why the hit of the engine may be another; "" if it is this one.
+        expected: the same length, counting the prompts that were sent to the place and are not yet in its events.
     """
 
     place: str
     tokens: int
     claim: Claim | None
     inexact: str
+    expected: int = 0
 
 
 class Fleet:
@@ -143,25 +172,50 @@ class Fleet:
         """Wait until every place is connected and its replay has ended."""
         await asyncio.gather(*(one.wait_until_current() for one in self.followed.values()))
 
-    def claims(self, model: str, prompt: Prompt) -> list[PlaceClaim]:
-        """Return what each place of a model would hit of a prompt, the longest hit first. Raises InvalidArgument if a
-        token is out of range.
+    def of_model(self, model: str) -> dict[str, Followed]:
+        """Return the places of a model, by name."""
+        return {name: one for name, one in self.followed.items() if one.place.settings.model == model}
+
+    def domains(self, model: str) -> set[Domain]:
+        """Return how the places of a model hash, as far as it is proven."""
+        known = {one.place.domain for one in self.of_model(model).values()}
+        return {domain for domain in known if domain is not None}
+
+    def claims(
+        self, model: str, prompt: Prompt, keys: Mapping[Domain, Sequence[int]] | None = None
+    ) -> list[PlaceClaim]:
+        """Return what each place of a model would hit of a prompt, the longest hit first.
+
+        Args:
+            model: name of the model.
+            prompt: the prompt.
+            keys: its keys by domain, if they are computed; those of other domains are computed here.
+
+        Raises:
+            InvalidArgument: a token is out of range.
         """
-        found: dict[Domain, Found] = {}
-        named = [item for item in self.followed.items() if item[1].place.settings.model == model]
-        claims = [self._claim(name, one, prompt, found) for name, one in named]
+        found = {domain: self.index.find(each) for domain, each in (keys or {}).items()}
+        claims = [self._claim(name, one, prompt, found) for name, one in self.of_model(model).items()]
         return sorted(claims, key=lambda one: -one.tokens)
 
     def _claim(self, name: str, one: Followed, prompt: Prompt, found: dict[Domain, Found]) -> PlaceClaim:
+        place = one.place
         try:
-            layout = one.place.layout()
+            layout = place.layout()
         except InvalidArgument as error:
             return PlaceClaim(name, 0, None, str(error))
-        domain = one.place.domain
+        domain = place.domain
         assert domain is not None, "a layout has a domain"
         if domain not in found:
-            mask = domain_mask(prompt.domain)
-            found[domain] = self.index.find([key ^ mask for key in domain.keys(prompt.tokens, prompt.extra)])
-        claim = one.place.claim(found[domain], len(prompt.tokens))
+            try:
+                found[domain] = self.index.find(prompt.keys_of(domain))
+            except InvalidArgument as error:
+                if prompt.keys is None:
+                    raise
+                return PlaceClaim(name, 0, None, str(error))
+        claim = place.claim(found[domain], prompt.num_tokens)
+        expected = claim.tokens
+        if place.expected:
+            expected = max(expected, place.claim(found[domain], prompt.num_tokens, with_expected=True).tokens)
         state = "" if one.state == "current" else f"the place is {one.state}"
-        return PlaceClaim(name, claim.tokens, claim, layout.inexact or state)
+        return PlaceClaim(name, claim.tokens, claim, layout.inexact or state, expected)

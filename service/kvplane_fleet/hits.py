@@ -72,6 +72,17 @@ class _Rule:
         limit = min(query.max_tokens, len(query.digests) * self.hash_size)
         return [[] for _ in query.groups], self._length(self._column_of(query.groups), limit, query)
 
+    def kept(self, num_tokens: int) -> range:
+        """Return the hash blocks whose keys the group has once a prompt of this length was computed."""
+        step = self.block_size // self.hash_size
+        blocks = num_tokens // self.block_size
+        first = max(blocks - self._num_kept(), 0)
+        return range((first + 1) * step - 1, blocks * step, step)
+
+    def _num_kept(self) -> int:
+        """Return how many of its last blocks a prompt keeps; all by default."""
+        return _NO_HORIZON
+
     def _length(self, column: Column, limit: int, query: Query) -> int:
         raise NotImplementedError
 
@@ -109,9 +120,16 @@ class _Full(_Rule):
 class _Window(_Rule):
     """The blocks of the last window; fewer if they begin with the first block."""
 
+    def _needed(self, drop: int) -> int:
+        return max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
+
+    def _num_kept(self) -> int:
+        # One more than a hit needs: a repeated prompt computes its last token, so its hit may end a block earlier.
+        return self._needed(int(self.spec.drops_last_block)) + 1
+
     def _length(self, column: Column, limit: int, query: Query) -> int:
         drop = int(query.drops_last_block)
-        needed = max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
+        needed = self._needed(drop)
         end = self._end(self._blocks(column, limit), needed, drop)
         if drop and end > 0:
             end = self._aligned(end - 1)
@@ -143,6 +161,9 @@ class _State(_Rule):
     def drop_margin(self) -> int:
         return 0
 
+    def _num_kept(self) -> int:
+        return 2  # as for windows
+
     def _length(self, column: Column, limit: int, query: Query) -> int:
         unit, size = self._unit, self.block_size
         stride = unit if unit < size and size % unit == 0 else math.lcm(size, unit)
@@ -153,6 +174,9 @@ class _State(_Rule):
 
 class _Never(_Rule):
     """A group that is never cached; no look-up asks it."""
+
+    def _num_kept(self) -> int:
+        return 0
 
 
 _RULES: dict[GroupKind, type[_Rule]] = {
@@ -185,8 +209,15 @@ class HitRule:
             _RULES[one.kind](group, one, spec, lambda groups: self._columns(groups))
             for group, one in enumerate(spec.groups)
         ]
+        self._rules = rules
         # Safe: a look-up uses no other members of a manager than those of _Rule.
         self._lookup = PrefixLookup(spec, cast(Sequence[GroupManager], rules))
+
+    def kept(self, num_tokens: int) -> list[range]:
+        """Return, by group, the hash blocks whose keys the engine has once it has computed a prompt of this length,
+        if it evicts none of them.
+        """
+        return [rule.kept(num_tokens) for rule in self._rules]
 
     def claim(self, column_of: ColumnOf, num_units: int, num_tokens: int) -> Claim:
         """Return the hit of a prompt of `num_tokens` tokens, which has `num_units` hash blocks.

@@ -194,9 +194,11 @@ class Found:
     sets: Sequence[int]
     positions: NDArray[np.int64]
 
-    def has(self, cells: Sequence[int]) -> NDArray[np.bool_]:
-        """Return, for each key, whether all of the cells have it."""
-        wanted = sum(1 << cell for cell in cells)
-        each = np.fromiter((bits & wanted == wanted for bits in self.sets), np.bool_, len(self.sets))
+    def has(self, cells: Sequence[int], others: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Return, for each key, whether all of the cells have it. `others`, if given, has another cell for each, which
+        may have the key instead.
+        """
+        choices = [1 << one | 1 << other for one, other in zip(cells, others or cells, strict=True)]
+        each = np.fromiter((all(bits & one for one in choices) for bits in self.sets), np.bool_, len(self.sets))
         found: NDArray[np.bool_] = each[self.positions]
         return found

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane_fleet.domains import Domain, DomainProof
+from kvplane_fleet.expected import Expected
 from kvplane_fleet.faults import Fault, Faults
-from kvplane_fleet.hits import Claim, HitRule
+from kvplane_fleet.hits import Claim, Column, HitRule
 from kvplane_fleet.index import Found, Index
+from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.wire.events import Batch, Cleared, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.setup import check_spec
 
+Watcher = Callable[[str, Event], None]  # takes the place's name and what was applied
 MAX_ENTRIES = 1 << 24  # of a place
 _WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
 _MAX_MODEL_LEN = 1 << 20
@@ -49,8 +52,12 @@ class Place:
         self.cells: dict[tuple[Tier, int], int] = {}
         self.formats: dict[int, GroupFormat] = {}
         self.proof = DomainProof(settings.hash_algorithms, settings.hash_seed)
-        self.batches = self.events = 0
+        self.batches = self.events = self.stores = self.removals = 0
+        self.watchers: list[Watcher] = []
+        self.expected = Expected(index)
+        self.returns = Returns()
         self.withdrawn = False  # the engine's cache must not be used for now
+        self._most_blocks = 0
         self._rank: int | None = None
         self._time_s = -math.inf
         self._layout: Layout | InvalidArgument | None = None
@@ -92,6 +99,8 @@ class Place:
         if life_ended:
             for cell in self.cells.values():
                 self._index.release(cell)
+            self.expected.release()
+            self._most_blocks = 0
             self.cells, self.formats, self._layout = {}, {}, None
             self.proof = DomainProof(self.settings.hash_algorithms, self.settings.hash_seed)
             self._rank, self._time_s = None, -math.inf
@@ -105,7 +114,9 @@ class Place:
         if self.entries + len(event.keys) > MAX_ENTRIES:
             self.faults.count(Fault.TOO_MANY_ENTRIES)
             return
+        self.stores += 1
         self._index.add(cell, event.keys)
+        self._notify(event)
 
     def _learn(self, event: Stored) -> None:
         known = self.formats.get(event.group)
@@ -120,11 +131,22 @@ class Place:
             self._layout = None
 
     def _remove(self, event: Removed) -> None:
+        if event.tier is Tier.DEVICE:
+            self._most_blocks = max(self._most_blocks, self.device_entries)
         cell = self.cells.get((event.tier, event.group))
         unknown = len(event.keys) if cell is None else self._index.remove(cell, event.keys)
         self.faults.count(Fault.REMOVAL_UNKNOWN, unknown)
+        self.removals += 1
+        self.returns.removed(event.keys)
+        self._notify(event)
+
+    def _notify(self, event: Event) -> None:
+        for watcher in self.watchers:
+            watcher(self.settings.name, event)
 
     def _remove_all(self) -> None:
+        self.removals += 1
+        self._notify(Cleared())
         for cell in self.cells.values():
             self._index.clear(cell)
 
@@ -144,7 +166,12 @@ class Place:
         for number in self.formats:
             self.cells.setdefault((Tier.DEVICE, number), self._index.new_cell())
         self._layout = Layout(tuple(self.formats), HitRule(spec), "")
+        self._most_blocks = spec.num_blocks
         self.withdrawn = False
+
+    def content(self) -> dict[tuple[Tier, int], dict[int, int]]:
+        """Return the keys by tier and group, with their numbers of copies; it reads the whole index."""
+        return {named: self._index.keys_of(cell) for named, cell in self.cells.items()}
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
@@ -152,6 +179,11 @@ class Place:
     def entries(self) -> int:
         """Number of different keys, summed over groups and tiers."""
         return sum(self._index.size(cell) for cell in self.cells.values())
+
+    @property
+    def device_entries(self) -> int:
+        """Number of different keys on the device, summed over groups."""
+        return sum(self._index.size(cell) for (tier, _), cell in self.cells.items() if tier is Tier.DEVICE)
 
     @property
     def domain(self) -> Domain | None:
@@ -169,14 +201,37 @@ class Place:
             raise self._layout
         return self._layout
 
-    def claim(self, found: Found, num_tokens: int) -> Claim:
-        """Return the hit of a prompt whose keys, of this place's domain, were found. Raises the errors of `layout`."""
+    def claim(self, found: Found, num_tokens: int, with_expected: bool = False) -> Claim:
+        """Return the hit of a prompt whose keys, of this place's domain, were found. Raises the errors of `layout`.
+
+        Args:
+            found: the keys in the index.
+            num_tokens: length of the prompt.
+            with_expected: count what prompts that are sent to the place will leave there.
+        """
         layout = self.layout()
 
-        def cells(groups: Sequence[int]) -> list[int]:
-            return [self.cells[Tier.DEVICE, layout.groups[group]] for group in groups]
+        def has(groups: Sequence[int]) -> Column:
+            numbers = [layout.groups[group] for group in groups]
+            cells = [self.cells[Tier.DEVICE, number] for number in numbers]
+            return found.has(cells, self.expected.cells(numbers) if with_expected else ())
 
-        return layout.rule.claim(lambda groups: found.has(cells(groups)), len(found.positions), num_tokens)
+        return layout.rule.claim(has, len(found.positions), num_tokens)
+
+    def expect(self, name: str, keys: Sequence[int], num_tokens: int) -> None:
+        """Expect the entries that a prompt will leave, until `expected.forget(name)`. Raises the errors of `layout`."""
+        layout = self.layout()
+        kept = zip(layout.groups, layout.rule.kept(num_tokens), strict=True)
+        self.expected.add(name, {group: [keys[at] for at in units if at < len(keys)] for group, units in kept})
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Return how many entries a prompt of this length leaves. Raises the errors of `layout`."""
+        return sum(map(len, self.layout().rule.kept(num_tokens)))
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the engine; where it is not stated, the most entries that it had when it removed one."""
+        return self.settings.num_blocks or self._most_blocks
 
     def _make_layout(self) -> Layout:
         numbers = tuple(sorted(group for group, form in self.formats.items() if form.kind not in _UNCACHED))

@@ -10,6 +10,7 @@ import yaml
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import HashAlgorithm
+from kvplane_fleet.policies import Policy
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Address = Annotated[str, msgspec.Meta(pattern=r"^(tcp://.+:\d{1,5}|ipc://.+|inproc://.+)$", max_length=1024)]
@@ -34,6 +35,8 @@ class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attention_chunk: tokens of a chunk of chunked local attention, which no event states.
         draft_groups: groups in which a drafter (EAGLE, MTP) drops the last block of a hit.
         partial_hits: whether hits end inside blocks; by default where vLLM 0.33 would.
+        endpoint: address to which requests are sent; answers repeat it.
+        num_blocks: blocks of the engine; by default the most that it was seen to have when it evicted.
     """
 
     name: Text
@@ -47,12 +50,37 @@ class PlaceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_chunk: Tokens | None = None
     draft_groups: tuple[GroupNumber, ...] = ()
     partial_hits: bool | None = None
+    endpoint: str = ""
+    num_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+
+
+class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the router decides.
+
+    Attributes:
+        policy: the policy of requests that name none.
+        prefill_tokens_per_s, decode_s: what is assumed of an engine that nothing was reported of: prompt tokens that it
+            computes in a second, and seconds for one token of each prompt in flight.
+        price_displacement: count what an engine has to evict for a prompt.
+        max_decisions: booked prompts at a time.
+        forget_after_s: time after which a booked prompt that no client reports on counts as ended.
+        warm_up_s: time after which the router is ready although it has not yet learned what some engine has.
+    """
+
+    policy: Policy = Policy.COST
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 10_000.0
+    decode_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.02
+    price_displacement: bool = True
+    max_decisions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 16
+    forget_after_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 600.0
+    warm_up_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All places."""
+    """All places, and how the router decides among them."""
 
     places: Annotated[tuple[PlaceSettings, ...], msgspec.Meta(max_length=MAX_PLACES)]
+    router: RouterSettings = RouterSettings()
 
 
 def load(path: Path) -> FleetSettings:

@@ -1,19 +1,24 @@
-"""`kvplane fleet` follows the engines of a file once, and prints what they have."""
+"""`kvplane fleet` with a file of engines: it follows them once, and prints what they have."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from typer.testing import CliRunner
 
+from kvplane.base.errors import KvplaneError
+from kvplane_service.cli import app, exit_code
 from tests.router.engine import EngineProcess, batches
 from tests.store.servers import free_port
 
 
-def run(*words):
-    command = [sys.executable, "-m", "kvplane_service", "fleet", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+class Done:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, *words: str) -> None:
+        result = CliRunner().invoke(app, ["fleet", *words])
+        self.stdout, self.stderr, self.returncode = result.stdout, result.stderr, result.exit_code
+        if isinstance(result.exception, KvplaneError):
+            self.stderr, self.returncode = str(result.exception), exit_code(result.exception)
 
 
 @pytest.fixture(scope="module")
@@ -29,29 +34,44 @@ def places(tmp_path_factory):
         engine.kill()
 
 
-def test_describe_names_groups_hashes_and_faults(places):
-    done = run("describe", str(places))
+def test_list_names_groups_hashes_and_faults(places):
+    done = Done("list", "--places", str(places))
     assert done.returncode == 0, done.stderr
     heading, line = done.stdout.splitlines()
-    assert heading.split() == "PLACE MODEL STATE BATCHES ENTRIES GROUPS HASHES FAULTS".split()
-    assert "first  m      current  3 " in line
+    assert heading.split()[:3] == ["PLACE", "MODEL", "STATE"]
+    assert "first  m      current  0          3 " in line
     assert "0 full_attention in 16; 1 sliding_window of 32 in 16" in line
     assert "sha256, default seed, blocks of 16" in line
 
 
-def test_hits_are_the_prompts_cached_tokens(places):
+def test_describe_shows_one_place(places):
+    done = Done("describe", "first", "--places", str(places))
+    assert "tokens/s from 0 reports" in done.stdout
+    missing = Done("describe", "second", "--places", str(places))
+    assert missing.returncode == 2
+    assert "there is no place 'second'" in missing.stderr
+
+
+def test_score_has_the_prompts_cached_tokens(places):
     prompt = next(batches(0))[0]["token_ids"]
     tokens = ",".join(map(str, [*prompt, 7]))
-    done = run("hits", str(places), "--tokens", tokens, "--model", "m")
+    done = Done("score", "--places", str(places), "--tokens", tokens, "--model", "m")
     assert done.stdout.splitlines()[1].split()[:2] == ["first", str(len(prompt))]
-    assert len(run("hits", str(places), "--tokens", tokens).stdout.splitlines()) == 1, "no place has this model"
+    assert "it is the only candidate" in done.stdout
+    other = Done("score", "--places", str(places), "--tokens", tokens, "-o", "json")
+    assert other.returncode == 2
+    assert "no place has the model ''" in other.stderr
 
 
-def test_wrong_use_and_absent_engines_are_errors(places, tmp_path):
-    assert run("hits", str(places), "--tokens", "a,b").returncode == 2
-    assert run("describe", str(tmp_path / "missing")).returncode == 2
+def test_wrong_use_and_absent_engines_and_routers_are_errors(places, tmp_path):
+    assert Done("score", "--places", str(places), "--tokens", "a,b").returncode == 2
+    assert Done("score", "--places", str(places), "--tokens", "1", "--policy", "best").returncode == 2
+    assert Done("list", "--places", str(tmp_path / "missing")).returncode == 2
     alone = tmp_path / "places.yaml"
     alone.write_text(f"places: [{{name: a, events: 'tcp://127.0.0.1:{free_port()}'}}]")
-    done = run("describe", str(alone), "--within", "0.5")
+    done = Done("list", "--places", str(alone), "--within", "0.5")
     assert done.returncode == 3
     assert "no engine of" in done.stderr
+    absent = Done("list", "--router", f"127.0.0.1:{free_port()}")
+    assert absent.returncode == 3
+    assert "KVPLANE_ROUTER" in absent.stderr

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import Metric
 
 from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
+from kvplane_fleet.decisions import Event
+from kvplane_fleet.router.metrics import RouterCollector
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
+from tests.router.fleets import Scene, tokens
 from tests.service.hosts import Engine, spec_of
 from tests.service.monitoring import (
     FILES,
@@ -50,11 +54,41 @@ def small_pools() -> Series:
     return demo(SMALL).series()
 
 
+class Routed:
+    """A router whose claims are partly wrong, and whose engines repeat removals."""
+
+    def __init__(self) -> None:
+        self.scene, self._next = Scene("a", "b"), 0
+        self._collector = RouterCollector(self.scene.fleet, self.scene.decisions)
+
+    def collect(self) -> Iterator[Metric]:
+        for part in self._collector.parts():
+            yield from part
+
+    def act(self) -> None:
+        self._next += 1
+        prompt = tokens(self._next, 4)
+        place, name = self.scene.book(prompt)
+        self.scene.stores(place, prompt)
+        self.scene.removes("a", tokens(0, 1))
+        self.scene.decisions.ended(name, Event(self.scene.clock(), cached=self._next % 2))
+
+
 @pytest.fixture(scope="module")
-def server(small_pools, tmp_path_factory):
-    """Prometheus on the metrics of a demo run whose pools are a little too small."""
+def routed(small_pools) -> Series:
+    routed = Routed()
+    pages = Pages(routed)
+    for _ in next(iter(small_pools.values())):
+        routed.act()
+        pages.take()
+    return pages.series()
+
+
+@pytest.fixture(scope="module")
+def server(small_pools, routed, tmp_path_factory):
+    """Prometheus on the metrics of a demo run whose pools are a little too small, and of a router."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with prometheus(folder, backfill(small_pools, folder)) as server:
+    with prometheus(folder, backfill({**small_pools, **routed}, folder)) as server:
         yield server
 
 
@@ -72,8 +106,8 @@ def test_dashboard_panel_shows_samples(server, small_pools, panel):
     assert [value for value in values if value == value], expression
 
 
-def test_dashboard_panels_query_only_existing_metrics(small_pools):
-    emitted = {name.partition("{")[0] for name in small_pools} | emitted_metrics()
+def test_dashboard_panels_query_only_existing_metrics(small_pools, routed):
+    emitted = {name.partition("{")[0] for name in (*small_pools, *routed)} | emitted_metrics()
     asked = {name for text in EXPRESSIONS.values() for name in re.findall(r"kvplane_\w+", text)}
     asked |= {name for rule in ALERTS for name in re.findall(r"kvplane_\w+", rule["expr"])}
     assert asked <= emitted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from kvplane_service.auth.audit import AuditLog
 from kvplane_service.auth.identity import Identities, Identity, Proof
 from kvplane_service.auth.owners import ANYONE, Owner
 from kvplane_service.auth.quotas import Quotas
-from kvplane_service.auth.scopes import METHODS, Scope
+from kvplane_service.auth.scopes import METHODS, Rule, Scope
 from kvplane_service.config import Config, check_together
 from kvplane_service.registry import Registry
 
@@ -115,8 +115,15 @@ class Gate:
     log.
     """
 
-    def __init__(self, identities: Identities | None, audit: AuditLog | None, clock: Callable[[], int]) -> None:
-        """`clock` is a function that returns the monotonic time in nanoseconds."""
+    def __init__(
+        self,
+        identities: Identities | None,
+        audit: AuditLog | None,
+        clock: Callable[[], int],
+        rules: Mapping[str, Rule] = METHODS,
+    ) -> None:
+        """`clock` is a function that returns the monotonic time in nanoseconds; `rules` has every method served."""
+        self._rules = rules
         self._identities = identities
         self._audit = audit
         self._quotas = Quotas(clock)
@@ -175,7 +182,7 @@ class Gate:
             self._audit.close()
 
     def _admit(self, call: Call, proof: Proof) -> Identity | None:
-        rule = METHODS[call.method]
+        rule = self._rules[call.method]
         identity = self._identities.identify(proof) if self._identities else None
         owner = call.owner = identity.owner if identity else ANYONE
         if rule.scope is not None and rule.scope not in owner.scopes:
@@ -196,7 +203,7 @@ class Gate:
     def _record_end(self, call: Call, outcome: str) -> None:
         if call.ended is not None or call.is_hidden or outcome == PermissionDenied.reason:
             self._record("refused", call, outcome)
-        elif METHODS[call.method].is_audited:
+        elif self._rules[call.method].is_audited:
             self._record("call", call, outcome)
 
     def _record(self, event: str, call: Call, outcome: str = "") -> None:
@@ -214,8 +221,9 @@ class _Stay:
     task: asyncio.Task[object] | None
 
 
-def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
+def open_gate(config: Config, clock: Callable[[], int], rules: Mapping[str, Rule] = METHODS) -> Gate | None:
     """Return the gate that the configuration asks for, or None if it has neither authentication nor an audit log.
+    `rules` has every method served.
 
     Raises:
         InvalidArgument: configuration values contradict each other, or a file of owners, tokens or keys is invalid.
@@ -228,4 +236,4 @@ def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
     if identities and not config.tls_cert and not config.listen.startswith(_LOCAL):
         _log.warning("clients send their tokens to %s in plain text: set tls_cert and tls_key", config.listen)
     audit = AuditLog(config.audit_log, lambda: time.time_ns() // 1_000_000) if config.audit_log else None
-    return Gate(identities, audit, clock)
+    return Gate(identities, audit, clock, rules)

@@ -34,7 +34,8 @@ class Rule:
     is_for_all: bool = False
 
 
-def _service(name: str, **rules: Rule) -> dict[str, Rule]:
+def service_rules(name: str, **rules: Rule) -> dict[str, Rule]:
+    """Return the rules of one gRPC service by full name of the method."""
     return {f"kvplane.v1.{name}/{method}": rule for method, rule in rules.items()}
 
 
@@ -42,9 +43,10 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _ALLOCATE, _READ = Rule(Scope.ALLOCATE), Rule(Scope.READ)
 _CHANGE = Rule(Scope.ALLOCATE, is_audited=True)
 
+HEALTH: Mapping[str, Rule] = {f"{_HEALTH.full_name}/{method.name}": Rule(None) for method in _HEALTH.methods}
 METHODS: Mapping[str, Rule] = {
-    **{f"{_HEALTH.full_name}/{method.name}": Rule(None) for method in _HEALTH.methods},
-    **_service(
+    **HEALTH,
+    **service_rules(
         "Allocation",
         RegisterReplica=_CHANGE,
         DeregisterReplica=_CHANGE,
@@ -58,14 +60,14 @@ METHODS: Mapping[str, Rule] = {
         ResetPrefixCache=_CHANGE,
         Session=_ALLOCATE,
     ),
-    **_service("Events", Subscribe=Rule(Scope.EVENTS)),
-    **_service(
+    **service_rules("Events", Subscribe=Rule(Scope.EVENTS)),
+    **service_rules(
         "Workers",
         RegisterWorker=Rule(Scope.WORKER, is_audited=True),
         RenewWorker=Rule(Scope.WORKER),
         DeregisterWorker=Rule(Scope.WORKER, is_audited=True),
     ),
-    **_service(
+    **service_rules(
         "Admin",
         Status=_READ,
         Drain=Rule(Scope.ADMIN, is_audited=True, is_for_all=True),

@@ -42,6 +42,7 @@ COMMANDS = {
     "decode": "kvplane_service.cli.server",
     "config": "kvplane_service.cli.server",
     "token": "kvplane_service.cli.server",
+    "router": "kvplane_fleet.cli",
     "version": "kvplane_service.cli.server",
 }
 

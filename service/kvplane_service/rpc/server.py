@@ -63,7 +63,7 @@ class RpcServer:
         filters: CallFilters,
     ) -> None:
         self._config = config
-        self._server = grpc.aio.server(options=_options(config), interceptors=filters.interceptors)
+        self._server = grpc.aio.server(options=server_options(config), interceptors=filters.interceptors)
         self._ownership = durable.ownership
         visible = VisibleReplicas(registry, durable.ownership.ensure_local)
         self._streams = SessionStreams(visible, durable.ownership)
@@ -83,14 +83,14 @@ class RpcServer:
             service_handler(health.SERVICE, self._health.servicer, hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)
-        self._health_server = grpc.aio.server(options=_HEALTH_OPTIONS)
+        self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
         open_to_all = service_handler(health.SERVICE, self._health.servicer, CallHooks(visible.ensure_local))
         self._health_server.add_generic_rpc_handlers((open_to_all,))
         self.health_address = ""  # set by `start` if configured
         if config.serves_reflection:
             # Clients request the descriptor of every listed service, and there is none for v1 of reflection.
             names = (*services, health.SERVICE.full_name, reflection.SERVICE_NAME)
-            _add_reflection(self._server, names)
+            add_reflection(self._server, names)
 
     async def start(self) -> str:
         """Start serving, and return the address, with the selected port instead of port 0.
@@ -169,7 +169,7 @@ _BOUNDS = (
     ("grpc.server.max_pending_requests", 512),  # above it calls are cancelled at random, and clients retry
     ("grpc.server.max_pending_requests_hard_limit", 1024),
 )
-_HEALTH_OPTIONS = (
+HEALTH_OPTIONS = (
     *_BOUNDS,
     ("grpc.max_allowed_incoming_connections", 256),
     ("grpc.max_concurrent_streams", 32),
@@ -177,7 +177,8 @@ _HEALTH_OPTIONS = (
 )
 
 
-def _options(config: Config) -> list[tuple[str, int]]:
+def server_options(config: Config) -> list[tuple[str, int]]:
+    """Return the options of a server whose clients may be unknown."""
     return [
         *_BOUNDS,
         ("grpc.max_allowed_incoming_connections", config.max_connections),
@@ -191,7 +192,7 @@ def _options(config: Config) -> list[tuple[str, int]]:
     ]
 
 
-def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
+def add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
     """Serve gRPC reflection v1alpha, and v1 with the same messages, because grpcio-reflection does not support
     v1 yet.
     """

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
@@ -22,7 +22,6 @@ from prometheus_client.exposition import choose_encoder
 from kvplane.base.errors import Unavailable
 from kvplane_service.runtime.executors import Busy
 from kvplane_service.runtime.slices import Turns, in_slices
-from kvplane_service.telemetry.collector import ServiceCollector
 
 _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
@@ -69,12 +68,20 @@ class HttpResponse:
 Page: TypeAlias = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
 
 
+class Parts(Protocol):
+    """What collects metrics."""
+
+    def parts(self) -> Iterable[Iterable[Metric]]:
+        """Yield metric families; a family may be in several parts, with other values. The caller pauses in between."""
+        ...
+
+
 class MetricsServer:
     """Serves the metrics of one collector over HTTP/1.1, with one request per connection."""
 
     def __init__(
         self,
-        collector: ServiceCollector,
+        collector: Parts,
         token: Callable[[], bytes] | None = None,
         page: Page | None = None,
         clock: Callable[[], int] = time.monotonic_ns,

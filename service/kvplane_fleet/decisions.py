@@ -1,0 +1,247 @@
+"""Decides where a prompt is answered: the claims of all places, priced in seconds, and the prompts already sent there.
+
+    claims ─▶ costs ─▶ policy ─▶ booking ─▶ reports ─▶ fitted costs, claimed against real tokens
+
+A miss is computed while others wait, so its time counts for the prompts in flight too: twice their mean number per
+place. With its own time alone a fleet that runs short of memory spreads prefixes over all engines, and computes them
+repeatedly (tests/bench/routing.py measures it).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
+from kvplane_fleet.costs import EngineCosts, Prior
+from kvplane_fleet.domains import Domain
+from kvplane_fleet.fleet import Fleet, Followed, PlaceClaim, Prompt
+from kvplane_fleet.policies import Chooser, Cost, Option, Policy
+from kvplane_fleet.settings import RouterSettings
+from kvplane_fleet.work import Booking, Work
+
+DELAY_WEIGHT = 2.0
+EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
+PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
+_UNKNOWN_OUTPUT = 200  # tokens that are generated for a prompt that does not say
+
+Keys = Mapping[Domain, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A prompt to be sent somewhere.
+
+    Attributes:
+        model: name of the model.
+        prompt: the prompt.
+        candidates: names of the places that may be chosen; None = all of the model.
+        policy: None = the router's.
+        book: whether it will be sent to the chosen place.
+        output_tokens: tokens that will be generated; 0 = unknown.
+    """
+
+    model: str
+    prompt: Prompt
+    candidates: frozenset[str] | None = None
+    policy: Policy | None = None
+    book: bool = False
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A place with its claim and costs."""
+
+    claim: PlaceClaim
+    option: Option
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The places, the chosen one first; `name` is "" unless it is booked."""
+
+    name: str
+    policy: Policy
+    places: Sequence[Scored]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What is reported of a booked prompt; `at_s` on the router's clock."""
+
+    at_s: float
+    cached: int | None = None
+    output_tokens: int = 0
+
+
+class Decisions:
+    """The decisions of one router. Nothing is awaited, so that each call sees the fleet in one state."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds that never decrease."""
+        self._fleet, self._settings, self._clock = fleet, settings, clock
+        self._chooser = Chooser(Random(secrets.randbits(64)))
+        self._prior = Prior(settings.prefill_tokens_per_s, settings.decode_s)
+        self._bookings: dict[str, Booking] = {}
+        self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
+        self.work: dict[str, Work] = {}
+
+    @property
+    def followed(self) -> Mapping[str, Followed]:
+        """The places, by name."""
+        return self._fleet.followed
+
+    def work_of(self, place: str) -> Work:
+        """Return what was sent to a place."""
+        if place not in self.work:
+            self.work[place] = Work(EngineCosts(self._prior))
+        return self.work[place]
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def score(self, ask: Ask, keys: Keys) -> Decision:
+        """Order the places for a prompt, whose keys by domain are given.
+
+        Raises:
+            NotFound: no place has the model, or none of these is a candidate.
+            InvalidArgument: the prompt is empty.
+            LimitExceeded: too many prompts are booked.
+        """
+        if ask.prompt.num_tokens < 1:
+            raise InvalidArgument("it has no token", field="prompt", remedy="send token_ids, or keys with num_tokens")
+        self.sweep()
+        if ask.book and len(self._bookings) >= self._settings.max_decisions:
+            raise LimitExceeded(
+                f"{len(self._bookings)} booked prompts have not ended, the maximum",
+                remedy="report the stage ENDED of each, or raise max_decisions",
+            )
+        claims = {one.place: one for one in self._fleet.claims(ask.model, ask.prompt, keys)}
+        allowed = [name for name in claims if ask.candidates is None or name in ask.candidates]
+        if not allowed:
+            raise NotFound(_no_candidate(ask, claims), field="model")
+        now_s = self._clock()
+        mean = sum(self.work_of(name).in_flight for name in claims) / len(claims)
+        options = [self._option(claims[name], ask, mean, now_s) for name in allowed]
+        policy = ask.policy or self._settings.policy
+        # Places that cannot be reached come last, whatever they claim.
+        first_keys = next(iter(keys.values()), ())[:4]
+        ordered = self._chooser.order(policy, options, b"".join(key.to_bytes(8, "big") for key in first_keys))
+        ordered.sort(key=lambda one: not self._fleet.followed[one.place].source.is_connected)
+        places = [Scored(claims[one.place], one) for one in ordered]
+        name = self._book(ask, keys, places, now_s) if ask.book else ""
+        return Decision(name, policy, places)
+
+    def _option(self, claim: PlaceClaim, ask: Ask, mean_in_flight: float, now_s: float) -> Option:
+        work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
+        num_tokens, cached = ask.prompt.num_tokens, min(claim.expected, ask.prompt.num_tokens - 1)
+        miss_s = work.costs.prefill_s(num_tokens - cached, cached)
+        output = ask.output_tokens or _UNKNOWN_OUTPUT
+        evicted = self._evicted(claim, num_tokens)
+        cost = Cost(
+            queue_s=work.queue_s(now_s),
+            miss_s=miss_s,
+            delay_s=DELAY_WEIGHT * mean_in_flight * miss_s,
+            displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
+            decode_s=work.costs.row_s() * work.in_flight * output / 2,
+        )
+        used = place.device_entries / place.capacity if place.capacity else 0.0
+        return Option(claim.place, cached / num_tokens, len(work.waiting(now_s)), work.in_flight, min(used, 1.0), cost)
+
+    def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
+        """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""
+        place = self._fleet.followed[claim.place].place
+        if claim.claim is None or not self._settings.price_displacement or not place.capacity:
+            return 0.0
+        left = place.num_blocks_of(num_tokens)
+        needed = left * (1 - claim.expected / num_tokens)
+        evicted = max(0.0, needed - max(0, place.capacity - place.device_entries))
+        return evicted * num_tokens / max(left, 1)
+
+    # -- bookings ----------------------------------------------------------------------------------------------------
+
+    def _book(self, ask: Ask, keys: Keys, places: Sequence[Scored], now_s: float) -> str:
+        chosen, name = places[0], secrets.token_hex(8)
+        place = self._fleet.followed[chosen.claim.place].place
+        cost = chosen.option.cost
+        booking = Booking(
+            name, chosen.claim.place, ask.prompt.num_tokens, chosen.claim.tokens, chosen.claim.expected,
+            cost.first_token_s, cost.miss_s,
+            min((one.option.cost.first_token_s for one in places[1:]), default=math.inf),
+            chosen.claim.inexact, (place.stores, place.removals), now_s,
+        )  # fmt: skip
+        self._bookings[name] = booking
+        self.work_of(booking.place).book(booking)
+        of_place = keys.get(place.domain) if place.domain else None
+        if of_place is not None and chosen.claim.claim is not None:
+            place.returns.asked(of_place)
+            place.expect(name, of_place, booking.num_tokens)
+            self._expected[name] = now_s + max(EXPECTED_S, 2 * booking.first_token_s), booking.place
+        return name
+
+    def booking(self, name: str) -> Booking:
+        """Return a booked prompt. Raises NotFound if it has ended, expired or never was."""
+        if name not in self._bookings:
+            raise NotFound(
+                f"there is no open decision {name[:140]!r}",
+                field="decision_id",
+                remedy="report while the prompt is in flight, each stage once, at the router that decided",
+            )
+        return self._bookings[name]
+
+    def started(self, name: str, event: Event) -> str:
+        """The engine begins with a prompt. Returns the cause of a wrong claim; "" without `event.cached`."""
+        one = self.booking(name)
+        self.work_of(one.place).start(one, event.at_s)
+        return self._learn(one, event)
+
+    def first_token(self, name: str, event: Event) -> str:
+        """The first token of a prompt has come. Returns as `started`."""
+        one = self.booking(name)
+        cause = self._learn(one, event)
+        self.work_of(one.place).first_token(one, event.at_s)
+        self._expect_until(name, event.at_s + PUBLISHED_S)
+        return cause
+
+    def ended(self, name: str, event: Event) -> str:
+        """A prompt has ended. Returns as `started`."""
+        one = self.booking(name)
+        cause = self._learn(one, event)
+        del self._bookings[name]
+        self.work_of(one.place).end(one, event.at_s, event.output_tokens)
+        self._expect_until(name, event.at_s + PUBLISHED_S)
+        return cause
+
+    def _learn(self, one: Booking, event: Event) -> str:
+        if event.cached is None:
+            return ""
+        followed = self._fleet.followed.get(one.place)
+        seen = (followed.place.stores, followed.place.removals) if followed else one.seen
+        return self.work_of(one.place).learn(one, event.cached, seen)
+
+    def _expect_until(self, name: str, at_s: float) -> None:
+        if name in self._expected:
+            until, place = self._expected[name]
+            self._expected[name] = min(until, at_s), place
+
+    def sweep(self) -> None:
+        """Forget what is no longer expected, and prompts that no client reports on."""
+        now_s = self._clock()
+        for name, (_, place) in [item for item in self._expected.items() if item[1][0] <= now_s]:
+            del self._expected[name]
+            if place in self._fleet.followed:
+                self._fleet.followed[place].place.expected.forget(name)
+        for name, one in list(self._bookings.items()):
+            if one.at_s + self._settings.forget_after_s > now_s:
+                break
+            del self._bookings[name]
+            self.work_of(one.place).forget(one)
+
+
+def _no_candidate(ask: Ask, claims: Mapping[str, PlaceClaim]) -> str:
+    if not claims:
+        return f"no place has the model {ask.model[:140]!r}"
+    return f"none of the {len(ask.candidates or ())} candidates is a place of the model {ask.model[:140]!r}"

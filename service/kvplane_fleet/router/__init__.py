@@ -1,0 +1,9 @@
+"""The process `kvplane router`: serves kvplane.v1.Routing over a fleet, with the allocation service's gate, health and
+metrics endpoint.
+
+process    starts and drains it
+servicer   the calls
+messages   between protobuf and the router's types
+watching   the stream of the index
+metrics    Prometheus families
+"""

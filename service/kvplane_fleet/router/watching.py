@@ -1,0 +1,118 @@
+"""The stream of the index: for each place its entries, then its changes, in order.
+
+A watcher gets the changes of a place from the moment on at which the place's entries were read for it; no other call
+runs in between. So entries and changes together are the place's content, and a watcher that is too slow is ended rather
+than left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from kvplane.base.errors import LimitExceeded, Unavailable
+from kvplane.v1 import routing_pb2 as pb
+from kvplane_fleet.fleet import Fleet
+from kvplane_fleet.places import Place
+from kvplane_fleet.router import messages
+from kvplane_fleet.wire.events import Cleared, Event, GroupFormat, Removed, Tier
+
+MAX_WATCHERS = 16
+MAX_BYTES = 64 << 20  # of changes that wait for a watcher
+KEYS_AT_ONCE = 1 << 15
+
+
+class _Watcher:
+    """What waits to be sent to one caller."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[pb.WatchIndexResponse] = deque()
+        self.bytes = 0
+        self.woken = asyncio.Event()
+        self.is_behind = self.has_ended = False
+
+    def take(self, place: str, event: Event) -> None:
+        """A place has changed."""
+        if self.is_behind:
+            return
+        message = _change(place, event)
+        self.bytes += message.ByteSize()
+        self.is_behind = self.bytes > MAX_BYTES
+        self.waiting.append(message)
+        self.woken.set()
+
+    def sent(self) -> pb.WatchIndexResponse:
+        """Return the next message, which no longer waits."""
+        message = self.waiting.popleft()
+        self.bytes -= message.ByteSize()
+        return message
+
+
+class Watching:
+    """The watchers of one fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._watchers: list[_Watcher] = []
+
+    def end(self) -> None:
+        """End all streams."""
+        for one in self._watchers:
+            one.has_ended = True
+            one.woken.set()
+
+    async def watch(self, names: Sequence[str]) -> AsyncGenerator[pb.WatchIndexResponse]:
+        """Yield the entries of the places, then their changes. Raises LimitExceeded if there are MAX_WATCHERS, or if
+        MAX_BYTES wait; Unavailable once the router ends.
+        """
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise LimitExceeded(f"{MAX_WATCHERS} calls watch the index, the maximum", remedy="end one of them")
+        watcher, places = _Watcher(), list[Place]()
+        self._watchers.append(watcher)
+        try:
+            for name in names:
+                if name not in self._fleet.followed:
+                    continue
+                place = self._fleet.followed[name].place
+                entries = list(_entries(name, place))
+                place.watchers.append(watcher.take)
+                places.append(place)
+                for message in entries:
+                    yield message
+            yield pb.WatchIndexResponse(snapshot_end=True)
+            while True:
+                while watcher.waiting and not watcher.is_behind:
+                    yield watcher.sent()
+                if watcher.is_behind:
+                    raise LimitExceeded(f"{MAX_BYTES} bytes of changes wait", remedy="read faster, and call again")
+                if watcher.has_ended:
+                    raise Unavailable("the router is draining", remedy="watch another router")
+                watcher.woken.clear()
+                await watcher.woken.wait()
+        finally:
+            self._watchers.remove(watcher)
+            for place in places:
+                place.watchers.remove(watcher.take)
+
+
+def _entries(name: str, place: Place) -> Iterator[pb.WatchIndexResponse]:
+    for (tier, group), keys in place.content().items():
+        form = place.formats.get(group)
+        copies = [key for key, times in keys.items() for _ in range(times)]
+        for first in range(0, max(len(copies), 1), KEYS_AT_ONCE):
+            part = _keys(group, tier, copies[first : first + KEYS_AT_ONCE], form)
+            yield pb.WatchIndexResponse(place=name, stored=part)
+
+
+def _change(place: str, event: Event) -> pb.WatchIndexResponse:
+    if isinstance(event, Cleared):
+        return pb.WatchIndexResponse(place=place, cleared=True)
+    if isinstance(event, Removed):
+        return pb.WatchIndexResponse(place=place, removed=_keys(event.group, event.tier, event.keys, None))
+    return pb.WatchIndexResponse(place=place, stored=_keys(event.group, event.tier, event.keys, event.form))
+
+
+def _keys(group: int, tier: Tier, keys: Sequence[int], form: GroupFormat | None) -> pb.IndexKeys:
+    known = None if form is None else messages.encode_group(group, form)
+    return pb.IndexKeys(group=group, tier=tier.value, keys=messages.pack_keys(keys), form=known)

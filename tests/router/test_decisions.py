@@ -1,0 +1,204 @@
+"""Where prompts are sent, what is expected of them, and what reports teach."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
+from kvplane_fleet.decisions import Event
+from kvplane_fleet.policies import Policy
+from tests.router.fleets import BLOCK, GROUPS, Scene, chosen, tokens
+
+
+def test_a_prompt_is_sent_to_the_place_that_has_it():
+    scene, prompt = Scene("a", "b", "c"), tokens(1, 20)
+    scene.stores("b", prompt)
+    decision = scene.score([*prompt, 1])
+    assert chosen(decision) == "b"
+    assert decision.places[0].claim.tokens == 20 * BLOCK
+    assert [one.claim.tokens for one in decision.places[1:]] == [0, 0]
+
+
+def test_a_queue_moves_a_prompt_to_another_place_and_reports_of_first_tokens_end_the_queue():
+    scene, prompt = Scene("a", "b"), tokens(1, 100)
+    scene.stores("b", prompt)
+    names = [scene.book(tokens(seed, 400), candidates=frozenset("b"))[1] for seed in range(2, 6)]
+    assert chosen(scene.score(prompt, policy=Policy.TTFT)) == "a"
+    for name in names:
+        scene.decisions.first_token(name, Event(scene.clock()))
+    assert chosen(scene.score(prompt, policy=Policy.TTFT)) == "b"
+
+
+def test_a_queue_that_is_not_reported_on_ends_by_itself():
+    scene, prompt = Scene("a", "b"), tokens(1, 100)
+    scene.stores("b", prompt)
+    scene.book(tokens(2, 400), candidates=frozenset("b"))
+    assert scene.decisions.work_of("b").queue_s(scene.clock()) > 0.5
+    scene.clock.now_s += 30
+    assert scene.decisions.work_of("b").queue_s(scene.clock()) == 0
+
+
+@pytest.mark.parametrize("groups", [GROUPS[:1], GROUPS], ids=["full", "hybrid"])
+def test_a_booked_prompt_is_expected_where_it_went_until_it_expires(groups):
+    scene, prompt = Scene("a", "b", "c", groups=groups), tokens(1, 40)
+    place, _ = scene.book(prompt)
+    again = scene.score([*prompt, *tokens(2, 1)])
+    assert chosen(again) == place
+    assert again.places[0].claim.expected == 40 * BLOCK
+    assert again.places[0].claim.tokens == 0
+    scene.clock.now_s += 60
+    assert all(one.claim.expected == 0 for one in scene.score(prompt).places)
+
+
+def test_a_hybrid_is_not_expected_to_hit_inside_a_booked_prompt():
+    """The window is kept at the end of the prompt, and not where another prompt leaves it."""
+    shared, seen = tokens(1, 40), dict[str, int]()
+    for name, groups in [("full", GROUPS[:1]), ("hybrid", GROUPS)]:
+        scene = Scene("a", groups=groups)
+        scene.book([*shared, *tokens(2, 10)])
+        seen[name] = scene.score([*shared, *tokens(3, 10)]).places[0].claim.expected
+    assert seen == {"full": 40 * BLOCK, "hybrid": 0}
+
+
+def test_what_a_hybrid_is_expected_to_have_is_what_it_then_stores():
+    scene, prompt = Scene("a", groups=GROUPS), tokens(1, 40)
+    scene.book(prompt)
+    expected = scene.score(prompt).places[0].claim.expected
+    scene.stores("a", prompt)
+    assert expected == scene.score(prompt).places[0].claim.tokens == 39 * BLOCK
+
+
+def test_an_engine_life_that_ends_takes_expectations_with_it_and_gives_its_cells_back():
+    scene, prompt = Scene("a"), tokens(1, 40)
+    _, name = scene.book(prompt)
+    scene.place("a").clear(life_ended=True)
+    scene.stores("a", prompt)
+    scene.decisions.ended(name, Event(scene.clock()))
+    scene.clock.now_s += 60
+    assert scene.score(prompt).places[0].claim.tokens == 39 * BLOCK
+    scene.removes("a", prompt)
+    assert scene.fleet.index.num_keys == 0
+
+
+def test_reports_teach_which_engine_is_slow():
+    scene = Scene("slow", "fast")
+    for seed in range(40):
+        for place, rate in [("slow", 1000), ("fast", 50_000)]:
+            prompt = tokens(seed * 2 + (place == "fast"), 10 + 20 * (seed % 5))
+            _, name = scene.book(prompt, candidates=frozenset([place]))
+            scene.clock.now_s += len(prompt) / rate
+            scene.decisions.first_token(name, Event(scene.clock(), cached=0))
+            scene.decisions.ended(name, Event(scene.clock() + 1, output_tokens=10))
+    prompt = tokens(500, 50)
+    slow, fast = (scene.decisions.work_of(name).costs.prefill_s(800, 0) for name in ("slow", "fast"))
+    assert slow == pytest.approx(0.8, rel=0.2)
+    assert fast == pytest.approx(0.016, rel=0.5)
+    scene.stores("slow", prompt[: 10 * BLOCK])
+    assert chosen(scene.score(prompt)) == "fast"
+
+
+def test_claims_are_compared_with_what_the_engine_had_by_cause():
+    def cause(before, cached):
+        scene, prompt = Scene("a"), tokens(1, 10)
+        scene.stores("a", prompt[: 5 * BLOCK])
+        if before == "booked":
+            scene.book(prompt)
+        if before == "partial":
+            order = scene.fleet.followed["a"].order
+            assert order is not None
+            order.partial = True
+        _, name = scene.book(prompt)
+        if before == "removed":
+            scene.removes("a", prompt[4 * BLOCK : 5 * BLOCK])
+        if before == "stored":
+            scene.stores("a", tokens(2, 1))
+        answer = scene.decisions.started(name, Event(scene.clock(), cached))
+        truth = scene.decisions.work_of("a").truth
+        assert truth.real == cached
+        assert sum(truth.differences.values()) == abs(truth.claimed - cached)
+        return answer
+
+    assert cause("", 5 * BLOCK) == "equal"
+    assert cause("removed", 4 * BLOCK) == "removed"
+    assert cause("stored", 6 * BLOCK) == "stored"
+    assert cause("booked", 5 * BLOCK) == "expected"
+    assert cause("partial", 9 * BLOCK) == "incomplete"
+    assert cause("", 4 * BLOCK) == "unexplained"
+    assert cause("removed", 6 * BLOCK) == "unexplained"
+
+
+def test_regret_is_the_time_by_which_the_best_other_place_was_predicted_earlier():
+    scene, prompt = Scene("a", "b"), tokens(1, 10)
+    decision = scene.score(prompt, book=True)
+    other = decision.places[1].option.cost.first_token_s
+    scene.decisions.first_token(decision.name, Event(scene.clock() + other + 0.5))
+    assert scene.decisions.work_of(chosen(decision)).truth.regret_s == pytest.approx(0.5)
+
+
+def test_an_engine_that_must_evict_what_is_asked_for_again_costs_more():
+    costs = {}
+    for asked_again in (True, False):
+        scene = Scene("a")
+        for seed in range(30):
+            scene.stores("a", tokens(seed, 40))
+        for seed in range(20):
+            scene.removes("a", tokens(seed, 40))
+            if asked_again:
+                scene.book(tokens(seed, 40))
+            scene.stores("a", tokens(1000 + seed, 40))
+        costs[asked_again] = scene.score(tokens(5000, 40)).places[0].option.cost.displacement_s
+    assert costs[True] > 3 * costs[False] > 0
+
+
+def test_bookings_are_limited_expire_and_are_reported_once():
+    scene = Scene("a", max_decisions=2, forget_after_s=50.0)
+    names = [scene.book(tokens(seed, 2))[1] for seed in (1, 2)]
+    with pytest.raises(LimitExceeded):
+        scene.book(tokens(3, 2))
+    scene.score(tokens(3, 2))
+    scene.decisions.ended(names[0], Event(scene.clock()))
+    with pytest.raises(NotFound, match="no open decision"):
+        scene.decisions.ended(names[0], Event(scene.clock()))
+    scene.book(tokens(3, 2))
+    scene.clock.now_s += 51
+    scene.decisions.sweep()
+    assert scene.decisions.work_of("a").in_flight == 0
+    assert scene.decisions.work_of("a").truth.unreported == 2
+
+
+def test_unknown_models_and_candidates_and_empty_prompts_are_refused():
+    scene = Scene("a")
+    with pytest.raises(NotFound, match="none of the 1 candidates"):
+        scene.score(tokens(1, 1), candidates=frozenset(["x"]))
+    with pytest.raises(InvalidArgument, match="no token"):
+        scene.score([])
+    assert chosen(scene.score([5])) == "a"
+
+
+def test_places_that_are_not_connected_come_last():
+    scene, prompt = Scene("a", "b"), tokens(1, 10)
+    scene.stores("a", prompt)
+    scene.fleet.followed["a"].source.is_connected = False
+    assert chosen(scene.score(prompt)) == "b"
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_every_policy_orders_all_places(policy):
+    scene = Scene("a", "b", "c")
+    decision = scene.score(tokens(1, 3), policy=policy)
+    assert sorted(one.claim.place for one in decision.places) == ["a", "b", "c"]
+
+
+def test_round_robin_takes_turns_and_random_takes_all():
+    scene = Scene("a", "b", "c")
+    turns = [chosen(scene.score(tokens(1, 3), policy=Policy.ROUND_ROBIN)) for _ in range(6)]
+    assert sorted(turns[:3]) == ["a", "b", "c"]
+    assert turns[3:] == turns[:3]
+    assert {chosen(scene.score(tokens(1, 3), policy=Policy.RANDOM)) for _ in range(60)} == {"a", "b", "c"}
+
+
+def test_equal_places_are_chosen_alike_by_every_router():
+    prompts = [tokens(seed, 3) for seed in range(20)]
+    first, second = ([chosen(Scene("a", "b", "c").score(prompt)) for prompt in prompts] for _ in range(2))
+    assert first == second
+    assert set(first) == {"a", "b", "c"}
