@@ -199,6 +199,15 @@ def _run(blocks: Column) -> int:
     return int(missing[0]) if len(missing) else len(blocks)
 
 
+class _NoKeys:
+    """Rules find keys in columns, not in the index of a query."""
+
+    def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
+        """Return None."""
+        del domain, groups, digest, horizon
+        return None
+
+
 class HitRule:
     """Computes claims for one layout of groups."""
 
@@ -211,7 +220,7 @@ class HitRule:
         ]
         self._rules = rules
         # Safe: a look-up uses no other members of a manager than those of _Rule.
-        self._lookup = PrefixLookup(spec, cast(Sequence[GroupManager], rules))
+        self._lookup = PrefixLookup(spec, cast(Sequence[GroupManager], rules), _NoKeys())
 
     def kept(self, num_tokens: int) -> list[range]:
         """Return, by group, the hash blocks whose keys the engine has once it has computed a prompt of this length,

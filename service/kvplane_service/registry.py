@@ -239,11 +239,24 @@ class Registry:
                 field="namespace_digest",
                 remedy=f"give at most {MAX_NAMESPACE_BYTES} bytes",
             )
-        blocks = sum(entry.registration.spec.num_blocks for entry in self) + spec.num_blocks
+        if spec.tiers and not registration.namespace_digest:
+            raise InvalidArgument(
+                "a tier outlives the engine, so what it stores must be named",
+                field="namespace_digest",
+                remedy="give a digest of all that the pages depend on: weights, their revision, RoPE, scales, adapters",
+            )
+        blocks = sum(_all_blocks(entry.registration.spec) for entry in self) + _all_blocks(spec)
         _limit(len(spec.groups), config.max_groups, "max_groups", "groups")
         _limit(spec.num_blocks, config.max_blocks, "max_blocks", "num_blocks")
-        _check_room(blocks <= config.max_total_blocks, f"{spec.num_blocks} blocks", "max_total_blocks", "num_blocks")
+        for index, tier in enumerate(spec.tiers):
+            _limit(tier.num_blocks, config.max_blocks, "max_blocks", f"tiers[{index}].num_blocks")
+        _check_room(blocks <= config.max_total_blocks, f"{_all_blocks(spec)} blocks", "max_total_blocks", "num_blocks")
         _check_room(len(self) < config.max_replicas, "another replica", "max_replicas", "replica")
+
+
+def _all_blocks(spec: ReplicaSpec) -> int:
+    """Return the number of blocks of the device and slots of tiers."""
+    return spec.num_blocks + sum(tier.num_blocks for tier in spec.tiers)
 
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:

@@ -140,7 +140,9 @@ def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drops_last_block
         if mark == "x":
             (block,) = manager.pool.take(1)
             manager.pool.register(block, ("", 0, made[(index + 1) * per_block - 1]), (index + 1) * size)
-    (row,), length = manager.find(Query(made, "", (0,), max_tokens or len(cached) * size, drops_last_block, INSIDE))
+    (row,), length = manager.find(
+        Query(made, "", (0,), max_tokens or len(cached) * size, drops_last_block, INSIDE, manager.pool)
+    )
     assert length <= len(row) * size < length + size
     return "".join("0" if block == 0 else "x" for block in row)
 

@@ -51,7 +51,7 @@ class RandomScheduler(Answers):
     limits_rows = False  # draws hit limits, reserved blocks and rows that only adopt; the simulation does not
     accepts = 70  # percent of drafts
     ends = 15  # percent of requests in each step
-    ways_to_end = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
+    ways_to_end: tuple[End, ...] = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
     evicts = 8  # percent of steps
     goes_back = 6  # percent of requests whose launches have all run, in each step: tokens are taken back
     most_external = 9  # tokens of an admission that come from outside

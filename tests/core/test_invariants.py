@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import End, RowFlag
 from kvplane_service.core import invariants
 from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
 from kvplane_service.core.replica import Replica
-from tests.core.builders import Engine, fake_digest, full, prompt_and_window, state, window
+from tests.core.builders import Engine, digests, fake_digest, full, prompt_and_window, state, window
 
 NAME = re.compile(r'BrokenInvariant\(\s*"(\w+)"')
 
@@ -70,6 +71,20 @@ def states():
         engine.run(0, text="c")
     assert engine.table(0)[0] == 0
     return engine
+
+
+def tiered():
+    """Slot 3 waits for a load of three blocks."""
+    engine = Engine(full(), num_blocks=40, tiers=(TierSpec(TierKind.HOST, 64),))
+    for digest in digests(engine.spec, "aaaabbbbcccc"):
+        slot = tier(engine).take_slot()
+        tier(engine).store(("", 0, digest), slot, engine.replica.coordinator.tiers.next_job())
+    assert engine.admit(3, "aaaabbbbccccd", flags=int(RowFlag.LOAD)).result.admit_job
+    return engine
+
+
+def tier(engine):
+    return engine.replica.coordinator.tiers.each[0]
 
 
 def in_flight():
@@ -206,6 +221,12 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("fast_path", states, widen_window, "slot 0: a block leaves its window before"),
     ("fast_path", plain, lambda engine: requests(engine).window_bound.__setitem__(1, 8),
      "wrong bounds, it does not run"),
+    ("tiers", tiered, lambda engine: tier(engine).free.append(0), "slot 0 has two states"),
+    ("tiers", tiered, lambda engine: setattr(tier(engine), "num_used", 64), "64 slots were used"),
+    ("tiers", tiered, lambda engine: tier(engine).pins.clear(), "the pins are not those of the loads"),
+    ("tiers", tiered, lambda engine: tier(engine).version.__setitem__(0, 1 << 40), "slot 0 has another key"),
+    ("tiers", tiered, lambda engine: tier(engine).writing.add(("", 0, b"")), "keys are being written"),
+    ("tiers", tiered, lambda engine: engine.replica.coordinator.tiers.loading.__setitem__(3, 1), "slot 3 waits for"),
 ]  # fmt: skip
 
 

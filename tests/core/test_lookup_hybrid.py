@@ -124,7 +124,7 @@ def test_groups_of_one_format_are_looked_up_together():
     """Both windows have one class: a block counts only if both have it, and it takes one search, not two."""
     engine = Engine(window(8), full(), window(8))
     tables = engine.serve(0, A16 + "e").table
-    lookup = PrefixLookup(engine.spec, engine.replica.coordinator.managers)
+    lookup = PrefixLookup(engine.spec, engine.replica.coordinator.managers, engine.replica.coordinator.pool)
     assert [one.groups for one in lookup.classes] == [(1,), (0, 2)], "full attention is asked first"
     engine.cache(evicted=[tables[2][3]])
     assert engine.would_hit(A16 + "e").num_tokens == 12

@@ -231,10 +231,10 @@ def test_an_invalid_part_is_refused_by_field(engine, field, part):
     assert refusal(engine, part).field == f"parts[0].{field}"
 
 
-def test_reserved_row_flag_bits_are_ignored_or_refused(engine):
-    """Bit 1 was asked for alignment once and means nothing; 32 is refused by its name."""
+def test_row_flag_bits_without_a_meaning_are_ignored_or_refused(engine):
+    """Bit 1 was asked for alignment once and means nothing; 32 is refused by its name where there are no tiers."""
     named = refusal(engine, Part(admit=Admit([WAITING], flags=[1 | 32])))
-    assert named.message == "bit 32 is LOAD, which is reserved"
+    assert named.message == "bit 32 is not a flag of these rows: LOAD is for admit rows of a replica with tiers"
     engine.step(Part(run=Run([TOKENS], flags=[1]), admit=Admit([WAITING], flags=[1])))
 
 

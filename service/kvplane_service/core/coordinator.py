@@ -15,8 +15,9 @@ from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.pool import INSIDE, BlockPool
-from kvplane_service.core.requests import Requests
+from kvplane_service.core.requests import FastPathBounds, Requests
 from kvplane_service.core.setup import is_cached, replay_boundaries, states_for_drafts
+from kvplane_service.core.tiers.tiers import Tiers
 
 NO_HIT = Hit(0, 0, ())
 
@@ -51,17 +52,6 @@ class Admission:
     leave_free: int = 0
     watermark: int = 0
     loaded_groups: int = ALL_GROUPS
-
-
-class FastPathBounds(NamedTuple):
-    """The three bounds of a request's fast path: allocated positions, processed tokens and known tokens.
-
-    A row of a step that stays below these bounds needs no work of the managers; see `Requests`.
-    """
-
-    blocks: int
-    window: int
-    keys: int
 
 
 class Growth(NamedTuple):
@@ -104,7 +94,9 @@ class Coordinator:
             make_manager(GroupSetup(number, group, spec, self.pool, requests, self._orders))
             for number, group in enumerate(spec.groups)
         )
-        self.lookup = PrefixLookup(spec, self.managers)
+        self.lookup = PrefixLookup(spec, self.managers, self.pool)
+        self.tiers = Tiers(spec, self.pool)
+        self.union = PrefixLookup(spec, self.managers, self.tiers)
         self.has_states = states_for_drafts(spec) is not None
         self.boundaries = CheckpointRule.of(spec, spec.groups[0])  # of any group: only `last_boundary` is used
         self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
@@ -133,16 +125,18 @@ class Coordinator:
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
-    def find_hit(self, slot: int, limit: int = FOREVER) -> Hit:
-        """Find the request's longest cached prefix of at most `limit` tokens.
+    def find_hit(self, slot: int, limit: int = FOREVER, lookup: PrefixLookup | None = None) -> Hit:
+        """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing.
 
-        A hit never includes the last token of the prompt, which must be computed for its logits. Changes nothing.
+        A hit never includes the last token of the prompt, which must be computed for its logits. `lookup`: `union` =
+        also what only the tiers have.
         """
         requests = self.requests
         most = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
         if self.hits_end_in_prompt:
             most = min(most, requests.num_prompt[slot])
-        return self.lookup.find(requests.content[slot].digests, requests.domain[slot], most, INSIDE, limit)
+        lookup = self.lookup if lookup is None else lookup
+        return lookup.find(requests.content[slot].digests, requests.domain[slot], most, INSIDE, limit)
 
     def hit_is_ready(self, hit: Hit) -> bool:
         """Whether the request may take references to the blocks of the hit, in every group, in this step; otherwise the
@@ -487,6 +481,7 @@ class Coordinator:
             taken.stamp_block = list(pool.stamped)
             taken.stamp = [pool.stamp[block] for block in taken.stamp_block]
             pool.stamped.clear()
+        self.tiers.give_orders(taken)
         return taken
 
     def tables(self, slot: int) -> list[list[int]]:

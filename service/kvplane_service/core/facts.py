@@ -13,6 +13,7 @@ from kvplane.base.hashing import pack_tokens, split_hashes
 from kvplane.base.step import UNCHANGED, Cache, End, Facts, Part, PartResult, RemoveReason
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.tiers.loads import TierLoads
 
 
 class Update(NamedTuple):
@@ -47,6 +48,7 @@ class FactApplier:
         self._tracker = tracker
         self._spec = coordinator.spec
         self._digest_size = digest_size
+        self._tier_loads = TierLoads(coordinator, tracker)
 
     def apply(self, part: Part, seq: int, result: PartResult) -> None:
         """Apply the section `facts` of a part, row by row; adds the preempted slots to `result`."""
@@ -145,6 +147,8 @@ class FactApplier:
         the steps are executed.
         """
         requests, pool = self._requests, self._pool
+        if self._tracker.loads_from_tiers(slot):
+            return  # the end of its job registers the blocks
         self._tracker.load_is_over(slot)
         num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
         pool.step = pool.executed_through if self._tracker.is_executed(slot, num_tokens) else seq
@@ -169,6 +173,8 @@ class FactApplier:
         for failed in cache.failed_steps:
             result.preempted.extend(self._tracker.fail_step(failed))
         dropped = [self._evict(block) for block in cache.evicted]
+        if cache.jobs_done or cache.jobs_failed:
+            self._tier_loads.end_jobs(cache, result)
         if any(dropped):
             self._blocks.register_again(cache.evicted)
             self._requests.invalidate_all_fast_paths()
@@ -177,6 +183,8 @@ class FactApplier:
         self._pool.release_busy(cache.loads_over)
         if cache.reset:
             result.reset_done = self._pool.reset()
+            if result.reset_done:
+                self._blocks.tiers.clear()
 
     def _evict(self, block: int) -> bool:
         """Drop the keys of a block, and give the block a new stamp (version number of its content); returns whether it
@@ -184,6 +192,9 @@ class FactApplier:
 
         A block without keys also gets a new stamp, because a store may still have a key with the old one.
         """
+        tiers, key = self._blocks.tiers, self._pool.key_of(block)
+        if tiers.each and key is not None:
+            tiers.drop(key)  # saved from this page, or from one with the same content
         had_keys = self._pool.drop_keys(block, RemoveReason.DROPPED)
         if not had_keys:
             self._pool.restamp(block)

@@ -318,7 +318,17 @@ class InFlightTracker:
         """
         ran = frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
         loading = self._requests.loading
+        if self._blocks.tiers.loading:
+            ran = ran.union(slot for slot in self._blocks.tiers.loading if self.loads_from_tiers(slot))
         return ran.union(slot for slot in loading if not self._is_ready(slot)) if loading else ran
+
+    def loads_from_tiers(self, slot: int) -> bool:
+        """Whether a load from the tiers fills blocks of the request's hit."""
+        tiers = self._blocks.tiers
+        if slot not in tiers.loading:
+            return False
+        load = tiers.jobs.loads[tiers.loading[slot]]
+        return self._requests.running[slot] and self._requests.serial[slot] == load.serial
 
     def note_load(self, slot: int, hit: Sequence[Sequence[int]]) -> int:
         """Record that a transfer will fill all blocks of an admitted request that are not part of its hit.
@@ -390,6 +400,9 @@ class InFlightTracker:
         continues the work. The records, and the list of blocks that a load may still write, are kept until `close`.
         """
         self.under_load |= self._under_load()
+        from_tiers = self._blocks.tiers.abandon_loads()
+        self.under_load |= set(from_tiers)
+        self._blocks.pool.release(from_tiers)
         pool, returned = self._blocks.pool, self._blocks.pool.num_free
         for number, slot in enumerate(self._requests.slots(), 1):
             if slot in self.held:

@@ -20,6 +20,7 @@ from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import NO_FAST_PATH
+from kvplane_service.core.tiers.invariants import faults
 
 _REQUESTS = 16  # requests checked in one slice; each has one table per group
 _ZEROS = 1 << 16  # entries of the column of counts that are created in one slice
@@ -67,6 +68,7 @@ def check_in_slices(core: ReplicaCore) -> Slices:
     yield from _check_grants(replica)
     yield from _check_records(replica)
     yield from _check_fast_paths(replica)
+    yield from _check_tiers(replica)
 
 
 def indexed_keys(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
@@ -126,6 +128,8 @@ def _held_blocks(replica: Replica) -> Iterator[tuple[int, int]]:
         for pair in manager.copies:
             for block in pair:
                 yield _NO_SLOT, block
+    for load in replica.coordinator.tiers.jobs.loads.values():
+        yield from ((_NO_SLOT, row.block) for row in load.rows)
     for blocks in ([*pool.reserved, *pool.busy], *tracker.held.values(), *(blocks for _, blocks in tracker.waiting)):
         for block in blocks:
             yield _NO_SLOT, block
@@ -404,6 +408,16 @@ def _check_records(replica: Replica) -> Slices:
     fences = [fence for fence, _ in tracker.waiting]
     if fences and not (executed < fences[0] and max(fences) <= last):
         raise BrokenInvariant("fences", f"fences {fences[:9]}, {executed} executed")
+
+
+def _check_tiers(replica: Replica) -> Slices:
+    """Check that each slot of a tier has one state, and that loads, pins and keys agree."""
+    tiers, key = replica.coordinator.tiers, replica.coordinator.pool.key
+    filled = [row.block for load in tiers.jobs.loads.values() for row in load.rows]
+    for fault in faults(tiers, {block for block in filled if key[block] is not None}):
+        if fault:
+            raise BrokenInvariant("tiers", fault)
+        yield
 
 
 def _check_fast_paths(replica: Replica) -> Slices:

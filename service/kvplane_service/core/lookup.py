@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.base import FOREVER
-from kvplane_service.core.managers.questions import Query
+from kvplane_service.core.managers.questions import KeyIndex, Query
 from kvplane_service.core.setup import is_cached
 
 
@@ -57,9 +57,10 @@ class LookupClass:
 
 
 class PrefixLookup:
-    """Looks prefixes up in all groups of a replica. Changes nothing."""
+    """Looks prefixes up in all groups of a replica, by the keys of an index. Changes nothing."""
 
-    def __init__(self, spec: ReplicaSpec, managers: Sequence[GroupManager]) -> None:
+    def __init__(self, spec: ReplicaSpec, managers: Sequence[GroupManager], index: KeyIndex) -> None:
+        self.index = index
         self._spec = spec
         self._managers = managers
         self._classes = _classes(managers)
@@ -141,7 +142,7 @@ class Search:
 
     def query(self, one: LookupClass, max_tokens: int, drop: bool) -> Query:
         """Make the query for a look-up of at most `max_tokens` tokens in one class."""
-        return Query(self._digests, self._domain, one.groups, max_tokens, drop, self._horizon)
+        return Query(self._digests, self._domain, one.groups, max_tokens, drop, self._horizon, self._lookup.index)
 
     def run(self, max_tokens: int, longest: int = FOREVER) -> Hit:
         """Shorten the candidate length until all classes accept it; returns the hit."""

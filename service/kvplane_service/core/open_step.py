@@ -112,7 +112,7 @@ class OpenStep:
     def _validator(self) -> StepValidator:
         """Checks the rows that the methods here do not check themselves; most steps have none."""
         pool = self._blocks.pool
-        return StepValidator(self._replica.spec, self._requests, self._through, pool.busy)
+        return StepValidator(self._replica.spec, self._requests, self._through, pool.busy, self._blocks.tiers)
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
@@ -332,6 +332,7 @@ class OpenStep:
             and 0 <= lookahead <= MAX_LOOKAHEAD
             and in_flight >= 0
             and slot not in requests.loading
+            and not self._tracker.loads_from_tiers(slot)
             # Drafts are limited by the states that are kept for them.
             and not (end > num_tokens and self._blocks.has_states)
             and (not digests or self._are_next(slot, num_tokens, digests))
@@ -397,6 +398,8 @@ class OpenStep:
         requests = self._requests
         if not (requests.is_live(slot) and requests.running[slot]):
             raise InvalidArgument(f"slot {slot} has no running request", field="slot")
+        if self._tracker.loads_from_tiers(slot):
+            raise InvalidArgument(f"slot {slot} waits for a load", field="slot", remedy="report the end of its job")
         if self._safe and slot in self.granted:
             raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
         computed = requests.computed[slot]

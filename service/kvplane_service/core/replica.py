@@ -46,6 +46,7 @@ from kvplane_service.core.resume import Resumption
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import copy_entries
 from kvplane_service.core.step_applier import StepApplier, align_chunk
+from kvplane_service.core.tiers.behind import SaveBehind
 from kvplane_service.core.validate import StepValidator
 
 
@@ -68,6 +69,7 @@ class Replica:
         self._pool = self.coordinator.pool
         self._scheme = HashScheme.of(spec)
         self.facts = FactApplier(self.coordinator, self.tracker, self._scheme.digest.size)
+        self._save_behind = SaveBehind(spec, self._pool, self.coordinator.tiers)
         self._pool.stamped.clear()
         self.seq = 0
         self._keeps_keys = True  # False while an engine life begins without a stamp table
@@ -76,10 +78,8 @@ class Replica:
     # -- steps and engine lives --------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
-        """Apply the parts of a step. Raises InvalidArgument, and changes nothing, if any part of the step cannot be
-        applied.
-        """
-        StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
+        """Apply the parts of a step. Raises InvalidArgument, and changes nothing, if one of them cannot be applied."""
+        self._validator().check(step)
         if any(part.resume is not None for part in step.parts):
             Resumption(self.coordinator, self.tracker, self._shown).check(step)
         contents_of_news = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
@@ -150,6 +150,7 @@ class Replica:
         self._keeps_keys = True
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
+        self.coordinator.tiers.begin_epoch(epoch, len(stamp_table) > 0 and not memory_is_new, memory_is_new)
         self.seq = 0
         self._shown = stamp_table[:]  # the caller may reuse its array
         return self._pool.count_keys()
@@ -223,9 +224,13 @@ class Replica:
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument if any part of the step cannot be applied. Changes nothing."""
-        StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
+        self._validator().check(step)
         for number, part in enumerate(step.parts):
             hash_news(self._scheme, part.news, f"parts[{number}].news")
+
+    def _validator(self) -> StepValidator:
+        pool = self._pool
+        return StepValidator(self.spec, self.requests, pool.executed_through, pool.busy, self.coordinator.tiers)
 
     def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
         """Return the entries of the exported state at the time of this call, see `state`. No step may be open."""
@@ -424,12 +429,16 @@ class Replica:
         """Count the refusals of a part; add its orders and events, and the number of free blocks, to its result."""
         self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
         result.orders = self.coordinator.take_orders()
+        self.coordinator.tiers.demand_now += len(result.orders.stamp_block)
         result.events = self.take_events()
         result.free_blocks = self._pool.num_free
 
     def complete_step(self, seq: int, last: PartResult) -> None:
         """Complete a step after its last part: the blocks of its copies are released once the step is executed."""
         self.tracker.close_step(seq)
+        if self.spec.tiers:
+            self._save_behind.close_step()
+            self.coordinator.tiers.give_orders(last.orders)
         self.counters.steps += 1
         last.free_blocks = self._pool.num_free
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplane.base.hashing import RequestHasher
 
@@ -21,6 +22,17 @@ class Content:
 
     digests: list[bytes]
     hasher: RequestHasher | None = None
+
+
+class FastPathBounds(NamedTuple):
+    """The three bounds of a request's fast path: allocated positions, processed tokens and known tokens.
+
+    A row of a step that stays below these bounds needs no work of the managers; see `Requests`.
+    """
+
+    blocks: int
+    window: int
+    keys: int
 
 
 class Requests:

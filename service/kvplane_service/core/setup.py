@@ -7,6 +7,7 @@ from functools import lru_cache
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
+from kvplane_service.core.tiers.checks import check_tiers
 
 MAX_TABLE_ENTRIES = 1 << 20
 _SPARSE_KINDS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.MAMBA)
@@ -26,6 +27,7 @@ def check_spec(spec: ReplicaSpec) -> None:
     _check_retention(spec)
     if spec.enable_caching:
         _check_drafts(spec)
+    check_tiers(spec)
     HashScheme.of(spec)
     sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
     _require(

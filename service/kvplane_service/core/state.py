@@ -16,6 +16,7 @@ by slot or by group; a set or dict is keyed by one of these.
                 requests, and for TURN_TAIL the superseded blocks
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
+    tiers       only with tiers: slots, keys, jobs in flight
     more_keys   further keys of blocks with their tokens, in order of registration: events name them in this order
     shared      keys of several blocks, these in the order in which they are hit
     requests    by column; only the serial of a free slot

@@ -20,6 +20,7 @@ from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
+from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
 
 if TYPE_CHECKING:
     from kvplane_service.core.replica import Replica
@@ -72,6 +73,10 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
         *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
     ]
+    tiers = replica.coordinator.tiers
+    if tiers.each:  # replicas without tiers keep their earlier bytes
+        before.append(("tiers", copy_tiers(tiers)))
+        statistics.append(("tier_counters", copy_counters(tiers)))
     free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
@@ -189,6 +194,9 @@ def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
     _load_pool(replica.coordinator.pool, entries)
     _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
     _load_tracker(replica.tracker, entries["tracker"][0])
+    tiers = replica.coordinator.tiers
+    if tiers.each or "tiers" in entries:
+        load_tiers(tiers, entries["tiers"][0], entries["tier_counters"][0])
     for manager, state in zip(replica.coordinator.managers, entries["manager"], strict=True):
         for name in manager.STATE:
             setattr(manager, name, state[name])

@@ -8,6 +8,7 @@ gets the least of what it wants and what the budgets leave; a preempted row's to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kvplane.base.step import (
     ANY_HIT,
@@ -27,10 +28,11 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.part_rows import AdmitRow, admit_rows
 from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
+from kvplane_service.core.tiers.loads import LoadPlan, TierLoads
 
 # Plain integers: an enum's operators cost more than the rest of a row.
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
-WHOLE = int(RowFlag.WHOLE)
+WHOLE, LOAD = int(RowFlag.WHOLE), int(RowFlag.LOAD)
 GRANTED_OR_NOT_WAITING = AdmitStatus.GRANTED, AdmitStatus.NOT_WAITING
 
 PATIENT_ROWS = 64  # more rows than this in sequence without room for a state block count as starved
@@ -246,8 +248,9 @@ class StepApplier:
         result.admit_status += [int(AdmitStatus.NOT_REACHED)] * left
         for column in (result.admit_hit, result.admit_granted, result.admit_single_group_hit):
             column += [0] * left
-        if result.admit_load_after:
-            result.admit_load_after += [0] * left
+        for column in (result.admit_load_after, result.admit_job, result.admit_tier_tokens):
+            if column:
+                column += [0] * left
 
     def admit_row(self, row: AdmitRow) -> AdmitStatus:
         """Admit one waiting request, or refuse it; appends the answer to the result."""
@@ -257,8 +260,9 @@ class StepApplier:
         result.admit_hit.append(0)
         result.admit_granted.append(0)
         result.admit_single_group_hit.append(0)
-        if result.admit_load_after:
-            result.admit_load_after.append(0)
+        for column in (result.admit_load_after, result.admit_job, result.admit_tier_tokens):
+            if column:
+                column.append(0)
         if self._requests.running[slot] or self._requests.held[slot]:
             status = AdmitStatus.NOT_WAITING
         else:
@@ -309,6 +313,11 @@ class StepApplier:
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
         hit = self._blocks.find_hit(slot, row.hit_limit)
+        if row.flags & LOAD:
+            loads = TierLoads(self._blocks, self._tracker)
+            plan = loads.plan(slot, row.hit_limit, hit)
+            if plan is not None:
+                return self._admit_with_load(row, at, loads, plan)
         result.admit_hit[at] = hit.num_tokens
         result.admit_single_group_hit[at] = hit.single_group_hit
         start = hit.num_tokens + row.external
@@ -326,7 +335,7 @@ class StepApplier:
         free_wanted = self._blocks.free_wanted(admission)
         if free_wanted > self._blocks.pool.num_free:
             status = self._refusal(row)
-            if self.unaligned_chunks == unaligned:
+            if self.unaligned_chunks == unaligned and not row.flags & LOAD:  # what the tiers have is not noted
                 self._note_refusal(row, hit, free_wanted, status)
             return status
         self.new_blocks = new = self._blocks.admit(admission)
@@ -335,23 +344,53 @@ class StepApplier:
         self._spend(wanted)
         self._tracker.note_grants([slot], [wanted], self._seq)
         if late:
-            self._note_load(at, self._tracker.note_load(slot, hit.blocks))
+            self._set_of_row("admit_load_after", at, self._tracker.note_load(slot, hit.blocks))
         elif row.external:
             self._tracker.note_filling(slot, hit.blocks, self._seq)
         self._tracker.note_keys(slot, self._seq)
         self._tracker.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[at] = wanted
-        number = len(result.granted) + at
-        self._report_new_blocks(number, new)
-        for group, manager in enumerate(self._blocks.managers):
-            result.tables.add(number, group, manager.table[slot])
+        self._report_admission(at, new, slot)
         return AdmitStatus.GRANTED
 
-    def _note_load(self, at: int, load_after: int) -> None:
-        if load_after:
-            result = self._result
-            result.admit_load_after = result.admit_load_after or [0] * len(result.admit_status)
-            result.admit_load_after[at] = load_after
+    def _admit_with_load(self, row: AdmitRow, at: int, loads: TierLoads, plan: LoadPlan) -> AdmitStatus:
+        """Admit a request with a hit that is partly in the tiers. It gets its blocks, and no tokens before the load is
+        done.
+        """
+        requests, result, slot, hit = self._requests, self._result, row.slot, plan.hit
+        result.admit_hit[at] = hit.num_tokens
+        result.admit_single_group_hit[at] = hit.single_group_hit
+        if row.expected_hit not in (ANY_HIT, hit.num_tokens):
+            return AdmitStatus.STALE_HIT
+        self._set_single_group_hit(row, at, hit.single_group_hit)
+        if loads.is_pinned(plan) or not self._blocks.hit_is_ready(hit):
+            return AdmitStatus.DEFERRED
+        # No keys are registered before the load is done, and none of its blocks is zeroed or copied.
+        admission = replace(self._admission(row, 0, hit), lookahead=0, delay_caching=True, full_fit=True)
+        if self._blocks.free_wanted(admission) + len(plan.missing) > self._blocks.pool.num_free:
+            return self._refusal(row)
+        job, self.new_blocks, filled = loads.begin(admission, plan)
+        requests.start(slot)
+        self._tracker.note_grants([slot], [0], self._seq)
+        self._tracker.note_admission(slot, filled.num_tokens, filled.blocks)
+        self._set_of_row("admit_load_after", at, self._blocks.tiers.jobs.loads[job].after)
+        self._set_of_row("admit_job", at, job)
+        self._set_of_row("admit_tier_tokens", at, plan.gained)
+        self._report_admission(at, self.new_blocks, slot)
+        return AdmitStatus.GRANTED
+
+    def _set_of_row(self, name: str, at: int, value: int) -> None:
+        """Set the entry of an admit row in a column that is empty while all its entries are 0."""
+        if value:
+            column = getattr(self._result, name) or [0] * len(self._result.admit_status)
+            column[at] = value
+            setattr(self._result, name, column)
+
+    def _report_admission(self, at: int, new: Sequence[list[int]], slot: int) -> None:
+        number = len(self._result.granted) + at
+        self._report_new_blocks(number, new)
+        for group, manager in enumerate(self._blocks.managers):
+            self._result.tables.add(number, group, manager.table[slot])
 
     def _wanted_at_admission(self, row: AdmitRow, start: int) -> int:
         """Return the tokens of the first chunk; -1 if a row with the flag WHOLE exceeds the budget."""

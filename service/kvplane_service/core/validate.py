@@ -34,12 +34,14 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 from kvplane_service.core.setup import states_for_drafts
+from kvplane_service.core.tiers.checks import check_jobs, check_load_rows
+from kvplane_service.core.tiers.tiers import Tiers
 
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
-RESERVED_ALIGN, RESERVED_LOAD = 1, 32  # bits of flags: the first is ignored, the second is refused
+RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
-ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag))
+ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
 DIGEST_SIZES = (16, 32)
 _FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
 _NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
@@ -67,13 +69,19 @@ class StepValidator:
     """Checks whether a step can be applied to the current state of the replica. Changes nothing."""
 
     def __init__(
-        self, spec: ReplicaSpec, requests: Requests, executed_through: int, busy: Collection[int] = ()
+        self,
+        spec: ReplicaSpec,
+        requests: Requests,
+        executed_through: int,
+        busy: Collection[int] = (),
+        tiers: Tiers | None = None,
     ) -> None:
-        """`busy`: blocks that loads of earlier engine lives (epochs) may still write."""
+        """`busy`: blocks that loads of earlier engine lives may still write. `tiers`: None = there are none."""
         self._spec = spec
         self._requests = requests
         self._executed_through = executed_through
         self._busy = busy
+        self._tiers = tiers
         self._not_busy_any_more: set[int] = set()  # blocks that loads_over releases in this message
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
@@ -151,11 +159,8 @@ class StepValidator:
             self._fact_end(facts, row, known, seq)
 
     def _is_plain_growth(self, facts: Facts, size: int) -> bool:
-        """Whether the rows only append tokens, within limits, to distinct running requests whose tokens the service
-        hashes.
-
-        Most rows of most steps do, so this is checked for whole columns at once. It is used only in a step of one part:
-        then no later facts depend on the changes of these rows.
+        """Whether the rows only append tokens, within limits, to distinct running requests whose hashes are given, as
+        most rows do. Used only in a step of one part: then no later facts depend on the changes of these rows.
         """
         said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence, facts.release_skipped)
         if any(said) or self._num_parts > 1 or not facts.appended or not self._are_running(facts.slot):
@@ -173,12 +178,8 @@ class StepValidator:
     def _are_running(self, slots: Sequence[int]) -> bool:
         """Whether these are distinct slots of running requests; such requests are live and not held."""
         running = self._requests.running
-        return (
-            min(slots, default=0) >= 0
-            and max(slots, default=0) < len(running)
-            and all(map(running.__getitem__, slots))
-            and len(set(slots)) == len(slots)
-        )
+        are_known = min(slots, default=0) >= 0 and max(slots, default=0) < len(running)
+        return are_known and all(map(running.__getitem__, slots)) and len(set(slots)) == len(slots)
 
     def _are_due(self, facts: Facts, tokens: Sequence[int], size: int) -> bool:
         """Whether all hashes are of full blocks, and have as many bytes as the request's earlier hashes."""
@@ -298,12 +299,12 @@ class StepValidator:
             if known.held:
                 known.held = known.live = False
                 self._ended = True
-
         for row, block in enumerate(cache.loads_over):
             field = f"cache.loads_over[{row}]"
             is_busy = block in self._busy and block not in self._not_busy_any_more
             self._require(is_busy, field, f"block {block} is not one of busy_blocks, or is listed twice")
             self._not_busy_any_more.add(block)
+        check_jobs(cache, self._tiers, self._executed_through, self._where)
 
     def _news(self, news: News) -> None:
         self._columns(news, _NEWS_COLUMNS, "news")
@@ -385,18 +386,17 @@ class StepValidator:
         self._live(admit.slot, "admit.slot")
         self._distinct(admit.slot, "admit.slot")
         self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
-        self._range(admit.cap, 0, UNLIMITED, "admit.cap")
+        for name in ("cap", "hit_limit", "min_new", "single_group_hit"):
+            self._range(getattr(admit, name), 0, UNLIMITED, f"admit.{name}")
         self._range(admit.lookahead, 0, MAX_LOOKAHEAD, "admit.lookahead")
         self._range(admit.external, 0, self._spec.max_model_len, "admit.external")
         self._range(admit.encoder_tokens, 0, MAX_TOKENS, "admit.encoder_tokens")
         self._range(admit.expected_hit, -1, self._spec.max_model_len, "admit.expected_hit")
         self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
-        self._range(admit.hit_limit, 0, UNLIMITED, "admit.hit_limit")
-        self._range(admit.min_new, 0, UNLIMITED, "admit.min_new")
         self._range(admit.skip_zero_groups, 0, ALL_GROUPS, "admit.skip_zero_groups")
-        self._range(admit.single_group_hit, 0, UNLIMITED, "admit.single_group_hit")
         self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
-        self._bits(admit.flags, ADMIT_FLAGS, "admit.flags")
+        self._bits(admit.flags, ADMIT_FLAGS | (RowFlag.LOAD if self._spec.tiers else 0), "admit.flags")
+        check_load_rows(admit, self._where)
         self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")
         if self._num_parts > 1 and admit.external and admit.flags:
             rows = zip(admit.slot, admit.external, admit.flags, strict=True)
@@ -485,8 +485,8 @@ class StepValidator:
     def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
         unknown = reduce(or_, column, 0) & ~allowed
         if unknown:
-            name = "LOAD, which is reserved" if unknown & RESERVED_LOAD else "not a flag of these rows"
-            self._require(False, field, f"bit {unknown & -unknown} is {name}")
+            name = ": LOAD is for admit rows of a replica with tiers" if unknown & RowFlag.LOAD else ""
+            self._require(False, field, f"bit {unknown & -unknown} is not a flag of these rows{name}")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:
         if not isinstance(tokens, array):  # an array of unsigned ints

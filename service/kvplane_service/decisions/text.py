@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvplane.base.step import AdmitStatus, Cache, End, Part, PartResult, Step, StepResult
+from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
+
+_SHOWN = 8  # numbers of a list in a line
 
 
 def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
@@ -26,6 +28,8 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         yield f"cache: failed steps {cache.failed_steps}, evicted {cache.evicted}, released {cache.released}{done}"
     if cache.loads_over:
         yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
+    if cache.jobs_done or cache.jobs_failed:
+        yield f"jobs of the movers: {_numbers(cache.jobs_done)} done, {_numbers(cache.jobs_failed)} failed"
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
         yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"
@@ -39,10 +43,30 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     for row, slot in enumerate(part.admit.slot):
         status = AdmitStatus(result.admit_status[row]).name.lower().replace("_", " ")
         amounts = f"hit {result.admit_hit[row]}, {_tokens(result.admit_granted[row])}"
+        amounts += (
+            f", {_tokens(result.admit_tier_tokens[row])} of it loaded" if _at(result.admit_tier_tokens, row) else ""
+        )
         yield f"admit slot {slot}: {status}, {amounts}{_blocks(blocks, len(result.granted) + row)}"
+    yield from _order_lines(result.orders)
     yield from (f"preempted slot {slot}" for slot in result.preempted)
     yield from (f"peek slot {slot}: hit {hit}" for slot, hit in zip(part.peek.slot, result.peek_hit, strict=True))
     yield f"{result.free_blocks} blocks free"
+
+
+def _order_lines(orders: Orders) -> Iterator[str]:
+    """Yield a line for each kind of job that the movers of a replica with tiers are given."""
+    for job in dict.fromkeys(orders.load_job):
+        yield f"load, job {job}: {list(orders.load_job).count(job)} blocks"
+    if orders.save_job:
+        yield f"save blocks {_numbers(orders.save_block)} as jobs {_numbers(orders.save_job)}"
+    if orders.move_job:
+        yield f"move {len(orders.move_job)} slots to the next tier as jobs {_numbers(orders.move_job)}"
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Return the first numbers, and how many there are."""
+    shown = ", ".join(map(str, values[:_SHOWN]))
+    return f"{shown} and {len(values) - _SHOWN} more" if len(values) > _SHOWN else shown or "none"
 
 
 def _fact_lines(part: Part) -> Iterator[str]:

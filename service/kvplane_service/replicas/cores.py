@@ -1,4 +1,4 @@
-"""Makes the core of a replica: the compiled one where it is installed and has the replica's eviction policy, else the
+"""Makes the core of a replica: the compiled one where it is installed and has what the replica needs, else the
 Python one. The environment variable KVPLANE_CORE selects another:
 
     python   `Replica`, the specification
@@ -78,8 +78,8 @@ def _select(
         return native(compiled)
     if choice == "native":
         raise InvalidArgument(
-            f"the compiled core does not have the policy {spec.eviction.value}",
-            field="eviction",
+            "the compiled core does not have tiers" if spec.tiers else f"it has no policy {spec.eviction.value}",
+            field="tiers" if spec.tiers else "eviction",
             remedy=f"start the service with {VARIABLE}={AUTO}",
         )
     return python()

@@ -75,6 +75,26 @@ class HashAlgorithm(Enum):
     XXHASH_CBOR = "xxhash_cbor"
 
 
+class TierKind(Enum):
+    """Where a tier (a place for blocks that leave the device) keeps its blocks. The value is the name on the wire."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier: a place outside the device where blocks with a key are saved before they are evicted.
+
+    Attributes:
+        kind: where the blocks are.
+        num_blocks: slots of the tier; each has room for one block of any group.
+    """
+
+    kind: TierKind
+    num_blocks: int
+
+
 DENSE_RETENTION = -1
 
 
@@ -206,6 +226,7 @@ class ReplicaSpec:
         align: where prefill chunks end for recurrent state.
         events: whether step results contain cache events.
         eviction: which cached block is evicted first.
+        tiers: places for blocks that leave the device, the nearest first; () = an evicted block is lost.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -227,6 +248,7 @@ class ReplicaSpec:
     align: AlignSpec = field(default_factory=AlignSpec)
     events: bool = True
     eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state._spec_digest
+    tiers: tuple[TierSpec, ...] = field(default=(), repr=False)
 
     @property
     def hit_alignment(self) -> int:
@@ -257,6 +279,14 @@ class ReplicaSpec:
             _require(found >= 0, name, found, "must be 0 or more")
         for index, group in enumerate(self.groups):
             group.validate(f"groups[{index}]")
+        for index, tier in enumerate(self.tiers):
+            found, name = tier.num_blocks, f"tiers[{index}].num_blocks"
+            _require(1 <= found <= MAX_BLOCKS, name, found, f"must be 1 to {MAX_BLOCKS}")
+        kinds = [tier.kind for tier in self.tiers]
+        ordered = [kind for kind in TierKind if kind in kinds]
+        _require(
+            kinds == ordered, "tiers", [kind.value for kind in kinds], "must name each kind once, host before disk"
+        )
 
 
 def _sized(used: bool, kind: GroupKind) -> str:

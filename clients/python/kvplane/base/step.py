@@ -62,6 +62,7 @@ class RowFlag(IntFlag):
     FULL_FIT = 4  # blocks for the whole sequence must be free, not only for this chunk
     WHOLE = 8  # only for admit rows: no chunking; a row that does not get all its tokens stops the section
     UNALIGNED = 16  # the chunk may end anywhere; a state that does not end at a block boundary is not cached
+    LOAD = 32  # only for admit rows: the hit may include blocks that the replica's tiers have; they are loaded
 
 
 class AdmitStatus(IntEnum):
@@ -133,6 +134,8 @@ class Cache:
     released: list[int] = field(default_factory=list)  # HELD slots whose transfers ended, and slots whose load ended
     reset: bool = False  # drop every key; has no effect while a request holds a block
     loads_over: list[int] = field(default_factory=list)  # blocks of `Opened.busy_blocks` whose loads ended
+    jobs_done: list[int] = field(default_factory=list)  # u64: jobs of `Orders` that every rank has done and verified
+    jobs_failed: list[int] = field(default_factory=list)  # u64: jobs that failed, and that no rank works on any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,18 @@ class Orders:
         stamp: the new stamp of each of these blocks, a u64.
         copy_src, copy_dst, copy_group: pages to copy, in order: source block, target block, and their group.
         zero_block, zero_group: pages to zero: block and its group.
+
+    The other columns are work for the movers of a replica with tiers, which begins when the above is done. A job is
+    over when the engine reports it (`Cache.jobs_done`, `jobs_failed`). Each rank has all slots of all tiers.
+
+    Attributes:
+        load_job, load_tier, load_slot, load_version, load_block, load_group, load_stamp: rows to load: read slot
+            `load_slot` of tier `load_tier` into the page of `load_block`, whose stamp is `load_stamp`. A row whose slot
+            does not hold version `load_version` fails its job. The rows of one job are one hit (`admit_job`).
+        save_job, save_block, save_group, save_stamp, save_tier, save_slot: pages to save, one per job: write the page
+            into the slot as version `save_job`. The job fails if the page's stamp is not `save_stamp` before or after.
+        move_job, move_tier, move_slot, move_version, move_to_tier, move_to_slot: slots to copy to another tier, one per
+            job: there it is version `move_job`. The job fails if the source does not hold version `move_version`.
     """
 
     stamp_block: MutableSequence[int] = field(default_factory=list)
@@ -375,6 +390,30 @@ class Orders:
     copy_group: MutableSequence[int] = field(default_factory=list)
     zero_block: MutableSequence[int] = field(default_factory=list)
     zero_group: MutableSequence[int] = field(default_factory=list)
+    load_job: MutableSequence[int] = field(default_factory=list)  # u64
+    load_tier: MutableSequence[int] = field(default_factory=list)
+    load_slot: MutableSequence[int] = field(default_factory=list)
+    load_version: MutableSequence[int] = field(default_factory=list)  # u64
+    load_block: MutableSequence[int] = field(default_factory=list)
+    load_group: MutableSequence[int] = field(default_factory=list)
+    load_stamp: MutableSequence[int] = field(default_factory=list)  # u64
+    save_job: MutableSequence[int] = field(default_factory=list)  # u64
+    save_block: MutableSequence[int] = field(default_factory=list)
+    save_group: MutableSequence[int] = field(default_factory=list)
+    save_stamp: MutableSequence[int] = field(default_factory=list)  # u64
+    save_tier: MutableSequence[int] = field(default_factory=list)
+    save_slot: MutableSequence[int] = field(default_factory=list)
+    move_job: MutableSequence[int] = field(default_factory=list)  # u64
+    move_tier: MutableSequence[int] = field(default_factory=list)
+    move_slot: MutableSequence[int] = field(default_factory=list)
+    move_version: MutableSequence[int] = field(default_factory=list)  # u64
+    move_to_tier: MutableSequence[int] = field(default_factory=list)
+    move_to_slot: MutableSequence[int] = field(default_factory=list)
+
+
+LOAD_COLUMNS = ("load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp")
+SAVE_COLUMNS = ("save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot")
+MOVE_COLUMNS = ("move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +475,9 @@ class PartResult:
     went_back: int = field(
         default=0, compare=False
     )  # those of them that were set back before a state or window they held
+    # u64, default 0: this job loads blocks of the hit; the row gets tokens by run rows once the job is done
+    admit_job: MutableSequence[int] = field(default_factory=list)
+    admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device
 
 
 @dataclass(slots=True)

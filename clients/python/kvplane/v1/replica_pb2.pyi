@@ -48,6 +48,12 @@ class HashAlgorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HASH_ALGORITHM_XXHASH: _ClassVar[HashAlgorithm]
     HASH_ALGORITHM_XXHASH_CBOR: _ClassVar[HashAlgorithm]
 
+class TierKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_KIND_UNSPECIFIED: _ClassVar[TierKind]
+    TIER_KIND_HOST: _ClassVar[TierKind]
+    TIER_KIND_DISK: _ClassVar[TierKind]
+
 class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DRAFTER_UNSPECIFIED: _ClassVar[Drafter]
@@ -80,6 +86,9 @@ HASH_ALGORITHM_SHA256: HashAlgorithm
 HASH_ALGORITHM_SHA256_CBOR: HashAlgorithm
 HASH_ALGORITHM_XXHASH: HashAlgorithm
 HASH_ALGORITHM_XXHASH_CBOR: HashAlgorithm
+TIER_KIND_UNSPECIFIED: TierKind
+TIER_KIND_HOST: TierKind
+TIER_KIND_DISK: TierKind
 DRAFTER_UNSPECIFIED: Drafter
 DRAFTER_EAGLE: Drafter
 DRAFTER_MTP: Drafter
@@ -132,8 +141,16 @@ class AlignSpec(_message.Message):
     stop_at_tail: bool
     def __init__(self, block_size: _Optional[int] = ..., chunk_limit: _Optional[int] = ..., stop_at_tail: bool = ...) -> None: ...
 
+class TierSpec(_message.Message):
+    __slots__ = ("kind", "num_blocks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    kind: TierKind
+    num_blocks: int
+    def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class ReplicaSpec(_message.Message):
-    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction")
+    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +170,7 @@ class ReplicaSpec(_message.Message):
     ALIGN_FIELD_NUMBER: _ClassVar[int]
     DISABLE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
     num_blocks: int
     max_model_len: int
@@ -172,7 +190,8 @@ class ReplicaSpec(_message.Message):
     align: AlignSpec
     disable_events: bool
     eviction: EvictionPolicy
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
     __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "config")

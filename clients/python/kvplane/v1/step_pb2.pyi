@@ -72,18 +72,22 @@ class Facts(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ..., release_skipped: _Optional[bytes] = ...) -> None: ...
 
 class Cache(_message.Message):
-    __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over")
+    __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over", "jobs_done", "jobs_failed")
     FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     LOADS_OVER_FIELD_NUMBER: _ClassVar[int]
+    JOBS_DONE_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FAILED_FIELD_NUMBER: _ClassVar[int]
     failed_steps: bytes
     evicted: bytes
     released: bytes
     reset: bool
     loads_over: bytes
-    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ..., loads_over: _Optional[bytes] = ...) -> None: ...
+    jobs_done: bytes
+    jobs_failed: bytes
+    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ..., loads_over: _Optional[bytes] = ..., jobs_done: _Optional[bytes] = ..., jobs_failed: _Optional[bytes] = ...) -> None: ...
 
 class MultimodalItem(_message.Message):
     __slots__ = ("identifier", "offset", "length")
@@ -300,7 +304,7 @@ class Blocks(_message.Message):
     def __init__(self, row: _Optional[bytes] = ..., group: _Optional[bytes] = ..., count: _Optional[bytes] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class Orders(_message.Message):
-    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
+    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_block", "load_group", "load_stamp", "load_tier", "load_slot", "load_version", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
     STAMP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     COPY_SRC_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +312,25 @@ class Orders(_message.Message):
     COPY_GROUP_FIELD_NUMBER: _ClassVar[int]
     ZERO_BLOCK_FIELD_NUMBER: _ClassVar[int]
     ZERO_GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_JOB_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LOAD_GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_STAMP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TIER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SLOT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAVE_JOB_FIELD_NUMBER: _ClassVar[int]
+    SAVE_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SAVE_STAMP_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TIER_FIELD_NUMBER: _ClassVar[int]
+    SAVE_SLOT_FIELD_NUMBER: _ClassVar[int]
+    MOVE_JOB_FIELD_NUMBER: _ClassVar[int]
+    MOVE_TIER_FIELD_NUMBER: _ClassVar[int]
+    MOVE_SLOT_FIELD_NUMBER: _ClassVar[int]
+    MOVE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MOVE_TO_TIER_FIELD_NUMBER: _ClassVar[int]
+    MOVE_TO_SLOT_FIELD_NUMBER: _ClassVar[int]
     stamp_block: bytes
     stamp: bytes
     copy_src: bytes
@@ -315,7 +338,26 @@ class Orders(_message.Message):
     copy_group: bytes
     zero_block: bytes
     zero_group: bytes
-    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ...) -> None: ...
+    load_job: bytes
+    load_block: bytes
+    load_group: bytes
+    load_stamp: bytes
+    load_tier: bytes
+    load_slot: bytes
+    load_version: bytes
+    save_job: bytes
+    save_block: bytes
+    save_group: bytes
+    save_stamp: bytes
+    save_tier: bytes
+    save_slot: bytes
+    move_job: bytes
+    move_tier: bytes
+    move_slot: bytes
+    move_version: bytes
+    move_to_tier: bytes
+    move_to_slot: bytes
+    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason")
@@ -346,7 +388,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +407,8 @@ class PartResult(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     ADMIT_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_JOB_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -383,7 +427,9 @@ class PartResult(_message.Message):
     free_blocks: int
     events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
     admit_load_after: bytes
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ...) -> None: ...
+    admit_job: bytes
+    admit_tier_tokens: bytes
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

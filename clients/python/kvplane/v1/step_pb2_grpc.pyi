@@ -8,7 +8,8 @@ column every row has the default. A part executes its sections in the order fact
 peek, and the rows of a section in order. The effects of a row are complete before the next row starts, so a step has
 the same result whether it is sent as one part or as one part per row. docs/glossary.md defines the terms.
 
-The field numbers and bits in this table are reserved for planned features and get no other meaning.
+The field numbers and bits in this table were reserved for features that were planned. Those that are not fields yet
+get no other meaning.
 
   Facts 11 truncate                   Cache 6 zero_again
   Cache 7 jobs_done                   Cache 8 jobs_failed
@@ -24,8 +25,8 @@ The field numbers and bits in this table are reserved for planned features and g
   Orders 18 save_stamp                Orders 19 save_tier
   Orders 20 save_slot                 Orders 21 save_version
 
-Bits of Run.flags and Admit.flags: 1 means nothing (it requested alignment in step version 1); 32 LOAD and all higher
-bits are refused, and so is 8 in a run row.
+Bits of Run.flags and Admit.flags: 1 means nothing (it requested alignment in step version 1); 32 LOAD is refused
+for a replica without tiers; all higher bits are refused, and so are 8 and 32 in a run row.
 """
 
 from collections import abc as _abc

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvplane.base.session import CacheRequest, Progress
-from kvplane.base.step import Blocks, CacheEvent, EventKind, PartResult, Step, StepResult
+from kvplane.base.step import (
+    LOAD_COLUMNS,
+    MOVE_COLUMNS,
+    SAVE_COLUMNS,
+    Blocks,
+    CacheEvent,
+    EventKind,
+    PartResult,
+    Step,
+    StepResult,
+)
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.step import decode_step, encode_step
 
@@ -52,6 +62,8 @@ def _add_part(digest: blake2b, part: PartResult) -> None:
     for blocks in (part.new_blocks, part.tables, part.peek_blocks):
         columns += _columns_of(blocks)
     columns += [getattr(part.orders, name) for name in _ORDERS]
+    if part.orders.load_job or part.orders.save_job or part.orders.move_job:
+        columns += [getattr(part.orders, name) for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)]
     columns += [[part.reset_done, part.free_blocks]]
     digest.update(array("Q", [len(column) for column in columns]).tobytes())
     for column in columns:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import Blocks, CacheEvent, EventKind, Orders, PartResult, RemoveReason, StepResult
+from kvplane.base.step import (
+    LOAD_COLUMNS,
+    MOVE_COLUMNS,
+    SAVE_COLUMNS,
+    Blocks,
+    CacheEvent,
+    EventKind,
+    Orders,
+    PartResult,
+    RemoveReason,
+    StepResult,
+)
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import (
     U32,
@@ -28,6 +39,8 @@ _RESULT = Columns(
     Column("admit_granted"),
     Column("admit_single_group_hit"),
     Column("admit_load_after", U64),
+    Column("admit_job", U64),
+    Column("admit_tier_tokens"),
     Column("peek_hit", by_row=False),
     Column("peek_single_group_hit", by_row=False),
     Column("num_hashes", by_row=False),
@@ -36,7 +49,13 @@ _BLOCKS = Columns(Column("row"), Column("group"), Column("count"), Column("ids",
 _STAMPS = Columns(Column("stamp_block"), Column("stamp", U64))
 _COPIES = Columns(Column("copy_src"), Column("copy_dst"), Column("copy_group"))
 _ZEROES = Columns(Column("zero_block"), Column("zero_group"))
-_ORDERS = Columns(*_STAMPS.each, *_COPIES.each, *_ZEROES.each)
+_WIDE = ("load_job", "load_version", "load_stamp", "save_job", "save_stamp", "move_job", "move_version")
+_LOADS, _SAVES, _MOVES = (
+    Columns(*[Column(name, U64 if name in _WIDE else U32) for name in names])
+    for names in (LOAD_COLUMNS, SAVE_COLUMNS, MOVE_COLUMNS)
+)
+_OF_ORDERS = (_STAMPS, _COPIES, _ZEROES, _LOADS, _SAVES, _MOVES)
+_ORDERS = Columns(*[column for columns in _OF_ORDERS for column in columns.each])
 _BLOCK_FIELDS = ("new_blocks", "tables", "peek_blocks")
 
 
@@ -71,7 +90,7 @@ def encode_orders(orders: Orders) -> pb.Orders:
 def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
     """Return the orders of a message. Raises InvalidArgument for a malformed message."""
     fields: dict[str, Any] = {}
-    for columns in (_STAMPS, _COPIES, _ZEROES):
+    for columns in _OF_ORDERS:
         fields.update(unpack_section(message, columns, where, to_lists=False))
     return Orders(**fields)
 

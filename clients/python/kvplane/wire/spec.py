@@ -17,6 +17,8 @@ from kvplane.base.groups import (
     HashAlgorithm,
     MambaMode,
     ReplicaSpec,
+    TierKind,
+    TierSpec,
 )
 from kvplane.v1 import replica_pb2 as pb
 from kvplane.wire.columns import build
@@ -67,6 +69,14 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
     if spec.eviction is not EvictionPolicy.LRU:  # specs with the default keep their earlier bytes
         fields["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", spec.eviction)
+    fields["tiers"] = [
+        build(
+            pb.TierSpec,
+            f"tiers[{index}]",
+            {"kind": encode_enum(pb.TierKind, "TIER_KIND", tier.kind), "num_blocks": tier.num_blocks},
+        )
+        for index, tier in enumerate(spec.tiers)
+    ]
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
     fields["align"] = build(pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN})
@@ -90,6 +100,7 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
         eviction=decode_policy(message),
         enable_caching=not message.disable_caching,
         events=not message.disable_events,
+        tiers=tuple(_decode_tier(tier, f"tiers[{index}]") for index, tier in enumerate(message.tiers)),
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
         **{name: getattr(message, name) for name in _SAME_IN_REPLICA},
     )
@@ -126,6 +137,13 @@ def _encode_group(group: GroupSpec, where: str) -> pb.GroupSpec:
     fields["mamba_mode"] = encode_enum(pb.MambaMode, "MAMBA_MODE", group.mamba_mode)
     fields["layer_names"] = group.layer_names
     return build(pb.GroupSpec, where, fields)
+
+
+def _decode_tier(message: pb.TierSpec, where: str) -> TierSpec:
+    if not message.kind:
+        raise InvalidArgument("the tier has no kind", field=f"{where}.kind", remedy="use a value of the enum TierKind")
+    kind = decode_enum(pb.TierKind, "TIER_KIND", message.kind, f"{where}.kind", TierKind.HOST)
+    return TierSpec(kind, message.num_blocks)
 
 
 def _decode_group(message: pb.GroupSpec, where: str) -> GroupSpec:

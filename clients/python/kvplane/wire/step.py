@@ -54,6 +54,8 @@ _CACHE = Columns(
     Column("evicted", by_row=False),
     Column("released", by_row=False),
     Column("loads_over", by_row=False),
+    Column("jobs_done", U64, by_row=False),
+    Column("jobs_failed", U64, by_row=False),
 )
 _NEWS = Columns(
     Column("slot"),

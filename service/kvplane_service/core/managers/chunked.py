@@ -37,7 +37,7 @@ class ChunkedLocalManager(GroupManager):
         limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
         rows = [[NULL_BLOCK] * first for _ in query.groups]
         for index in range(first, limit):
-            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            blocks = query.find(self._digest(query.digests, index))
             if blocks is None:
                 break
             for row, block in zip(rows, blocks, strict=True):

@@ -38,7 +38,7 @@ class FullAttentionManager(GroupManager):
     def _find_full_blocks(self, query: Query, limit: int, found: list[list[int]]) -> int:
         count = 0
         for index in range(limit // self.block_size):
-            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            blocks = query.find(self._digest(query.digests, index))
             if blocks is None:
                 break
             for row, block in zip(found, blocks, strict=True):
@@ -50,7 +50,7 @@ class FullAttentionManager(GroupManager):
         unit = self.replica.hit_alignment
         longest = min(length + self.block_size - unit, limit // unit * unit)
         for end in range(longest, length, -unit):
-            blocks = self.pool.find(query.domain, query.groups, query.digests[end // unit - 1], query.horizon)
+            blocks = query.find(query.digests[end // unit - 1])
             if blocks is not None:
                 for row, block in zip(found, blocks, strict=True):
                     row.append(block)

@@ -306,7 +306,7 @@ class AlignedStateManager(GroupManager):
             end = count * stride
             if end % unit != 0:
                 continue
-            blocks = self.pool.find(query.domain, query.groups, query.digests[end // self.hash_size - 1], query.horizon)
+            blocks = query.find(query.digests[end // self.hash_size - 1])
             if blocks is not None:
                 return [[NULL_BLOCK] * (self._blocks_for(end) - 1) + [block] for block in blocks], end
         return [[] for _ in query.groups], 0

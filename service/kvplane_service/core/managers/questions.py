@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane.base.step import Orders
@@ -74,6 +75,15 @@ class RequestProgress:
     loading: bool = False
 
 
+class KeyIndex(Protocol):
+    """Where look-ups find keys: the pool, or the union of the pool and the replica's tiers."""
+
+    def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
+        """Return, for each of the groups, a block that has the key; None if some group has none. See
+        `BlockPool.find`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Query:
     """A prefix look-up in groups that are looked up jointly.
@@ -86,6 +96,7 @@ class Query:
         drops_last_block: leave out the last matched block (with partial hits: the last hash block), because drafters
             compute it again.
         horizon: a step number; keys that later steps registered are ignored.
+        index: where keys are found.
     """
 
     digests: Sequence[bytes]
@@ -94,3 +105,8 @@ class Query:
     max_tokens: int
     drops_last_block: bool
     horizon: int
+    index: KeyIndex
+
+    def find(self, digest: bytes) -> list[int] | None:
+        """Return, for each of the groups, a block that has the key; None if some group has none."""
+        return self.index.find(self.domain, self.groups, digest, self.horizon)

@@ -70,7 +70,7 @@ class SlidingWindowManager(GroupManager):
         found: dict[int, list[int]] = {}
         run = 0
         for index in range(limit - 1, -1, -1):
-            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            blocks = query.find(self._digest(query.digests, index))
             if blocks is None:
                 run = 0
                 continue

@@ -60,8 +60,8 @@ REFUSED, PLAIN, HAS_TOKENS, RESUMES = range(4)  # kinds of a step that was read
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core has the eviction policy of this replica."""
-    return spec.eviction is EvictionPolicy.LRU
+    """Whether the compiled core has the eviction policy of this replica, and its tiers: it has none."""
+    return spec.eviction is EvictionPolicy.LRU and not spec.tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,8 @@ class NativeReplica:
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
         self._changed()
+        if any(part.cache.jobs_done or part.cache.jobs_failed for part in step.parts):
+            self.reference().check(step)  # refuses it: a core without tiers orders no jobs
         kind = _native.read(self._core, step)
         if kind == REFUSED:
             self.reference().check(step)  # names the fault

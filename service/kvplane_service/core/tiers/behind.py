@@ -1,0 +1,100 @@
+"""Saves what the device evicts next, and moves what a tier evicts next to the tier behind it: the policy `behind`.
+
+At the end of a step the first free blocks in eviction order are passed over, as many as a few steps take. Those that
+have an executed key, and are in no tier, are saved. Nothing is held for that: a block that is allocated before its job
+is done gets another stamp, and the save is discarded.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import MOVE_COLUMNS, SAVE_COLUMNS
+from kvplane_service.core.keys import Key
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import MAX_JOBS, Location, Move, Save, Tiers
+
+AHEAD_SHARE = 10  # at most one of this number of blocks of the pool is looked at
+AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in flight while a save is
+SAVED_STEPS = 2  # blocks saved at the end of a step, in blocks that a step takes
+
+
+class SaveBehind:
+    """Orders saves and moves at the end of each step.
+
+    Args:
+        spec: specification of the replica.
+        pool: its block pool.
+        tiers: its tiers, one at least.
+    """
+
+    def __init__(self, spec: ReplicaSpec, pool: BlockPool, tiers: Tiers) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._sizes = tuple(group.block_size for group in spec.groups)
+        self._most_ahead = max(1, spec.num_blocks // AHEAD_SHARE)
+
+    def close_step(self) -> None:
+        """Order the saves and moves of this step, into the orders of its last part."""
+        tiers = self._tiers
+        tiers.demand = max(tiers.demand_now, tiers.demand - tiers.demand // 16)
+        tiers.demand_now = 0
+        ahead = min(self._most_ahead, AHEAD_STEPS * tiers.demand)
+        room = min(SAVED_STEPS * tiers.demand, MAX_JOBS - len(tiers.jobs))
+        left = self._save(ahead, room)
+        for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
+            if tier.num_free < ahead:
+                left = self._move(tier, behind, ahead, left)
+
+    def _save(self, ahead: int, room: int) -> int:
+        """Save some of the blocks that are evicted next; returns how many further jobs may begin."""
+        pool, tiers = self._pool, self._tiers
+        for block in islice(pool.free, ahead):
+            key = pool.key_of(block)
+            if key is None or not self._is_executed(block):
+                continue
+            if pool.key_tokens[block] % self._sizes[key[1]]:
+                continue  # more tokens will follow in this block
+            if tiers.has(key):
+                self._keep(key)
+                continue
+            if room <= 0:
+                tiers.counters.no_job += len(tiers.jobs) >= MAX_JOBS
+                return 0
+            slot = tiers.begin_write(tiers.each[0], key)
+            if slot is None:
+                return room
+            job, save = tiers.next_job(), Save(key, block, pool.stamp[block], 0, slot)
+            tiers.jobs.saves[job] = save
+            tiers.order(SAVE_COLUMNS, (job, block, key[1], save.stamp, 0, slot))
+            room -= 1
+        return room
+
+    def _is_executed(self, block: int) -> bool:
+        """Whether the page has what its key says: a launch in flight may still write it, or never run."""
+        return self._pool.key_step[block] <= self._pool.executed_through
+
+    def _keep(self, key: Key) -> None:
+        """The device evicts the key soon, so its copy in a tier is no shadow any more."""
+        for tier in self._tiers.each:
+            if key in tier.shadows:
+                tier.refresh(key)
+
+    def _move(self, tier: Tier, behind: Tier, ahead: int, room: int) -> int:
+        """Copy some of the keys that a tier evicts next to the tier behind it; returns as `_save`."""
+        tiers, wanted = self._tiers, list[tuple[Key, int]]()
+        for key, slot in islice(tier.in_order(), ahead):
+            if len(wanted) >= room:
+                break
+            if key not in behind.writing and behind.find(key) is None:
+                wanted.append((key, slot))
+        for key, slot in wanted:
+            target = tiers.begin_write(behind, key)
+            if target is None:
+                return 0
+            job, source = tiers.next_job(), Location(tier.number, slot, tier.version[slot])
+            tiers.jobs.moves[job] = Move(key, source, behind.number, target)
+            tiers.order(MOVE_COLUMNS, (job, tier.number, slot, source.version, behind.number, target))
+        return room - len(wanted)

@@ -1,0 +1,62 @@
+"""Refuses specs, steps and jobs that the tiers of a replica do not permit."""
+
+from __future__ import annotations
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import CommitRule, HashAlgorithm, ReplicaSpec
+from kvplane.base.step import Admit, Cache, RowFlag
+from kvplane_service.core.tiers.tiers import Tiers
+
+_WEAK = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
+
+
+def check_tiers(spec: ReplicaSpec) -> None:
+    """Raise InvalidArgument, naming the field, if the replica cannot have its tiers."""
+    if not spec.tiers:
+        return
+    if not spec.enable_caching:
+        raise InvalidArgument("without prefix caching no block has a key", field="tiers", remedy="turn caching on")
+    if spec.commit is not CommitRule.SAFE:
+        raise InvalidArgument(
+            "only content whose step is executed is saved", field="tiers", remedy="use commit=safe with tiers"
+        )
+    if spec.hash_algorithm in _WEAK:
+        raise InvalidArgument(
+            f"{spec.hash_algorithm.value} is no cryptographic hash, and a tier outlives the makers of its keys",
+            field="hash_algorithm",
+            remedy="use kvplane, sha256 or sha256_cbor with tiers",
+        )
+
+
+def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: str) -> None:
+    """Raise InvalidArgument for jobs that were never ordered, and for loads that are done before they could start.
+
+    `where`: prefix of the names of fields.
+    """
+    last = tiers.last_job if tiers is not None else 0
+    for name, jobs in (("jobs_done", cache.jobs_done), ("jobs_failed", cache.jobs_failed)):
+        for row, job in enumerate(jobs):
+            if not 0 < job <= last:
+                field, problem = f"{where}cache.{name}[{row}]", f"job {job} was not ordered; the last one is {last}"
+                raise InvalidArgument(problem, field=field, remedy="report the jobs of Orders")
+    for row, job in enumerate(cache.jobs_done):
+        load = tiers.jobs.loads.get(job) if tiers is not None else None
+        if load is not None and load.after > executed_through:
+            raise InvalidArgument(
+                f"load {job} cannot have started: step {load.after} is not executed",
+                field=f"{where}cache.jobs_done[{row}]",
+                remedy="load when executed_through has reached admit_load_after, or report the job as failed",
+            )
+
+
+def check_load_rows(admit: Admit, where: str) -> None:
+    """Raise InvalidArgument for rows with LOAD that also load external tokens, or must be granted all tokens."""
+    for row, flags in enumerate(admit.flags):
+        if not flags & RowFlag.LOAD:
+            continue
+        if flags & (RowFlag.DELAY_CACHING | RowFlag.WHOLE) or (admit.external and admit.external[row]):
+            raise InvalidArgument(
+                "a row with LOAD has no external tokens, and neither DELAY_CACHING nor WHOLE",
+                field=f"{where}admit.flags[{row}]",
+                remedy="send the row without LOAD",
+            )

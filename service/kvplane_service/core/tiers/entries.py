@@ -1,0 +1,65 @@
+"""The exported state of a replica's tiers (see `core.state`): copied from `Tiers`, and loaded into it."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import Filled, Load, Location, Move, Save, TierCounters, Tiers
+
+
+def copy_tiers(tiers: Tiers) -> list[object]:
+    """Return the state of the tiers: numbers, the slots of each tier, and the jobs in flight by kind."""
+    jobs = tiers.jobs
+    loads = [(job, *load[:4], [(*row[:5], tuple(row.source)) for row in load.rows]) for job, load in jobs.loads.items()]
+    return [
+        [tiers.last_job, tiers.demand, tiers.demand_now],
+        [_copy_tier(tier) for tier in tiers.each],
+        loads,
+        [(job, *astuple(save)) for job, save in jobs.saves.items()],
+        [(job, move.key, *move.source, move.tier, move.slot) for job, move in jobs.moves.items()],
+        list(tiers.loading.items()),
+    ]
+
+
+def _copy_tier(tier: Tier) -> list[object]:
+    shadows, recent = (
+        [(key, slot, tier.version[slot]) for key, slot in keys.items()] for keys in (tier.shadows, tier.recent)
+    )
+    return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent]
+
+
+def copy_counters(tiers: Tiers) -> list[int]:
+    """Return the statistics of the tiers, which decide nothing."""
+    return list(astuple(tiers.counters))
+
+
+def load_tiers(tiers: Tiers, state: list[Any], counters: list[int]) -> None:
+    """Load the state into tiers that were not used. Raises ValueError if it is that of other tiers."""
+    (tiers.last_job, tiers.demand, tiers.demand_now), each, loads, saves, moves, loading = state
+    if [tier.num_slots for tier in tiers.each] != [one[0] for one in each]:
+        raise ValueError(f"tiers of {[one[0] for one in each]} slots")
+    tiers.counters = TierCounters(*counters)
+    for tier, (_, num_used, free, shadows, recent) in zip(tiers.each, each, strict=True):
+        tier.num_used, tier.free = num_used, list(free)
+        for keys, rows in ((tier.shadows, shadows), (tier.recent, recent)):
+            for key, slot, version in rows:
+                keys[key], tier.key[slot], tier.version[slot] = slot, key, version
+    for job, request, serial, num_tokens, after, rows in loads:
+        filled = [
+            Filled(block, stamp, key, tokens, parent, Location(*source))
+            for block, stamp, key, tokens, parent, source in rows
+        ]
+        load = Load(request, serial, num_tokens, after, filled)
+        tiers.jobs.loads[job] = load
+        for row in load.rows:
+            pins = tiers.each[row.source.tier].pins
+            pins[row.source.slot] = pins.get(row.source.slot, 0) + 1
+    for job, *row in saves:
+        tiers.jobs.saves[job] = Save(*row)
+    for job, key, number, slot, version, *target in moves:
+        tiers.jobs.moves[job] = Move(key, Location(number, slot, version), *target)
+    for write in tiers.jobs.writes():
+        tiers.each[write.tier].writing.add(write.key)
+    tiers.loading = dict(loading)

@@ -1,0 +1,64 @@
+"""The invariants of a replica's tiers: each slot is in exactly one state, and the jobs have what they use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+from kvplane_service.core.columns import pieces
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import Tiers
+
+FINE = ""
+
+
+def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
+    """Yield what contradicts itself, and FINE after each slice of work without a fault. `keyed`: those blocks of loads
+    that have a key.
+    """
+    for tier in tiers.each:
+        written = [write for write in tiers.jobs.writes() if write.tier == tier.number]
+        yield from _faults_of_slots(tier, [write.slot for write in written])
+        yield from _faults_of_keys(tier, tiers.last_job)
+        if sorted(tier.writing) != sorted({write.key for write in written}):
+            yield f"tier {tier.number}: {len(tier.writing)} keys are being written, by {len(written)} jobs"
+        rows = [row.source for load in tiers.jobs.loads.values() for row in load.rows]
+        if tier.pins != Counter(source.slot for source in rows if source.tier == tier.number):
+            yield f"tier {tier.number}: the pins are not those of the loads in flight"
+    for slot, job in tiers.loading.items():
+        load = tiers.jobs.loads.get(job)
+        if load is None or load.request != slot:
+            yield f"slot {slot} waits for load {job}, which is not in flight"
+    if keyed:
+        yield f"loads in flight fill blocks {sorted(keyed)[:9]}, which have keys"
+    jobs = [*tiers.jobs.loads, *tiers.jobs.saves, *tiers.jobs.moves]
+    if len(set(jobs)) != len(jobs) or any(job > tiers.last_job for job in jobs):
+        yield f"two jobs have one number, or one above the last, {tiers.last_job}"
+
+
+def _faults_of_slots(tier: Tier, written: list[int]) -> Iterator[str]:
+    only_pinned = [slot for slot in tier.pins if slot not in tier.key]
+    seen, count = bytearray(tier.num_used), 0
+    for piece in pieces(chain(tier.free, tier.key, written, only_pinned)):
+        for slot in piece:
+            if not 0 <= slot < tier.num_used or seen[slot]:
+                yield f"tier {tier.number}: slot {slot} has two states, or was never used"
+                return
+            seen[slot] = True
+            count += 1
+        yield FINE
+    if count != tier.num_used:
+        yield f"tier {tier.number}: {tier.num_used} slots were used, {count} have a state"
+
+
+def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
+    count = 0
+    for piece in pieces(tier.in_order()):
+        for key, slot in piece:
+            if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last_job:
+                yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
+            count += 1
+        yield FINE
+    if count != len(tier.key) or count != len(tier.version):
+        yield f"tier {tier.number}: {count} keys lead to {len(tier.key)} slots"

@@ -1,0 +1,226 @@
+"""Loads blocks of a hit from the tiers, and ends the jobs of the movers.
+
+    admit with LOAD ──▶ loading: the request has its blocks and gets no tokens ──jobs_done──▶ it runs
+                                                                               └─jobs_failed─▶ preempted
+
+The load has references of its own to the blocks that it fills, from its order until the engine reports its end. So what
+becomes of the request meanwhile (an end, a preemption) gives no page away that a mover still writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
+from kvplane_service.core.coordinator import Admission, Coordinator
+from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.keys import NULL_BLOCK
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.tiers.tiers import MAX_JOBS, Filled, Load, Location, Move, Save, Tiers
+
+
+class Missing(NamedTuple):
+    """A block of a hit that is not on the device: its place in the table of a group, and the slot that has it."""
+
+    group: int
+    position: int
+    source: Location
+
+
+class LoadPlan(NamedTuple):
+    """A hit of the union of device and tiers.
+
+    Attributes:
+        hit: the hit, with null blocks instead of slots.
+        missing: what must be loaded, by group and position.
+        gained: tokens of the hit beyond the hit of the device alone.
+    """
+
+    hit: Hit
+    missing: list[Missing]
+    gained: int
+
+
+class TierLoads:
+    """Plans, begins and ends loads, and ends saves and moves."""
+
+    def __init__(self, coordinator: Coordinator, tracker: InFlightTracker) -> None:
+        self._blocks = coordinator
+        self._tiers: Tiers = coordinator.tiers
+        self._pool = coordinator.pool
+        self._requests = coordinator.requests
+        self._tracker = tracker
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def plan(self, slot: int, limit: int, device: Hit) -> LoadPlan | None:
+        """Return the hit of the union of device and tiers if it is longer than the one of the device, and may be
+        loaded. Changes nothing but counters.
+        """
+        if not self._tiers.has_keys:
+            return None
+        hit = self._find(slot, limit)
+        if hit.num_tokens <= device.num_tokens:
+            return None
+        plan = self._split(hit, hit.num_tokens - device.num_tokens)
+        if self.is_pinned(plan):
+            return plan  # it is deferred
+        if len(self._tiers.jobs) >= MAX_JOBS:
+            self._tiers.counters.no_job += 1
+            return None
+        if len(plan.missing) + self._tiers.num_loading > self._tiers.most_loading:
+            self._tiers.counters.declined += 1
+            return None
+        return plan
+
+    def _find(self, slot: int, limit: int) -> Hit:
+        """Find the longest prefix in the union that ends between blocks in every group: a block in which a hit ends is
+        copied when the request is admitted, before a load would fill it.
+        """
+        blocks, unit = self._blocks, self._blocks.spec.scheduler_block_size
+        hit = blocks.find_hit(slot, limit, blocks.union)
+        while hit.num_tokens % unit:
+            hit = blocks.find_hit(slot, hit.num_tokens - hit.num_tokens % unit, blocks.union)
+        return hit
+
+    def _split(self, hit: Hit, gained: int) -> LoadPlan:
+        missing, rows = list[Missing](), list[list[int]]()
+        for manager, blocks in zip(self._blocks.managers, hit.blocks, strict=True):
+            skipped = max(manager.skipped_tokens(hit.num_tokens), 0) // manager.block_size
+            row = [NULL_BLOCK] * min(skipped, len(blocks))
+            for index in range(len(row), len(blocks)):
+                source = self._tiers.location(blocks[index])
+                row.append(blocks[index] if source is None else NULL_BLOCK)
+                if source is not None:
+                    missing.append(Missing(manager.group, index, source))
+            rows.append(row)
+        return LoadPlan(replace(hit, blocks=tuple(rows)), missing, gained)
+
+    def is_pinned(self, plan: LoadPlan) -> bool:
+        """Whether another load in flight loads a part of the hit: it is hit there soon."""
+        return any(one.source.slot in self._tiers.each[one.source.tier].pins for one in plan.missing)
+
+    def begin(self, admission: Admission, plan: LoadPlan) -> tuple[int, list[list[int]], Hit]:
+        """Admit a request with the hit of the plan, and order the load of what is missing.
+
+        The caller has checked that enough blocks are free. Returns the job, the new blocks per group, and the hit with
+        the blocks that are loaded.
+        """
+        pool, slot = self._pool, admission.slot
+        on_device = [block for row in plan.hit.blocks for block in row]
+        pool.touch(on_device)  # the allocation below could otherwise evict them
+        fresh = pool.take(len(plan.missing))
+        rows = [list(row) for row in plan.hit.blocks]
+        for block, one in zip(fresh, plan.missing, strict=True):
+            rows[one.group][one.position] = block
+        filled = replace(plan.hit, blocks=tuple(rows))
+        new = self._blocks.admit(replace(admission, hit=filled))
+        pool.release(on_device)
+        job = self._tiers.next_job()
+        load = Load(slot, self._requests.serial[slot], filled.num_tokens, pool.last_use(fresh), [])
+        for block, one in zip(fresh, plan.missing, strict=True):
+            load.rows.append(self._fill(slot, block, one))
+            self._tiers.each[one.source.tier].pin(one.source.slot)
+            self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block]))
+        self._tiers.jobs.loads[job] = load
+        self._tiers.loading[slot] = job
+        self._tiers.counters.loads += 1
+        self._tiers.counters.loaded_tokens += plan.gained
+        return job, new, filled
+
+    def _fill(self, slot: int, block: int, one: Missing) -> Filled:
+        manager, digests = self._blocks.managers[one.group], self._requests.content[slot].digests
+        size, hashed = manager.block_size, manager.hash_size
+        first = one.position * size // hashed
+        parent = digests[first - 1] if first else b""
+        key = self._requests.domain[slot], one.group, digests[(one.position + 1) * size // hashed - 1]
+        return Filled(block, self._pool.stamp[block], key, (one.position + 1) * size, parent, one.source)
+
+    # -- completion --------------------------------------------------------------------------------------------------
+
+    def end_jobs(self, cache: Cache, result: PartResult) -> None:
+        """Apply the jobs that a part reports as done and failed; a job that has ended before changes nothing."""
+        for job in cache.jobs_done:
+            self._end(job, True, result)
+        for job in cache.jobs_failed:
+            self._end(job, False, result)
+
+    def _end(self, job: int, is_done: bool, result: PartResult) -> None:
+        jobs, counters = self._tiers.jobs, self._tiers.counters
+        load = jobs.loads.pop(job, None)
+        if load is not None:
+            self._end_load(job, load, is_done, result)
+            return
+        write = jobs.saves.pop(job, None) or jobs.moves.pop(job, None)
+        if write is None:
+            return
+        is_good = is_done and self._source_is_intact(write)
+        self._tiers.end_write(job, write, is_good)
+        counters.failed += not is_done
+        counters.discarded += is_done and not is_good
+        counters.saved += is_good and isinstance(write, Save)
+        counters.moved += is_good and isinstance(write, Move)
+
+    def _source_is_intact(self, write: Save | Move) -> bool:
+        if isinstance(write, Move):
+            return self._tiers.is_intact(write.source)
+        return self._pool.stamp[write.block] == write.stamp
+
+    def _end_load(self, job: int, load: Load, is_done: bool, result: PartResult) -> None:
+        tiers, requests, slot = self._tiers, self._requests, load.request
+        # A key that was dropped is not trusted; a block that was evicted may be damaged since.
+        is_done = is_done and all(tiers.is_intact(row.source) for row in load.rows)
+        is_done = is_done and all(self._pool.stamp[row.block] == row.stamp for row in load.rows)
+        runs = requests.running[slot] and requests.serial[slot] == load.serial
+        if tiers.loading.get(slot) == job:
+            del tiers.loading[slot]
+        tiers.unpin(load)
+        blocks = [row.block for row in load.rows]
+        if is_done:
+            tiers.counters.loaded += len(blocks)
+            # A request that went back behind its hit may overwrite the blocks, which then get no key.
+            if not runs or requests.computed[slot] >= load.num_tokens:
+                self._register(load)
+        else:
+            tiers.counters.loads_failed += 1
+            for row in load.rows:
+                tiers.drop(row.key)
+            if runs:
+                result.preempted.extend(self._tracker.preempt(slot, self._pool.step))
+        # Launches that were sent before the load may still use the pages.
+        self._tracker.release_later(blocks, load.after)
+
+    def _register(self, load: Load) -> None:
+        """Give the loaded blocks their keys, which are visible at once: their content is verified."""
+        pool, step = self._pool, self._pool.step
+        pool.step = pool.executed_through
+        for row in load.rows:
+            pool.register(row.block, row.key, row.num_tokens)
+            for tier in self._tiers.each:
+                tier.make_shadow(row.key)
+        self._tracker.note_keys(load.request, pool.step)
+        pool.step = step
+        if pool.with_events:
+            for run in _runs(load.rows):
+                pool.events.append(self._stored(load.request, run))
+
+    def _stored(self, slot: int, run: list[Filled]) -> CacheEvent:
+        (domain, group, _), size = run[0].key, self._blocks.managers[run[0].key[1]].block_size
+        starts = tuple(row.num_tokens - size for row in run)
+        digests, blocks = tuple(row.key[2] for row in run), tuple(row.block for row in run)
+        kind, parent, end = EventKind.STORED, run[0].parent, run[-1].num_tokens
+        return CacheEvent(kind, group, digests, blocks, domain, parent, size, slot, starts[0], end, starts)
+
+
+def _runs(rows: list[Filled]) -> Iterator[list[Filled]]:
+    """Yield rows of one group whose blocks follow each other in the prompt."""
+    run: list[Filled] = []
+    for row in rows:
+        if run and not (row.key[1] == run[-1].key[1] and row.parent == run[-1].key[2]):
+            yield run
+            run = []
+        run.append(row)
+    if run:
+        yield run

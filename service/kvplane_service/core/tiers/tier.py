@@ -1,0 +1,113 @@
+"""The slots of one tier: which key each has, which are pinned, and which is evicted next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from kvplane_service.core.keys import Key
+
+
+class Tier:
+    """One tier of a replica. A slot is free, has a key, is being written, or is only pinned (its key was dropped).
+
+    Keys are evicted in the order of least recent use. A key that a load has put on the device again is a *shadow*: the
+    device has it too, so shadows are evicted before all others, until the device is about to evict the key again.
+
+    Attributes:
+        number: index of the tier in the spec.
+        num_slots: number of slots.
+        recent: slot of each key that is no shadow; the one to evict first is the first.
+        shadows: the same, of the shadows.
+        key: key of each slot that has one.
+        version: version of each slot that has a key.
+        pins: number of loads that read each slot; a pinned slot is not written.
+        free: slots that were used and are free; the last one is used first.
+        num_used: slots from this one on were never used.
+        writing: keys that jobs in flight write into slots of this tier.
+    """
+
+    def __init__(self, number: int, num_slots: int) -> None:
+        self.number = number
+        self.num_slots = num_slots
+        self.recent: dict[Key, int] = {}
+        self.shadows: dict[Key, int] = {}
+        self.key: dict[int, Key] = {}
+        self.version: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
+        self.free: list[int] = []
+        self.num_used = 0
+        self.writing: set[Key] = set()
+
+    def find(self, key: Key) -> int | None:
+        """Return the slot that has the key; None if no slot has it."""
+        slot = self.recent.get(key)
+        return self.shadows.get(key) if slot is None else slot
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that can be written without an eviction."""
+        return len(self.free) + self.num_slots - self.num_used
+
+    def in_order(self) -> Iterator[tuple[Key, int]]:
+        """Yield (key, slot), the key that is evicted first first. The tier must not change meanwhile."""
+        return chain(self.shadows.items(), self.recent.items())
+
+    def take_slot(self) -> int | None:
+        """Return a slot to write, evicting the key that is first in order; None if every slot is pinned or written."""
+        if not self.free and self.num_used < self.num_slots:
+            self.num_used += 1
+            return self.num_used - 1
+        if not self.free:
+            victim = next((key for key, slot in self.in_order() if slot not in self.pins), None)
+            if victim is None:
+                return None
+            self.drop(victim)
+        return self.free.pop()
+
+    def store(self, key: Key, slot: int, version: int) -> None:
+        """Record that a slot, which was taken and is written now, has the content of the key."""
+        assert self.find(key) is None, f"tier {self.number} has the key in two slots"
+        self.recent[key] = slot
+        self.key[slot], self.version[slot] = key, version
+
+    def refresh(self, key: Key) -> None:
+        """Make the key the last one to be evicted: it is used, or the device is about to evict it."""
+        slot = self.shadows.pop(key, None)
+        self.recent[key] = self.recent.pop(key) if slot is None else slot
+
+    def make_shadow(self, key: Key) -> None:
+        """Record that the device has the key again."""
+        slot = self.recent.pop(key, None)
+        if slot is not None:
+            self.shadows[key] = slot
+
+    def drop(self, key: Key) -> bool:
+        """Forget the key; returns False if the tier does not have it. A pinned slot becomes free with its last pin."""
+        slot = self.recent.pop(key, None)
+        if slot is None:
+            slot = self.shadows.pop(key, None)
+        if slot is None:
+            return False
+        del self.key[slot], self.version[slot]
+        if slot not in self.pins:
+            self.free.append(slot)
+        return True
+
+    def pin(self, slot: int) -> None:
+        """Keep a slot that has a key from being written; its key becomes the last one to be evicted."""
+        self.pins[slot] = self.pins.get(slot, 0) + 1
+        self.refresh(self.key[slot])
+
+    def unpin(self, slot: int) -> None:
+        """Remove one pin; the slot becomes free if it has no key and no other pin."""
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            del self.pins[slot]
+            if slot not in self.key:
+                self.free.append(slot)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        for key in [key for key, _ in self.in_order()]:
+            self.drop(key)

@@ -1,0 +1,268 @@
+"""All tiers of a replica, the jobs of their movers, and the index that look-ups of the union use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Orders
+from kvplane_service.core.keys import Key
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.tiers.tier import Tier
+
+MAX_JOBS = 4096  # jobs in flight; at this number nothing is saved, moved or loaded
+_JOB_BITS = 32  # a job is numbered by its engine life (epoch) and a counter of 32 bits
+
+
+class Location(NamedTuple):
+    """A slot of a tier, and the version that a reader expects in it."""
+
+    tier: int
+    slot: int
+    version: int
+
+
+class Filled(NamedTuple):
+    """One row of a load: a block that is filled from a slot, and the key that it has afterwards.
+
+    `stamp`: of the block when the load was ordered; it changes if the block is evicted meanwhile. `num_tokens`: tokens
+    of the key's prefix. `parent`: digest of the block before it, b"" if there is none.
+    """
+
+    block: int
+    stamp: int
+    key: Key
+    num_tokens: int
+    parent: bytes
+    source: Location
+
+
+class Load(NamedTuple):
+    """A load in flight. It has one reference to each of its blocks, and a pin on each of its slots.
+
+    Attributes:
+        request, serial: slot of the request that was admitted with this hit, and number of its use of the slot.
+        num_tokens: tokens of the hit.
+        after: the last step in flight whose launch may use the blocks for an earlier request; 0 if none.
+        rows: blocks to fill, by group and position.
+    """
+
+    request: int
+    serial: int
+    num_tokens: int
+    after: int
+    rows: list[Filled]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A block that is being saved. Stored if the block still has this stamp when the job is done: then no order that
+    was answered until then changes the page.
+    """
+
+    key: Key
+    block: int
+    stamp: int
+    tier: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A slot that is being copied to another tier. Stored if the source still has its version when the job is done."""
+
+    key: Key
+    source: Location
+    tier: int
+    slot: int
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened since the replica began, in rows unless stated otherwise; decides nothing."""
+
+    saved: int = 0
+    moved: int = 0
+    discarded: int = 0  # saved or moved in vain: the source changed meanwhile
+    failed: int = 0  # saves and moves that failed
+    loaded: int = 0
+    loads: int = 0  # jobs
+    loads_failed: int = 0  # jobs
+    loaded_tokens: int = 0  # of hits: tokens beyond the hit of the device alone
+    declined: int = 0  # admissions whose load would have been larger than `most_loading` allows
+    no_slot: int = 0  # saves and moves that found no slot to write
+    no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
+
+
+@dataclass(slots=True)
+class Jobs:
+    """The jobs in flight, by number."""
+
+    loads: dict[int, Load] = field(default_factory=dict)
+    saves: dict[int, Save] = field(default_factory=dict)
+    moves: dict[int, Move] = field(default_factory=dict)
+
+    def writes(self) -> list[Save | Move]:
+        """Return the jobs that write slots."""
+        return [*self.saves.values(), *self.moves.values()]
+
+    def __len__(self) -> int:
+        return len(self.loads) + len(self.saves) + len(self.moves)
+
+
+class Tiers:
+    """The tiers of one replica. A replica without tiers has an object without any, which costs nothing.
+
+    Args:
+        spec: specification of the replica.
+        pool: its block pool.
+    """
+
+    def __init__(self, spec: ReplicaSpec, pool: BlockPool) -> None:
+        self.each = tuple(Tier(number, tier.num_blocks) for number, tier in enumerate(spec.tiers))
+        self.jobs = Jobs()
+        self.counters = TierCounters()
+        self.last_job = 0
+        self.loading: dict[int, int] = {}  # by slot of a request: the load into its blocks
+        self.demand = 0  # blocks that a step takes, at most, in the recent past
+        self.demand_now = 0  # the same, of the step being applied
+        self.orders = Orders()
+        self._pool = pool
+        ends = [spec.num_blocks]
+        for tier in spec.tiers:
+            ends.append(ends[-1] + tier.num_blocks)
+        self._firsts = tuple(ends[:-1])  # id of slot 0 of each tier in the blocks of a hit
+        self.most_loading = spec.num_blocks // 4  # blocks that loads fill at one time
+
+    # -- index -------------------------------------------------------------------------------------------------------
+
+    def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int) -> list[int] | None:
+        """Return what `BlockPool.find` returns, with ids from num_blocks on for slots of tiers, the nearest tier first.
+
+        A group takes from a tier only what the device lacks.
+        """
+        blocks = self._pool.find(domain, groups, digest, horizon)
+        if blocks is not None:
+            return blocks
+        found = []
+        for group in groups:
+            one = self._pool.find(domain, (group,), digest, horizon)
+            at = self._find_in_tiers((domain, group, digest)) if one is None else one[0]
+            if at is None:
+                return None
+            found.append(at)
+        return found
+
+    def _find_in_tiers(self, key: Key) -> int | None:
+        for tier, first in zip(self.each, self._firsts, strict=True):
+            slot = tier.find(key)
+            if slot is not None:
+                return first + slot
+        return None
+
+    def location(self, block: int) -> Location | None:
+        """Return the slot that an id of a hit stands for; None for a block of the device."""
+        for tier, first in zip(reversed(self.each), reversed(self._firsts), strict=True):
+            if block >= first:
+                return Location(tier.number, block - first, tier.version[block - first])
+        return None
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a tier has a key."""
+        return any(tier.key for tier in self.each)
+
+    def has(self, key: Key) -> bool:
+        """Whether a tier has the key, or a job in flight writes it into one."""
+        return any(key in tier.writing or tier.find(key) is not None for tier in self.each)
+
+    def is_intact(self, source: Location) -> bool:
+        """Whether the slot has had this version without interruption."""
+        return self.each[source.tier].version.get(source.slot) == source.version
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        for tier in self.each:
+            tier.clear()
+
+    def drop(self, key: Key) -> None:
+        """Forget a key whose content is not trusted any more. Loads of it fail."""
+        for tier in self.each:
+            tier.drop(key)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def next_job(self) -> int:
+        """Return the number of a new job."""
+        self.last_job += 1
+        return self.last_job
+
+    @property
+    def num_loading(self) -> int:
+        """Number of blocks that loads in flight fill."""
+        return sum(len(load.rows) for load in self.jobs.loads.values())
+
+    def begin_write(self, tier: Tier, key: Key) -> int | None:
+        """Take a slot for the content of a key that a job will write; None, counted, if there is none."""
+        slot = tier.take_slot()
+        if slot is None:
+            self.counters.no_slot += 1
+            return None
+        tier.writing.add(key)
+        return slot
+
+    def end_write(self, job: int, write: Save | Move, is_good: bool) -> None:
+        """Record the end of a job that wrote a slot: the slot has the key, or is free."""
+        tier = self.each[write.tier]
+        tier.writing.discard(write.key)
+        if is_good:
+            tier.store(write.key, write.slot, job)
+        else:
+            tier.free.append(write.slot)
+
+    def order(self, columns: Sequence[str], row: Sequence[int]) -> None:
+        """Add a row to the orders of this part."""
+        for name, value in zip(columns, row, strict=True):
+            getattr(self.orders, name).append(value)
+
+    def give_orders(self, orders: Orders) -> None:
+        """Move the rows since the last call into these orders."""
+        if not (self.orders.load_job or self.orders.save_job or self.orders.move_job):
+            return
+        for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS):
+            setattr(orders, name, [*getattr(orders, name), *getattr(self.orders, name)])
+        self.orders = Orders()
+
+    # -- engine lives ------------------------------------------------------------------------------------------------
+
+    def abandon_loads(self) -> list[int]:
+        """Forget all loads, whose engine life has ended; returns their blocks, one reference to each of which passes to
+        the caller.
+        """
+        loads = list(self.jobs.loads.values())
+        self.jobs.loads.clear()
+        self.loading.clear()
+        for load in loads:
+            self.unpin(load)
+        return [row.block for load in loads for row in load.rows]
+
+    def unpin(self, load: Load) -> None:
+        """Remove the pins of a load that has ended."""
+        for row in load.rows:
+            self.each[row.source.tier].unpin(row.source.slot)
+
+    def begin_epoch(self, epoch: int, keeps_keys: bool, memory_is_new: bool) -> None:
+        """Begin an engine life. Tiers keep their keys where the device can, because its stamps were shown.
+
+        Jobs that write slots stay in flight until their end is reported, unless the memory of pages and tiers is new.
+        """
+        self.last_job = max(self.last_job, epoch << _JOB_BITS)
+        if not keeps_keys:
+            self.clear()
+        if memory_is_new:
+            for write in self.jobs.writes():
+                self.end_write(0, write, is_good=False)
+            self.jobs.saves.clear()
+            self.jobs.moves.clear()

@@ -1,0 +1,135 @@
+"""`python -m tests.core.tier_campaign --runs N --base S`: random engines with tiers on every mix.
+
+Exit 1 when a run breaks a rule, or when no load was seen. `--twins` says within how many runs each planted fault is
+found; exit 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.tiers.loads import TierLoads
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import Tiers
+from tests.core.test_page_contents import MIXES
+from tests.core.test_tier_contents import run
+
+MOST_RUNS = 1500
+Wrapped = Callable[..., Any]
+
+
+def _another_parent(real: Wrapped) -> Wrapped:
+    """The key of the block before."""
+
+    def fill(self: TierLoads, slot: int, block: int, one: Any) -> Any:
+        return real(self, slot, block, one._replace(position=max(0, one.position - 1)))
+
+    return fill
+
+
+def _one_less(real: Wrapped) -> Wrapped:
+    def split(self: TierLoads, hit: Any, gained: int) -> Any:
+        plan = real(self, hit, gained)
+        return plan if len(plan.missing) < 2 else plan._replace(missing=plan.missing[1:])
+
+    return split
+
+
+def _every_domain(real: Wrapped) -> Wrapped:
+    def find(self: Tiers, key: Any) -> int | None:
+        return next((at for domain in ("", "other") if (at := real(self, (domain, *key[1:]))) is not None), None)
+
+    return find
+
+
+def _forgotten(real: Wrapped) -> Wrapped:
+    def close(self: InFlightTracker) -> list[int]:
+        real(self)
+        return []
+
+    return close
+
+
+# Name -> (class, method, change). Two rules have tests alone (`test_tiers`): that a save waits for its step, and that a
+# load of a dropped key fails. Movers that keep the order of steps and compare versions reach no violation of them.
+TWINS: dict[str, tuple[type, str, Callable[[Wrapped], Wrapped]]] = {
+    "stamp of a saved page not compared": (TierLoads, "_source_is_intact", lambda real: lambda self, write: True),
+    "run before the load is done": (InFlightTracker, "loads_from_tiers", lambda real: lambda self, slot: False),
+    "load before launches": (BlockPool, "last_use", lambda real: lambda self, blocks: 0),
+    "slot written under a load": (Tier, "pin", lambda real: lambda self, slot: None),
+    "domain not in the key": (Tiers, "_find_in_tiers", _every_domain),
+    "a row of the hit left out": (TierLoads, "_split", _one_less),
+    "key of another boundary": (TierLoads, "_fill", _another_parent),
+    "pages of a load handed out in the next life": (InFlightTracker, "close", _forgotten),
+    "slot leaked by a failed write": (Tiers, "end_write", lambda real: lambda self, job, write, is_good: (
+        real(self, job, write, is_good) if is_good else self.each[write.tier].writing.discard(write.key)
+    )),
+    "block released under a load": (Tiers, "order", lambda real: _early_release(real)),
+}  # fmt: skip
+
+
+def _early_release(real: Wrapped) -> Wrapped:
+    """The request's reference is the only one to a block that a load fills."""
+
+    def order(self: Tiers, columns: Any, row: Any) -> None:
+        real(self, columns, row)
+        if columns[0] == "load_job" and self._pool.references[row[4]] > 1:
+            self._pool.release([row[4]])
+
+    return order
+
+
+def runs_until_found(twin: str, base: int = 0) -> int:
+    """Runs until one breaks a rule with this fault planted; 0 = none did."""
+    owner, name, change = TWINS[twin]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, change(getattr(owner, name)))
+        for count in range(1, MOST_RUNS + 1):
+            mix = list(MIXES)[count % len(MIXES)]
+            try:
+                run(mix, base + count // len(MIXES))
+            except AssertionError:
+                return count
+    return 0
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--base", type=int, default=1)
+    parser.add_argument("--twins", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.twins:
+        missed = 0
+        for twin in TWINS:
+            count = runs_until_found(twin, chosen.base)
+            print(f"{twin}: {f'{count} runs' if count else f'not within {MOST_RUNS}'}", flush=True)
+            missed += not count
+        sys.exit(bool(missed))
+    counts, broken = Counter[str](), 0
+    for number in range(chosen.runs):
+        mix, seed = list(MIXES)[number % len(MIXES)], chosen.base + number // len(MIXES)
+        try:
+            engine = run(mix, seed)
+        except AssertionError as error:
+            broken += 1
+            print(f"run({mix!r}, {seed}): {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        counts["hits"] += engine.hits
+        for name in (counters := engine.replica.coordinator.tiers.counters).__slots__:
+            counts[name] += getattr(counters, name)
+    print(f"{chosen.runs} runs, {broken} broken: {dict(counts)}")
+    sys.exit(bool(broken) or not counts["loaded"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""The random engine (`page_engine`) on a replica with tiers, with movers that do all that the contract permits.
+
+A mover begins when the orders of its job's step are carried out (a load also waits for `admit_load_after`), takes any
+time, leaves garbage while it works and after it failed, and continues after the engine died. Its end is reported late,
+twice, as a failure although all went well, or never. It does not look at the stamp of a page that it saves: the core
+must not trust a save whose page changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from tests.core.page_engine import RandomEngine
+from tests.core.page_memory import Memory, Page, WrongPage
+from tests.core.page_requests import Request
+
+Slot = tuple[int, int]  # tier and slot
+
+
+@dataclass
+class TierMemory:
+    """The slots of all tiers: version and page; a slot without an entry holds garbage."""
+
+    slots: dict[Slot, tuple[int, Page]] = field(default_factory=dict)
+
+    def read(self, slot: Slot, version: int) -> Page | None:
+        """The page, if the slot holds this version."""
+        held = self.slots.get(slot)
+        return held[1] if held is not None and held[0] == version else None
+
+
+@dataclass
+class Job:
+    """A job on its way. `begin` and `end` are the two moments at which it touches what it reads and writes.
+
+    Attributes:
+        seq: step whose orders must be carried out before.
+        after: step that must be executed before, of a load.
+        blocks_written: of a load.
+        state: 0 not begun, 1 begun, 2 over.
+        is_good: what the mover says when it is over.
+        first, at: as of a `Transfer`, so that a load can outlive its engine.
+    """
+
+    number: int
+    seq: int
+    begin: Callable[[], None]
+    finish: Callable[[], bool]
+    after: int = 0
+    blocks_written: frozenset[int] = frozenset()
+    state: int = 0
+    is_good: bool = False
+    first: int = 0
+    at: int = 0
+
+    def write(self, count: int) -> None:
+        """Continue, also when no engine waits for it."""
+        del count
+        if self.state < 2:
+            self.advance()
+        elif self.blocks_written:
+            self.finish()  # what is late may come twice
+
+    def advance(self) -> None:
+        if self.state == 0:
+            self.begin()
+        else:
+            self.is_good = self.finish()
+        self.state += 1
+
+    def blocks(self, spec: ReplicaSpec) -> set[int]:
+        """All that it may write."""
+        del spec
+        return set(self.blocks_written)
+
+
+def copy_of(page: Page | None) -> Page | None:
+    return None if page is None else Page(page.group, list(page.slots))
+
+
+class TierEngine(RandomEngine):
+    """Drives a replica with tiers.
+
+    Attributes:
+        jobs: in flight, of this engine life and of earlier ones.
+        reports: ended jobs that are not reported yet: number, whether they are done, step to wait for.
+        waits: slot -> (life, job) of requests whose hit is loaded.
+        loaded: rows that were loaded for hits that then ran.
+    """
+
+    def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
+        self.tier_memory = TierMemory()
+        self.jobs: list[Job] = []
+        self.reports: list[tuple[int, bool, int]] = []
+        self.reported_jobs: list[int] = []
+        self.waits: dict[int, tuple[tuple[int, int], int]] = {}
+        self.loaded = self.done_loads = 0
+        super().__init__(spec, rng, most_drafts)
+        self.never, self.breaks = rng.choice([0, 0, 5, 20]), rng.choice([0, 0, 5, 30])
+        # Lives that last, and requests that come back: what left the device is asked for again.
+        self.deaths, self.evicts, self.loads = rng.choice([0, 1, 3]), rng.choice([0, 4, 20]), rng.choice([0, 10, 40])
+        self.ways_to_end = rng.choice([(End.FREE, End.PREEMPTED), (End.PREEMPTED, End.HELD, End.FREE)])
+        # Together they reach a bound of the fast path that is too high, on a device alone too: it costs a key, no hit.
+        self.ends_late = self.evicts == 0
+        self.slow = rng.choice([5, 30, 70])
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> Admit:
+        admit = super()._admit()
+        for row, external in enumerate(admit.external):
+            flags = admit.flags[row]
+            if not external and not flags & (RowFlag.DELAY_CACHING | RowFlag.WHOLE) and self._chance(80):
+                admit.flags[row] |= int(RowFlag.LOAD)
+                admit.expected_hit[row] = ANY_HIT if self._chance(90) else admit.expected_hit[row]
+        return admit
+
+    def _cache(self, held: list[int]) -> Cache:
+        cache = super()._cache(held)
+        cache.reset &= self._chance(15)
+        ready = [one for one in self.reports if one[2] <= self.executed_through and self._chance(80)]
+        self.reports = [one for one in self.reports if one not in ready]
+        cache.jobs_done = [number for number, is_done, _ in ready if is_done]
+        cache.jobs_failed = [number for number, is_done, _ in ready if not is_done]
+        if self.reported_jobs and self._chance(20):
+            again = self.rng.choice(self.reported_jobs)
+            self.rng.choice([cache.jobs_done, cache.jobs_failed]).append(again)
+        self.reported_jobs += [number for number, _, _ in ready]
+        over = {number for number, _, _ in ready}
+        self.waits = {slot: one for slot, one in self.waits.items() if one[1] not in over}
+        return cache
+
+    def _row(self, facts: Facts, slot: int, end: End = End.NONE, *args: object, **named: object) -> None:
+        super()._row(facts, slot, end, *args, **named)  # type: ignore[arg-type]
+        if end is End.HELD and self._waits(slot):
+            self.requests[slot].checked = 0  # no transfer reads pages that a load still writes
+
+    def _waits(self, slot: int) -> bool:
+        return slot in self.waits and slot in self.requests and self.waits[slot][0] == self.requests[slot].life
+
+    def _is_sound(self, request: Request) -> bool:
+        return not self._waits(request.life[0]) and super()._is_sound(request)
+
+    def take_answer(self, parts: list[Part], results: list[PartResult]) -> None:
+        super().take_answer(parts, results)
+        after: dict[int, int] = {}
+        for part, result in zip(parts, results, strict=True):
+            for row, slot in enumerate(part.admit.slot):
+                job = result.admit_job[row] if result.admit_job else 0
+                if job:
+                    after[job] = result.admit_load_after[row] if result.admit_load_after else 0
+                    self.waits[slot] = self.requests[slot].life, job
+                    assert result.admit_granted[row] == 0
+            self._take_orders(result, after)
+
+    def _take_orders(self, result: PartResult, after: dict[int, int]) -> None:
+        orders = result.orders
+        loads: dict[int, list[tuple[Slot, int, int]]] = {}
+        columns = (orders.load_job, orders.load_tier, orders.load_slot, orders.load_version, orders.load_block)
+        for job, tier, slot, version, block in zip(*columns, strict=True):
+            loads.setdefault(job, []).append(((tier, slot), version, block))
+            assert block not in orders.zero_block, "a page that is loaded is zeroed"
+        for job, rows in loads.items():
+            self.jobs.append(self._load(job, rows, after[job]))
+        for job, block, tier, slot in zip(
+            orders.save_job, orders.save_block, orders.save_tier, orders.save_slot, strict=True
+        ):
+            self.jobs.append(self._save(job, block, (tier, slot)))
+        moves = (orders.move_job, orders.move_tier, orders.move_slot, orders.move_version)
+        targets = zip(orders.move_to_tier, orders.move_to_slot, strict=True)
+        for (job, tier, slot, version), target in zip(zip(*moves, strict=True), targets, strict=True):
+            self.jobs.append(self._move_slot(job, (tier, slot), version, target))
+
+    # -- movers ------------------------------------------------------------------------------------------------------
+
+    def _load(self, number: int, rows: Sequence[tuple[Slot, int, int]], after: int) -> Job:
+        memory, read = self.memory, list[Page | None]()
+
+        def begin() -> None:
+            read[:] = [copy_of(self.tier_memory.read(slot, version)) for slot, version, _ in rows]
+            for _, _, block in rows:
+                memory.pages.pop(block, None)
+
+        def finish() -> bool:
+            for page, (_, _, block) in zip(read, rows, strict=True):
+                memory.pages.pop(block, None)
+                if page is not None:
+                    memory.pages[block] = Page(page.group, list(page.slots))
+            return None not in read and not self._chance(self.breaks)
+
+        return Job(number, self.seq, begin, finish, after, frozenset(block for _, _, block in rows))
+
+    def _save(self, number: int, block: int, target: Slot) -> Job:
+        memory, read = self.memory, list[Page | None]()
+
+        def begin() -> None:
+            read.append(copy_of(memory.pages.get(block)))
+            self.tier_memory.slots.pop(target, None)
+
+        def finish() -> bool:
+            first, last = read[0], memory.pages.get(block)
+            self.tier_memory.slots.pop(target, None)
+            if first is None or last is None or first.group != last.group:
+                return self._chance(50)  # of garbage it may say that it is saved
+            half = len(first.slots) // 2
+            self.tier_memory.slots[target] = number, Page(first.group, first.slots[:half] + last.slots[half:])
+            return not self._chance(self.breaks)
+
+        return Job(number, self.seq, begin, finish)
+
+    def _move_slot(self, number: int, source: Slot, version: int, target: Slot) -> Job:
+        read = list[Page | None]()
+
+        def begin() -> None:
+            read.append(copy_of(self.tier_memory.read(source, version)))
+            self.tier_memory.slots.pop(target, None)
+
+        def finish() -> bool:
+            self.tier_memory.slots.pop(target, None)
+            if read[0] is None:
+                return False
+            self.tier_memory.slots[target] = number, read[0]
+            return not self._chance(self.breaks)
+
+        return Job(number, self.seq, begin, finish)
+
+    def _stride(self) -> None:
+        for job in list(self.jobs):
+            if job.seq > self.moved or job.after > self.launched or self._chance(self.slow):
+                continue
+            for _ in range(self.rng.choice([1, 2])):
+                if job.state < 2:
+                    job.advance()
+            if job.state == 2:
+                self.jobs.remove(job)
+                if not self._chance(self.never):
+                    self.reports.append((job.number, job.is_good, job.after if job.is_good else 0))
+        super()._stride()
+
+    # -- deaths ------------------------------------------------------------------------------------------------------
+
+    def _leave_movers(self, kept: list[int]) -> None:
+        super()._leave_movers(kept)
+        loads = [job for job in self.jobs if job.blocks_written]
+        self.movers += [job for job in loads if job.seq <= self.moved and job.after <= self.launched]  # type: ignore[misc]
+        # Saves and moves of the life that ended continue; what was not begun may never be.
+        self.jobs = [job for job in self.jobs if not job.blocks_written and job.seq <= self.moved]
+        for job in self.jobs:
+            job.seq = 0
+        self.reports = [(number, is_done, 0) for number, is_done, _ in self.reports]
+        self.waits = {}
+
+    def _recover(self, kept: list[int]) -> None:
+        self.reports, self.reported_jobs = [], []  # another service does not know them
+        unheard, self.jobs = self.jobs, []
+        super()._recover(kept)
+        for job in unheard:
+            while job.state < 2:
+                job.advance()
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def check_keys(self) -> None:
+        """Every key of a tier names a slot that holds just that, or another version, which no load takes for it."""
+        super().check_keys()
+        for tier in self.replica.coordinator.tiers.each:
+            for (domain, group, digest), slot in tier.in_order():
+                page = self.tier_memory.read((tier.number, slot), tier.version[slot])
+                if page is None:
+                    continue
+                num_tokens, text = self.texts.by_digest[domain, digest]
+                memory = Memory(self.spec, {1: page})
+                if not memory.holds(group, 1, num_tokens, text):
+                    raise WrongPage(f"tier {tier.number}, slot {slot} has the key of {text!r} and holds {page}")
