@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies conformance-live vllm-env demo-vllm test-vllm faults fuzz sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -134,6 +134,9 @@ soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one service process: no resou
 
 fuzz: $(DEV)  ## coverage-guided fuzzing of every gRPC handler; findings go to tests/fuzz/found (SECONDS=1800)
 	@$(PYTHON) -m tests.fuzz $(or $(SECONDS),1800)
+
+fuzz-core: $(DEV)  ## random steps on the compiled core, with the Python core as oracle; findings go to tests/fuzz/found_steps (SECONDS=1800)
+	@$(PYTHON) -m tests.fuzz $(or $(SECONDS),1800) --steps
 
 clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

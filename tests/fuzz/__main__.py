@@ -1,6 +1,8 @@
 """`python -m tests.fuzz SECONDS`: coverage-guided fuzzing of every gRPC handler of service and worker.
 
-What is found is written to tests/fuzz/found, where the tests run it from then on, and ends the run with an error.
+`--steps` fuzzes the compiled core instead, with the Python core as oracle (`tests.fuzz.steps`). What is found is
+written to tests/fuzz/found, with `--steps` to found_steps, where the tests run it from then on, and ends the run with
+an error.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import atheris
@@ -15,6 +18,7 @@ import atheris
 FOUND = Path(__file__).parent / "found"
 MAX_PROGRAM_BYTES = 8192
 PROGRAM_S = 20  # a program that takes longer hangs
+STEPS_S = 300  # of steps, on a machine with other work
 MAX_MIB = 3000
 ENDS_WITH_MIB = 400  # growth after the first 5000 programs: more is a leak
 
@@ -25,9 +29,6 @@ def main(seconds: int) -> None:
         from tests.fuzz import mutator, world
 
     grounds = world.new_grounds()
-    corpus = Path(tempfile.mkdtemp(prefix="kvplane-corpus-"))
-    for at, program in enumerate(mutator.seeds()):
-        (corpus / f"seed-{at:03}").write_bytes(program)
     memory = Memory()
 
     def run(data: bytes) -> None:
@@ -37,19 +38,40 @@ def main(seconds: int) -> None:
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         return mutator.mutate(data, max_size, seed, lambda raw: atheris.Mutate(raw, max(64, 2 * len(raw))))
 
-    arguments = [
+    atheris.Setup(_arguments(seconds, FOUND, mutator.seeds()), run, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+def fuzz_steps(seconds: int) -> None:
+    """Fuzz the compiled core for this time; never returns."""
+    with atheris.instrument_imports(include=["kvplane_service.core"]):
+        from tests.fuzz import steps
+    memory = Memory()
+
+    def run(data: bytes) -> None:
+        steps.run(data)
+        memory.look()
+
+    atheris.Setup(_arguments(seconds, FOUND.with_name("found_steps"), steps.seeds(), STEPS_S), run)
+    atheris.Fuzz()
+
+
+def _arguments(seconds: int, found: Path, seeds: Iterable[bytes], most_s: int = PROGRAM_S) -> list[str]:
+    corpus = Path(tempfile.mkdtemp(prefix="kvplane-corpus-"))
+    for at, program in enumerate(seeds):
+        (corpus / f"seed-{at:03}").write_bytes(program)
+    return [
         sys.argv[0],
         f"-max_total_time={seconds}",
         f"-max_len={MAX_PROGRAM_BYTES}",
-        f"-timeout={PROGRAM_S}",
+        f"-timeout={most_s}",
         f"-rss_limit_mb={MAX_MIB}",
-        f"-artifact_prefix={FOUND}/",
+        f"-artifact_prefix={found}/",
         "-print_final_stats=1",
         "-len_control=0",
+        "-report_slow_units=1000",
         str(corpus),
     ]
-    atheris.Setup(arguments, run, custom_mutator=mutate)
-    atheris.Fuzz()
 
 
 class Memory:
@@ -71,4 +93,4 @@ class Memory:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    (fuzz_steps if "--steps" in sys.argv else main)(int(sys.argv[1]))

@@ -142,12 +142,17 @@ def test_a_worker_whose_refused_attach_lends_pages_is_caught(grounds, monkeypatc
     assert is_seen(grounds)
 
 
-def test_a_short_fuzzing_run_finds_nothing(tmp_path):
-    pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
-    command = [sys.executable, "-m", "tests.fuzz", str(SECONDS)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where its corpus goes
+def fuzz(folder: Path, *arguments: str) -> int:
+    """Run the fuzzer; returns the number of programs."""
+    command = [sys.executable, "-m", "tests.fuzz", *arguments]
+    environment = {**os.environ, "TMPDIR": str(folder)}  # where its corpus goes
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-5000:]
     programs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     assert programs is not None
-    assert int(programs[1]) > len(SEEDS)
+    return int(programs[1])
+
+
+def test_a_short_fuzzing_run_finds_nothing(tmp_path):
+    pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
+    assert fuzz(tmp_path, str(SECONDS)) > len(SEEDS)

@@ -23,7 +23,8 @@ class CoresDiffer(AssertionError):
     """Two cores answered a step differently.
 
     Attributes:
-        before: the exported state before the first of `steps`.
+        before: the exported state before the first of `steps`; empty where that step begins an engine life with new
+            stamps, which no exported state has.
         steps: the last steps, the one that differs last.
     """
 
@@ -66,7 +67,7 @@ class TwinReplica(_Base):
     def apply(self, step: Step) -> StepResult:
         """Apply a step on both cores. Raises CoresDiffer if they differ."""
         if self._second is None or len(self._steps) in (0, KEPT_STEPS):
-            self._before, self._steps = export_state(self.first), []
+            self._before, self._steps = self._exported(), []
         checks = len(self._steps) % self._check_every == 0
         if self._second is None or (self._reloads and checks):
             self._second = self._make(self.first)
@@ -139,6 +140,10 @@ class TwinReplica(_Base):
         else:
             self._made().install_recovered(state)
         return self.first.install_recovered(state)
+
+    def _exported(self) -> bytes:
+        pool = self.first.coordinator.pool
+        return b"" if pool.stamped or pool.events else export_state(self.first)
 
     def _made(self) -> ReplicaCore:
         if self._second is None:

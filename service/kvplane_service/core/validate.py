@@ -309,6 +309,8 @@ class StepValidator:
     def _news(self, news: News) -> None:
         self._columns(news, _NEWS_COLUMNS, "news")
         self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "send one entry per new request")
+        for name, texts in (("request_id", news.request_id), ("domain", news.domain)):
+            self._require(all(isinstance(one, str) for one in texts), f"news.{name}", "every entry must be a text")
         by_service = bool(news.tokens)
         if by_service:
             self._require(
@@ -489,7 +491,7 @@ class StepValidator:
             self._require(False, field, f"bit {unknown & -unknown} is not a flag of these rows{name}")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:
-        if not isinstance(tokens, array):  # an array of unsigned ints
+        if not isinstance(tokens, array) or tokens.typecode not in "BHI":  # each entry of such an array is an id
             self._range(tokens, 0, MAX_TOKEN_ID, field)
 
     def _require(self, holds: bool, field: str, message: str) -> None:

@@ -352,6 +352,17 @@ inline bool ReadBuffer(PyObject* object, Column* column) {
     return read;
 }
 
+inline bool IsArrayOfU32(PyObject* object) {
+    Py_buffer view;
+    if (PyList_Check(object) || PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    const bool is_u32 = view.format != nullptr && view.format[0] == 'I' && view.itemsize == 4;
+    PyBuffer_Release(&view);
+    return is_u32;
+}
+
 inline void ReadColumn(PyObject* object, Column* column) {
     column->clear();
     if (PyList_Check(object)) {

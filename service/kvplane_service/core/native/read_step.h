@@ -42,7 +42,7 @@ inline void ReadHashes(PyObject* object, Hashes* hashes) {
 inline void ReadTokens(PyObject* object, Int* count, bool* fit) {
     *fit = true;
     *count = Count(object);
-    if (!PyList_Check(object)) return;  // an array of unsigned ints
+    if (IsArrayOfU32(object)) return;  // each entry is an id
     Column tokens;
     ReadColumn(object, &tokens);
     *fit = std::all_of(tokens.begin(), tokens.end(), [](Int one) { return 0 <= one && one <= kUnlimited; });

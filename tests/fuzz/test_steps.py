@@ -1,0 +1,114 @@
+"""The fuzzer of the compiled core: seeds reach every operation, earlier findings stay fixed, and differences that are
+planted are caught.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import Admit, Facts, News, Part, Step
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest
+from tests.core.builders import full, replica_spec
+
+native = pytest.importorskip(
+    "kvplane_service.core.native",
+    reason="the core is not compiled: install g++ and install kvplane again",
+    exc_type=ImportError,
+)
+from tests.fuzz import steps  # noqa: E402
+from tests.fuzz.test_fuzz import fuzz  # noqa: E402
+
+SEEDS = list(steps.seeds())
+FOUND = sorted(path for path in (Path(__file__).parent / "found_steps").iterdir() if path.suffix != ".md")
+
+
+def test_seeds_are_equal_on_both_cores_and_reach_every_operation():
+    counts = Counter[str]()
+    for program in SEEDS:
+        counts.update(steps.run(program).counts)
+    assert counts["steps"] > 2 * counts["refused"]
+    assert counts["steps"] > 10 * (counts["broken"] + counts["strange"]), "these begin again"
+    assert not [name for name, count in counts.items() if name not in ("broken", "strange") and count < 3], counts
+
+
+def test_earlier_findings_stay_fixed():
+    for path in FOUND:
+        steps.run(path.read_bytes())
+
+
+def test_a_short_fuzzing_run_finds_nothing(tmp_path):
+    pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
+    assert fuzz(tmp_path, "2", "--steps") > len(SEEDS)
+
+
+def is_seen() -> bool:
+    """Whether some seed breaks a rule."""
+    for program in SEEDS:
+        try:
+            steps.run(program)
+        except AssertionError:
+            return True
+    return False
+
+
+def of_blocks(result):
+    result.parts[-1].free_blocks += 1
+    return result
+
+
+PLANTED = {
+    "answers": ("apply", of_blocks),
+    "look-ups": ("peek_slot", lambda hit: replace(hit, num_tokens=hit.num_tokens + 1)),
+    "keys": ("count_keys", lambda count: count + 1),
+    "chunks": ("shorten_chunk", lambda count: count and count - 1),
+    "engine lives": ("enter_epoch", lambda kept: kept + 1),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_difference_is_caught(monkeypatch, fault):
+    name, change = PLANTED[fault]
+    real = getattr(native.NativeReplica, name)
+    monkeypatch.setattr(native.NativeReplica, name, lambda self, *given: change(real(self, *given)))
+    assert is_seen()
+
+
+def test_keys_that_a_recovery_loses_are_caught(monkeypatch):
+    monkeypatch.setattr(native.NativeReplica, "install_recovered", lambda self, _: None)
+    assert is_seen()
+
+
+def test_a_step_that_falls_back_without_need_is_caught(monkeypatch):
+    monkeypatch.setattr(native, "PLAIN", native.REFUSED)
+    monkeypatch.setattr(native._native, "read", lambda *_: native.REFUSED)
+    assert is_seen()
+
+
+STRANGE: dict[str, Any] = {
+    "facts.tokens": Part(facts=Facts([0], appended=[2], tokens=array("i", [1, -1]))),
+    "news.tokens": Part(news=News([1], [1], array("q", [1 << 40]))),
+    "news.request_id": Part(news=News([1], [1], request_id=cast(Any, [7]))),
+    "news.domain": Part(news=News([1], [1], domain=cast(Any, [b"d"]))),
+}
+
+
+@pytest.mark.parametrize("field", STRANGE)
+@pytest.mark.parametrize("core", [Replica, native.NativeReplica])
+def test_a_value_of_another_type_is_refused_before_any_change(core, field):
+    """Found by the fuzzer: rows before the value were applied, or the compiled core could not load the state."""
+    replica = core(replica_spec(full()))
+    replica.apply(Step(0, 1, [Part(news=News([0], [4], [1, 2, 3, 4]), admit=Admit([0]))]))
+    before = digest(replica)
+    with pytest.raises(InvalidArgument) as caught:
+        replica.apply(Step(0, 2, [STRANGE[field]]))
+    assert caught.value.field == f"parts[0].{field}"
+    assert digest(replica) == before
+    replica.apply(Step(0, 2, [Part()]))
