@@ -144,7 +144,7 @@ clean:  ## remove environments, tools and caches
 
 NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp \
 	$(wildcard service/kvplane_service/core/native/*.h service/kvplane_service/core/native/*/*.h \
-	service/kvplane_service/core/native/*.cpp)
+	service/kvplane_service/core/native/*.cpp service/kvplane_fleet/native/*.h service/kvplane_fleet/native/*.cpp)
 
 # The stamps are written last, so that an interrupted set-up is repeated.
 $(RUNTIME): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)

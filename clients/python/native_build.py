@@ -1,5 +1,5 @@
-"""Build hook of hatchling: compile the hashing of blocks and the core with g++, or leave them out where that is not
-possible.
+"""Build hook of hatchling: compile the hashing of blocks, the core and the fleet's index with g++, or leave them out
+where that is not possible.
 
 With the libraries, the wheel fits one platform and every Python from 3.11; without them, all platforms. KVPLANE_BUILD
 selects: `auto` (default) compiles where it can, `native` fails where it cannot, `python` does not compile.
@@ -51,7 +51,8 @@ HASHES = Library(
 CORE = Library(
     "kvplane_service/core/native/_native.abi3.so", "service", "kvplane_service/core/native/module.cpp", ("-fno-rtti",)
 )
-LIBRARIES = (HASHES, CORE)
+INDEX = Library("kvplane_fleet/native/_native.abi3.so", "service", "kvplane_fleet/native/module.cpp", ("-fno-rtti",))
+LIBRARIES = (HASHES, CORE, INDEX)
 
 
 class CannotCompile(Exception):
@@ -109,7 +110,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         except CannotCompile as reason:
             if choice == "native":
                 raise
-            self.app.display_warning(f"kvplane: block hashing and the core are not compiled ({reason}), Python is used")
+            self.app.display_warning(f"kvplane: hashing, core and index are not compiled ({reason}), Python is used")
 
     def _next_to_source(self, library: Library) -> Path:
         return Path(self.root) / library.root / library.path

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import HashAlgorithm
-from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.wire.events import Evidence
 
@@ -64,7 +66,10 @@ def domain_mask(name: str) -> int:
 
 def keys_of(hashes: bytes, digest_bytes: int) -> list[int]:
     """Return the keys of concatenated digests: their last 64 bits."""
-    return [int.from_bytes(one[-KEY_BYTES:], "big") for one in split_hashes(hashes, digest_bytes)]
+    keys: list[int] = (
+        np.frombuffer(hashes, np.uint8).reshape(-1, digest_bytes)[:, -KEY_BYTES:].copy().view(">u8")[:, 0].tolist()
+    )
+    return keys
 
 
 class DomainProof:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 
 MAX_KEYS = 1 << 20  # of a place; a prompt beyond it is not expected
 
@@ -12,7 +13,7 @@ MAX_KEYS = 1 << 20  # of a place; a prompt beyond it is not expected
 class Expected:
     """The expected entries of one place."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index | NativeIndex) -> None:
         self._index = index
         self._cells: dict[int, int] = {}
         self._prompts: dict[str, Mapping[int, Sequence[int]]] = {}

@@ -15,8 +15,9 @@ from kvplane_fleet.domains import Domain, domain_mask
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
-from kvplane_fleet.hits import Claim
-from kvplane_fleet.index import Found, Index
+from kvplane_fleet.hits import Claim, claims
+from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex, make_index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
 
@@ -144,7 +145,7 @@ class Fleet:
     """The places that are followed; see `following`."""
 
     def __init__(self) -> None:
-        self.index = Index()
+        self.index = make_index()
         self.followed: dict[str, Followed] = {}
 
     def add(self, settings: PlaceSettings) -> Followed:
@@ -194,28 +195,49 @@ class Fleet:
         Raises:
             InvalidArgument: a token is out of range.
         """
-        found = {domain: self.index.find(each) for domain, each in (keys or {}).items()}
-        claims = [self._claim(name, one, prompt, found) for name, one in self.of_model(model).items()]
-        return sorted(claims, key=lambda one: -one.tokens)
+        found, known = _Batch(), dict(keys or {})
+        for name, one in self.of_model(model).items():
+            found.ask(name, one, prompt, known)
+        return sorted(found.claims(self.index, prompt.num_tokens), key=lambda one: -one.tokens)
 
-    def _claim(self, name: str, one: Followed, prompt: Prompt, found: dict[Domain, Found]) -> PlaceClaim:
-        place = one.place
+
+class _Batch:
+    """The places whose hits are asked for, by the keys that they share."""
+
+    def __init__(self) -> None:
+        self._unknown: list[PlaceClaim] = []
+        self._asked: dict[Domain, tuple[Sequence[int], list[tuple[str, Followed]]]] = {}
+
+    def ask(self, name: str, one: Followed, prompt: Prompt, known: dict[Domain, Sequence[int]]) -> None:
+        """Ask for a place. `known` has the prompt's keys by domain, and gets those that are computed."""
         try:
-            layout = place.layout()
+            one.place.layout()
         except InvalidArgument as error:
-            return PlaceClaim(name, 0, None, str(error))
-        domain = place.domain
+            self._unknown.append(PlaceClaim(name, 0, None, str(error)))
+            return
+        domain = one.place.domain
         assert domain is not None, "a layout has a domain"
-        if domain not in found:
-            try:
-                found[domain] = self.index.find(prompt.keys_of(domain))
-            except InvalidArgument as error:
-                if prompt.keys is None:
-                    raise
-                return PlaceClaim(name, 0, None, str(error))
-        claim = place.claim(found[domain], prompt.num_tokens)
-        expected = claim.tokens
-        if place.expected:
-            expected = max(expected, place.claim(found[domain], prompt.num_tokens, with_expected=True).tokens)
-        state = "" if one.state == "current" else f"the place is {one.state}"
-        return PlaceClaim(name, claim.tokens, claim, layout.inexact or state, expected)
+        try:
+            if domain not in known:
+                known[domain] = prompt.keys_of(domain)
+        except InvalidArgument as error:
+            if prompt.keys is None:
+                raise
+            self._unknown.append(PlaceClaim(name, 0, None, str(error)))
+            return
+        self._asked.setdefault(domain, (known[domain], []))[1].append((name, one))
+
+    def claims(self, index: Index | NativeIndex, num_tokens: int) -> list[PlaceClaim]:
+        """Return the claims of all places."""
+        made = list(self._unknown)
+        for keys, places in self._asked.values():
+            with_expected = [name for name, one in places if one.place.expected]
+            asked = [one.place.asked() for _, one in places]
+            asked += [one.place.asked(with_expected=True) for name, one in places if one.place.expected]
+            found = claims(index, keys, num_tokens, asked)
+            expected = dict(zip(with_expected, found[len(places) :], strict=True))
+            for (name, one), claim in zip(places, found, strict=False):
+                tokens = max(claim.tokens, expected.get(name, claim).tokens)
+                state = "" if one.state == "current" else f"the place is {one.state}"
+                made.append(PlaceClaim(name, claim.tokens, claim, one.place.layout().inexact or state, tokens))
+        return made

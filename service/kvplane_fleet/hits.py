@@ -14,12 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import cached_property, partial
+from typing import ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane_fleet import native
+from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 from kvplane_service.core.lookup import PrefixLookup
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.questions import Query
@@ -51,7 +55,13 @@ class Claim:
 
 
 class _Rule:
-    """What a group of one kind accepts; has the members of a GroupManager that a look-up uses."""
+    """What a group of one kind accepts; has the members of a GroupManager that a look-up uses.
+
+    Attributes:
+        form: what it is called in the compiled index; -1 if it is never asked.
+    """
+
+    form: ClassVar[int] = -1
 
     def __init__(self, group: int, spec: GroupSpec, replica: ReplicaSpec, column_of: ColumnOf) -> None:
         self.group, self.spec, self._replica = group, spec, replica
@@ -99,6 +109,8 @@ class _Rule:
 class _Full(_Rule):
     """All blocks from the first on; with partial hits also the key of a prefix that ends inside the next one."""
 
+    form = native.FULL
+
     def is_downward_closed(self) -> bool:
         return True
 
@@ -119,6 +131,8 @@ class _Full(_Rule):
 
 class _Window(_Rule):
     """The blocks of the last window; fewer if they begin with the first block."""
+
+    form = native.WINDOW
 
     def _needed(self, drop: int) -> int:
         return max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
@@ -149,6 +163,8 @@ class _Window(_Rule):
 class _Chunked(_Rule):
     """The blocks of the chunk in which the hit ends; the chunks before it need none."""
 
+    form = native.CHUNKED
+
     def _length(self, column: Column, limit: int, query: Query) -> int:
         chunk = self.spec.chunk
         first = max(query.max_tokens, 0) // chunk * chunk // self.block_size
@@ -157,6 +173,8 @@ class _Chunked(_Rule):
 
 class _State(_Rule):
     """The one state at the end of the hit."""
+
+    form = native.STATE
 
     def drop_margin(self) -> int:
         return 0
@@ -228,6 +246,24 @@ class HitRule:
         """
         return [rule.kept(num_tokens) for rule in self._rules]
 
+    @cached_property
+    def native(self) -> object:
+        """The rule for the compiled index."""
+        spec = self._spec
+        classes = [
+            (
+                one.groups,
+                self._rules[one.groups[0]].form,
+                first.block_size,
+                first.window,
+                first.chunk,
+                one.drops_last_block,
+            )
+            for one, first in ((one, spec.groups[one.groups[0]]) for one in self._lookup.classes)
+        ]
+        head = (spec.hash_block_size, spec.hit_alignment, int(spec.partial_hits), len(spec.groups))
+        return native.layout(head, classes if spec.enable_caching else [])
+
     def claim(self, column_of: ColumnOf, num_units: int, num_tokens: int) -> Claim:
         """Return the hit of a prompt of `num_tokens` tokens, which has `num_units` hash blocks.
 
@@ -247,11 +283,40 @@ class HitRule:
         hit = self._lookup.find(units, "", most, _NO_HORIZON)
         alone = [-1] * len(self._spec.groups)
         lengths = self._lookup.find_each(units, "", most, _NO_HORIZON)[1]
-        for one in self._lookup.classes:
+        for one in self._lookup.classes if self._spec.enable_caching else ():
             for group in one.groups:
                 alone[group] = lengths[group]
         self._columns = _no_columns
         return Claim(hit.num_tokens, tuple(alone))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A place whose hit is asked for.
+
+    Attributes:
+        rule: the rule of its groups.
+        cells: the cell of each group.
+        others: another cell of each group, which may have a key instead; () = none.
+    """
+
+    rule: HitRule
+    cells: Sequence[int]
+    others: Sequence[int] = ()
+
+
+def claims(index: Index | NativeIndex, keys: Sequence[int], num_tokens: int, asked: Sequence[Asked]) -> list[Claim]:
+    """Return the hits of a prompt of `num_tokens` tokens, whose keys are given, at several places."""
+    if isinstance(index, NativeIndex):
+        places = [(one.rule.native, one.cells, one.others) for one in asked]
+        return [Claim(*row) for row in index.claims(keys, num_tokens, places)]
+    found = index.find(keys)
+
+    def has(one: Asked, groups: Sequence[int]) -> Column:
+        others = [one.others[group] for group in groups] if one.others else ()
+        return found.has([one.cells[group] for group in groups], others)
+
+    return [one.rule.claim(partial(has, one), len(keys), num_tokens) for one in asked]
 
 
 def _no_columns(groups: tuple[int, ...]) -> Column:

@@ -11,8 +11,9 @@ from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, Rep
 from kvplane_fleet.domains import Domain, DomainProof
 from kvplane_fleet.expected import Expected
 from kvplane_fleet.faults import Fault, Faults
-from kvplane_fleet.hits import Claim, Column, HitRule
-from kvplane_fleet.index import Found, Index
+from kvplane_fleet.hits import Asked, HitRule
+from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
@@ -44,7 +45,7 @@ class Layout:
 class Place:
     """Applies the batches of one engine to the index, and claims hits."""
 
-    def __init__(self, settings: PlaceSettings, index: Index) -> None:
+    def __init__(self, settings: PlaceSettings, index: Index | NativeIndex) -> None:
         self.settings = settings
         self.faults = Faults()
         self._index = index
@@ -201,22 +202,13 @@ class Place:
             raise self._layout
         return self._layout
 
-    def claim(self, found: Found, num_tokens: int, with_expected: bool = False) -> Claim:
-        """Return the hit of a prompt whose keys, of this place's domain, were found. Raises the errors of `layout`.
-
-        Args:
-            found: the keys in the index.
-            num_tokens: length of the prompt.
-            with_expected: count what prompts that are sent to the place will leave there.
+    def asked(self, with_expected: bool = False) -> Asked:
+        """Return what a look-up needs; `with_expected`: count what prompts that are sent to the place will leave there.
+        Raises the errors of `layout`.
         """
         layout = self.layout()
-
-        def has(groups: Sequence[int]) -> Column:
-            numbers = [layout.groups[group] for group in groups]
-            cells = [self.cells[Tier.DEVICE, number] for number in numbers]
-            return found.has(cells, self.expected.cells(numbers) if with_expected else ())
-
-        return layout.rule.claim(has, len(found.positions), num_tokens)
+        cells = [self.cells[Tier.DEVICE, number] for number in layout.groups]
+        return Asked(layout.rule, cells, self.expected.cells(layout.groups) if with_expected else ())
 
     def expect(self, name: str, keys: Sequence[int], num_tokens: int) -> None:
         """Expect the entries that a prompt will leave, until `expected.forget(name)`. Raises the errors of `layout`."""

@@ -10,8 +10,9 @@ from typing import Any
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import ExtraKeys, Multimodal
-from kvplane_fleet.hits import Claim, HitRule
+from kvplane_fleet.hits import Asked, Claim, HitRule, claims
 from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 from tests.conformance.header import read_records, trace_spec
 from tests.conformance.replay import segment_tokens
 
@@ -29,11 +30,13 @@ class Follower:
 
     spec: ReplicaSpec
     index: Index = field(default_factory=Index)
+    compiled: NativeIndex = field(default_factory=NativeIndex)
 
     def __post_init__(self):
         self.rule = HitRule(self.spec)
         self.scheme = HashScheme.of(self.spec)
         self.cells = [self.index.new_cell() for _ in self.spec.groups]
+        assert self.cells == [self.compiled.new_cell() for _ in self.spec.groups]
         self.unknown = 0
 
     def apply(self, events: list[Any]) -> None:
@@ -41,17 +44,22 @@ class Follower:
             if kind == "C":
                 for cell in self.cells:
                     self.index.clear(cell)
+                    self.compiled.clear(cell)
                 continue
             keys = [int(text, 16) for text in values[3 if kind == "S" else 1]]
             if kind == "S":
                 self.index.add(self.cells[values[0]], keys)
+                self.compiled.add(self.cells[values[0]], keys)
             else:
                 self.unknown += self.index.remove(self.cells[values[0]], keys)
+                self.compiled.remove(self.cells[values[0]], keys)
 
     def claim(self, tokens: list[int], extra: ExtraKeys) -> Claim:
         digests = split_hashes(RequestHasher(self.scheme, extra).append(pack_tokens(tokens)), self.scheme.digest.size)
-        found = self.index.find([key_of(one) for one in digests])
-        return self.rule.claim(lambda groups: found.has([self.cells[one] for one in groups]), len(digests), len(tokens))
+        keys, asked = [key_of(one) for one in digests], [Asked(self.rule, self.cells)]
+        (claim,), compiled = (claims(one, keys, len(tokens), asked) for one in (self.index, self.compiled))
+        assert compiled == [claim]
+        return claim
 
 
 @dataclass

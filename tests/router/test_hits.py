@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 
 import pytest
 
-from kvplane_fleet.hits import HitRule
+from kvplane_fleet.hits import Asked, HitRule, claims
 from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
 from tests.router.brute import longest_hit
 from tests.router.recorded import TRACES, look_ups
 from tests.router.tables import draw_entries, draw_spec
@@ -21,27 +21,32 @@ def test_claims_equal_the_recorded_hits(path):
     assert not any(unknown for _, _, unknown in found)
 
 
-def columns(found, cells, groups):
-    return found.has([cells[group] for group in groups])
+def new_cell(indexes):
+    (cell,) = {index.new_cell() for index in indexes}
+    return cell
 
 
 def claims_of_table(seed):
-    """Claims of three places for one prompt, through one index, and the hits by brute force."""
+    """Claims of three places for one prompt, through one index of either kind, and the hits by brute force. The places
+    have part of what they have in other cells.
+    """
     rng = Random(seed)
-    spec, index = draw_spec(rng), Index()
+    spec, indexes = draw_spec(rng), (Index(), NativeIndex())
     num_tokens = rng.randrange(1, 120)
     units = num_tokens // spec.hash_block_size
     keys = [rng.getrandbits(64) for _ in range(units)]
-    places = []
+    rule, places = HitRule(spec), []
     for _ in range(3):
         entries = [draw_entries(rng, units) for _ in spec.groups]
-        cells = [index.new_cell() for _ in spec.groups]
-        for cell, has in zip(cells, entries, strict=True):
-            index.add(cell, [keys[unit - 1] for unit in has])
-        places.append((cells, entries))
-    found, rule = index.find(keys), HitRule(spec)
-    for cells, entries in places:
-        claim = rule.claim(partial(columns, found, cells), units, num_tokens)
+        cells, others = ([new_cell(indexes) for _ in spec.groups] for _ in range(2))
+        for has, *pair in zip(entries, cells, others, strict=True):
+            for unit in has:
+                for index in indexes:
+                    index.add(pair[unit % 5 == 0], [keys[unit - 1]])
+        places.append((Asked(rule, cells, others), entries))
+    both = [claims(index, keys, num_tokens, [asked for asked, _ in places]) for index in indexes]
+    assert both[0] == both[1], f"seed {seed}: {spec}"
+    for (_, entries), claim in zip(places, both[1], strict=True):
         yield claim, longest_hit(spec, [one.__contains__ for one in entries], num_tokens), spec
 
 

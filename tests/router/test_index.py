@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
 
+import native_build
 from kvplane_fleet import index as index_module
+from kvplane_fleet import native
 from kvplane_fleet.index import Index
+from kvplane_fleet.native import NativeIndex
+
+INDEXES: dict[str, Callable[[], Index | NativeIndex]] = {"python": Index, "compiled": partial(NativeIndex, sweep_at=8)}
 
 
+@pytest.mark.parametrize("kind", INDEXES)
 @pytest.mark.parametrize("seed", range(60))
-def test_the_index_equals_a_multiset(seed, monkeypatch):
+def test_the_index_equals_a_multiset(seed, kind, monkeypatch):
     monkeypatch.setattr(index_module, "SWEEP_AT", 8)
-    rng, index = Random(seed), Index()
+    rng, index = Random(seed), INDEXES[kind]()
     model = {index.new_cell(): Counter[int]() for _ in range(rng.choice([1, 3, 70]))}
     runs = [[rng.getrandbits(64) for _ in range(rng.randrange(1, 12))] for _ in range(20)]
     for _ in range(300):
@@ -47,8 +55,9 @@ def test_the_index_equals_a_multiset(seed, monkeypatch):
     assert index.num_keys <= len({key for counts in model.values() for key in counts}) * 2 + 8
 
 
-def test_sets_are_few_and_do_not_pile_up():
-    index, rng = Index(), Random(1)
+@pytest.mark.parametrize("kind", INDEXES)
+def test_sets_are_few_and_do_not_pile_up(kind):
+    index, rng = INDEXES[kind](), Random(1)
     cells = [index.new_cell() for _ in range(16)]
     prompts = [[rng.getrandbits(64) for _ in range(100)] for _ in range(30)]
     for round_number in range(20):
@@ -58,3 +67,7 @@ def test_sets_are_few_and_do_not_pile_up():
             index.remove(cells[round_number % 16], prompt)
     assert index.num_keys == 0
     assert index.num_sets <= 3
+
+
+def test_the_compiled_index_is_that_of_the_sources():
+    assert native_build.digest_of_sources(native_build.INDEX) == native.sources(), "run `make`: the library is stale"

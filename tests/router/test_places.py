@@ -9,6 +9,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import HashAlgorithm
 from kvplane_fleet.domains import MOST_TRIES, Domain, DomainProof
 from kvplane_fleet.faults import Fault
+from kvplane_fleet.hits import claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings, load
@@ -32,7 +33,7 @@ def apply(one, *events, time_s=1.0, rank=None):
 
 
 def tokens_claimed(one, prompt):
-    return one.claim(one._index.find(one.domain.keys(prompt)), len(prompt)).tokens
+    return claims(one._index, one.domain.keys(prompt), len(prompt), [one.asked()])[0].tokens
 
 
 @pytest.mark.parametrize("algorithm", [HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR, HashAlgorithm.KVPLANE])

@@ -1,0 +1,122 @@
+"""The compiled index: the same as `kvplane_fleet.index` and `kvplane_fleet.hits`, which specify it and take over
+without it. KVPLANE_NATIVE=off selects Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TypeAlias
+
+import numpy as np
+
+from kvplane_fleet.index import SWEEP_AT, Found, Index
+
+VARIABLE = "KVPLANE_NATIVE"
+FULL, WINDOW, CHUNKED, STATE = range(4)  # what a class of groups needs cached
+
+Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int]]  # layout; cells by group; other cells by group, or none
+Row: TypeAlias = tuple[int, tuple[int, ...]]  # tokens of a hit; by group, those of its hit alone
+
+
+def _load() -> ModuleType | None:
+    try:
+        return import_module("kvplane_fleet.native._native")
+    except ImportError:
+        return None
+
+
+_COMPILED = _load()
+
+
+class NativeIndex:
+    """See Index."""
+
+    def __init__(self, sweep_at: int = SWEEP_AT) -> None:
+        assert _COMPILED is not None, "the caller has checked it"
+        self._native, self._index = _COMPILED, _COMPILED.new(sweep_at)
+
+    def new_cell(self) -> int:
+        """See Index."""
+        cell: int = self._native.new_cell(self._index)
+        return cell
+
+    def clear(self, cell: int) -> None:
+        """See Index."""
+        self._native.clear(self._index, cell)
+
+    def release(self, cell: int) -> None:
+        """See Index."""
+        self._native.release(self._index, cell)
+
+    def size(self, cell: int) -> int:
+        """See Index."""
+        size: int = self._native.size(self._index, cell)
+        return size
+
+    @property
+    def num_keys(self) -> int:
+        """See Index."""
+        keys: int = self._native.totals(self._index)[0]
+        return keys
+
+    @property
+    def num_sets(self) -> int:
+        """See Index."""
+        sets: int = self._native.totals(self._index)[1]
+        return sets
+
+    def add(self, cell: int, keys: Sequence[int]) -> None:
+        """See Index."""
+        self._native.add(self._index, cell, keys)
+
+    def remove(self, cell: int, keys: Sequence[int]) -> int:
+        """See Index."""
+        unknown: int = self._native.remove(self._index, cell, keys)
+        return unknown
+
+    def keys_of(self, cell: int) -> dict[int, int]:
+        """See Index."""
+        keys: dict[int, int] = self._native.keys_of(self._index, cell)
+        return keys
+
+    def find(self, keys: Sequence[int]) -> Found:
+        """See Index."""
+        sets, positions = self._native.find(self._index, keys)
+        bits = [int.from_bytes(one, "little") for one in sets]
+        return Found(bits, np.frombuffer(positions, np.uint32).astype(np.int64))
+
+    def claims(self, keys: Sequence[int], num_tokens: int, asked: Sequence[Asked]) -> list[Row]:
+        """Return the hits of a prompt of `num_tokens` tokens, whose keys are given, at several places."""
+        rows: list[Row] = self._native.claims(self._index, keys, num_tokens, asked)
+        return rows
+
+
+def layout(head: tuple[int, int, int, int], classes: Sequence[tuple[object, ...]]) -> object:
+    """Return what `claims` needs of a place's groups.
+
+    Args:
+        head: tokens of a hash block, alignment of hits in tokens, whether hits end inside blocks, number of groups.
+        classes: for each look-up class its groups, FULL to STATE, block size, window, chunk, and whether it drops the
+            last block.
+    """
+    assert _COMPILED is not None, "only a NativeIndex needs it"
+    made: object = _COMPILED.layout(head, classes)
+    return made
+
+
+def is_compiled() -> bool:
+    """Return whether the compiled index is installed and selected."""
+    return _COMPILED is not None and os.environ.get(VARIABLE) != "off"
+
+
+def make_index() -> Index | NativeIndex:
+    """Return an empty index, compiled where that is possible."""
+    return NativeIndex() if is_compiled() else Index()
+
+
+def sources() -> str:
+    """Return the digest of the sources of the library; "" without it."""
+    return "" if _COMPILED is None else str(_COMPILED.SOURCES)

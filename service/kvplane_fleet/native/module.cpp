@@ -1,0 +1,314 @@
+// The Python module `_native`: an index and the layouts of places behind capsules. `kvplane_fleet.native` is its only
+// user. Uses Python's stable interface of 3.11 alone, so one build serves all later versions.
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "hits.h"
+
+namespace kvplane_fleet {
+namespace {
+
+constexpr char kTable[] = "kvplane_fleet.table", kLayout[] = "kvplane_fleet.layout";
+
+// A Python exception is set.
+struct Failed {};
+
+template <typename Body>
+PyObject* Guarded(Body body) {
+    try {
+        return body();
+    } catch (const Failed&) {
+    } catch (const std::exception& broken) {
+        PyErr_SetString(PyExc_AssertionError, broken.what());
+    }
+    return nullptr;
+}
+
+void Check(bool is_true) {
+    if (is_true) return;
+    PyErr_SetString(PyExc_ValueError, "an argument has another type or range than the index reads");
+    throw Failed{};
+}
+
+class Owned {
+  public:
+    explicit Owned(PyObject* object) : object_(object) {
+        if (object == nullptr) throw Failed{};
+    }
+    Owned(const Owned&) = delete;
+    Owned& operator=(const Owned&) = delete;
+    ~Owned() { Py_XDECREF(object_); }
+    PyObject* get() const { return object_; }
+    PyObject* Release() { return std::exchange(object_, nullptr); }
+
+  private:
+    PyObject* object_;
+};
+
+template <typename Value>
+Value& In(PyObject* capsule, const char* name) {
+    void* const pointer = PyCapsule_GetPointer(capsule, name);
+    if (pointer == nullptr) throw Failed{};
+    return *static_cast<Value*>(pointer);
+}
+
+template <typename Value>
+void Destroy(PyObject* capsule) {
+    delete static_cast<Value*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+}
+
+PyObject* At(PyObject* tuple, Py_ssize_t at) {
+    PyObject* const item = PyTuple_GetItem(tuple, at);
+    if (item == nullptr) throw Failed{};
+    return item;
+}
+
+Int ReadInt(PyObject* number) {
+    const long long value = PyLong_AsLongLong(number);
+    if (value == -1 && PyErr_Occurred()) throw Failed{};
+    return value;
+}
+
+Key ReadKey(PyObject* number) {
+    const unsigned long long key = PyLong_AsUnsignedLongLong(number);
+    if (key == ~0ULL && PyErr_Occurred()) throw Failed{};
+    return key;
+}
+
+// Call `take` for each item of a list or tuple.
+template <typename Take>
+void ForEach(PyObject* items, Take take) {
+    const bool is_list = PyList_Check(items);
+    Check(is_list || PyTuple_Check(items));
+    const Py_ssize_t count = is_list ? PyList_Size(items) : PyTuple_Size(items);
+    for (Py_ssize_t at = 0; at < count; ++at) take(is_list ? PyList_GetItem(items, at) : PyTuple_GetItem(items, at));
+}
+
+std::vector<Key> ReadKeys(PyObject* given) {
+    std::vector<Key> keys;
+    ForEach(given, [&](PyObject* one) { keys.push_back(ReadKey(one)); });
+    return keys;
+}
+
+Table& TableOf(PyObject* arguments) { return In<Table>(At(arguments, 0), kTable); }
+
+Number ReadCell(const Table& table, PyObject* number) {
+    const Int cell = ReadInt(number);
+    Check(cell >= 0 && static_cast<size_t>(cell) < table.cells());
+    return static_cast<Number>(cell);
+}
+
+Number CellOf(const Table& table, PyObject* arguments) { return ReadCell(table, At(arguments, 1)); }
+
+// new(sweep_at) -> index
+PyObject* New(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Int sweep_at = ReadInt(At(arguments, 0));
+        Check(sweep_at >= 0);
+        return PyCapsule_New(new Table(static_cast<size_t>(sweep_at)), kTable, Destroy<Table>);
+    });
+}
+
+// new_cell(index) -> cell
+PyObject* NewCell(PyObject*, PyObject* arguments) {
+    return Guarded([&] { return PyLong_FromSize_t(TableOf(arguments).NewCell()); });
+}
+
+// clear(index, cell)
+PyObject* Clear(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        Table& table = TableOf(arguments);
+        table.Clear(CellOf(table, arguments));
+        return Py_NewRef(Py_None);
+    });
+}
+
+// release(index, cell)
+PyObject* Release(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        Table& table = TableOf(arguments);
+        table.Release(CellOf(table, arguments));
+        return Py_NewRef(Py_None);
+    });
+}
+
+// size(index, cell) -> number of its keys
+PyObject* Size(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        return PyLong_FromSize_t(table.Size(CellOf(table, arguments)));
+    });
+}
+
+// totals(index) -> (keys, sets)
+PyObject* Totals(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        const auto keys = static_cast<Py_ssize_t>(table.NumKeys()), sets = static_cast<Py_ssize_t>(table.sets.count());
+        return Py_BuildValue("(nn)", keys, sets);
+    });
+}
+
+// add(index, cell, keys)
+PyObject* Add(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        Table& table = TableOf(arguments);
+        const std::vector<Key> keys = ReadKeys(At(arguments, 2));
+        table.Add(CellOf(table, arguments), keys);
+        return Py_NewRef(Py_None);
+    });
+}
+
+// remove(index, cell, keys) -> how many of them it did not have
+PyObject* Remove(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        Table& table = TableOf(arguments);
+        const std::vector<Key> keys = ReadKeys(At(arguments, 2));
+        return PyLong_FromSize_t(table.Remove(CellOf(table, arguments), keys));
+    });
+}
+
+// keys_of(index, cell) -> {key: copies}
+PyObject* KeysOf(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        Owned keys(PyDict_New());
+        table.ForEach(CellOf(table, arguments), [&](Key key, uint64_t copies) {
+            const Owned name(PyLong_FromUnsignedLongLong(key)), number(PyLong_FromUnsignedLongLong(copies));
+            if (PyDict_SetItem(keys.get(), name.get(), number.get()) < 0) throw Failed{};
+        });
+        return keys.Release();
+    });
+}
+
+// find(index, keys) -> ([little-endian bits of a set, ...], u32 per key: which of them)
+PyObject* Find(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        const std::vector<Key> keys = ReadKeys(At(arguments, 1));
+        Owned sets(PyList_New(0));
+        std::unordered_map<Number, uint32_t> numbers;
+        std::vector<uint32_t> positions;
+        for (const Segment& one : table.Find(keys)) {
+            const auto [at, is_new] = numbers.try_emplace(one.set, static_cast<uint32_t>(numbers.size()));
+            if (is_new) {
+                const char* const bits = reinterpret_cast<const char*>(table.sets.bits(one.set));
+                const Owned text(PyBytes_FromStringAndSize(bits, static_cast<Py_ssize_t>(8 * table.sets.words())));
+                if (PyList_Append(sets.get(), text.get()) < 0) throw Failed{};
+            }
+            positions.insert(positions.end(), one.end - one.begin, at->second);
+        }
+        const char* const begin = reinterpret_cast<const char*>(positions.data());
+        const Owned packed(PyBytes_FromStringAndSize(begin, static_cast<Py_ssize_t>(4 * positions.size())));
+        return PyTuple_Pack(2, sets.get(), packed.get());
+    });
+}
+
+// layout((hash_size, unit, partial_hits, num_groups), [(groups, kind, block_size, window, chunk, drops), ...])
+PyObject* MakeLayout(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        PyObject* const head = At(arguments, 0);
+        Layout layout{ReadInt(At(head, 0)), ReadInt(At(head, 1)), ReadInt(At(head, 2)), ReadInt(At(head, 3)), {}};
+        Check(layout.hash_size > 0 && layout.unit > 0 && layout.num_groups > 0);
+        ForEach(At(arguments, 1), [&](PyObject* given) {
+            LookupClass one{{}, ReadInt(At(given, 1)), ReadInt(At(given, 2)), ReadInt(At(given, 3)),
+                            ReadInt(At(given, 4)), ReadInt(At(given, 5))};
+            ForEach(At(given, 0), [&](PyObject* number) {
+                const Int group = ReadInt(number);
+                Check(group >= 0 && group < layout.num_groups);
+                one.groups.push_back(static_cast<size_t>(group));
+            });
+            Check(one.kind >= kFull && one.kind <= kState && one.block_size > 0 && !one.groups.empty());
+            Check(one.block_size % layout.hash_size == 0 && (one.kind != kChunked || one.chunk > 0));
+            layout.classes.push_back(std::move(one));
+        });
+        return PyCapsule_New(new Layout(std::move(layout)), kLayout, Destroy<Layout>);
+    });
+}
+
+// A place whose hit is asked for.
+struct Asked {
+    const Layout* layout;
+    std::vector<Number> cells, others;  // by group of the layout; `others` may have a key instead
+};
+
+std::vector<Asked> ReadAsked(const Table& table, PyObject* given) {
+    std::vector<Asked> asked;
+    ForEach(given, [&](PyObject* place) {
+        Asked one{&In<Layout>(At(place, 0), kLayout), {}, {}};
+        ForEach(At(place, 1), [&](PyObject* cell) { one.cells.push_back(ReadCell(table, cell)); });
+        ForEach(At(place, 2), [&](PyObject* cell) { one.others.push_back(ReadCell(table, cell)); });
+        Check(one.cells.size() == static_cast<size_t>(one.layout->num_groups));
+        Check(one.others.empty() || one.others.size() == one.cells.size());
+        asked.push_back(std::move(one));
+    });
+    return asked;
+}
+
+Runs ColumnOf(const Columns& columns, const Asked& one, size_t group) {
+    const Runs& own = columns.Of(one.cells[group]);
+    return one.others.empty() ? own : Either(own, columns.Of(one.others[group]));
+}
+
+// claims(index, keys, num_tokens, [(layout, cells, others), ...]) -> [(tokens, (alone, ...)), ...]
+PyObject* Claims(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        const std::vector<Key> keys = ReadKeys(At(arguments, 1));
+        const Int most = ReadInt(At(arguments, 2)) - 1;
+        const std::vector<Asked> asked = ReadAsked(table, At(arguments, 3));
+        std::vector<Number> cells;
+        for (const Asked& one : asked) {
+            cells.insert(cells.end(), one.cells.begin(), one.cells.end());
+            cells.insert(cells.end(), one.others.begin(), one.others.end());
+        }
+        const Columns columns(table, table.Find(keys), cells);
+        Owned claims(PyList_New(0));
+        for (const Asked& one : asked) {
+            std::vector<Runs> of_class;
+            for (const LookupClass& group : one.layout->classes) {
+                Runs all = ColumnOf(columns, one, group.groups[0]);
+                for (size_t at = 1; at < group.groups.size(); ++at) {
+                    all = Both(all, ColumnOf(columns, one, group.groups[at]));
+                }
+                of_class.push_back(std::move(all));
+            }
+            Search search(*one.layout, of_class, static_cast<Int>(keys.size()));
+            const Int tokens = search.Longest(most);
+            const std::vector<Int> lengths = search.Alone(most);
+            Owned alone(PyTuple_New(static_cast<Py_ssize_t>(lengths.size())));
+            for (size_t at = 0; at < lengths.size(); ++at) {
+                Owned length(PyLong_FromLongLong(lengths[at]));
+                PyTuple_SetItem(alone.get(), static_cast<Py_ssize_t>(at), length.Release());
+            }
+            const Owned claim(Py_BuildValue("(LO)", static_cast<long long>(tokens), alone.get()));
+            if (PyList_Append(claims.get(), claim.get()) < 0) throw Failed{};
+        }
+        return claims.Release();
+    });
+}
+
+PyMethodDef kMethods[] = {
+    {"new", New, METH_VARARGS, nullptr},          {"new_cell", NewCell, METH_VARARGS, nullptr},
+    {"clear", Clear, METH_VARARGS, nullptr},      {"release", Release, METH_VARARGS, nullptr},
+    {"size", Size, METH_VARARGS, nullptr},        {"totals", Totals, METH_VARARGS, nullptr},
+    {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
+    {"keys_of", KeysOf, METH_VARARGS, nullptr},   {"find", Find, METH_VARARGS, nullptr},
+    {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace kvplane_fleet
+
+PyMODINIT_FUNC PyInit__native() {
+    PyObject* module = PyModule_Create(&kvplane_fleet::kModule);
+    if (module == nullptr || PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0) return nullptr;
+    return module;
+}
