@@ -211,9 +211,7 @@ def chat(policy=TURN_TAIL, num_blocks=60):
     """An engine whose hits end inside blocks of 8 tokens, at multiples of 2."""
     groups = full(8), state(8)
     align = AlignSpec(8, 4096, True)
-    return Engine(
-        *groups, num_blocks=num_blocks, hash_block_size=2, partial_hits=True, align=align, eviction=policy
-    )
+    return Engine(*groups, num_blocks=num_blocks, hash_block_size=2, partial_hits=True, align=align, eviction=policy)
 
 
 def first_out(engine):

@@ -11,8 +11,8 @@ import pytest
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy
-from kvplane.base.step import Admit, News, Part, Run, Step
-from kvplane.session.rows import NewsRow, PeekRow, part_of
+from kvplane.base.step import Admit, Budget, News, Part, Run, Step
+from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
@@ -150,7 +150,7 @@ def test_the_variable_selects_the_core(monkeypatch):
 
 
 def long_step(replica):
-    """A step that looks a waiting request of 4,096 blocks up again and again."""
+    """A step that looks a waiting request of 4,096 blocks up repeatedly."""
     replica.apply(Step(0, 1, [part_of(NewsRow(0, tokens=list(range(4 * 4096))))]))
     return Step(0, 2, [part_of(*[PeekRow(0)] * 300)])
 
@@ -160,9 +160,28 @@ def wide():
     return native.NativeReplica(replica_spec(full(), num_blocks=5000, max_model_len=1 << 20))
 
 
-def test_other_threads_run_while_a_step_is_applied_beside(wide):
-    """Only a step that gives up the interpreter's lock lets another thread run before it ends."""
+def applied_concurrently(replica, step):
+    """Applies the step repeatedly."""
+    return lambda number: replica.apply_concurrently(replace(step, seq=step.seq + number))
+
+
+def looked_up(replica, step):
+    """Looks a cached prompt of 10,000 blocks up repeatedly."""
+    tokens = list(range(4 * 10_000))
+    other = native.NativeReplica(replica_spec(full(), num_blocks=10_001, max_model_len=1 << 20))
+    budget = Budget(tokens=len(tokens))
+    other.apply(Step(0, 1, [replace(part_of(NewsRow(0, tokens=tokens), AdmitRow(0)), budget=budget)]))
+    other.apply(Step(0, 2, [Part()], executed_through=1))
+    digests = list(other.requests.hashes(0))
+    assert other.lookup(digests, "", len(tokens) + 1).num_tokens == len(tokens)
+    return lambda number: other.lookup(digests, "", len(tokens))
+
+
+@pytest.mark.parametrize("prepared", [applied_concurrently, looked_up])
+def test_other_threads_run_during_long_work(wide, prepared):
+    """Only work that gives up the interpreter's lock lets another thread run before it ends."""
     step, begun, ran = long_step(wide), threading.Event(), threading.Event()
+    work = prepared(wide, step)
 
     def run():
         begun.wait()
@@ -176,9 +195,8 @@ def test_other_threads_run_while_a_step_is_applied_beside(wide):
         begun.set()
         wide.apply(step)
         assert not ran.is_set()
-        for _ in range(1000):
-            step = replace(step, seq=step.seq + 1)
-            wide.apply_beside(step)
+        for number in range(1, 1000):
+            work(number)
             if ran.is_set():
                 break
         assert ran.is_set()
@@ -187,7 +205,7 @@ def test_other_threads_run_while_a_step_is_applied_beside(wide):
         helper.join()
 
 
-def test_a_read_waits_for_a_step_that_is_applied_beside(wide):
+def test_a_read_waits_for_a_step_that_is_applied_concurrently(wide):
     step, seen, done = long_step(wide), [], threading.Event()
 
     def read():
@@ -197,7 +215,7 @@ def test_a_read_waits_for_a_step_that_is_applied_beside(wide):
     reader = threading.Thread(target=read)
     reader.start()
     steps = [replace(step, seq=seq) for seq in range(2, 22)]
-    hits = [wide.apply_beside(step).parts[0].peek_hit for step in steps]
+    hits = [wide.apply_concurrently(step).parts[0].peek_hit for step in steps]
     done.set()
     reader.join()
     assert hits == [[0] * 300] * len(steps)

@@ -190,14 +190,14 @@ class HeldThread:
 def held_thread() -> Iterator[HeldThread]:
     """Hold long steps and calls until the test lets them go, or ends."""
     held, core = HeldThread(), core_class()
-    apply = core.apply_beside
+    apply = core.apply_concurrently
 
     def wait_and_apply(replica: ReplicaCore, step: Step) -> StepResult:
         held.wait()
         return apply(replica, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "apply_beside", wait_and_apply)
+        patch.setattr(core, "apply_concurrently", wait_and_apply)
         try:
             yield held
         finally:

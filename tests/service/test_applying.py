@@ -220,7 +220,7 @@ async def test_a_core_that_failed_in_a_long_step_refuses_every_call(monkeypatch,
     def fail(_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(one.host.replica, "apply_beside", fail)
+    monkeypatch.setattr(one.host.replica, "apply_concurrently", fail)
     one.work.cancel()
     one.work = one.step(one.next)
     await turns()

@@ -291,7 +291,7 @@ async def test_a_core_that_failed_in_a_long_call_refuses_every_call(monkeypatch,
     def fail(_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(world.host.replica, "apply_beside", fail)
+    monkeypatch.setattr(world.host.replica, "apply_concurrently", fail)
     work = world.begin(allocation())
     await turns()
     work.cancel()  # no caller is left to receive the error

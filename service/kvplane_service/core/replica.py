@@ -92,7 +92,7 @@ class Replica:
             self.complete_step(step.seq, results[-1])
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
 
-    def apply_beside(self, step: Step) -> StepResult:
+    def apply_concurrently(self, step: Step) -> StepResult:
         """Apply a step as `apply` does, on a thread. The compiled core lets other threads run meanwhile."""
         return self.apply(step)
 

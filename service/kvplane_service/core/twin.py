@@ -87,7 +87,7 @@ class TwinReplica(_Base):
         assert result is not None, "a step has a result or an error"
         return result
 
-    def apply_beside(self, step: Step) -> StepResult:
+    def apply_concurrently(self, step: Step) -> StepResult:
         """Apply a step as `apply` does."""
         return self.apply(step)
 

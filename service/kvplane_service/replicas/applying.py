@@ -126,7 +126,7 @@ class Applying:
         at_ns = self._clock()
         self._enter()
         try:
-            result = await offload(partial(self._replica.apply_beside, step))
+            result = await offload(partial(self._replica.apply_concurrently, step))
             if check is not None:
                 check(result)
         except KvplaneError:

@@ -5,6 +5,7 @@ core.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
@@ -15,6 +16,7 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.unary.calls import AllocateCall, Appended, CallHeader, CommitCall, Content, EndKind, FreeCall
 
+_HASHES_AT_ONCE = 4096  # whose bytes objects protobuf makes in one call, during which no other thread runs
 _MAX_COLUMN = 2**31 - 1  # largest value of i32 columns, in which -1 means "absent"
 
 
@@ -159,13 +161,16 @@ def _optional(message: pb.AllocateSlotsRequest | pb.CommitBlocksRequest, name: s
     return value
 
 
-def _join(hashes: object, scheme: HashScheme, field: str) -> bytes:
-    digests = list(hashes)  # type: ignore[call-overload]
-    for at, digest in enumerate(digests):
-        if len(digest) != scheme.digest.size:
+def _join(hashes: Sequence[bytes], scheme: HashScheme, field: str) -> bytes:
+    size, joined = scheme.digest.size, []
+    for first in range(0, len(hashes), _HASHES_AT_ONCE):
+        digests = hashes[first : first + _HASHES_AT_ONCE]
+        if {*map(len, digests)} != {size}:
+            at = next(at for at, digest in enumerate(digests) if len(digest) != size)
             raise InvalidArgument(
-                f"the hash has {len(digest)} bytes",
-                field=f"{field}[{at}]",
-                remedy=f"send hashes of {scheme.digest.size} bytes, the digest size of the replica's hash algorithm",
+                f"the hash has {len(digests[at])} bytes",
+                field=f"{field}[{first + at}]",
+                remedy=f"send hashes of {size} bytes, the digest size of the replica's hash algorithm",
             )
-    return b"".join(digests)
+        joined.append(b"".join(digests))
+    return b"".join(joined)

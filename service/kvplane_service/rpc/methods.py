@@ -119,9 +119,7 @@ def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> gr
     return grpc.stream_unary_rpc_method_handler(_unary(_unary_method(method, servicer), hooks, answered))
 
 
-def _unary(
-    method: UnaryMethod, hooks: CallHooks, answered: _Answered
-) -> Callable[[object, Context], Awaitable[bytes]]:
+def _unary(method: UnaryMethod, hooks: CallHooks, answered: _Answered) -> Callable[[object, Context], Awaitable[bytes]]:
     async def work(context: Context) -> bytes:
         raw = await _request(context)
         return await with_replica(hooks.ensure_local, partial(method.answer, hooks, raw))

@@ -7,7 +7,7 @@ of the replica, such as the hashes of an open request, counts before it is read;
     price_of(request)    once it is parsed; the rest of the reservation is given back
 
 A message of a session counts its length, or the effort of its steps where that is more: a few bytes can look up or
-admit requests of a million tokens again and again.
+admit requests of a million tokens repeatedly.
 
 The weights are about 30 ns of a core per byte: an owner that uses 16 MiB in a second uses half a core.
 """

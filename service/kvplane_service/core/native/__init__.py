@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import (
     Blocks,
@@ -35,6 +35,7 @@ from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore, 
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.published import events_of_keys, published
+from kvplane_service.core.native.settings import of_group, settings
 from kvplane_service.core.native.transfer import entries_of, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
@@ -43,18 +44,6 @@ from kvplane_service.core.replica import Replica, check_alone, hash_news
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of, load_entries
 
-KINDS = {
-    GroupKind.FULL_ATTENTION: 0,
-    GroupKind.MLA: 1,
-    GroupKind.SLIDING_WINDOW: 2,
-    GroupKind.SLIDING_WINDOW_MLA: 3,
-    GroupKind.CHUNKED_LOCAL: 4,
-    GroupKind.CROSS: 5,
-    GroupKind.SINK_FULL: 6,
-    GroupKind.R_SWA: 7,
-    GroupKind.RING: 8,
-}
-ALIGNED_STATE, UNCACHED_STATE = 9, 10
 SOURCES = _native.SOURCES
 REFUSED, PLAIN, HAS_TOKENS, RESUMES = range(4)  # kinds of a step that was read
 
@@ -99,7 +88,7 @@ class NativeReplica:
 
     def _make(self, spec: ReplicaSpec) -> None:
         self.spec, self._scheme = spec, HashScheme.of(spec)
-        self._core = _native.new(_settings(spec, self._scheme.digest.size), [_of_group(group) for group in spec.groups])
+        self._core = _native.new(settings(spec, self._scheme.digest.size), [of_group(group) for group in spec.groups])
         self._hashers: dict[int, RequestHasher] = {}
         self._requests = NativeRequests(self._core)
         self._aside: Replica | None = None
@@ -122,7 +111,7 @@ class NativeReplica:
         """Apply the parts of a step, see `Replica.apply`."""
         return self._apply(step, False)
 
-    def apply_beside(self, step: Step) -> StepResult:
+    def apply_concurrently(self, step: Step) -> StepResult:
         """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
         this replica meanwhile waits for the step.
         """
@@ -489,23 +478,3 @@ def _result(values: tuple[Any, ...]) -> PartResult:
         peek_hit, peek_single, Blocks(*peek_blocks), num_hashes, last_hash, reset_done, Orders(*orders),
         free_blocks, CacheEvents() if events is None else NativeEvents(events), [], [], taken_back, went_back,
     )  # fmt: skip
-
-
-def _settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
-    return [
-        spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
-        spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
-        spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
-        spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
-    ]  # fmt: skip
-
-
-def _of_group(group: GroupSpec) -> list[int]:
-    states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
-    kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
-    sinks = group.sink_tokens // group.block_size
-    return [
-        kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),
-        group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
-        group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits), sinks,
-    ]  # fmt: skip

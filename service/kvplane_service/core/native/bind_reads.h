@@ -6,6 +6,20 @@
 
 namespace kvplane {
 
+constexpr Int kLongLookUp = 8192;  // hashes, about half a millisecond
+
+// The hit that `find` finds; other threads run Python while a long look-up is made.
+template <typename F>
+PyObject* LookUp(Core& core, Int num_hashes, F&& find) {
+    Hit hit;
+    if (num_hashes > kLongLookUp) {
+        WorkAlone(core, [&] { hit = find(); });
+    } else {
+        hit = find();
+    }
+    return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
+}
+
 // find(core, digests joined, size of one, domain, max_tokens) -> (tokens, single group hit, blocks per group)
 inline PyObject* Find(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -18,16 +32,20 @@ inline PyObject* Find(PyObject*, PyObject* arguments) {
         Replica& replica = core.replica;
         uint32_t id = kUnknownDomain;
         replica.blocks.pool.pairs.Known(domain, &id);
-        const Hit hit = replica.blocks.lookup->Find(digests, id, Number(At(arguments, 4)), replica.Horizon());
-        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
+        const Int most = Number(At(arguments, 4));
+        const auto find = [&] { return replica.blocks.lookup->Find(digests, id, most, replica.Horizon()); };
+        return LookUp(core, digests.count(), find);
     });
 }
 
 // peek(core, slot) -> as find
 inline PyObject* PeekSlot(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Hit hit = CoreOf(At(arguments, 0)).replica.blocks.FindHit(Number(At(arguments, 1)));
-        return Tuple(ToPy(hit.num_tokens), ToPy(hit.single_group_hit), ToPy(hit.blocks));
+        Core& core = CoreOf(At(arguments, 0));
+        const Int slot = Number(At(arguments, 1));
+        Coordinator& blocks = core.replica.blocks;
+        const Int num_hashes = blocks.requests.IsLive(slot) ? blocks.requests.content[slot].count() : Int{0};
+        return LookUp(core, num_hashes, [&] { return blocks.FindHit(slot); });
     });
 }
 

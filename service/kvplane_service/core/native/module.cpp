@@ -70,8 +70,8 @@ void ReadMade(PyObject* given, Made* made) {
     made->given = true;
 }
 
-// apply(made, alone) of the step that was read; made: None, or per part a pair of None or (num_hashes, hashes), of facts
-// and news; alone: whether other threads run Python meanwhile
+// apply(made, alone) of the step that was read; made: None, or per part a pair of None or (num_hashes, hashes), of
+// facts and news; alone: whether other threads run Python meanwhile
 PyObject* Apply(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));

@@ -1,0 +1,40 @@
+"""The spec of a replica as numbers, from which the compiled core is made."""
+
+from __future__ import annotations
+
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+
+KINDS = {
+    GroupKind.FULL_ATTENTION: 0,
+    GroupKind.MLA: 1,
+    GroupKind.SLIDING_WINDOW: 2,
+    GroupKind.SLIDING_WINDOW_MLA: 3,
+    GroupKind.CHUNKED_LOCAL: 4,
+    GroupKind.CROSS: 5,
+    GroupKind.SINK_FULL: 6,
+    GroupKind.R_SWA: 7,
+    GroupKind.RING: 8,
+}
+ALIGNED_STATE, UNCACHED_STATE = 9, 10
+
+
+def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
+    """Return the fields of a spec, in the order of `New` in module.cpp."""
+    return [
+        spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
+        spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
+        spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
+        spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
+    ]  # fmt: skip
+
+
+def of_group(group: GroupSpec) -> list[int]:
+    """Return the fields of a group of layers, in the order of `GroupSpec` in types.h."""
+    states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
+    kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
+    sinks = group.sink_tokens // group.block_size
+    return [
+        kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),
+        group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
+        group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits), sinks,
+    ]  # fmt: skip
