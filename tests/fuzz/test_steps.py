@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import Admit, Facts, News, Part, Step
+from kvplane.base.step import Admit, Cache, Facts, News, Part, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest
 from tests.core.builders import full, replica_spec
@@ -112,3 +112,14 @@ def test_a_value_of_another_type_is_refused_before_any_change(core, field):
     assert caught.value.field == f"parts[0].{field}"
     assert digest(replica) == before
     replica.apply(Step(0, 2, [Part()]))
+
+
+def test_a_replica_without_tiers_refuses_reports_of_jobs():
+    """Found by the fuzzer: an engine life numbers jobs from its epoch on, which no exported state has without tiers."""
+    replica = Replica(replica_spec(full()))
+    replica.begin_epoch(1)
+    before = digest(replica)
+    for core in (replica, native.NativeReplica.of(replica)):
+        with pytest.raises(InvalidArgument, match="the last one is 0"):
+            core.apply(Step(1, 1, [Part(cache=Cache(jobs_failed=[1 << 30]))]))
+        assert digest(core) == before

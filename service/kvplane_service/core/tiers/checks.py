@@ -33,7 +33,7 @@ def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: 
 
     `where`: prefix of the names of fields.
     """
-    last = tiers.last_job if tiers is not None else 0
+    last = tiers.last_job if tiers is not None and tiers.each else 0  # without tiers, no state has the number
     for name, jobs in (("jobs_done", cache.jobs_done), ("jobs_failed", cache.jobs_failed)):
         for row, job in enumerate(jobs):
             if not 0 < job <= last:
