@@ -202,7 +202,8 @@ def is_command(f: SourceFile, node: Function) -> bool:
 
 def is_kernel(node: Function) -> bool:
     """True for a function that Triton compiles: its types are those of the launch."""
-    return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in node.decorator_list)
+    named = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in named)
 
 
 def annotated(tree: Tree) -> Iterator[str]:

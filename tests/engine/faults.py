@@ -137,11 +137,15 @@ FULL_GROUP = 3  # window of the model MIXED
 
 
 class LongerWindow(TorchOps):
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        return super().decode_attention(query, pages, batch, longer(rule))
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
+        return super().decode_attention(query, pages, batch, longer(rule), lse)
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        return super().prefill_attention(query, pages, batch, longer(rule))
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
+        return super().prefill_attention(query, pages, batch, longer(rule), lse)
 
 
 def longer(rule: AttentionRule) -> AttentionRule:
@@ -212,11 +216,15 @@ class SilentLoss(Engine):
 class WholePages(TorchOps):
     """Multiply masked values by 0 instead of dropping them, as kernels that load whole pages do: 0 x NaN is NaN."""
 
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        return super().decode_attention(query, pages, batch, rule) + self._masked(pages, batch)
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
+        return super().decode_attention(query, pages, batch, rule, lse) + self._masked(pages, batch)
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-        return super().prefill_attention(query, pages, batch, rule) + self._masked(pages, batch)
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
+        return super().prefill_attention(query, pages, batch, rule, lse) + self._masked(pages, batch)
 
     def _masked(self, pages: AttentionPages, batch: Batch) -> Tensor:
         column = (batch.seq_lens.long() - 1) // pages.k.shape[1]

@@ -75,11 +75,13 @@ class Tables:
     seq_lens: np.ndarray
     query_start: np.ndarray | None
     table_padding: int = 0
+    tree: np.ndarray | None = None
 
     @property
     def reference(self) -> float64.Tables:
         rows = np.arange(len(self.seq_lens) + 1)
-        return float64.Tables(self.block_table, self.seq_lens, rows if self.query_start is None else self.query_start)
+        starts = rows if self.query_start is None else self.query_start
+        return float64.Tables(self.block_table, self.seq_lens, starts, self.tree)
 
     @property
     def num_queries(self) -> int:
@@ -90,7 +92,8 @@ class Tables:
         wide = np.full((rows, columns + self.table_padding), self.num_blocks - 1, np.int32)
         wide[:, :columns] = self.block_table
         start = None if self.query_start is None else ints(self.query_start, device)
-        return Batch(ints(wide, device)[:, :columns], ints(self.seq_lens, device), start)
+        tree = None if self.tree is None else ints(self.tree, device, torch.int64)
+        return Batch(ints(wide, device)[:, :columns], ints(self.seq_lens, device), start, tree)
 
     def written(self) -> np.ndarray:
         """Which slots hold a token: bool [num_blocks, block_size]."""
@@ -135,12 +138,14 @@ def draw_rule(rng: np.random.Generator, block_size: int, head_size: int, q_heads
         window=extent if kind == "window" else 0,
         chunk=extent if kind == "chunk" else 0,
         sinks=sinks,
+        soft_cap=float(rng.uniform(0.5, 4)) if rng.random() < 0.12 else 0.0,
+        slopes=rng.uniform(0, 0.2, q_heads).astype(np.float32) if rng.random() < 0.12 else None,
     )
 
 
 def rule_on(rule: float64.Rule, device: str) -> AttentionRule:
-    sinks = None if rule.sinks is None else torch.from_numpy(rule.sinks).to(device)
-    return AttentionRule(rule.scale, rule.window, rule.chunk, sinks)
+    sinks, slopes = (None if n is None else torch.from_numpy(n).to(device) for n in (rule.sinks, rule.slopes))
+    return AttentionRule(rule.scale, rule.window, rule.chunk, sinks, rule.soft_cap, slopes)
 
 
 def draw_tables(rng: np.random.Generator, block_size: int, rule: float64.Rule, one_query_per_row: bool) -> Tables:
@@ -155,11 +160,26 @@ def draw_tables(rng: np.random.Generator, block_size: int, rule: float64.Rule, o
     if not one_query_per_row:
         counts = [draw_query_count(rng, int(n)) for n in seq_lens]
         query_start = np.concatenate([[0], np.cumsum(counts)])
-    tables = Tables(num_blocks, block_size, table, seq_lens, query_start, int(rng.choice([0, 0, 2])))
+    padding, tree = int(rng.choice([0, 0, 2])), draw_tree(rng, query_start)
+    tables = Tables(num_blocks, block_size, table, seq_lens, query_start, padding, tree)
     for row in range(rows):
         share_a_prefix(rng, tables, row)
         forget_blocks(rng, tables, row, rule)
     return tables
+
+
+def draw_tree(rng: np.random.Generator, query_start: np.ndarray | None) -> np.ndarray | None:
+    """Draw a tree for each row of up to 63 queries: each query sees its ancestors and itself. Longer rows have none."""
+    if query_start is None or rng.random() < 0.8:
+        return None
+    masks: list[int] = []
+    for count in np.diff(query_start):
+        seen: list[int] = []
+        for query in range(count):
+            parent = int(rng.integers(-1, query))
+            seen.append((seen[parent] if parent >= 0 else 0) | 1 << query)
+        masks += seen if count < 64 else [-1] * count
+    return np.array(masks, np.int64)
 
 
 def draw_seq_len(rng: np.random.Generator, block_size: int, longest: int) -> int:
@@ -398,7 +418,7 @@ def mla_decode(rng: np.random.Generator, forms: tuple[Format, ...]) -> LatentCas
     latent_size, value_size = LATENT_SIZES[int(rng.integers(0, len(LATENT_SIZES)))]
     block_size = int(rng.choice([b for b in BLOCK_SIZES if b * latent_size <= MAX_PAGE_ELEMENTS]))
     rule = float64.Rule(float(latent_size**-0.5 * rng.uniform(0.5, 2)))
-    tables = draw_tables(rng, block_size, rule, one_query_per_row=True)
+    tables = draw_tables(rng, block_size, rule, one_query_per_row=bool(rng.random() < 0.5))
     pages = LatentPages.draw(rng, (form, block_size, latent_size), tables.num_blocks)
     written = tables.written()
     pages.part()[written] = form.encode(rng.standard_normal((int(written.sum()), latent_size)))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def batch(rows: int, queries: int = 0) -> Batch:
     return Batch(torch.zeros((rows, 16), dtype=torch.int32), torch.ones(rows, dtype=torch.int32), starts)
 
 
-def attention_case(shape: tuple[int, int], dtype: torch.dtype, page: int, rule: AttentionRule) -> attention.Decode:
+def attention_case(shape: tuple[int, int], dtype: torch.dtype, page: int, rule: AttentionRule) -> attention.Call:
     """A batch with 64 query heads on 8 kv heads of 128; 0 queries = one per row."""
     rows, queries = shape
     query = torch.zeros((queries or rows, 64, 128), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
@@ -176,15 +176,22 @@ def attention_case(shape: tuple[int, int], dtype: torch.dtype, page: int, rule: 
 
 
 def decode_launches(dtype: torch.dtype, page: int, rule: AttentionRule, chip: Chip) -> Iterator[tuple[str, Launch]]:
-    spans, merge = attention.decode_launches(attention_case((4, 0), dtype, page, rule), chip)
+    spans, merge = attention.launches(attention_case((4, 0), dtype, page, rule), chip)
     yield f"decode {short(dtype)}, pages of {page}, {of(rule)}", spans
     if rule.sinks is not None:
         yield f"merge, {of(rule)}", merge
 
 
 def prefill_launch(dtype: torch.dtype, page: int, rule: AttentionRule, chip: Chip) -> tuple[str, Launch]:
-    case = attention_case((4, 64), dtype, page, rule)
-    return f"prefill {short(dtype)}, pages of {page}, {of(rule)}", attention.prefill_launch(case, chip)
+    case = attention_case((4, 256), dtype, page, rule)
+    return f"prefill {short(dtype)}, pages of {page}, {of(rule)}", attention.launches(case, chip)[0]
+
+
+def draft_launch(rule: AttentionRule, chip: Chip) -> tuple[str, Launch]:
+    """Three drafts per row, as a tree."""
+    case = attention_case((4, 16), torch.bfloat16, 16, rule)
+    tree = replace(case, batch=replace(case.batch, tree=torch.full((16,), -1)))
+    return f"drafts bfloat16, {of(rule)}, tree", attention.launches(tree, chip)[0]
 
 
 def of(rule: AttentionRule) -> str:
@@ -192,10 +199,11 @@ def of(rule: AttentionRule) -> str:
     return extent + (" with sinks" if rule.sinks is not None else "")
 
 
-def latent_launch(heads: int, chip: Chip) -> Launch:
-    query, latents = torch.zeros((4, heads, 576), dtype=torch.bfloat16), torch.zeros((8, 64, 576), dtype=torch.bfloat16)
-    decode = attention.latent(query, latents, batch(4), 0.1, 512)
-    return attention.decode_launches(decode, chip)[0]
+def latent_launch(queries: int, chip: Chip) -> Launch:
+    """Latent rows with 16 query heads; 0 queries = one per row."""
+    query, latents = torch.zeros((queries or 4, 16, 576), dtype=torch.bfloat16), torch.zeros((8, 64, 576))
+    call = attention.latent(query, latents.bfloat16(), batch(4, queries), 0.1, 512)
+    return attention.launches(call, chip)[0]
 
 
 def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
@@ -211,7 +219,9 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
         yield prefill_launch(dtype, 16, full, chip)
     yield from decode_launches(torch.bfloat16, 64, window, chip)
     yield from decode_launches(torch.float16, 16, AttentionRule(0.1, chunk=8192), chip)
-    yield "latent decode", latent_launch(16, chip)
+    yield draft_launch(AttentionRule(0.1, soft_cap=30.0, slopes=torch.zeros(64)), chip)
+    yield "latent decode", latent_launch(0, chip)
+    yield "latent prefill", latent_launch(64, chip)
 
 
 def matrix(arch: int) -> Iterator[Compiled]:
@@ -250,11 +260,11 @@ def more(arch: int) -> Iterator[Compiled]:
     for name, (dtype, (kv_heads, group, size), window, has_sinks) in SHAPES.items():
         rule = AttentionRule(0.1, window, sinks=torch.zeros(kv_heads * group) if has_sinks else None)
         pages, query_type = keys_values(dtype, 16, kv_heads, size), torch.bfloat16 if dtype.itemsize == 1 else dtype
-        query = torch.zeros((64, kv_heads * group, size), dtype=query_type)
+        query = torch.zeros((512, kv_heads * group, size), dtype=query_type)
         decode = attention.keys_and_values(query[:4], pages, batch(4), rule)
-        yield compile_launch(f"decode {name}", attention.decode_launches(decode, chip)[0], arch)
-        prefill = attention.keys_and_values(query, pages, batch(4, 64), rule)
-        yield compile_launch(f"prefill {name}", attention.prefill_launch(prefill, chip), arch)
+        yield compile_launch(f"decode {name}", attention.launches(decode, chip)[0], arch)
+        prefill = attention.keys_and_values(query, pages, batch(4, 512), rule)
+        yield compile_launch(f"prefill {name}", attention.launches(prefill, chip)[0], arch)
 
 
 def main() -> int:

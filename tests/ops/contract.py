@@ -113,10 +113,25 @@ def check_attention(subject: Subject, rng: np.random.Generator, decode: bool) ->
     query, batch = case.query.on(subject.device), case.tables.on(subject.device)
     operation = subject.ops.decode_attention if decode else subject.ops.prefill_attention
     with poisoned_results():
-        out = operation(query, pages, batch, cases.rule_on(case.rule, subject.device))
+        lse = lse_for(rng, query)
+        out = operation(query, pages, batch, cases.rule_on(case.rule, subject.device), lse)
     want = float64.attention(case.query.values, *case.pages.decoded(), case.tables.reference, case.rule)
     assert_near(out, query, want, attention_tolerance(case.query.form, case.pages.shape.form))
+    assert_log_sums(lse, want, case.query.form)
     assert_only_written(memory, case.pages.memory.buffer)
+
+
+def lse_for(rng: np.random.Generator, query: torch.Tensor) -> torch.Tensor | None:
+    """Memory for log-sum-exps, in a third of the cases."""
+    return query.new_empty(query.shape[:2], dtype=torch.float32) if rng.random() < 0.33 else None
+
+
+def assert_log_sums(lse: torch.Tensor | None, want: float64.Result, form: Format) -> None:
+    """Assert that log-sum-exps are near; they are stored as float32, and -inf is exact."""
+    if lse is None:
+        return
+    allowed = max(TOLERANCE[form.name], TOLERANCE["float32"])
+    np.testing.assert_allclose(lse.cpu().numpy(), want.lse, rtol=allowed, atol=8 * allowed)
 
 
 def decode_attention(subject: Subject, rng: np.random.Generator) -> None:
@@ -132,10 +147,12 @@ def mla_decode(subject: Subject, rng: np.random.Generator) -> None:
     pages, memory = case.pages.on(subject.device)
     query, batch = case.dense.on(subject.device), case.tables.on(subject.device)
     with poisoned_results():
-        out = subject.ops.mla_decode(query, pages, batch, case.scale, case.value_size)
+        lse = lse_for(rng, query)
+        out = subject.ops.mla_decode(query, pages, batch, case.scale, case.value_size, lse)
     latents = case.pages.form.decode(case.pages.part())
     want = float64.mla_decode(case.dense.values, latents, case.tables.reference, case.scale, case.value_size)
     assert_near(out, query, want, attention_tolerance(case.dense.form, case.pages.form))
+    assert_log_sums(lse, want, case.dense.form)
     assert_only_written(memory, case.pages.memory.buffer)
 
 

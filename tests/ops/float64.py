@@ -8,7 +8,7 @@ tolerance is (a factor of the element type) x magnitude, for every shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,8 @@ class Rule:
     window: int = 0
     chunk: int = 0
     sinks: np.ndarray | None = None
+    soft_cap: float = 0.0
+    slopes: np.ndarray | None = None
 
     def first_attended(self, position: int) -> int:
         """The earliest token that the query at `position` attends to."""
@@ -38,6 +40,7 @@ class Tables:
     block_table: np.ndarray
     seq_lens: np.ndarray
     query_start: np.ndarray
+    tree: np.ndarray | None = None
 
     def positions(self, row: int) -> range:
         """Positions of the row's queries in its sequence; negative for the padding of an empty row."""
@@ -47,10 +50,11 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result, and the sum of absolute values for each of its elements."""
+    """A result, the sum of absolute values for each of its elements, and log-sum-exps of attention."""
 
     values: np.ndarray
     magnitude: np.ndarray
+    lse: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: Tables, rule: Rule) -> Result:
@@ -59,10 +63,16 @@ def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: T
     block_size, kv_heads, head_size_v = values.shape[1:]
     out = np.zeros((num_queries, q_heads, head_size_v))
     magnitude = np.zeros_like(out)
+    lse = np.full((num_queries, q_heads), -np.inf if rule.sinks is None else rule.sinks)
     for row, table in enumerate(tables.block_table):
         for index, position in enumerate(tables.positions(row), start=int(tables.query_start[row])):
             tokens = np.arange(rule.first_attended(position), position + 1) if position >= 0 else np.arange(0)
             tokens = tokens[table[tokens // block_size] != 0]
+            if tables.tree is not None:
+                first = tables.positions(row)[0]
+                tokens = np.array(
+                    [t for t in tokens if t < first or int(tables.tree[index]) >> int(t - first) & 1], int
+                )
             if len(tokens) == 0:
                 continue
             blocks, offsets = table[tokens // block_size], tokens % block_size
@@ -70,10 +80,16 @@ def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: T
                 kv_head = head // (q_heads // kv_heads)
                 value = values[blocks, offsets, kv_head]
                 logits = rule.scale * (keys[blocks, offsets, kv_head] @ query[index, head])
-                weights = softmax(logits, None if rule.sinks is None else float(rule.sinks[head]))
+                if rule.soft_cap:
+                    logits = rule.soft_cap * np.tanh(logits / rule.soft_cap)
+                if rule.slopes is not None:
+                    logits = logits + rule.slopes[head] * (tokens - position)
+                sink = None if rule.sinks is None else float(rule.sinks[head])
+                weights = softmax(logits, sink)
+                lse[index, head] = np.logaddexp.reduce(logits if sink is None else [*logits, sink])
                 out[index, head] = weights @ value
                 magnitude[index, head] = weights @ np.abs(value)
-    return Result(out, magnitude)
+    return Result(out, magnitude, lse)
 
 
 def softmax(logits: np.ndarray, sink: float | None) -> np.ndarray:

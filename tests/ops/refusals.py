@@ -77,7 +77,13 @@ def batch(query_start: Tensor | None = None) -> Batch:
 
 def attention_call(query_start: Tensor | None = None) -> Arguments:
     query = floats(ROWS, Q_HEADS, SIZE)
-    return {"query": query, "pages": attention_pages(), "batch": batch(query_start), "rule": AttentionRule(0.3)}
+    return {
+        "query": query,
+        "pages": attention_pages(),
+        "batch": batch(query_start),
+        "rule": AttentionRule(0.3),
+        "lse": None,
+    }
 
 
 def write_call() -> Arguments:
@@ -179,6 +185,10 @@ BAD: list[Bad] = [
             bad(op, "rule.window", "below 0", to(-1)),
             bad(op, "rule.chunk", "below 0", to(-1)),
             bad(op, "rule.sinks", "one for each key-value head", to(torch.zeros(KV_HEADS))),
+            bad(op, "rule.slopes", "one for each key-value head", to(torch.zeros(KV_HEADS))),
+            bad(op, "rule.soft_cap", "below 0", to(-1.0)),
+            bad(op, "lse", "for fewer queries", to(torch.zeros(1, 4))),
+            bad(op, "lse", "not contiguous", to(torch.zeros(4, 3).T)),
             bad(op, "batch.seq_lens", "of 64 bits", lambda lens: lens.long()),
             bad(op, "batch.seq_lens", "for fewer rows", lambda lens: lens[:-1]),
             bad(op, "batch.block_table", "of 64 bits", lambda table: table.long()),
@@ -207,7 +217,9 @@ BAD: list[Bad] = [
     bad("mla_decode", "query", "of another type", lambda q: q.double()),
     bad("mla_decode", "value_size", "more than the latent", to(SIZE + 1)),
     bad("mla_decode", "value_size", "nothing", to(0)),
-    bad("mla_decode", "batch.query_start", "given", to(torch.arange(4).int())),
+    bad("prefill_attention", "batch.tree", "fewer than queries", to(torch.ones(2, dtype=torch.int64))),
+    bad("prefill_attention", "batch.tree", "of 32 bits", to(torch.ones(3, dtype=torch.int32))),
+    bad("decode_attention", "batch.tree", "without query starts", to(torch.ones(3, dtype=torch.int64))),
     bad("state_step", "inputs.x", "other channels", lambda x: x[:, 1:]),
     bad("state_step", "inputs.dt", "fewer than tokens", lambda dt: dt[1:]),
     bad("state_step", "inputs.write_block", "of 64 bits", lambda w: w.long()),

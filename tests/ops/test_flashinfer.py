@@ -27,7 +27,7 @@ from tests.ops.formats import FORMATS
 
 CPU = torch.device("cpu")
 # Operation: seeds, and how many of them must run on the fake.
-SEEDS = {"decode_attention": (120, 15), "prefill_attention": (120, 12), "mla_decode": (60, 8)}
+SEEDS = {"decode_attention": (240, 12), "prefill_attention": (240, 12), "mla_decode": (120, 8)}
 
 
 @pytest.fixture(autouse=True)

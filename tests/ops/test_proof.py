@@ -83,7 +83,7 @@ def test_backend_with_a_fault_is_not_used(planted, fault):
 
 
 class Broken(TorchOps):
-    def mla_decode(self, query, pages, batch, scale, value_size):
+    def mla_decode(self, query, pages, batch, scale, value_size, lse=None):
         raise OSError("ptxas: not found\nCommand failed with exit status 255")
 
 

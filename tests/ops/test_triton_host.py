@@ -132,7 +132,7 @@ def test_row_shared_by_all_workers_is_merged_in_rounds(ops):
     pages = AttentionPages(room[:, 0], room[:, 1])
     batch = Batch(torch.arange(1, 65, dtype=torch.int32)[None], torch.tensor([1024], dtype=torch.int32))
     rule = AttentionRule(0.3)
-    launch = attention.decode_launches(attention.keys_and_values(query, pages, batch, rule), INTERPRETER)[1]
-    assert launch.constants["PARTS"] * 2 < INTERPRETER.multiprocessors
+    launch = attention.launches(attention.keys_and_values(query, pages, batch, rule), INTERPRETER)[1]
+    assert launch.constants["S"].parts * 2 < INTERPRETER.multiprocessors
     wanted = TorchOps().decode_attention(query, pages, batch, rule)
     torch.testing.assert_close(ops.decode_attention(query, pages, batch, rule), wanted)

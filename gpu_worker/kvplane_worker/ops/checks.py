@@ -118,6 +118,10 @@ def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
     expect("batch.block_table", batch.block_table, (ANY, ANY), (torch.int32,), like)
     rows = batch.block_table.shape[0]
     expect("batch.seq_lens", batch.seq_lens, (rows,), (torch.int32,), like)
+    if batch.tree is not None:
+        if batch.query_start is None:
+            refuse("batch.tree", "it is given without batch.query_start", "give batch.query_start, or None")
+        expect("batch.tree", batch.tree, (queries,), (torch.int64,), like)
     if batch.query_start is not None:
         expect("batch.query_start", batch.query_start, (rows + 1,), (torch.int32,), like)
     elif queries != rows:
@@ -135,17 +139,29 @@ def check_one_query_per_row(batch: Batch) -> None:
 
 
 def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
-    """Raise InvalidArgument if both window and chunk are set, or if sinks are given and their number is not the number
-    of query heads.
+    """Raise InvalidArgument if both window and chunk are set, if the soft cap is not a finite number from 0, or if the
+    number of sinks or slopes is not the number of query heads.
     """
+    if not 0 <= rule.soft_cap < float("inf"):
+        refuse("rule.soft_cap", f"the soft cap is {rule.soft_cap}", "give a finite number above 0, or 0 for no cap")
     for field, tokens in (("rule.window", rule.window), ("rule.chunk", rule.chunk)):
         if tokens < 0:
             refuse(field, f"{tokens} tokens are below 0", "give a number of tokens, or 0 for all tokens")
     if rule.window and rule.chunk:
         both = f"the chunk is {rule.chunk} and the window {rule.window} tokens, but only one may be set"
         refuse("rule.chunk", both, "set one of them to 0")
-    if rule.sinks is not None:
-        expect("rule.sinks", rule.sinks, (q_heads,), (torch.float32,), like)
+    for field, numbers in (("rule.sinks", rule.sinks), ("rule.slopes", rule.slopes)):
+        if numbers is not None:
+            expect(field, numbers, (q_heads,), (torch.float32,), like)
+
+
+def check_lse(lse: Tensor | None, query: Tensor) -> None:
+    """Raise InvalidArgument unless the memory for log-sum-exps is contiguous, with one number per query and head."""
+    if lse is None:
+        return
+    expect("lse", lse, (query.shape[0], query.shape[1]), (torch.float32,), query)
+    if not lse.is_contiguous():
+        refuse("lse", f"the strides are {list(lse.stride())}", "give a contiguous tensor")
 
 
 def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> None:
@@ -166,7 +182,6 @@ def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> No
     """Raise InvalidArgument unless queries have the size and type of the latent rows, and values fit into a row."""
     check_latent_pages(pages)
     expect("query", query, (ANY, ANY, pages.shape[2]), (pages.dtype,), pages)
-    check_one_query_per_row(batch)
     check_batch(batch, query.shape[0], pages)
     if not 0 < value_size <= pages.shape[2]:
         problem = f"values have {value_size} elements, a latent row has {pages.shape[2]}"

@@ -81,11 +81,15 @@ class Batch:
             0 = an empty row; its output is 0.
         query_start: int32 [rows + 1]: the queries of row r are [query_start[r], query_start[r + 1]); the last query of
             a row is its token seq_lens - 1. None: one query per row (decode), row r is query r.
+        tree: int64 [queries], for trees of drafts: bit i of a query's mask = it attends to query i of its row, if that
+            precedes it. Earlier tokens of the row are attended to as always. At most 64 queries of a row are
+            distinguished; -1 = all. Needs `query_start`. None = no tree.
     """
 
     block_table: Tensor
     seq_lens: Tensor
     query_start: Tensor | None = None
+    tree: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,17 @@ class AttentionRule:
             = all tokens. At most one of window and chunk is set.
         sinks: float32 [q_heads], one extra logit per head, which takes part in the softmax and has no value (gpt-oss);
             None = none.
+        soft_cap: logits become soft_cap x tanh(logits / soft_cap) (Gemma 2); 0 = no cap.
+        slopes: float32 [q_heads]; slope x (position of the token - position of the query) is added to the logits
+            (ALiBi, Press et al., 2021), after the soft cap; None = nothing is added.
     """
 
     scale: float
     window: int = 0
     chunk: int = 0
     sinks: Tensor | None = None
+    soft_cap: float = 0.0
+    slopes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +157,12 @@ class StateWeights:
 
 
 class AttentionOps(Protocol):
-    """The operations on keys, values and latent rows. Heads are grouped (GQA): q_heads is a multiple of kv_heads."""
+    """The operations on keys, values and latent rows. Heads are grouped (GQA): q_heads is a multiple of kv_heads.
+
+    Attention writes to `lse`, float32 [queries, q_heads], if it is given: the natural logarithm of the sum of
+    exp(logit) over the attended tokens and the sink; -inf if there are none. With it, results over parts of the tokens
+    can be merged.
+    """
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write the keys [tokens, kv_heads, head_size] and values of new tokens into pages.
@@ -157,12 +171,16 @@ class AttentionOps(Protocol):
         scale, saturated to the range of their type; `check_scales` refuses a scale that is zero, negative or NaN.
         """
 
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for one query per row: [rows, q_heads, head_size] -> [rows, q_heads, head_size_v], in the
         query's type.
         """
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for any number of queries per row.
 
         Shapes: [queries, q_heads, head_size] -> [queries, q_heads, head_size_v], in the query's type.
@@ -173,11 +191,13 @@ class AttentionOps(Protocol):
         `write_kv`.
         """
 
-    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """Compute latent attention (DeepSeek-V2): latent rows are the keys, their first `value_size` elements the
-        values.
+    def mla_decode(
+        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    ) -> Tensor:
+        """Compute latent attention (DeepSeek-V2) for any number of queries per row: latent rows are the keys, their
+        first `value_size` elements the values.
 
-        Shapes: [rows, q_heads, latent_size] -> [rows, q_heads, value_size], in the query's type.
+        Shapes: [queries, q_heads, latent_size] -> [queries, q_heads, value_size], in the query's type.
         """
 
 

@@ -87,8 +87,8 @@ def latent_rate(clock: Clock, lengths: list[int]) -> float:
     return sum(lengths) * LATENT * 2 / clock.seconds(runner(decode, clock.device))
 
 
-def runner(decode: attention.Decode, device: torch.device) -> Work:
-    launches = attention.decode_launches(decode, chip_of(device))
+def runner(call: attention.Call, device: torch.device) -> Work:
+    launches = attention.launches(call, chip_of(device))
 
     def both() -> None:
         for launch in launches:

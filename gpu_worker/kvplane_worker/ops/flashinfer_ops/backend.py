@@ -66,35 +66,41 @@ class FlashInferOps:
             *(f"{self.other.name}: {line}" for line in theirs),
         )
 
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention of one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
-        checks.check_attention(query, pages, batch, rule)
-        shape = shape_of(query, pages.k, rule)
-        rows = self._taken("decode_attention", refusal(query, pages, rule), batch, shape)
-        if rows is None:
-            return self.other.decode_attention(query, pages, batch, rule)
-        return self._planned(calls.decode, rows, batch, shape, query)(query, (pages.k, pages.v))
+        return self.prefill_attention(query, pages, batch, rule, lse)
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention of several queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
-        if batch.query_start is None:
-            return self.decode_attention(query, pages, batch, rule)
+        checks.check_lse(lse, query)
+        operation, plan = ("decode_attention", calls.decode)
+        if batch.query_start is not None:
+            operation, plan = ("prefill_attention", calls.prefill)
         shape = shape_of(query, pages.k, rule)
-        rows = self._taken("prefill_attention", refusal(query, pages, rule), batch, shape)
+        rows = self._taken(operation, asked_too_much(batch, lse) or refusal(query, pages, rule), batch, shape)
         if rows is None:
-            return self.other.prefill_attention(query, pages, batch, rule)
-        return self._planned(calls.prefill, rows, batch, shape, query)(query, (pages.k, pages.v))
+            return self.other.prefill_attention(query, pages, batch, rule, lse)
+        return self._planned(plan, rows, batch, shape, query)(query, (pages.k, pages.v))
 
-    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """Compute attention of one query per row over latent rows; see `AttentionOps.mla_decode`."""
+    def mla_decode(
+        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention over latent rows; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
+        checks.check_lse(lse, query)
         rest = pages.shape[2] - value_size
         shape = Shape(query.shape[1], 1, value_size, pages.shape[1], scale, query.dtype, rest=rest)
-        rows = self._taken("mla_decode", latent_refusal(query, pages, value_size), batch, shape)
+        several = "" if batch.query_start is None else "several queries per row"
+        why_not = several or asked_too_much(batch, lse) or latent_refusal(query, pages, value_size)
+        rows = self._taken("mla_decode", why_not, batch, shape)
         if rows is None:
-            return self.other.mla_decode(query, pages, batch, scale, value_size)
+            return self.other.mla_decode(query, pages, batch, scale, value_size, lse)
         return self._planned(calls.latent, rows, batch, shape, query)(query, pages)
 
     def _taken(self, operation: str, why_not: str, batch: Batch, shape: Shape) -> PagedRows | None:
@@ -144,12 +150,21 @@ def shape_of(query: Tensor, keys: Tensor, rule: AttentionRule) -> Shape:
     return Shape(query.shape[1], kv_heads, size, block_size, rule.scale, query.dtype, rule.window)
 
 
+def asked_too_much(batch: Batch, lse: Tensor | None) -> str:
+    """Return why FlashInfer does not compute what is asked of it; "" if it does."""
+    if lse is not None:
+        return "log-sum-exps are not supported"
+    return "" if batch.tree is None else "trees are not supported"
+
+
 def refusal(query: Tensor, pages: AttentionPages, rule: AttentionRule) -> str:
     """Return why FlashInfer does not support these pages and this query; "" if it does."""
     if pages.k.dtype not in TYPES:
         return f"pages of {checks.name_of(pages.k.dtype)}, supported are bfloat16 and float16"
-    if rule.sinks is not None or rule.chunk:
-        return f"{'sinks' if rule.sinks is not None else 'chunks'} are not supported"
+    extras = {"sinks": rule.sinks is not None, "chunks": rule.chunk, "soft caps": rule.soft_cap}
+    for what, is_there in (extras | {"slopes": rule.slopes is not None}).items():
+        if is_there:
+            return f"{what} are not supported"
     if pages.k.shape[3] not in SIZES or pages.v.shape[3] != pages.k.shape[3]:
         return (
             f"heads of {pages.k.shape[3]} and {pages.v.shape[3]} elements, supported are {', '.join(map(str, SIZES))}"

@@ -44,28 +44,35 @@ class TorchOps:
         checks.check_write_kv(pages, key, value, slots)
         write.write_kv(pages, key, value, slots)
 
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
         checks.check_attention(query, pages, batch, rule)
-        return attention.decode(query, pages, batch, rule)
+        checks.check_lse(lse, query)
+        return attention.attention(query, pages, batch, rule, lse)
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
-        if batch.query_start is None:
-            return attention.decode(query, pages, batch, rule)
-        return attention.prefill(query, pages, batch, rule)
+        checks.check_lse(lse, query)
+        return attention.attention(query, pages, batch, rule, lse)
 
     def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
         """Write latent rows; see `AttentionOps.write_latent`."""
         checks.check_write_latent(pages, latent, slots)
         write.write_latent(pages, latent, slots)
 
-    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+    def mla_decode(
+        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
-        return attention.mla_decode(query, pages, batch, scale, value_size)
+        checks.check_lse(lse, query)
+        return attention.mla_decode(query, pages, batch, scale, value_size, lse)
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
         """Advance recurrent states; see `StateOps.state_step`."""

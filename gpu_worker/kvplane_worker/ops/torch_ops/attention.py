@@ -6,7 +6,7 @@ their values are set to 0 as well, because 0 x NaN is NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,23 +26,40 @@ class Context:
         k, v: [rows, tokens, kv_heads, size] in the type of the sums; v is 0 where `present` is False.
         position: [rows, tokens]: position of the token in its sequence.
         present: [rows, tokens]: whether the token belongs to the row and its block is not the null block.
+        seen: [rows, queries, tokens]: whether the tree of drafts permits the token; None = there is no tree.
     """
 
     k: Tensor
     v: Tensor
     position: Tensor
     present: Tensor
+    seen: Tensor | None = None
 
 
-def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+def attention(
+    query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+) -> Tensor:
+    """Compute attention for any number of queries per row.
+
+    query is [queries, q_heads, head_size]; the result is [queries, q_heads, head_size_v]. Log-sum-exps are written to
+    `lse`, [queries, q_heads], if it is given.
+    """
+    compute = decode if batch.query_start is None else prefill
+    out, sums = compute(query, pages, batch, rule)
+    if lse is not None:
+        lse.copy_(sums)
+    return out
+
+
+def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> tuple[Tensor, Tensor]:
     """Compute attention for one query per row, several rows at a time. Does not wait for the device.
 
-    query is [rows, q_heads, head_size]; the result is [rows, q_heads, head_size_v].
+    query is [rows, q_heads, head_size]; the results are [rows, q_heads, head_size_v], and log-sum-exps [rows, q_heads].
     """
     columns = columns_of_a_query(rule, pages.k.shape[1], batch.block_table.shape[1])
     elements = columns * pages.k.shape[1] * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
     rows_at_once = max(1, PIECE_ELEMENTS // max(1, elements))
-    out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
+    out, lse = results_for(query, pages)
     for start in range(0, query.shape[0], rows_at_once):
         rows = slice(start, start + rows_at_once)
         last = batch.seq_lens[rows].long() - 1
@@ -50,8 +67,14 @@ def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRu
         first_column = first_attended(rule, last) // block_size
         column = first_column[:, None] + torch.arange(columns, device=query.device)
         context = gathered(pages, batch.block_table[rows], column, last, query.dtype)
-        out[rows] = attended(query[rows, None], context, last[:, None], rule)[:, 0]
-    return out
+        found, sums = attended(query[rows, None], context, last[:, None], rule)
+        out[rows], lse[rows] = found[:, 0], sums[:, 0]
+    return out, lse
+
+
+def results_for(query: Tensor, pages: AttentionPages) -> tuple[Tensor, Tensor]:
+    """Return memory for the results of queries, and for their log-sum-exps."""
+    return query.new_empty((*query.shape[:2], pages.v.shape[3])), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) -> int:
@@ -60,14 +83,14 @@ def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) ->
     return min(max_blocks, (extent + block_size - 2) // block_size + 1) if extent else max_blocks
 
 
-def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> tuple[Tensor, Tensor]:
     """Compute attention row by row, because rows differ in queries and length; long rows in pieces.
 
-    query is [queries, q_heads, head_size]; the result is [queries, q_heads, head_size_v].
+    query is [queries, q_heads, head_size]; the results are [queries, q_heads, head_size_v], and log-sum-exps.
     """
     assert batch.query_start is not None
     starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
-    out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
+    out, lse = results_for(query, pages)
     for row, seq_len in enumerate(seq_lens):
         queries_at_once = max(1, PIECE_ELEMENTS // max(1, seq_len * query.shape[1]))
         for start in range(starts[row], starts[row + 1], queries_at_once):
@@ -80,17 +103,31 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
             column = torch.arange(first_column, end_column, device=query.device)[None]
             position = position.to(query.device)
             context = gathered(pages, batch.block_table[row : row + 1], column, position[:, -1], query.dtype)
-            out[start:end] = attended(query[None, start:end], context, position, rule)[0]
-    return out
+            if batch.tree is not None:
+                first = seq_len - (starts[row + 1] - starts[row])
+                context = replace(context, seen=branches(batch.tree[start:end], context.position[0] - first))
+            found, sums = attended(query[None, start:end], context, position, rule)
+            out[start:end], lse[start:end] = found[0], sums[0]
+    return out, lse
 
 
-def mla_decode(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+def branches(tree: Tensor, index: Tensor) -> Tensor:
+    """Return the mask [1, queries, tokens] of the tokens that the masks `tree` [queries] permit.
+
+    `index` [tokens] is the number of the token among the row's queries, negative before them.
+    """
+    return (index < 0) | ((tree[:, None] >> index.clamp(0, 63)) & 1).bool()[None]
+
+
+def mla_decode(
+    query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+) -> Tensor:
     """Compute latent attention as attention with one key-value head, whose values are the first elements of the keys.
 
-    query is [rows, q_heads, latent_size]; the result is [rows, q_heads, value_size].
+    query is [queries, q_heads, latent_size]; the result is [queries, q_heads, value_size].
     """
     keys = pages[:, :, None, :]
-    return decode(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale))
+    return attention(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale), lse)
 
 
 def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
@@ -125,26 +162,35 @@ def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values * scale[:, None]
 
 
-def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionRule) -> Tensor:
+def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
     """Compute attention of queries [rows, queries, q_heads, head_size] at `position` [rows, queries]. The result has
-    the type of the queries.
+    the type of the queries; log-sum-exps are [rows, queries, q_heads].
     """
     rows, queries, q_heads, head_size = query.shape
     kv_heads = context.k.shape[2]
     grouped = query.to(context.k.dtype).reshape(rows, queries, kv_heads, -1, head_size)
     logits = rule.scale * torch.einsum("rqhgd,rthd->rhgqt", grouped, context.k)
     first, token = first_attended(rule, position)[:, :, None], context.position[:, None, :]
+    if rule.soft_cap:
+        logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)
+    if rule.slopes is not None:
+        slopes = rule.slopes.to(logits.dtype).reshape(1, kv_heads, -1, 1, 1)
+        logits = logits + slopes * (token - position[:, :, None])[:, None, None]
     mask = context.present[:, None, :] & (token >= first) & (token <= position[:, :, None])
-    weights = softmax(logits, mask[:, None, None], rule.sinks)
+    if context.seen is not None:
+        mask &= context.seen
+    weights, lse = softmax(logits, mask[:, None, None], rule.sinks)
     out = torch.einsum("rhgqt,rthd->rqhgd", weights, context.v)
-    return out.reshape(rows, queries, q_heads, -1).to(query.dtype)
+    return out.reshape(rows, queries, q_heads, -1).to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2)
 
 
-def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return weights [rows, kv_heads, group, queries, tokens], 0 where the mask is False. Overwrites the logits."""
+def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return weights [rows, kv_heads, group, queries, tokens], 0 where the mask is False, and log-sum-exps [rows,
+    kv_heads, group, queries]. Overwrites the logits.
+    """
     logits = logits.masked_fill_(~mask, float("-inf"))
-    if sinks is None:
-        return logits.softmax(-1).masked_fill_(~mask, 0)
     rows, kv_heads, group, queries, tokens = logits.shape
-    sink = sinks.to(logits.dtype).reshape(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, -1)
-    return torch.cat([logits, sink], -1).softmax(-1)[..., :tokens].masked_fill_(~mask, 0)
+    if sinks is not None:
+        sink = sinks.to(logits.dtype).reshape(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, -1)
+        logits = torch.cat([logits, sink], -1)
+    return logits.softmax(-1)[..., :tokens].masked_fill_(~mask, 0), logits.logsumexp(-1)

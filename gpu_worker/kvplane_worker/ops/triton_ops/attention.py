@@ -1,4 +1,4 @@
-"""Attention over pages: kernel arguments, tile sizes, and the launches of decode, latent decode and prefill."""
+"""Attention over pages: kernel arguments, tile sizes, and the two launches of every call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
-from kvplane_worker.ops.triton_ops.kernels.arguments import Heads, Paged, Parts, Rows, Shape, power_of_two
-from kvplane_worker.ops.triton_ops.kernels.decode import decode_spans
+from kvplane_worker.ops.triton_ops.kernels.arguments import (
+    Heads,
+    Logits,
+    MergeShape,
+    Paged,
+    Parts,
+    Results,
+    Rows,
+    Shape,
+    power_of_two,
+)
+from kvplane_worker.ops.triton_ops.kernels.attention import attention_spans
 from kvplane_worker.ops.triton_ops.kernels.merge import merge_parts
-from kvplane_worker.ops.triton_ops.kernels.prefill import prefill_tiles
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
 FP8 = torch.float8_e4m3fn
@@ -20,7 +29,9 @@ MAX_WIDTH = 256
 MAX_LATENT = 512
 MAX_GROUP = 64
 VECTOR = 8
+# Rows of products x workers that a program of the merge reads at a time, and most programs per item and head.
 MERGED_AT_ONCE = 16
+MERGING_PROGRAMS = 16
 # Small, so that a merge takes several rounds on the few workers of a test.
 MERGED_AT_ONCE_INTERPRETED = 4
 
@@ -33,7 +44,7 @@ class Tuning:
         tile_bytes: bytes of keys and values in one step of the softmax.
         stages: depth of the software pipeline; all stages but one hold a tile in shared memory.
         warps: warps (32 threads) per program.
-        residents: number of programs that run on one multiprocessor at once, as its registers allow.
+        residents: number of programs per multiprocessor; as many as its registers hold at once, or a multiple.
         max_tile: most tokens of a tile.
     """
 
@@ -62,11 +73,16 @@ DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
 DECODE_FP8 = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
 DECODE_FP8_NARROW = Tuning(tile_bytes=8 << 10, stages=3, warps=4, residents=4, max_tile=64)
 LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
-PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=64)
-PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=32)
+LATENT_SEVERAL = Tuning(tile_bytes=36 << 10, stages=3, warps=8, residents=1)
+# Two programs per multiprocessor, one after the other, so that their number is near a multiple of the multiprocessors
+# for any number of heads.
+PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=64)
+PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=32)
 INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
-# Queries x heads per program: large where products are asynchronous and need fewer registers (sm_90 and later).
+# Queries x heads per tile: as many as a batch has per row on average; large ones only where products are asynchronous
+# and need fewer registers (sm_90 and later).
 PREFILL_ROWS, PREFILL_ROWS_SMALL, PREFILL_ROWS_FEW = 128, 64, 32
+LATENT_ROWS = 32
 LARGE_SHARED_BYTES = 200 << 10
 # Sizes of 8-bit heads, in elements, at which tile sizes change.
 NARROW, WIDE = 64, 128
@@ -128,16 +144,17 @@ def heads(tensor: Tensor) -> Heads:
 def rows(batch: Batch) -> Rows:
     """Return the kernel argument for a batch."""
     table = batch.block_table
-    return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start)
+    return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start, batch.tree)
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class Call:
     """One attention call over pages of keys and values, or of latent rows.
 
     Attributes:
         query, keys, values, batch, rule: the arguments of the call.
-        out: [rows, q_heads, size], written by the launches.
+        out: [queries, q_heads, size], written by the launches.
+        lse: float32 [queries, q_heads], written by the launches; None = not wanted.
         group: query heads per program.
         page: tokens of a page.
         width_k: elements of a key.
@@ -151,6 +168,7 @@ class Decode:
     batch: Batch
     rule: AttentionRule
     out: Tensor
+    lse: Tensor | None
     group: int
     page: int
     width_k: int
@@ -167,17 +185,19 @@ class Decode:
         """Whether pages hold 8-bit elements."""
         return self.keys.data.dtype == torch.uint8
 
-    def shape(self, tuning: Tuning, chip: Chip) -> Shape:
+    def shape(self, tuning: Tuning, queries: int, chip: Chip) -> Shape:
         """Return the compile-time parameters of the kernel."""
         return Shape(
             page=self.page,
             width_k=self.width_k,
             width_v=self.out.shape[2],
             group=self.group,
+            queries=queries,
             rest=self.rest,
             paired=self.keys.strides == self.values.strides,
             window=self.rule.window,
             chunk=self.rule.chunk,
+            soft_cap=self.rule.soft_cap,
             fp8=chip.fp8 if self.is_fp8 else 0,
             upcast=chip.interpreted,
             tile=tuning.tile(self.token_bytes, chip),
@@ -185,70 +205,88 @@ class Decode:
         )
 
 
-def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
-    """Return the launch parameters of a decode."""
+def tuning_of(call: Call, chip: Chip) -> tuple[Tuning, int]:
+    """Return the launch parameters of a call, and the number of queries of a tile.
+
+    They depend on the numbers of rows and queries, not on their lengths. Tiles are smaller where registers would
+    otherwise spill.
+    """
+    if call.batch.query_start is None:
+        return decode_tuning(call, chip), 1
+    lanes = power_of_two(call.group, 1)
+    packed = lanes * -(-call.query.shape[0] // max(1, call.batch.seq_lens.numel()))
+    tuning, most = prefill_tuning(call, chip)
+    fitting = min(most, PREFILL_ROWS_SMALL) if packed <= PREFILL_ROWS_SMALL else most
+    return tuning, max(2, fitting // lanes)
+
+
+def decode_tuning(call: Call, chip: Chip) -> Tuning:
+    """Return the launch parameters of tiles of one query."""
     if chip.interpreted:
         return INTERPRETED
-    if decode.rest:
+    if call.rest:
         return LATENT
-    if decode.is_fp8:
-        return DECODE_FP8_NARROW if decode.width_k <= NARROW else DECODE_FP8
+    if call.is_fp8:
+        return DECODE_FP8_NARROW if call.width_k <= NARROW else DECODE_FP8
     return DECODE
 
 
-def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
-    """Return the launch parameters of a prefill, and the number of queries x heads per program.
-
-    Tiles are smaller where registers would otherwise spill.
-    """
+def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
+    """Return the launch parameters of tiles of several queries, and the most queries x heads of a tile."""
     most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
     if chip.interpreted:
-        return INTERPRETED, most
-    if decode.keys.data.dtype == torch.float32:
+        return INTERPRETED, LATENT_ROWS if call.rest else most
+    if call.rest:
+        return LATENT_SEVERAL, LATENT_ROWS
+    if call.keys.data.dtype == torch.float32:
         return PREFILL_SHORT, PREFILL_ROWS_SMALL
-    if decode.is_fp8 and decode.width_k > WIDE:
+    if call.is_fp8 and call.width_k > WIDE:
         return PREFILL_SHORT, PREFILL_ROWS_FEW
-    if decode.is_fp8 and decode.width_k <= NARROW and not chip.native_fp8:
+    if call.is_fp8 and call.width_k <= NARROW and not chip.native_fp8:
         return PREFILL_SHORT, most
     return PREFILL, most
 
 
-def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) -> tuple[Launch, Launch]:
-    """Return the two launches of a decode: attention over spans of tokens, then the merge of rows that several spans
-    share.
-    """
-    tuning = tuning or decode_tuning(decode, chip)
-    shape = decode.shape(tuning, chip)
-    count, q_heads = decode.out.shape[:2]
-    page_heads = q_heads // decode.group
-    workers = max(1, tuning.programs(decode.token_bytes, chip) // page_heads)
-    parts = decode.out.new_empty((workers, 2, q_heads, shape.width_v), dtype=torch.float32)
-    stats = decode.out.new_empty((workers, 2, q_heads, 2), dtype=torch.float32)
-    batch, sinks, out, room = rows(decode.batch), decode.rule.sinks, heads(decode.out), Parts(parts, stats, workers)
-    arguments = (heads(decode.query), decode.keys, decode.values, batch, sinks, out, room, decode.rule.scale)
-    spans = Launch(decode_spans, (page_heads, workers), arguments, {"S": shape}, tuning.warps)
-    constants = {"PARTS": MERGED_AT_ONCE_INTERPRETED if chip.interpreted else MERGED_AT_ONCE, "S": shape}
-    return spans, Launch(merge_parts, (count, q_heads), (batch, sinks, out, room), constants)
+def launches(call: Call, chip: Chip) -> tuple[Launch, Launch]:
+    """Return the two launches of a call: attention over spans of units, then the merge of what several spans share."""
+    tuning, queries = tuning_of(call, chip)
+    shape = call.shape(tuning, queries, chip)
+    q_heads = call.out.shape[1]
+    page_heads = q_heads // call.group
+    workers = max(1, tuning.programs(call.token_bytes, chip) // page_heads)
+    room = (workers, 2, page_heads, shape.rows)
+    parts = Parts(
+        call.out.new_empty((*room, shape.width_v), dtype=torch.float32),
+        call.out.new_empty((*room, 2), dtype=torch.float32),
+        call.out.new_empty((workers, 4), dtype=torch.int32),
+    )
+    rule = Logits(call.rule.scale, call.rule.sinks, call.rule.slopes)
+    out = Results(call.out, (call.out.stride(0), call.out.stride(1)), call.lse, q_heads)
+    arguments = (heads(call.query), call.keys, call.values, *rows(call.batch), rule, out, parts)
+    spans = Launch(attention_spans, (page_heads, workers), arguments, {"S": shape}, tuning.warps)
+    merge = merge_shape(shape, chip)
+    pieces = -(-queries * shape.lanes // merge.merged)
+    return spans, Launch(merge_parts, (workers, page_heads, pieces), (rule, out, parts), {"S": merge})
 
 
-def prefill_launch(decode: Decode, chip: Chip) -> Launch:
-    """Return the launch of a prefill. The grid allows for a partly empty last tile in every row."""
-    tuning, most = prefill_tuning(decode, chip)
-    shape = decode.shape(tuning, chip)
-    queries = max(1, most // shape.lanes)
-    tiles = decode.query.shape[0] // queries + decode.batch.seq_lens.numel()
-    arguments = (heads(decode.query), decode.keys, decode.values, rows(decode.batch), decode.rule.sinks)
-    return Launch(
-        prefill_tiles,
-        (tiles, decode.query.shape[1] // decode.group),
-        (*arguments, heads(decode.out), decode.rule.scale),
-        {"QUERIES": queries, "S": shape},
-        tuning.warps,
+def merge_shape(shape: Shape, chip: Chip) -> MergeShape:
+    """Return the compile-time parameters of the merge."""
+    merged = max(1, shape.rows // MERGING_PROGRAMS)
+    at_once = MERGED_AT_ONCE_INTERPRETED if chip.interpreted else MERGED_AT_ONCE // merged
+    return MergeShape(
+        width_v=shape.width_v,
+        padded_v=shape.padded_v,
+        group=shape.group,
+        queries=shape.queries,
+        lanes=shape.lanes,
+        rows=shape.rows,
+        merged=merged,
+        parts=at_once,
     )
 
 
 def latent_group(q_heads: int) -> int:
-    """Return the query heads per program of latent decode: the largest divisor up to 16, since latent rows are wide."""
+    """Return the query heads per program for latent rows: the largest divisor up to 16, since latent rows are wide."""
     return next(group for group in range(min(16, q_heads), 0, -1) if q_heads % group == 0)
 
 
@@ -260,33 +298,39 @@ def room_for(query: Tensor, size: int) -> Tensor:
     return query.new_empty((*query.shape[:2], size), dtype=dtype)
 
 
-def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Decode:
+def keys_and_values(
+    query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+) -> Call:
     """Return the attention call for keys and values."""
-    return Decode(
+    return Call(
         query=query,
         keys=paged(pages.k, pages.k_scale),
         values=paged(pages.v, pages.v_scale),
         batch=batch,
         rule=rule,
         out=room_for(query, pages.v.shape[3]),
+        lse=lse,
         group=query.shape[1] // pages.k.shape[2],
         page=pages.k.shape[1],
         width_k=pages.k.shape[3],
     )
 
 
-def latent(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Decode:
+def latent(
+    query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+) -> Call:
     """Return the attention call for latent rows. A program computes a group of query heads; all groups read the same
     latent rows.
     """
     view = pages.unsqueeze(2).expand(-1, -1, query.shape[1], -1)
-    return Decode(
+    return Call(
         query=query,
         keys=paged(view, None),
         values=paged(view, None),
         batch=batch,
         rule=AttentionRule(scale),
         out=room_for(query, value_size),
+        lse=lse,
         group=latent_group(query.shape[1]),
         page=pages.shape[1],
         width_k=value_size,

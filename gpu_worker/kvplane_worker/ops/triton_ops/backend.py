@@ -20,7 +20,7 @@ from kvplane_worker.ops.interface import (
     StateWeights,
 )
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import chip_of
 from kvplane_worker.ops.triton_ops.link import HostLink
@@ -38,6 +38,7 @@ class TritonOps:
     name = "triton"
 
     def __init__(self) -> None:
+        compiles.WATCH.install()
         self.fallbacks: dict[str, str] = {}
         self._other: PagedOps = TorchOps()
         self._tables: dict[object, moves.LayerTable] = {}
@@ -61,32 +62,33 @@ class TritonOps:
         elif slots.numel():
             writes.write_launch(rows, None, slots, chip_of(latent.device)).run()
 
-    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def decode_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for one query per row; see `AttentionOps.decode_attention`."""
         checks.check_one_query_per_row(batch)
-        checks.check_attention(query, pages, batch, rule)
-        if self._refused("decode_attention", attention.pages_refusal(query, pages)):
-            return self._other.decode_attention(query, pages, batch, rule)
-        return decoded(attention.keys_and_values(query, pages, batch, rule))
+        return self.prefill_attention(query, pages, batch, rule, lse)
 
-    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    def prefill_attention(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
         checks.check_attention(query, pages, batch, rule)
-        if batch.query_start is None:
-            return self.decode_attention(query, pages, batch, rule)
-        if self._refused("prefill_attention", attention.pages_refusal(query, pages)):
-            return self._other.prefill_attention(query, pages, batch, rule)
-        prefill = attention.keys_and_values(query, pages, batch, rule)
-        if query.shape[0]:
-            attention.prefill_launch(prefill, chip_of(query.device)).run()
-        return prefill.out.to(query.dtype)
+        checks.check_lse(lse, query)
+        operation = "decode_attention" if batch.query_start is None else "prefill_attention"
+        if self._refused(operation, attention.pages_refusal(query, pages)):
+            return self._other.prefill_attention(query, pages, batch, rule, lse)
+        return computed(attention.keys_and_values(query, pages, batch, rule, lse))
 
-    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+    def mla_decode(
+        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
+        checks.check_lse(lse, query)
         if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
-            return self._other.mla_decode(query, pages, batch, scale, value_size)
-        return decoded(attention.latent(query, pages, batch, scale, value_size))
+            return self._other.mla_decode(query, pages, batch, scale, value_size, lse)
+        return computed(attention.latent(query, pages, batch, scale, value_size, lse))
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
         """Advance recurrent states with the PyTorch backend: there is no Triton kernel for them. See
@@ -173,10 +175,18 @@ class TritonOps:
         return sums
 
     @property
+    def late_compiles(self) -> int:
+        """The number of kernels that Triton compiled for a launch in this process, and not in a warm-up."""
+        return compiles.WATCH.late.total()
+
+    @property
     def explained(self) -> tuple[str, ...]:
-        """The lines that explain which operations PyTorch computed so far, and which routes the host link chose."""
+        """The lines that explain which operations PyTorch computed so far, which kernels were compiled while serving,
+        and which routes the host link chose.
+        """
         left = (f"{operation} by torch: {why}" for operation, why in self.fallbacks.items())
-        return (*left, *(line for link in self._links.values() for line in link.explained))
+        late = (f"{kernel} compiled {count} times while serving" for kernel, count in compiles.WATCH.late.items())
+        return (*left, *late, *(line for link in self._links.values() for line in link.explained))
 
     def link_of(self, group: GroupPages) -> HostLink:
         """Return the link between the group's device and the host. The link is created on first use."""
@@ -215,9 +225,9 @@ class TritonOps:
         return bool(reason)
 
 
-def decoded(decode: attention.Decode) -> Tensor:
-    """Run a decode and return the result in the query's type."""
-    if decode.query.shape[0]:
-        for launch in attention.decode_launches(decode, chip_of(decode.query.device)):
+def computed(call: attention.Call) -> Tensor:
+    """Run an attention call and return the result in the query's type."""
+    if call.query.shape[0]:
+        for launch in attention.launches(call, chip_of(call.query.device)):
             launch.run()
-    return decode.out.to(decode.query.dtype)
+    return call.out.to(call.query.dtype)

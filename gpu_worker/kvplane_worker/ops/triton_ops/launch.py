@@ -43,6 +43,11 @@ class Launch:
         with current(device_of(self.arguments)):
             self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
 
+    def compile(self) -> None:
+        """Compile the kernel for the tensors' device, or load it from Triton's cache, without running it."""
+        with current(device_of(self.arguments)):
+            self.kernel.warmup(*self.arguments, **self.constants, grid=self.grid, num_warps=self.num_warps)
+
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
     """Return the device of the first CUDA tensor among the arguments, also inside tuples; the host if there is none."""

@@ -34,7 +34,7 @@ class Paged(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a batch: block table, its stride in elements, lengths, and number of rows.
 
-    `starts` has the index of each row's first query; None if each row has one query.
+    `starts` has the index of each row's first query; None if each row has one query. `tree` is `Batch.tree`.
     """
 
     table: Tensor
@@ -42,20 +42,41 @@ class Rows(NamedTuple):
     lengths: Tensor
     num_rows: int
     starts: Tensor | None = None
+    tree: Tensor | None = None
+
+
+class Logits(NamedTuple):
+    """How logits become weights: scale, and per query head sinks and slopes (see `AttentionRule`), float32 or None."""
+
+    scale: float
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """Memory for results [queries, q_heads, size], with the strides of a query and of a head, in elements; and for the
+    log-sum-exps, float32 [queries, q_heads], or None.
+    """
+
+    data: Tensor
+    strides: tuple[int, int]
+    lse: Tensor | None
+    q_heads: int
 
 
 class Parts(NamedTuple):
-    """Memory for the partial results of a decode.
+    """Memory for the partial results of items that several workers share (see `work`).
 
     Attributes:
-        acc: float32 [workers, 2, q_heads, width], results that are not normalized.
-        stats: float32 [workers, 2, q_heads, 2], maximum and sum of the softmax.
-        workers: number of programs per group of heads.
+        acc: float32 [workers, 2, heads of pages, rows, width], results that are not normalized.
+        stats: float32 [workers, 2, heads of pages, rows, 2], maximum and sum of the softmax.
+        owners: int32 [workers, 4]: first query of the item to merge that begins in the worker's span (-1 = there is
+            none), end of the row's queries, last unit of the item, and number of all units.
     """
 
     acc: Tensor
     stats: Tensor
-    workers: int
+    owners: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,8 +89,9 @@ class Shape:
             value.
         rest: elements of a latent row that belong only to the key; 0 for separate keys and values.
         paired: whether keys and values have equal strides, so that both use one offset.
-        group: query heads per program, all of one kv head; `padded_group` is padded for matrix products.
-        window, chunk: see `AttentionRule`.
+        group: query heads per program, all of one kv head.
+        queries: queries of a tile; 1 = each row has one query.
+        window, chunk, soft_cap: see `AttentionRule`.
         fp8, upcast: how elements are converted (see `numbers`).
         tile: tokens of one step of the softmax.
         stages: depth of the software pipeline.
@@ -80,10 +102,12 @@ class Shape:
     width_k: int
     width_v: int
     group: int
+    queries: int = 1
     rest: int = 0
     paired: bool = False
     window: int = 0
     chunk: int = 0
+    soft_cap: float = 0.0
     fp8: int = 0
     upcast: bool = False
     tile: int = 64
@@ -106,14 +130,30 @@ class Shape:
         return power_of_two(self.rest)
 
     @property
-    def padded_group(self) -> int:
-        """The query heads per program, padded as `padded_k`."""
-        return power_of_two(self.group)
-
-    @property
     def lanes(self) -> int:
         """The query heads per program, padded to a power of two."""
         return power_of_two(self.group, 1)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the matrix products, queries x heads of a tile, padded as `padded_k`."""
+        return power_of_two(self.queries * self.lanes)
+
+
+@dataclass(frozen=True)
+class MergeShape:
+    """Compile-time constants of the merge: the members of `Shape` with the same names, rows merged by one program, and
+    number of workers whose results it reads at a time.
+    """
+
+    width_v: int
+    padded_v: int
+    group: int
+    queries: int
+    lanes: int
+    rows: int
+    merged: int
+    parts: int
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,48 @@
-"""The second launch of decode: it merges the partial results of shared rows, and sets the results of empty
-rows to 0.
-"""
+"""The second launch of attention: it merges the partial results of items that several workers share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvplane_worker.ops.triton_ops.kernels.softmax import add_sink
-from kvplane_worker.ops.triton_ops.kernels.spans import count_tiles, tiles_of, worker_of
+from kvplane_worker.ops.triton_ops.kernels.softmax import store_results
+from kvplane_worker.ops.triton_ops.kernels.work import worker_of
 
 
 @triton.jit
-def merge_parts(batch, sinks, out, parts, PARTS: tl.constexpr, S: tl.constexpr):
-    """Merge the partial results of one row and head, PARTS at a time. The grid is (rows, q_heads).
-
-    A row that one worker computed alone is not changed.
+def merge_parts(rule, out, parts, S: tl.constexpr):
+    """Merge the item that begins in a worker's span and ends in another, if there is one: S.merged rows of its
+    products, from S.parts workers at a time. The grid is (workers, heads of pages, pieces of S.merged rows).
     """
-    row = tl.program_id(0)
+    owner = tl.program_id(0)
     head = tl.program_id(1)
-    heads = tl.num_programs(1)
+    owned = parts.owners + owner * 4
+    first_query = tl.load(owned)
+    if first_query < 0:
+        return
+    end_query = tl.load(owned + 1)
+    last = worker_of(tl.load(owned + 2), tl.load(owned + 3), tl.num_programs(0))
+    member = tl.program_id(2) * S.merged + tl.arange(0, S.merged)
+    if first_query + tl.min(member) // S.lanes >= end_query:
+        return
     columns = tl.arange(0, S.padded_v)
-    place = out.data + row.to(tl.int64) * out.strides[0] + head * out.strides[1] + columns
-    tiles = tiles_of(tl.load(batch.lengths + row), S)
-    if tiles == 0:
-        tl.store(place, tl.full([S.padded_v], 0.0, tl.float32), mask=columns < S.width_v)
-        return
-    total_tiles = count_tiles(batch.lengths, batch.num_rows, S)
-    before = count_tiles(batch.lengths, row, S)
-    first = worker_of(before, total_tiles, parts.workers)
-    last = worker_of(before + tiles - 1, total_tiles, parts.workers)
-    if first == last:
-        return
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.full([1], 0.0, tl.float32)
-    acc = tl.full([S.padded_v], 0.0, tl.float32)
-    for start in range(first, last + 1, PARTS):
-        worker = start + tl.arange(0, PARTS)
-        present = worker <= last
-        slot = (worker * 2 + tl.where(worker == first, 1, 0)) * heads + head
-        tops = tl.load(parts.stats + slot * 2, mask=present, other=float("-inf"))
-        totals = tl.load(parts.stats + slot * 2 + 1, mask=present, other=0)
-        mask = present[:, None] & (columns < S.width_v)[None, :]
-        partial = tl.load(parts.acc + slot[:, None] * S.width_v + columns[None, :], mask=mask, other=0)
+    top = tl.full([S.merged], float("-inf"), tl.float32)
+    total = tl.full([S.merged], 0.0, tl.float32)
+    acc = tl.full([S.merged, S.padded_v], 0.0, tl.float32)
+    for start in range(owner, last + 1, S.parts):
+        worker = start + tl.arange(0, S.parts)
+        slot = (worker * 2 + tl.where(worker == owner, 1, 0)) * tl.num_programs(1) + head
+        place = slot[:, None] * S.rows + member[None, :]
+        mask = (worker <= last)[:, None] & (member < S.queries * S.lanes)[None, :]
+        tops = tl.load(parts.stats + place * 2, mask=mask, other=float("-inf"))
+        totals = tl.load(parts.stats + place * 2 + 1, mask=mask, other=0)
+        whole = mask[:, :, None] & (columns < S.width_v)[None, None, :]
+        partial = tl.load(parts.acc + place[:, :, None] * S.width_v + columns[None, None, :], mask=whole, other=0)
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         fade = tl.exp2(top - base)
-        weights = tl.exp2(tops - base)
+        weights = tl.exp2(tops - base[None, :])
         total = total * fade + tl.sum(totals * weights, axis=0)
-        acc = acc * fade + tl.sum(partial * weights[:, None], axis=0)
+        acc = acc * fade[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
         top = new_top
-    if sinks is not None:
-        one = tl.arange(0, 1)
-        total, fade = add_sink(sinks, head + one, one == 0, top, total)
-        acc *= fade
-    tl.store(place, acc / tl.where(total > 0, total, 1.0), mask=columns < S.width_v)
+    store_results(out, rule, first_query, end_query, head, member, acc, top, total, S)

@@ -48,7 +48,7 @@ def sum_words(words, mask, places):
     return tl.sum(tl.where(mask, mixed.to(tl.int32, bitcast=True), 0), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_layers", "chunks"])
 def move_pages(
     layers,
     blocks,

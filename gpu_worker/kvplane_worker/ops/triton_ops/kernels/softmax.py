@@ -1,4 +1,4 @@
-"""Functions that all attention kernels share: loads of tiles of pages, and the online softmax in base 2."""
+"""Functions of the attention kernels: loads of tiles of pages, the online softmax in base 2, and stores of results."""
 
 from __future__ import annotations
 
@@ -76,9 +76,38 @@ def weigh(scores, top, total):
 
 
 @triton.jit
-def add_sink(sinks, heads, present, top, total):
-    """Add the sinks as the last term of the softmax. Returns (new sum, factor of the old result)."""
-    sink = tl.load(sinks + heads, mask=present, other=0).to(tl.float32) * LOG2_E
-    new_top = tl.maximum(top, sink)
-    fade = tl.exp2(top - new_top)
-    return total * fade + tl.exp2(sink - new_top), fade
+def cap(scores, S: tl.constexpr):
+    """Limit logits in base 2 to the soft cap: cap x tanh(logit / cap). tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    if S.soft_cap > 0:
+        limit = S.soft_cap * LOG2_E
+        return limit - 2 * limit / (tl.exp2(scores * (2 * LOG2_E / limit)) + 1)
+    else:
+        return scores
+
+
+@triton.jit
+def store_results(out, rule, first_query, end_query, head, member, acc, top, total, S: tl.constexpr):
+    """Store final results, [members, padded_v], of the query tile that begins at `first_query`, and their log-sum-exps.
+
+    A sink is one more term of the softmax, without a value.
+    """
+    index = first_query + member // S.lanes
+    heads = head * S.group + member % S.lanes
+    present = (index < end_query) & (member < S.queries * S.lanes) & (member % S.lanes < S.group)
+    if rule.sinks is not None:
+        sink = tl.load(rule.sinks + heads, mask=present, other=0).to(tl.float32) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        acc *= fade[:, None]
+        top = new_top
+    columns = tl.arange(0, S.padded_v)
+    start = out.data + first_query.to(tl.int64) * out.strides[0]
+    place = start + member // S.lanes * out.strides[0] + heads * out.strides[1]
+    mask = present[:, None] & (columns < S.width_v)[None, :]
+    tl.store(place[:, None] + columns[None, :], acc / tl.where(total > 0, total, 1.0)[:, None], mask=mask)
+    if out.lse is not None:
+        lse = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2_E, float("-inf"))
+        place = out.lse + first_query.to(tl.int64) * out.q_heads
+        tl.store(place + member // S.lanes * out.q_heads + heads, lse, mask=present)

@@ -24,7 +24,7 @@ def store_rows(source, pages, token, slot, columns, S: tl.constexpr, SIZE: tl.co
     tl.store(place[:, None] + columns[None, :], value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def write_tokens(key, value, k_pages, v_pages, slots, tokens, S: tl.constexpr):
     """Write a tile of S.tokens tokens by S.columns elements of keys and values. The grid is (token tiles, column
     tiles).

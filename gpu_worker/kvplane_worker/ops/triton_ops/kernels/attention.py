@@ -1,0 +1,199 @@
+"""Attention over pages, for any number of queries per row: decode, drafts and prefill chunks. Also for latent rows.
+
+A program multiplies a tile of queries of one row, with all heads of a group, with tiles of tokens.
+
+rows of its matrix products, group of 3:   q0 h0 | q0 h1 | q0 h2 | - | q1 h0 | q1 h1 | ...
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvplane_worker.ops.triton_ops.kernels.arguments import Rows
+from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E
+from kvplane_worker.ops.triton_ops.kernels.softmax import (
+    cap,
+    load_blocks,
+    load_scale,
+    load_tokens,
+    offsets,
+    query_unit,
+    scale_query,
+    store_results,
+    weigh,
+)
+from kvplane_worker.ops.triton_ops.kernels.work import (
+    count_units,
+    find_row,
+    first_needed,
+    last_needed,
+    row_at,
+    span_start,
+    units_of_item,
+)
+
+
+@triton.jit
+def load_query(query, index, heads, present, BEGIN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Load elements BEGIN .. BEGIN + WIDTH of queries: [queries x heads, PADDED], 0 where not `present`."""
+    columns = tl.arange(0, PADDED)
+    start = query.data + index.to(tl.int64) * query.strides[0] + heads * query.strides[1] + BEGIN
+    mask = present[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(start[:, None] + columns[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def attended(token, position, tree, first, S: tl.constexpr):
+    """Return the mask [queries, tokens] of the tokens to which the queries at `position` attend.
+
+    `first` is the position of the row's first query; `tree` has the masks of the queries, or is None.
+    """
+    inside = token[None, :] <= position[:, None]
+    if S.window > 0:
+        inside &= token[None, :] > position[:, None] - S.window
+    if S.chunk > 0:
+        inside &= token[None, :] >= (position // S.chunk * S.chunk)[:, None]
+    if tree is not None:
+        shift = tl.minimum(tl.maximum(token - first, 0), 63).to(tl.int64)
+        inside &= (token < first)[None, :] | (((tree[:, None] >> shift[None, :]) & 1) != 0)
+    return inside
+
+
+@triton.jit
+def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.constexpr):
+    """Compute attention of the query tile that begins with query `tile` of a row over token tiles begin .. end.
+
+    Returns (result [queries x heads, padded_v], not normalized; maximum; sum), the last two [queries x heads], in base
+    2.
+    """
+    first_query, count, length = row_at(batch, row, row >= 0)
+    member = tl.arange(0, S.rows)
+    index = first_query + tile + member // S.lanes
+    heads = head * S.group + member % S.lanes
+    present = (index < first_query + count) & (member < S.queries * S.lanes) & (member % S.lanes < S.group)
+    position = length - count + tile + member // S.lanes
+    low = first_needed(length - count + tile, S)
+    high = last_needed(length - count + tile, length, S)
+    columns_k = tl.arange(0, S.padded_k)
+    columns_v = tl.arange(0, S.padded_v)
+    columns_rest = tl.arange(0, S.padded_rest)
+    q = load_query(query, index, heads, present, 0, S.width_k, S.padded_k)
+    unit = query_unit(q, S)
+    if S.rest > 0:
+        q_rest = load_query(query, index, heads, present, S.width_k, S.rest, S.padded_rest)
+        unit = tl.maximum(unit, query_unit(q_rest, S))
+        q_rest = scale_query(q_rest, unit, S)
+    q = scale_query(q, unit, S)
+    factor = unit * (rule.scale * LOG2_E * load_scale(keys, head, S))
+    if rule.slopes is not None:
+        slope = tl.load(rule.slopes + heads, mask=present, other=0) * LOG2_E
+    branches = None
+    if batch.tree is not None:
+        branches = tl.load(batch.tree + index, mask=present, other=-1)
+    top = tl.full([S.rows], float("-inf"), tl.float32)
+    total = tl.full([S.rows], 0.0, tl.float32)
+    acc = tl.full([S.rows, S.padded_v], 0.0, tl.float32)
+    # Block ids are loaded one step ahead, so that pipelined loads of pages do not wait for them.
+    next_block = load_blocks(batch, row, begin, low, high, S)
+    for n in tl.range(begin, end, num_stages=S.stages):
+        block = next_block
+        next_block = load_blocks(batch, row, n + 1, low, high, S)
+        offset = offsets(keys, head, block, n, S)
+        k = load_tokens(keys, offset, columns_k, block, S.width_k, S)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        if S.rest > 0:
+            more = load_tokens(keys, offset, S.width_k + columns_rest, block, S.width_k + S.rest, S)
+            scores = tl.dot(q_rest, more.T, scores, input_precision="ieee")
+            v = k
+        else:
+            if not S.paired:
+                offset = offsets(values, head, block, n, S)
+            v = load_tokens(values, offset, columns_v, block, S.width_v, S)
+        scores = cap(scores * factor[:, None], S)
+        token = n * S.tile + tl.arange(0, S.tile)
+        if rule.slopes is not None:
+            scores += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+        inside = (block != 0)[None, :]
+        if S.queries > 1:
+            inside &= attended(token, position, branches, length - count, S)
+        scores = tl.where(inside, scores, float("-inf"))
+        weights, top, total, fade = weigh(scores, top, total)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return acc * load_scale(values, head, S), top, total
+
+
+@triton.jit
+def store_part(parts, slot, acc, top, total, S: tl.constexpr):
+    """Store the partial result of an item that several programs share."""
+    member = tl.arange(0, S.rows)
+    columns = tl.arange(0, S.padded_v)
+    place = slot * S.rows + member
+    mask = (member < S.queries * S.lanes)[:, None] & (columns < S.width_v)[None, :]
+    tl.store(parts.acc + place[:, None] * S.width_v + columns[None, :], acc, mask=mask)
+    tl.store(parts.stats + place * 2, top)
+    tl.store(parts.stats + place * 2 + 1, total)
+
+
+# The rows are separate parameters: Triton would compile another kernel for some numbers of rows, widths of the table
+# and addresses, and does so for numbers and addresses within a tuple.
+@triton.jit(do_not_specialize=["table", "table_stride", "lengths", "num_rows", "starts", "tree"])
+def attention_spans(
+    query,
+    keys,
+    values,
+    table,
+    table_stride,
+    lengths,
+    num_rows,
+    starts,
+    tree,
+    rule,
+    out,
+    parts,
+    S: tl.constexpr,
+):
+    """Compute attention over one worker's span of units, for one group of query heads. The grid is (heads of pages,
+    workers).
+    """
+    batch = Rows(table, table_stride, lengths, num_rows, starts, tree)
+    head = tl.program_id(0)
+    page_heads = tl.num_programs(0)
+    worker = tl.program_id(1)
+    workers = tl.num_programs(1)
+    total_units = count_units(batch, S)
+    owned = parts.owners + worker * 4
+    if head == 0:
+        tl.store(owned, -1)
+        tl.store(owned + 3, total_units)
+    unit = span_start(worker, total_units, workers)
+    stop = span_start(worker + 1, total_units, workers)
+    row, before = find_row(batch, unit, S)
+    skipped = unit - before
+    tile = unit * 0
+    while unit < stop:
+        first_query, count, length = row_at(batch, row, row >= 0)
+        first = length - count + tile
+        units = tl.where(tile < count, units_of_item(first, length, S), 0)
+        run = tl.minimum(units - skipped, stop - unit)
+        if run > 0:
+            begin = first_needed(first, S) // S.tile + skipped
+            acc, top, total = attend(query, keys, values, batch, rule, row, head, begin, begin + run, tile, S)
+            if run == units:
+                member = tl.arange(0, S.rows)
+                store_results(out, rule, first_query + tile, first_query + count, head, member, acc, top, total, S)
+            else:
+                begins = tl.where(skipped == 0, 1, 0)
+                store_part(parts, (worker * 2 + begins) * page_heads + head, acc, top, total, S)
+                if (begins == 1) & (head == 0):
+                    tl.store(owned, first_query + tile)
+                    tl.store(owned + 1, first_query + count)
+                    tl.store(owned + 2, unit + units - 1)
+        unit += tl.maximum(run, 0)
+        skipped = tl.maximum(skipped - units, 0)
+        if batch.starts is None:
+            row += 1
+        else:
+            is_last = tile + S.queries >= count
+            tile = tl.where(is_last, 0, tile + S.queries)
+            row += is_last.to(tl.int32)

@@ -1,0 +1,111 @@
+"""The kernels that a plan needs on an absent chip, and those that a random walk of batches would compile later.
+
+    python -m tests.ops.variants 300        a line per kernel of the warm-up, then what the walk would add
+
+Runs without the interpreter. A kernel is identified as Triton does it: by the types of its arguments, the numbers that
+it was specialised for, and its constants. It compiles the kernels that write and move, with --all the whole warm-up;
+then one more, outside the warm-up, which must be counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import triton
+
+from kvplane_worker.ops.interface import AttentionRule, Batch
+from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
+from kvplane_worker.ops.triton_ops.kernels.moves import CHECKSUM, COPY, ZERO
+from kvplane_worker.ops.triton_ops.launch import Launch
+from tests.ops.compiled import CHIPS, NoDevice, group, keys_values
+
+ARCH = 90
+CHIP = CHIPS[ARCH]
+KV_HEADS, Q_HEADS, SIZE = 8, 64, 128
+CHEAP = ("write_tokens", "move_pages")
+RULES = (AttentionRule(0.1), AttentionRule(0.1, window=128), AttentionRule(0.1, chunk=8192))
+
+
+def layers() -> list[compiles.Attention]:
+    """A plan with three kinds of attention."""
+    pages = keys_values(torch.bfloat16, 16, KV_HEADS, SIZE)
+    return [compiles.Attention(pages, Q_HEADS, torch.bfloat16, rule) for rule in RULES]
+
+
+def key_of(launch: Launch) -> tuple[str, ...]:
+    """The name of a launch's kernel, and the key under which Triton would look for its code."""
+    *_, binder = launch.kernel.device_caches[ARCH]
+    _, specialisation, options = binder(*launch.arguments, **launch.constants, num_warps=launch.num_warps, debug=False)
+    return launch.kernel.__name__, str(specialisation), str(options)
+
+
+def steps(count: int, seed: int) -> Iterator[Launch]:
+    """The launches of a random walk of serving steps: rows come and go, tables grow, steps mix decodes and chunks."""
+    rng, rows, width = random.Random(seed), 1, 1
+    for _ in range(count):
+        rows = min(256, max(1, rows + rng.randrange(-rows, rows + 2)))
+        width = rng.choice([width + 1, width, rng.randrange(1, 4096)])
+        queries = rng.choice(
+            [[1] * rows, [4] * rows, [rng.choice([1, 1, 1, rng.randrange(2, 600)]) for _ in range(rows)]]
+        )
+        yield from step(rng, queries, width)
+
+
+def step(rng: random.Random, queries: list[int], width: int) -> Iterator[Launch]:
+    tokens, aligned = sum(queries), rng.randrange(4)
+    starts = None
+    if max(queries) > 1:
+        starts = torch.tensor([0] * (aligned + 1) + queries, dtype=torch.int32).cumsum(0).int()[aligned:]
+    lengths = torch.ones(aligned + len(queries), dtype=torch.int32)[aligned:]  # a slice at any address
+    table = torch.zeros((1, width), dtype=torch.int32).expand(len(queries), width)
+    table = torch.as_strided(table, table.shape, (width, 1)) if len(queries) == 1 else table.contiguous()
+    for layer in layers():
+        query = torch.empty((tokens, Q_HEADS, SIZE), dtype=torch.bfloat16)
+        batch = Batch(table, lengths, starts)
+        yield from attention.launches(attention.keys_and_values(query, layer.pages, batch, layer.rule), CHIP)
+        new = torch.empty((tokens, KV_HEADS, SIZE), dtype=torch.bfloat16)
+        k, v = (writes.Written(new, part, None) for part in (layer.pages.k, layer.pages.v))
+        yield writes.write_launch(k, v, torch.zeros(tokens, dtype=torch.int64), CHIP)
+    ids = torch.ones(rng.randrange(1, 40), dtype=torch.int32)
+    moved = moves.LayerTable.of(pages())
+    yield moves.move_launch(moved, moves.Move(int(ZERO), ids))
+    yield moves.move_launch(moved, moves.Move(int(COPY), ids, ids))
+
+
+def pages() -> Any:
+    """The pages of a group, as wide as those of `layers`."""
+    return group(2 * 16 * KV_HEADS * SIZE * 2)
+
+
+def names(keys: Iterable[tuple[str, ...]]) -> dict[str, int]:
+    return dict(Counter(name for name, *_ in keys))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.ops.variants", description=__doc__)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--all", action="store_true", help="compile the whole warm-up")
+    given = parser.parse_args()
+    triton.runtime.driver.set_active(NoDevice(ARCH))
+    planned = list(compiles.engine_launches([pages()], layers(), CHIP))
+    warmed = {key_of(launch) for launch in planned}
+    later = {key_of(launch) for launch in steps(given.steps, given.seed)} - warmed
+    done = compiles.warm_up(planned if given.all else [one for one in planned if one.kernel.__name__ in CHEAP])
+    before = dict(compiles.WATCH.late)
+    next(compiles.move_launches(pages(), [CHECKSUM])).compile()
+    result: dict[str, Any] = {"planned": names(warmed), "later": names(later), "cpu_s": done.cpu_s}
+    result |= {"compiled": dict(Counter(done.kernels)), "late": [before, dict(compiles.WATCH.late)]}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
