@@ -120,3 +120,14 @@ def test_models_lists_names_and_model_types(kvplane):
     assert {"name": "llama-3.1-8b", "layers": 32, "caches": "32 full_attention"} in named["models"]
     assert named["model_types"] == sorted(READERS)
     assert all(one in out for one in READERS)
+
+
+def test_plan_compares_planners(kvplane):
+    code, out, _ = kvplane("plan", "gemma-3-27b", "--compare")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "reference: 7 groups, layout LBNHC, prefix hits are multiples of 16 tokens"
+    assert lines[2] == "a cheaper plan has too many groups, each with a block table"
+    assert lines[6].split() == ["2,048", "63.3", "63.3", "71.1", "+0.0%", "+12.3%"]
+    answer = json.loads(kvplane("plan", "gemma-3-27b", "--compare", "-o", "json")[1])
+    assert (answer["binds"], len(answer["cells"]), answer["best"]["groups"]) == ("groups", 3, 7)

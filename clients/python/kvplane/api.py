@@ -34,6 +34,7 @@ from kvplane.base.groups import (
     GroupSpec,
     HashAlgorithm,
     MambaMode,
+    Planner,
     ReplicaSpec,
 )
 from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
@@ -140,6 +141,7 @@ __all__ = [
     "Peek",
     "PeekRow",
     "PermissionDenied",
+    "Planner",
     "QuotaExceeded",
     "RemoveReason",
     "ReplicaLapsed",

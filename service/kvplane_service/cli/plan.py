@@ -15,10 +15,11 @@ import typer
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import Drafter
-from kvplane_service.cli.options import TABLE, Output
+from kvplane_service.cli.options import TABLE, Output, Shape
 from kvplane_service.cli.output import columns, text_of
 
 if TYPE_CHECKING:
+    from kvplane_service.core.planner import Comparison
     from kvplane_service.models.sizing import Figures, Sizing
 
 _BAR_CELLS = 40
@@ -66,6 +67,9 @@ def plan_command(
     plot: Annotated[
         Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare with the plan of the planner best, and with the ideal.")
+    ] = False,
     output: Output = TABLE,
 ) -> None:
     """Plan capacity without a service: groups, bytes per token, blocks, and how many requests fit concurrently.
@@ -87,6 +91,9 @@ def plan_command(
     )
     given = (_memory(memory, gpu, utilization), batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit)
     sizing = Sizing(find_model(model), options, *given, parse_bytes(weights, "weights"))
+    if compare:
+        print(_comparison(sizing.comparison(), output))
+        return
     figures = figures_of(sizing)
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     if plot is not None:
@@ -121,6 +128,42 @@ def models_command(output: Output = TABLE) -> None:
             name=lambda: "\n".join(MODELS),
         )
     )
+
+
+_BINDS = {
+    "cell": "a plan that is cheaper on the whole holds fewer requests of some length",
+    "admission": "a plan that is cheaper on the whole admits fewer of the longest requests",
+    "hit unit": "a cheaper plan has coarser prefix hits",
+    "groups": "a cheaper plan has too many groups, each with a block table",
+    "": "no plan with pages of one pool is cheaper: the rest is padding and parts of blocks",
+}
+
+
+def _comparison(found: Comparison, output: Shape) -> str:
+    """Return how many decoding requests of each length fit with the reference plan, the best plan, and ideally."""
+    plans = {"reference": found.reference, "best": found.best}
+
+    def plain() -> dict[str, object]:
+        facts = {
+            name: {"layout": plan.options.layout.value, "groups": len(plan.groups), "hit_unit": plan.hit_alignment}
+            for name, plan in plans.items()
+        }
+        return {**facts, "cells": [asdict(cell) for cell in found.cells], "binds": found.binds}
+
+    def table() -> str:
+        rows = [["TOKENS", "REFERENCE", "BEST", "IDEAL", "GAIN", "IDEAL GAIN"]]
+        for cell in found.cells:
+            gains = [f"{fitting / cell.reference - 1:+.1%}" for fitting in (cell.best, cell.ideal)]
+            counts = [f"{fitting:.1f}" for fitting in (cell.reference, cell.best, cell.ideal)]
+            rows.append([f"{cell.length:,}", *counts, *gains])
+        lines = [
+            f"{name}: {len(plan.groups)} groups, layout {plan.options.layout.value}, "
+            f"prefix hits are multiples of {plan.hit_alignment:,} tokens"
+            for name, plan in plans.items()
+        ]
+        return "\n".join((*lines, _BINDS[found.binds], "", "decoding requests that fit", columns(rows)))
+
+    return text_of(plain, output, table=table)
 
 
 def _memory(memory: str, gpu: str, utilization: float) -> int:

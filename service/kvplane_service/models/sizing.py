@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane.base.layer_spec import LayerSpec, ceil_div
-from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, Worker, plan_cache
+from kvplane_service.core.planner import CacheGroup, CachePlan, Comparison, PlanOptions, Worker, compare, plan_cache
 from kvplane_service.models.catalogue import MODELS, model_layers
 from kvplane_service.models.hf_config import read_model
 from kvplane_service.models.shapes import Model, ModelOptions
@@ -73,11 +73,18 @@ class Sizing:
         """Return the cache plan; if `hybrid` is False, every layer keeps every token. Raises InvalidArgument if no plan
         is possible.
         """
+        return plan_cache(*self._input(hybrid))
+
+    def comparison(self) -> Comparison:
+        """Return the reference plan and the best one. Raises InvalidArgument if no plan is possible."""
+        return compare(*self._input(hybrid=True))
+
+    def _input(self, hybrid: bool) -> tuple[list[Worker], PlanOptions]:
         mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE
         layers = self.model.layers(replace(self.options, mamba_mode=mode))
         if not hybrid:
             layers = tuple(replace(layer, spec=_keeping_all(layer.spec)) for layer in layers)
-        return plan_cache(
+        return (
             [Worker(layers, self.cache_bytes)],
             PlanOptions(
                 max_model_len=self.options.max_model_len,

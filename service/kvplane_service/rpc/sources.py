@@ -10,7 +10,16 @@ from typing import Any, TypeAlias
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
-from kvplane.base.groups import AlignSpec, CommitRule, Drafter, EvictionPolicy, HashAlgorithm, MambaMode, ReplicaSpec
+from kvplane.base.groups import (
+    AlignSpec,
+    CommitRule,
+    Drafter,
+    EvictionPolicy,
+    HashAlgorithm,
+    MambaMode,
+    Planner,
+    ReplicaSpec,
+)
 from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
@@ -160,6 +169,7 @@ def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN4
         num_blocks=source.num_blocks,
         prefix_caching=not source.disable_caching,
         retention_interval=source.retention_interval,
+        planner=decode_enum(replica_pb2.Planner, "PLANNER", source.planner, "planner", Planner.REFERENCE),
         **_given(source, "max_model_len", "max_batched_tokens", "max_concurrent_batches", "prefix_match_unit"),
         **special,
     )

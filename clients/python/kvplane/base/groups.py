@@ -65,6 +65,18 @@ class EvictionPolicy(Enum):
     TURN_TAIL = "turn_tail"
 
 
+class Planner(Enum):
+    """How layers are distributed over groups.
+
+    REFERENCE: as vLLM 0.33 does, which an engine expects that lays out its tensors itself. BEST: the cheapest of both
+    layouts and several group widths, where requests of no length hold more memory than with REFERENCE; for engines that
+    use the placement that kvplane returns.
+    """
+
+    REFERENCE = "reference"
+    BEST = "best"
+
+
 class HashAlgorithm(Enum):
     """The algorithm of the block hashes (see `kvplane.base.hashing`). The value is the name used on the wire."""
 

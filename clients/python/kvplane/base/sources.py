@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvplane.base.groups import CommitRule, Drafter, EvictionPolicy, HashAlgorithm
+from kvplane.base.groups import CommitRule, Drafter, EvictionPolicy, HashAlgorithm, Planner
 from kvplane.base.layers import KVSharingLayer, Layer
 
 
@@ -32,6 +32,8 @@ class PoolSettings:
         drafter: the drafter, if it has layers in the pool: EAGLE, or the model's own multi-token prediction. A prefix
             look-up then omits the last matched block, which the drafter recomputes. In a LayerSource, its layers have
             `is_draft`.
+        planner: how layers are distributed over groups. BEST needs memory_bytes, and an engine that uses the placement
+            of the answer.
     """
 
     memory_bytes: int = 0
@@ -49,6 +51,7 @@ class PoolSettings:
     hash_algorithm: HashAlgorithm = HashAlgorithm.KVPLANE
     hash_seed: str = ""
     eviction: EvictionPolicy | None = None
+    planner: Planner = Planner.REFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

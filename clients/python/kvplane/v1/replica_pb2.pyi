@@ -39,6 +39,12 @@ class EvictionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_POLICY_WINDOW_TAIL: _ClassVar[EvictionPolicy]
     EVICTION_POLICY_TURN_TAIL: _ClassVar[EvictionPolicy]
 
+class Planner(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLANNER_UNSPECIFIED: _ClassVar[Planner]
+    PLANNER_REFERENCE: _ClassVar[Planner]
+    PLANNER_BEST: _ClassVar[Planner]
+
 class HashAlgorithm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HASH_ALGORITHM_UNSPECIFIED: _ClassVar[HashAlgorithm]
@@ -80,6 +86,9 @@ EVICTION_POLICY_UNSPECIFIED: EvictionPolicy
 EVICTION_POLICY_LRU: EvictionPolicy
 EVICTION_POLICY_WINDOW_TAIL: EvictionPolicy
 EVICTION_POLICY_TURN_TAIL: EvictionPolicy
+PLANNER_UNSPECIFIED: Planner
+PLANNER_REFERENCE: Planner
+PLANNER_BEST: Planner
 HASH_ALGORITHM_UNSPECIFIED: HashAlgorithm
 HASH_ALGORITHM_KVPLANE: HashAlgorithm
 HASH_ALGORITHM_SHA256: HashAlgorithm
@@ -194,7 +203,7 @@ class ReplicaSpec(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
-    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "config")
+    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +223,7 @@ class ModelSource(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     model: str
     tensor_parallel: int
@@ -234,8 +244,9 @@ class ModelSource(_message.Message):
     drafter: Drafter
     prefix_match_unit: int
     eviction: EvictionPolicy
+    planner: Planner
     config: str
-    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., config: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., config: _Optional[str] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
     __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
@@ -312,7 +323,7 @@ class Layer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., format: _Optional[_Union[LayerFormat, _Mapping]] = ..., shares_with: _Optional[str] = ...) -> None: ...
 
 class LayerSource(_message.Message):
-    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction")
+    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +343,7 @@ class LayerSource(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     memory_bytes: int
     num_blocks: int
@@ -351,7 +363,8 @@ class LayerSource(_message.Message):
     drafter: Drafter
     prefix_match_unit: int
     eviction: EvictionPolicy
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ...) -> None: ...
+    planner: Planner
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ...) -> None: ...
 
 class PipelineStage(_message.Message):
     __slots__ = ("layer_names",)

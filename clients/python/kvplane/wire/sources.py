@@ -12,7 +12,11 @@ from kvplane.wire.columns import build
 from kvplane.wire.layers import encode_layer
 from kvplane.wire.spec import encode_enum
 
-_ENUMS = {"commit": (pb.CommitRule, "COMMIT_RULE"), "hash_algorithm": (pb.HashAlgorithm, "HASH_ALGORITHM")}
+_ENUMS = {
+    "commit": (pb.CommitRule, "COMMIT_RULE"),
+    "hash_algorithm": (pb.HashAlgorithm, "HASH_ALGORITHM"),
+    "planner": (pb.Planner, "PLANNER"),
+}
 _DRAFTERS = {Drafter.NONE: pb.DRAFTER_UNSPECIFIED, Drafter.EAGLE: pb.DRAFTER_EAGLE, Drafter.MTP: pb.DRAFTER_MTP}
 
 

@@ -1,8 +1,9 @@
 """Cache plans: from a model's layers and memory to KV cache groups, blocks and their placement in memory.
 
 plan                   what goes in, what comes out
-planner                plan_cache: the order of the steps; workers' layers as one model; checks of options
+planner                plan_with: the order of the steps; workers' layers as one model; checks of options
 formats, grouping      formats before they are grouped, and the rules that group them
+search                 plan_cache: the plan as in vLLM, or the cheapest of several (planner BEST)
 packing                the rule for pages of different sizes in one block
 sizes                  tokens per block and hash, number of blocks, bytes and their placement
 exports                what the allocator and a worker need of a plan
@@ -24,7 +25,7 @@ from kvplane_service.core.planner.plan import (
     Worker,
     WorkerPlan,
 )
-from kvplane_service.core.planner.planner import plan_cache
+from kvplane_service.core.planner.search import Cell, Comparison, compare, plan_cache
 from kvplane_service.core.planner.sizes import KERNEL_BLOCK, MLA_KERNEL_BLOCK
 
 __all__ = [
@@ -32,12 +33,15 @@ __all__ = [
     "MLA_KERNEL_BLOCK",
     "CacheGroup",
     "CachePlan",
+    "Cell",
+    "Comparison",
     "Layout",
     "PlanOptions",
     "PlanWarning",
     "WarningCode",
     "Worker",
     "WorkerPlan",
+    "compare",
     "plan_cache",
     "to_groups",
     "to_rank_plan",

@@ -31,8 +31,10 @@ from kvplane_service.core.planner.packing import packed_groups
 from kvplane_service.core.planner.plan import CacheGroup, Layout, PlanWarning, WarningCode
 
 
-def group_layers(formats: Formats, *, hybrid: bool, layout: Layout) -> Grouping:
+def group_layers(formats: Formats, *, hybrid: bool, layout: Layout, width: int = 0) -> Grouping:
     """Divide the layers of a whole model into KV cache groups, as vLLM 0.33 does (v1/core/kv_cache_planning.py).
+
+    `width`: most layers of a group with pages of one size; 0: as in vLLM.
 
     Raises:
         InvalidArgument: the formats cannot be allocated from one pool.
@@ -42,13 +44,13 @@ def group_layers(formats: Formats, *, hybrid: bool, layout: Layout) -> Grouping:
     warnings: tuple[PlanWarning, ...] = ()
     if not hybrid:
         formats, warnings = without_hybrid(formats)
-    grouping = _grouped(formats, layout)
+    grouping = _grouped(formats, layout, width)
     names = [name for group in grouping.groups for name in group.layer_names]
     assert sorted(names) == sorted(formats), "every layer is in exactly one group"
     return Grouping(grouping.groups, warnings + grouping.warnings)
 
 
-def _grouped(formats: Formats, layout: Layout) -> Grouping:
+def _grouped(formats: Formats, layout: Layout, width: int) -> Grouping:
     if spec := one_format(formats):
         return Grouping((merged_group(list(formats), spec),))
     if is_uniform_type(formats):
@@ -64,11 +66,19 @@ def _grouped(formats: Formats, layout: Layout) -> Grouping:
         return Grouping(packed + tuple(merged_group([name], spec) for name, spec in hidden.items()))
     if stuck := layers_that_cannot_grow(others):
         return rescued(formats) or _refuse_pages(stuck[0])
-    return _equal_pages(others, hidden)
+    return _equal_pages(others, hidden, width)
 
 
-def _equal_pages(formats: Formats, hidden: HiddenFormats) -> Grouping:
-    grouping = equal_page_groups(with_equal_pages(formats))
+def layers_per_format(formats: Formats) -> list[int]:
+    """Return how many layers each format has where pages of one size are grouped by width; [] where they are not."""
+    others = split_hidden(formats)[1]
+    if not others or layers_that_cannot_grow(others):
+        return []
+    return [len(names) for _, names in _buckets(with_equal_pages(others))]
+
+
+def _equal_pages(formats: Formats, hidden: HiddenFormats, width: int) -> Grouping:
+    grouping = equal_page_groups(with_equal_pages(formats), width)
     return Grouping(with_hidden_groups(grouping.groups, hidden), grouping.warnings)
 
 
@@ -94,10 +104,13 @@ def with_equal_pages(formats: Formats) -> Formats:
     return {name: _grown(spec, largest) for name, spec in formats.items()}
 
 
-def equal_page_groups(formats: Formats) -> Grouping:
-    """Distribute layers with equal pages over groups of nearly equal width, in the order of each kind's first layer."""
+def equal_page_groups(formats: Formats, width: int = 0) -> Grouping:
+    """Distribute layers with equal pages over groups of nearly equal width, in the order of each kind's first layer.
+
+    `width`: most layers of a group; 0: as in vLLM.
+    """
     buckets = _buckets(formats)
-    width = _group_width([len(names) for _, names in buckets])
+    width = width or _group_width([len(names) for _, names in buckets])
     groups: list[CacheGroup] = []
     for spec, names in buckets:
         count = ceil_div(len(names), width)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import DENSE_RETENTION, MAX_BLOCKS, MAX_TOKENS, GroupKind
+from kvplane.base.groups import DENSE_RETENTION, MAX_BLOCKS, MAX_TOKENS, GroupKind, Planner
 from kvplane.base.layer_spec import LayerSpec, RequestLimits
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import TensorPlacement
@@ -58,6 +58,7 @@ class PlanOptions:
         drops_last_block: look-ups of draft groups drop the last matched block, which the drafter recomputes.
         prefill_lookahead: drafts per step of a multi-module drafter.
         tp_size, dcp_size: tensor-parallel and decode-context-parallel ranks.
+        planner: how layers are distributed over groups; BEST also chooses the layout, and needs the workers' memory.
     """
 
     max_model_len: int = 32768
@@ -76,6 +77,7 @@ class PlanOptions:
     prefill_lookahead: int = 0
     tp_size: int = 1
     dcp_size: int = 1
+    planner: Planner = Planner.REFERENCE
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_batched_tokens", "max_concurrent_batches", "tp_size", "dcp_size"):

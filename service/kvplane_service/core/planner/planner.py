@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.layer_spec import LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane_service.core.planner.grouping import group_layers
 from kvplane_service.core.planner.plan import CacheGroup, CachePlan, PlanOptions, PlanWarning, WarningCode, Worker
@@ -23,16 +24,18 @@ from kvplane_service.core.planner.sizes import (
 )
 
 
-def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
+def plan_with(workers: Sequence[Worker], options: PlanOptions, width: int = 0) -> CachePlan:
     """Plan the cache of a replica. All workers get the number of blocks for which the smallest worker has room.
+
+    `width`: most layers of a group with pages of one size; 0: as in vLLM.
 
     Raises:
         InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory that
             is too small for the longest request, options that the model does not support.
     """
     model = whole_model(workers)
-    formats = {layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers}
-    grouping = group_layers(formats, hybrid=options.hybrid, layout=options.layout)
+    formats = formats_of(model, options)
+    grouping = group_layers(formats, hybrid=options.hybrid, layout=options.layout, width=width)
     groups, draft_warnings = _with_draft_groups(grouping.groups, model, options)
     sizes = granularity(groups, options)
     check_options(groups, sizes, options)
@@ -54,6 +57,11 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
         shared_layers=model.shared_layers,
         warnings=grouping.warnings + draft_warnings + _coarse_hits(groups, sizes, options),
     )
+
+
+def formats_of(model: WholeModel, options: PlanOptions) -> dict[str, LayerSpec]:
+    """Return the layers' formats by name, as they are grouped."""
+    return {layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers}
 
 
 def _with_draft_groups(

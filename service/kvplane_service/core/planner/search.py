@@ -1,0 +1,177 @@
+"""Finds the cheapest plan of a cache, over both layouts and the widths of groups; the reference plan is a candidate.
+
+A block of the pool has room for the widest group, so a group of fewer layers wastes memory, and a layer that is padded
+to the page of another one does too. The reference takes the width of the rarest kind of layer, and the given layout.
+20 layers of full attention and 29 of a window make groups of 29 and 20 there; groups of 10 waste one layer in 50:
+
+    reference   full [20 + 9 empty]    window [29]
+    best        full [10] [10]         window [10] [10] [9 + 1 empty]
+
+A candidate is taken only if, in every cell (a length of requests), at least as many requests fit as with the reference
+plan, if as many fit at admission, and if prefix hits are no coarser. Cells count what a decoding request holds at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import Planner
+from kvplane.base.layer_spec import AttentionSpec, LayerSpec, RequestLimits, ceil_div
+from kvplane.base.layers import Layer, RingSpec
+from kvplane_service.core.planner.grouping import layers_per_format
+from kvplane_service.core.planner.plan import CachePlan, Layout, PlanOptions, Worker
+from kvplane_service.core.planner.planner import formats_of, plan_with, whole_model
+from kvplane_service.core.planner.sizes import NULL_BLOCKS, blocks_per_request
+
+MIX = (2048, 8192, 32_768, 131_072)  # lengths of requests in tokens, which count equally
+MOST_GROUPS = 8  # a plan may have more only if the reference plan has
+MOST_CUTS = 64  # groups into which layers of one format are divided, at most
+GROUP_COST = Fraction(1, 500)  # of a block table more, as a share of the memory of an ideal plan
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """How many decoding requests of `length` tokens fit with the reference plan, with the best plan, and if every layer
+    of every request took exactly the bytes that it needs.
+    """
+
+    length: int
+    reference: float
+    best: float
+    ideal: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The reference plan and the best one.
+
+    Attributes:
+        binds: the constraint that the cheapest plan of all candidates violates: "cell", "admission", "hit unit" or
+            "groups"; "" if it is the best plan: the rest up to the ideal is padding and parts of blocks.
+    """
+
+    reference: CachePlan
+    best: CachePlan
+    cells: tuple[Cell, ...]
+    binds: str
+
+
+def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
+    """Plan the cache of a replica, by `options.planner`. All workers get the number of blocks for which the smallest
+    worker has room.
+
+    Raises:
+        InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory that
+            is too small for the longest request, options that the model does not support.
+    """
+    if options.planner is Planner.REFERENCE:
+        return plan_with(workers, options)
+    return compare(workers, options).best
+
+
+def compare(workers: Sequence[Worker], options: PlanOptions) -> Comparison:
+    """Plan the cache as the reference does, and find the best plan.
+
+    Raises:
+        InvalidArgument: as `plan_cache`, or the number of blocks is given instead of memory.
+    """
+    if options.num_blocks:
+        raise InvalidArgument(
+            f"it is {options.num_blocks}, and blocks of another plan have another size",
+            field="num_blocks",
+            remedy="give memory instead, or use the planner reference",
+        )
+    reference = plan_with(workers, options)
+    lengths = _lengths(reference)
+    ideal = [_ideal(workers, reference, length) for length in lengths]
+    best, least, binds = reference, _cost(reference, lengths, ideal), ""
+    cheapest = least
+    for plan in _candidates(workers, reference):
+        cost, violated = _cost(plan, lengths, ideal), _violated(plan, reference, lengths)
+        if not violated and cost < least:
+            best, least = plan, cost
+        if cost < cheapest:
+            cheapest, binds = cost, violated
+    cells = tuple(
+        Cell(length, float(_fitting(reference, length)), float(_fitting(best, length)), float(bound))
+        for length, bound in zip(lengths, ideal, strict=True)
+    )
+    return Comparison(reference, best, cells, binds)
+
+
+def _candidates(workers: Sequence[Worker], reference: CachePlan) -> Iterator[CachePlan]:
+    """Yield the plans that are possible, each with the longest request of the reference plan."""
+    options = reference.options
+    counts = layers_per_format(formats_of(whole_model(workers), options)) if options.hybrid else []
+    most = min(max(MOST_GROUPS, len(reference.groups)), MOST_CUTS)
+    widths = {ceil_div(count, cuts) for count in counts for cuts in range(1, min(most, count) + 1)}
+    layouts = [options.layout, *(layout for layout in Layout if layout is not options.layout)]
+    for layout in layouts:
+        for width in (0, *sorted(widths)):
+            with suppress(InvalidArgument):
+                yield plan_with(workers, replace(options, layout=layout), width)
+
+
+def _violated(plan: CachePlan, reference: CachePlan, lengths: Sequence[int]) -> str:
+    """Return the constraint that the plan violates; "" if it violates none."""
+    if any(_fitting(plan, length) < _fitting(reference, length) for length in lengths):
+        return "cell"
+    if _at_admission(plan) < _at_admission(reference):
+        return "admission"
+    if reference.hit_alignment % plan.hit_alignment or plan.partial_hits < reference.partial_hits:
+        return "hit unit"
+    return "groups" if len(plan.groups) > max(MOST_GROUPS, len(reference.groups)) else ""
+
+
+def _lengths(plan: CachePlan) -> tuple[int, ...]:
+    """Return the lengths of the cells: those of the mix that are possible, and the longest request."""
+    longest = plan.options.max_model_len
+    return (*(length for length in MIX if length < longest), longest)
+
+
+def _cost(plan: CachePlan, lengths: Sequence[int], ideal: Sequence[Fraction]) -> Fraction:
+    """Return the memory of a request as a multiple of the ideal, summed over the cells, and the cost of groups."""
+    memory = sum(
+        (bound / _fitting(plan, length) for length, bound in zip(lengths, ideal, strict=True)), start=Fraction(0)
+    )
+    return memory + len(plan.groups) * GROUP_COST
+
+
+def _fitting(plan: CachePlan, length: int) -> Fraction:
+    """Return how many decoding requests of this length fit, fractions included."""
+    return _share(plan, blocks_per_request(plan.groups, _decoding(plan.options, length)))
+
+
+def _at_admission(plan: CachePlan) -> Fraction:
+    """Return how many of the longest requests fit while each has its most tokens in flight."""
+    return _share(plan, plan.blocks_per_request)
+
+
+def _share(plan: CachePlan, blocks: int) -> Fraction:
+    return Fraction(max(plan.num_blocks - NULL_BLOCKS, 1), max(blocks, 1))
+
+
+def _decoding(options: PlanOptions, length: int) -> RequestLimits:
+    return replace(options.limits, max_model_len=length, max_in_flight_tokens=1)
+
+
+def _ideal(workers: Sequence[Worker], plan: CachePlan, length: int) -> Fraction:
+    """Return how many decoding requests fit if each layer takes exactly what it needs, on the fullest worker."""
+    limits = _decoding(plan.options, length)
+    formats = formats_of(whole_model(workers), plan.options)
+    fitting = []
+    for worker in workers:
+        own = (formats[layer.name] for layer in worker.layers if isinstance(layer, Layer))
+        fitting.append(Fraction(worker.memory_bytes, max(sum(_exact(spec, limits) for spec in own), 1)))
+    return min(fitting)
+
+
+def _exact(spec: LayerSpec, limits: RequestLimits) -> int:
+    """Return the bytes of a layer in blocks of one entry, without padding."""
+    if isinstance(spec, AttentionSpec) and not isinstance(spec, RingSpec):
+        spec = replace(spec, block_size=spec.tokens_per_state, padded_page_bytes=0)
+    return spec.content_bytes * spec.blocks_per_request(limits)
