@@ -80,6 +80,7 @@ class LookupExplainer:
         pool = _Known(find, len(spec.groups))
         for manager in coordinator.managers:
             manager.pool = pool
+        coordinator.lookup.index = pool
         return cls(spec, coordinator.lookup, pool)
 
     def explain(self, prefix: Prefix) -> LookupExplanation:
