@@ -19,7 +19,7 @@ from tests.service.rig import running
 TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
 # Full-screen; needs a store; runs until stopped: other tests run them.
-LEFT_OUT = {"kvplane top", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
+LEFT_OUT = {"kvplane top", "kvplane bench", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
 CHANGES = ("deregister", "reset", "evict")
 OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token")
 

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from importlib.metadata import version
-from typing import cast
 
 import pytest
 import yaml
@@ -19,17 +18,14 @@ from kvplane import AdmitRow, Content, FactRow, NewsRow, RunRow, connect, part_o
 from kvplane.base.requests import Allocate
 from kvplane.base.step import End
 from kvplane.v1.admin_pb2 import ExplainResponse
-from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaState, ReplicaSummary
+from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaSummary
 from kvplane_service.cli import COMMANDS
 from kvplane_service.cli.client import described
 from kvplane_service.cli.query.explain import sentence
-from kvplane_service.cli.views.samples import Trend
-from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
 from tests.cli import processes
 from tests.cli.processes import KVPLANE
 from tests.cli.test_serve import end, serving
-from tests.cli.test_view import drawn
 from tests.client.proxy import CuttingProxy
 from tests.service.rig import running, until
 
@@ -278,75 +274,10 @@ def test_shell_completes_commands_and_replicas(service):
     assert complete("kvplane describe ") >= {"r", "idle"}
 
 
-def test_top_once_prints_one_sample(ask):
-    text = ask("top", "--once")
-    assert "r live" in text
-    assert "hit tokens 32 40%" in text
-    assert "slowest steps" in text
-
-
-async def test_top_runs_as_an_application(service):
-    from kvplane_service.cli.views.top_app import Top
-
-    with connect(service.address) as client:
-        app = Top(client, service.address, 0.1)
-        async with app.run_test(size=(90, 60)) as pilot:
-            while app.num_samples < 3:
-                await pilot.pause(0.02)
-            shown = app.picture()
-            await pilot.press("p")
-            await pilot.press("q")
-    assert "sliding_window" in shown
-    assert "kvplane&#160;top" in shown
-    assert "@font-face" not in shown  # which a viewer would load from the network
-
-
-def test_top_shows_a_replica_in_every_state(service):
-    with connect(service.address) as client:
-        answer = client.describe_replica("r")
-    for number in ReplicaState.values():
-        answer.state = cast(ReplicaState, number)
-        text, state = drawn(panel(answer, Trend())), ReplicaState.Name(answer.state)
-        assert f"r {state.removeprefix('REPLICA_STATE_').lower()} " in text
-
-
-def test_top_counts_the_replicas_that_it_omits(ask, monkeypatch):
-    monkeypatch.setattr("kvplane_service.cli.views.top_panels.MAX_REPLICAS", 1)
-    assert "more: kvplane replicas" in ask("top", "--once")
-
-
-def test_top_of_a_service_without_replicas(kvplane):
-    with running() as service:
-        assert kvplane("top", "--once", "--service", service.address)[1] == "no replica is registered\n"
-
-
 def test_described_skips_a_replica_deregistered_since_the_listing(service):
     with connect(service.address) as client:
         listed = [*client.list_replicas(), ReplicaSummary(replica="gone")]
         assert [answer.replica for answer in described(client, listed)] == [one.replica for one in listed[:-1]]
-
-
-def test_top_picture_needs_no_terminal(ask, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvplane_service.cli.views.top_app.PICTURE_SAMPLES", 2)
-    ask("top", "--interval", "0.1", "--svg", str(tmp_path / "top.svg"))
-    assert "sliding_window" in (tmp_path / "top.svg").read_text()
-
-
-async def test_top_shows_an_unreachable_service():
-    from textual.widgets import Static
-
-    from kvplane.sansio.retry import RetryPolicy
-    from kvplane_service.cli.views.top_app import Top
-
-    with connect("127.0.0.1:1", retry=RetryPolicy(attempts=1)) as client:
-        app = Top(client, "127.0.0.1:1", 0.1)
-        async with app.run_test() as pilot:
-            error = app.query_one("#error", Static)
-            while not str(error.render()):
-                await pilot.pause(0.02)
-            assert "127.0.0.1:1" in str(error.render())
-            app._show_error("errors resolving [field:x][/y]")  # is text, not markup
-            assert str(error.render()) == "errors resolving [field:x][/y]"
 
 
 def test_explain_of_a_request_made_by_unary_calls(service, kvplane):

@@ -17,6 +17,7 @@ from kvplane_service.cli.options import FAILED, UNAVAILABLE, WRONG_USE, root_com
 
 # The module that has the function of each command. A function is named after its command, except that of `worker`.
 COMMANDS = {
+    "bench": "kvplane_service.cli.replay.bench",
     "demo": "kvplane_service.cli.replay.commands",
     "serve": "kvplane_service.cli.server",
     "worker": "kvplane_worker.cli",

@@ -15,6 +15,7 @@ from kvplane_service.cli.options import Format, Shape
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from kvplane.v1.admin_pb2 import RequestState
     from kvplane.v1.allocation_pb2 import StoreStatus
 
 
@@ -130,6 +131,11 @@ def store_word(store: StoreStatus) -> str:
     from kvplane.v1.allocation_pb2 import StoreState
 
     return word(StoreState.Name(store.state), "STORE_STATE_").replace("_", " ")
+
+
+def request_state(request: RequestState) -> str:
+    """Return "running", "held" (ended, with blocks that a transfer still reads) or "waiting"."""
+    return "running" if request.running else "held" if request.held else "waiting"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

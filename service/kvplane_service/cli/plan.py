@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter
+from kvplane_service.cli import plots
 from kvplane_service.cli.options import TABLE, Output, Shape
 from kvplane_service.cli.output import columns, text_of
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 _BAR_CELLS = 40
 _TEXT_COLUMNS = 100
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_PLOT_INCHES = (7.0, 4.2)
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -246,21 +245,8 @@ def _counts(figures: Figures) -> dict[str, object]:
 def _plot(title: str, sizing: Sizing, path: Path) -> None:
     from kvplane_service.models.sizing import figures_by_length
 
-    _check_path(path)
+    plots.check_path(path)
     _draw(title, figures_by_length(sizing), path)
-
-
-def _check_path(path: Path) -> None:
-    """Raise InvalidArgument if no plot can be written to the path, before anything is computed for the plot."""
-    if path.suffix.lower() not in _PLOT_SUFFIXES:
-        known = ", ".join(_PLOT_SUFFIXES)
-        what = f"{path.name!r} does not end in the suffix of an image format"
-        raise InvalidArgument(what, field="--plot", remedy=f"use one of {known}")
-    if not path.resolve().parent.is_dir():
-        what = f"the directory {str(path.parent)!r} does not exist"
-        raise InvalidArgument(what, field="--plot", remedy="create the directory first")
-    if path.is_dir():
-        raise InvalidArgument(f"{path} is a directory", field="--plot", remedy="name a file")
 
 
 def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> None:
@@ -270,13 +256,7 @@ def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> N
         FailedPrecondition: matplotlib is not installed.
         InvalidArgument: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure  # needs no display
-    except ModuleNotFoundError:
-        raise FailedPrecondition(
-            "plots need matplotlib, which is not installed", field="--plot", remedy="pip install 'kvplane[plot]'"
-        ) from None
-    figure = Figure(figsize=_PLOT_INCHES, layout="constrained")
+    figure = plots.new_figure()
     axes = figure.add_subplot()
     axes.plot(*zip(*((length, one.concurrency) for length, one in by_length), strict=True), "o-", label="hybrid")
     uniform = [(length, one.uniform_concurrency) for length, one in by_length if one.uniform_concurrency is not None]
@@ -288,8 +268,4 @@ def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> N
     axes.set(title=title, xlabel="context length, tokens", ylabel="concurrent requests")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror}"
-        raise InvalidArgument(problem, field="--plot", remedy="name a writable path") from None
+    plots.save(figure, path)

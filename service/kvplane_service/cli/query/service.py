@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvplane_service.cli.query.checks import Finding
 
 _PAGE = 1000
+_ALL = 1 << 30
+_PIPE_COLUMNS = 200
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -110,24 +113,33 @@ def _wide_table(client: Client, answer: ListReplicasResponse) -> str:
 
 def top_command(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one sample and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the table and exit.")] = False,
+    sort: Annotated[str, typer.Option(help="Column to sort by, such as held; -held: smallest first.")] = "replica",
+    wanted: Annotated[str, typer.Option("--filter", help="Show replicas with this text in name or state.")] = "",
     svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a screenshot and exit.")] = None,
     service: Service = DEFAULT_SERVICE,
 ) -> None:
-    """Watch the replicas of a service: pools, hits, evictions, preemptions, slowest steps. Keys: q quits, p pauses."""
+    """Watch the replicas of a service as a table: pools, hits, steps, preemptions, refusals.
+
+    Keys: arrows move, Enter shows one replica with its requests, Escape goes back; s sorts by the next column, r
+    reverses, / filters, p pauses, q quits. A click on a heading sorts.
+    """
+    from kvplane_service.cli.views.fleet import order_of
+
+    order = order_of(sort, wanted)
     with client_of(service) as client:
         if once:
             from rich.console import Console
 
-            from kvplane_service.cli.views.top_panels import NO_REPLICA, ReplicaPanels
+            from kvplane_service.cli.views.fleet import Fleet, fleet_table
 
-            panels = ReplicaPanels(client).sample(time.monotonic())
-            Console().print(*(panels or [NO_REPLICA]), sep="\n")
+            rows = Fleet(client).sample(time.monotonic(), most=_ALL)
+            Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(fleet_table(order, rows))
             return
         from kvplane_service.cli.views.top_app import Top
 
         client.status()  # raises Unavailable before the screen is taken over
-        app = Top(client, service, interval)
+        app = Top(client, service, interval, order)
         app.run() if svg is None else app.save_picture(svg)
 
 

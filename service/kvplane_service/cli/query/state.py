@@ -8,12 +8,12 @@ import typer
 
 from kvplane_service.cli.client import client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service, Watch
-from kvplane_service.cli.output import columns, fields_of, repeat, show, text_of
+from kvplane_service.cli.output import columns, fields_of, repeat, request_state, show, text_of
 from kvplane_service.cli.query.prompt import Domain, Lora, Salt, Tokens, content_of
 
 if TYPE_CHECKING:
     from kvplane import Client, Content
-    from kvplane.v1.admin_pb2 import ListRequestsResponse, RequestState
+    from kvplane.v1.admin_pb2 import ListRequestsResponse
 
 
 def lookup_command(
@@ -115,11 +115,6 @@ def _request_table(answer: ListRequestsResponse, by_group: bool) -> str:
         rows.append((name, str(one.slot), request_state(one), *counts, *groups))
     left_out = answer.num_requests - len(answer.requests)
     return columns(rows) + (f"\n{left_out} more: --limit" if left_out else "")
-
-
-def request_state(request: RequestState) -> str:
-    """Return "running", "held" (ended, with blocks that a transfer still reads) or "waiting"."""
-    return "running" if request.running else "held" if request.held else "waiting"
 
 
 def snapshot_command(

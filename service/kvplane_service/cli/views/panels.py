@@ -102,8 +102,7 @@ def spark(shares: Sequence[float], cells: int = _SPARK_CELLS) -> str:
 def bar(share: float, cells: int = _BAR_CELLS) -> Text:
     """Return a bar that shows a share from 0 to 1."""
     filled = round(min(1.0, share) * cells)
-    colour = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
-    return Text.assemble(("█" * filled, colour), ("░" * (cells - filled), "bright_black"))
+    return Text.assemble(("█" * filled, "green"), ("░" * (cells - filled), "bright_black"))
 
 
 def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Table:

@@ -1,4 +1,4 @@
-"""Draw the panels of `kvplane top`, one per replica: the pool as bars, hits as a spark line, evictions and preemptions
+"""Draw the panel of one replica in `kvplane top`: the pool as bars, hits as a spark line, evictions and preemptions
 by reason, and the slowest steps.
 """
 
@@ -7,44 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvplane import Client, wire
+from kvplane import wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_service.cli.client import described
 from kvplane_service.cli.output import age, by_reason, word
+from kvplane_service.cli.views.fleet import STYLES
 from kvplane_service.cli.views.panels import hit_line, pool_table
 from kvplane_service.cli.views.samples import Trend, pools_of
 
-MAX_REPLICAS = 50
 PANEL_WIDTH = 76
-NO_REPLICA = Text("no replica is registered")
-_STYLES = {"live": "green", "lapsed": "red", "recovering": "yellow"}
-
-
-class ReplicaPanels:
-    """Draws the panels of all replicas of a service, with the trend of each replica."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._trends: dict[str, Trend] = {}
-
-    def sample(self, now_s: float) -> list[RenderableType]:
-        """Read the counters from the service and return at most MAX_REPLICAS panels; `now_s` is the time in seconds on
-        any monotonic clock. Raises KvplaneError.
-        """
-        panels: list[RenderableType] = []
-        listed = list(self._client.list_replicas())
-        for answer in described(self._client, listed[:MAX_REPLICAS]):
-            trend, counters = self._trends.setdefault(answer.replica, Trend()), answer.counters
-            trend.note(now_s, counters.steps, counters.queried_tokens, counters.hit_tokens)
-            panels.append(panel(answer, trend))
-        if len(listed) > MAX_REPLICAS:
-            panels.append(f"{len(listed) - MAX_REPLICAS} more: kvplane replicas")
-        return panels
 
 
 def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
@@ -57,7 +32,7 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
     slowest = _slowest(answer)
     return Panel(
         Group(body, slowest) if slowest else body,
-        title=Text.assemble((answer.replica, "bold"), " ", (state, _STYLES.get(state, "bright_black"))),
+        title=Text.assemble((answer.replica, "bold"), " ", (state, STYLES.get(state, "bright_black"))),
         title_align="left",
         subtitle=f"{answer.running_requests:,} running · {trend.steps_per_s:,.0f} steps/s · epoch {answer.epoch}",
         subtitle_align="right",

@@ -1,0 +1,148 @@
+"""`kvplane top`: the table of all replicas, its order and filter, and the screen of one replica."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+from textual.widgets import DataTable, Input, Static
+
+from kvplane import AdmitRow, NewsRow, connect, part_of
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1.allocation_pb2 import ReplicaState
+from kvplane_service.cli.views.fleet import COLUMNS, MAX_DESCRIBED, Fleet, Order, order_of
+from kvplane_service.cli.views.samples import Trend
+from kvplane_service.cli.views.top_app import ReplicaScreen, Top
+from kvplane_service.cli.views.top_panels import panel
+from kvplane_service.config import Config
+from tests.cli.test_view import drawn
+from tests.service.rig import SPEC, running
+
+NUM_REPLICAS = 500
+
+
+@pytest.fixture(scope="module")
+def service():
+    """500 replicas; r007 has a live session with a request."""
+    with running(Config(listen="127.0.0.1:0", max_replicas=600)) as service, connect(service.address) as client:
+        for number in range(NUM_REPLICAS):
+            service.allocation.RegisterReplica(pb.RegisterReplicaRequest(replica=f"r{number:03}", spec=SPEC))
+        with client.session("r007") as session:
+            session.apply(part_of(NewsRow(0, tokens=[11] * 40, request_id="first"), AdmitRow(0)))
+            yield service
+
+
+def names(app: Top) -> list[str]:
+    return [str(row.key.value) for row in app.screen.query_one(DataTable).ordered_rows]
+
+
+async def until(pilot, condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await pilot.pause(0.02)
+
+
+def test_top_once_prints_a_sorted_and_filtered_table(service, kvplane):
+    def table(*words: str) -> list[list[str]]:
+        code, out, errors = kvplane("top", "--once", "--service", service.address, *words)
+        assert (code, errors) == (0, "")
+        return [line.split() for line in out.splitlines()]
+
+    lines = table()
+    assert len(lines) == NUM_REPLICAS + 1
+    assert lines[0] == [column.title for column in COLUMNS]
+    assert [line[0] for line in lines[1:4]] == ["r000", "r001", "r002"]
+    assert table("--sort", "running")[1][:2] == ["r007", "live"]
+    assert table("--sort", "-held")[-1][0] == "r007"
+    assert [line[0] for line in table("--filter", "LIVE")[1:]] == ["r007"]
+    assert [line[0] for line in table("--filter", "r49")[1:]] == [f"r49{digit}" for digit in range(10)]
+    code, _, errors = kvplane("top", "--once", "--sort", "size", "--service", service.address)
+    assert code == 2
+    assert "--sort: 'size' is no column (use one of replica, state, " in errors
+
+
+def test_top_of_a_service_without_replicas(kvplane):
+    with running() as service:
+        assert kvplane("top", "--once", "--service", service.address)[1] == "no replica is registered\n"
+
+
+def test_a_sample_describes_what_is_on_the_screen_and_the_others_in_turn(service):
+    with connect(service.address) as client:
+        fleet = Fleet(client)
+        first = ["r490", "r007"]
+        rows = fleet.sample(1.0, first)
+        known = {row.summary.replica for row in rows if row.details is not None}
+        assert len(known) == MAX_DESCRIBED
+        assert known >= set(first)
+        samples = 1
+        while any(row.details is None for row in rows):
+            rows = fleet.sample(1.0 + samples, first)
+            samples += 1
+        assert samples <= -(-NUM_REPLICAS // (MAX_DESCRIBED - len(first))) + 1
+        ordered = order_of("running", "").apply(rows)
+        assert ordered[0].summary.replica == "r007"
+        assert ordered[0].hit_share == 0.0
+
+
+def test_rows_without_a_value_are_last_in_both_directions(service):
+    with connect(service.address) as client:
+        rows = Fleet(client).sample(1.0, ["r007", "r008"], most=2)
+    for descending in (False, True):
+        ordered = Order(order_of("running", "").column, descending).apply(rows)
+        assert {row.summary.replica for row in ordered[:2]} == {"r007", "r008"}
+
+
+async def test_top_sorts_filters_and_shows_one_of_500_replicas(service):
+    with connect(service.address) as client:
+        app = Top(client, service.address, 0.2)
+        async with app.run_test(size=(110, 30)) as pilot:
+            await until(pilot, lambda: len(names(app)) == NUM_REPLICAS)
+            assert names(app)[:2] == ["r000", "r001"]
+            await pilot.press("down", "down", "s", "r")  # by state, live after idle; then the other way round
+            await until(pilot, lambda: names(app)[0] == "r007")
+            assert names(app)[app.query_one(DataTable).cursor_row] == "r002"
+            await pilot.press("slash", *"r00")
+            await until(pilot, lambda: len(names(app)) == 10)
+            assert "10 of 500 replicas shown: 499 idle, 1 live" in str(app.query_one("#error", Static).render())
+            await pilot.press("enter", "ctrl+home", "enter")
+            await until(pilot, lambda: isinstance(app.screen, ReplicaScreen))
+            await until(pilot, lambda: "first" in app.picture())
+            shown = app.picture()
+            assert "sliding_window" in shown
+            assert "@font-face" not in shown  # which a viewer would load from the network
+            await pilot.press("escape")
+            await until(pilot, lambda: not isinstance(app.screen, ReplicaScreen))
+            await pilot.press("escape")
+            await until(pilot, lambda: len(names(app)) == NUM_REPLICAS)
+            assert app.query_one("#filter", Input).value == ""
+            before = app.num_samples
+            await until(pilot, lambda: app.num_samples > before + 1)
+            assert "kvplane&#160;top" in app.picture()
+            await pilot.press("p", "q")
+
+
+def test_panel_shows_a_replica_in_every_state(service):
+    answer = service.describe("r007")
+    for number in ReplicaState.values():
+        answer.state = cast(ReplicaState, number)
+        text, state = drawn(panel(answer, Trend())), ReplicaState.Name(answer.state)
+        assert f"r007 {state.removeprefix('REPLICA_STATE_').lower()} " in text
+
+
+def test_top_picture_needs_no_terminal(service, kvplane, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvplane_service.cli.views.top_app.PICTURE_SAMPLES", 2)
+    words = ("--interval", "0.1", "--svg", str(tmp_path / "top.svg"), "--service", service.address)
+    assert kvplane("top", *words)[0] == 0
+    assert "r000" in (tmp_path / "top.svg").read_text()
+
+
+async def test_top_shows_an_unreachable_service():
+    with connect("127.0.0.1:1", retry=RetryPolicy(attempts=1)) as client:
+        app = Top(client, "127.0.0.1:1", 0.1)
+        async with app.run_test() as pilot:
+            error = app.query_one("#error", Static)
+            await until(pilot, lambda: "127.0.0.1:1" in str(error.render()))
+            app._show_error("errors resolving [field:x][/y]")  # is text, not markup
+            assert str(error.render()) == "errors resolving [field:x][/y]"
