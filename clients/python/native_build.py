@@ -68,7 +68,9 @@ def digest_of_sources(library: Library) -> str:
     return hashed.hexdigest()
 
 
-def compile_library(library: Library, target: Path, *, flags: list[str] | None = None) -> None:
+def compile_library(
+    library: Library, target: Path, *, flags: list[str] | None = None, linked: list[str] = LINKED
+) -> None:
     """Compile a library to a path.
 
     Raises:
@@ -81,7 +83,7 @@ def compile_library(library: Library, target: Path, *, flags: list[str] | None =
     fresh = target.with_suffix(f".{os.getpid()}")
     source = ROOT / library.root / library.source
     named = f'-DKVPLANE_SOURCES="{digest_of_sources(library)}"'
-    flags = [*FLAGS, *library.flags, *(flags or []), *LINKED, named]
+    flags = [*FLAGS, *library.flags, *(flags or []), *linked, named]
     command = [compiler, *flags, f"-I{headers}", str(source), "-o", str(fresh)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -4,7 +4,7 @@
 
 A miss is computed while others wait, so its time counts for the prompts in flight too: twice their mean number per
 place. With its own time alone a fleet that runs short of memory spreads prefixes over all engines, and computes them
-repeatedly (tests/bench/routing.py measures it).
+repeatedly.
 """
 
 from __future__ import annotations

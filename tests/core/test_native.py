@@ -56,6 +56,15 @@ def test_random_engines_get_equal_answers(twins, mix):
     assert len(twins) >= len(SEEDS)
 
 
+def test_lookups_with_arguments_that_no_caller_validated_are_refused():
+    replica = native.NativeReplica(replica_spec(full()))
+    with pytest.raises(AssertionError, match="more than 32 bytes"):
+        replica.lookup([bytes(64)], "", 100)
+    for slot in (-1, 1 << 14):
+        with pytest.raises(ValueError, match="range"):
+            replica.peek_slot(slot)
+
+
 def test_all_kinds_that_the_compiled_core_has_are_played():
     kinds = {group.kind for mix in SUPPORTED for group in MIXES[mix][0]}
     assert {group.kind for group in (full(), window(4), chunked(8), state())} <= kinds

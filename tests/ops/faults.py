@@ -6,6 +6,7 @@ or the pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvplane_worker.ops.interface import AttentionPages, GroupPages, PagedOps, StateInputs
+from kvplane_worker.ops.interface import AttentionPages, Batch, GroupPages, PagedOps, StateInputs
 
 FaultyCall = Callable[..., Any]
 
@@ -143,134 +144,183 @@ def _(original, pages, latent, slots):
 
 
 @plant("the last token is missed", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), rule)
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), rule, lse)
 
 
 @plant("one token past the end is read", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     room = batch.block_table.shape[1] * pages.k.shape[1]
     longer = torch.where(batch.seq_lens > 0, (batch.seq_lens + 1).clamp(max=room), 0).int()
-    return original(query, pages, replace(batch, seq_lens=longer), rule)
+    return original(query, pages, replace(batch, seq_lens=longer), rule, lse)
 
 
 @plant("the window is one too long", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, window=rule.window + 1 if rule.window else 0))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, window=rule.window + 1 if rule.window else 0), lse)
 
 
 @plant("the window is one too short", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, window=max(1, rule.window - 1) if rule.window else 0))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, window=max(1, rule.window - 1) if rule.window else 0), lse)
 
 
 @plant("the window ends at block edges", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     block_size = pages.k.shape[1]
-    return original(query, pages, batch, replace(rule, window=-(-rule.window // block_size) * block_size))
+    return original(query, pages, batch, replace(rule, window=-(-rule.window // block_size) * block_size), lse)
 
 
 @plant("a chunk is taken for a window", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, window=rule.window or rule.chunk, chunk=0))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, window=rule.window or rule.chunk, chunk=0), lse)
 
 
 @plant("the chunk is one too long", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, chunk=rule.chunk + 1 if rule.chunk else 0))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, chunk=rule.chunk + 1 if rule.chunk else 0), lse)
 
 
 @plant("sinks are ignored", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, sinks=None))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, sinks=None), lse)
 
 
 @plant("a sink is scaled as logits are", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     sinks = None if rule.sinks is None else rule.sinks * rule.scale
-    return original(query, pages, batch, replace(rule, sinks=sinks))
+    return original(query, pages, batch, replace(rule, sinks=sinks), lse)
 
 
 @plant("logits are scaled a hundredth too much", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, pages, batch, replace(rule, scale=rule.scale * 1.01))
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, scale=rule.scale * 1.01), lse)
 
 
 @plant("the null block is read", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     """Replace null blocks in the table by a block with the bytes of their page."""
     spare = pages.k.shape[0] - 1
     pages = replace(pages, k=pages.k.clone(), v=pages.v.clone())
     pages.k[spare], pages.v[spare] = pages.k[0], pages.v[0]
     table = torch.where(batch.block_table == 0, spare, batch.block_table)
-    return original(query, pages, replace(batch, block_table=table), rule)
+    return original(query, pages, replace(batch, block_table=table), rule, lse)
 
 
 @plant("heads of a group are interleaved", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     kv_heads = pages.k.shape[2]
     order = torch.arange(query.shape[1], device=query.device).reshape(kv_heads, -1).T.flatten()
     sinks = None if rule.sinks is None else rule.sinks[order]
-    out = original(query[:, order].contiguous(), pages, batch, replace(rule, sinks=sinks))
+    out = original(query[:, order].contiguous(), pages, batch, replace(rule, sinks=sinks), lse)
     return out[:, torch.argsort(order)]
 
 
 @plant("the first head's scale is used for all", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    return original(query, with_first_scale(pages), batch, rule)
+def _(original, query, pages, batch, rule, lse):
+    return original(query, with_first_scale(pages), batch, rule, lse)
 
 
 @plant("the scale of values is forgotten", *ATTENTION)
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     ones = None if pages.v_scale is None else torch.ones_like(pages.v_scale)
-    return original(query, replace(pages, v_scale=ones), batch, rule)
+    return original(query, replace(pages, v_scale=ones), batch, rule, lse)
 
 
 @plant("the last query's output is not written", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    out = torch.empty_like(original(query, pages, batch, rule))
+def _(original, query, pages, batch, rule, lse):
+    out = torch.empty_like(original(query, pages, batch, rule, lse))
     if len(query) > 1:
-        out[:-1] = original(query, pages, batch, rule)[:-1]
+        out[:-1] = original(query, pages, batch, rule, lse)[:-1]
     return out
 
 
 @plant("an empty row is not written", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    out = original(query, pages, batch, rule)
+def _(original, query, pages, batch, rule, lse):
+    out = original(query, pages, batch, rule, lse)
     return torch.where((out == 0).all(-1, keepdim=True), torch.empty_like(out), out)
 
 
 @plant("a page is scribbled on", *ATTENTION)
-def _(original, query, pages, batch, rule):
-    out = original(query, pages, batch, rule)
+def _(original, query, pages, batch, rule, lse):
+    out = original(query, pages, batch, rule, lse)
     pages.v.view(torch.uint8)[-1, -1, -1, -1] ^= 1
     return out
 
 
+@plant("log-sum-exps are not written", *ATTENTION)
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, rule, None)
+
+
+@plant("log-sum-exps are of base 2", *ATTENTION)
+def _(original, query, pages, batch, rule, lse):
+    out = original(query, pages, batch, rule, lse)
+    if lse is not None:
+        lse *= 1 / math.log(2)
+    return out
+
+
+@plant("logits are not capped", *ATTENTION)
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, soft_cap=0.0), lse)
+
+
+@plant("slopes are ignored", *ATTENTION)
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, batch, replace(rule, slopes=None), lse)
+
+
+@plant("the first head's slope is used for all", *ATTENTION)
+def _(original, query, pages, batch, rule, lse):
+    slopes = None if rule.slopes is None else rule.slopes[:1].expand(query.shape[1]).contiguous()
+    return original(query, pages, batch, replace(rule, slopes=slopes), lse)
+
+
+@plant("the tree of drafts is ignored", "prefill_attention")
+def _(original, query, pages, batch, rule, lse):
+    return original(query, pages, replace(batch, tree=None), rule, lse)
+
+
 @plant("queries see the tokens after them", "prefill_attention")
-def _(original, query, pages, batch, rule):
+def _(original, query, pages, batch, rule, lse):
     """Treat each query as the last one of its row."""
     counts = batch.query_start.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(counts), device=query.device), counts)
-    alone = replace(batch, block_table=batch.block_table[rows], seq_lens=batch.seq_lens[rows], query_start=None)
-    return original(query, pages, alone, rule)
+    alone = Batch(batch.block_table[rows], batch.seq_lens[rows])
+    return original(query, pages, alone, rule, lse)
 
 
 @plant("the last token is missed", "mla_decode")
-def _(original, query, pages, batch, scale, value_size):
-    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), scale, value_size)
+def _(original, query, pages, batch, scale, value_size, lse):
+    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), scale, value_size, lse)
+
+
+@plant("queries of a row see its last token", "mla_decode")
+def _(original, query, pages, batch, scale, value_size, lse):
+    if batch.query_start is None:
+        return original(query, pages, batch, scale, value_size, lse)
+    counts = batch.query_start.diff().long()
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=query.device), counts)
+    alone = Batch(batch.block_table[rows], batch.seq_lens[rows])
+    return original(query, pages, alone, scale, value_size, lse)
+
+
+@plant("log-sum-exps are not written", "mla_decode")
+def _(original, query, pages, batch, scale, value_size, lse):
+    return original(query, pages, batch, scale, value_size, None)
 
 
 @plant("only the values' part of a latent is multiplied with", "mla_decode")
-def _(original, query, pages, batch, scale, value_size):
+def _(original, query, pages, batch, scale, value_size, lse):
     query = query.clone()
     query[..., value_size:] = 0
-    return original(query, pages, batch, scale, value_size)
+    return original(query, pages, batch, scale, value_size, lse)
 
 
 @plant("values are the end of a latent", "mla_decode")
-def _(original, query, pages, batch, scale, value_size):
-    return original(query, pages, batch, scale, pages.shape[2])[..., -value_size:]
+def _(original, query, pages, batch, scale, value_size, lse):
+    return original(query, pages, batch, scale, pages.shape[2], lse)[..., -value_size:]
 
 
 # ---- recurrent states

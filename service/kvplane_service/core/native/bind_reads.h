@@ -44,6 +44,7 @@ inline PyObject* PeekSlot(PyObject*, PyObject* arguments) {
         Core& core = CoreOf(At(arguments, 0));
         const Int slot = Number(At(arguments, 1));
         Coordinator& blocks = core.replica.blocks;
+        Check(slot >= 0 && slot < blocks.requests.size());
         const Int num_hashes = blocks.requests.IsLive(slot) ? blocks.requests.content[slot].count() : Int{0};
         return LookUp(core, num_hashes, [&] { return blocks.FindHit(slot); });
     });

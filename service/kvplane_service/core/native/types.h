@@ -98,6 +98,7 @@ struct Digest {
 
     Digest() = default;
     Digest(const uint8_t* data, size_t count) : size(static_cast<uint8_t>(count)) {
+        Require(count <= kDigestBytes, "a hash has more than 32 bytes");
         std::memcpy(bytes.data(), data, count);
     }
     auto operator<=>(const Digest& other) const = default;
