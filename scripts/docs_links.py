@@ -35,7 +35,8 @@ def section_of(text: str, title: str) -> str:
 def on_files(files: Any, *, config: Any, **_: object) -> Any:  # noqa: ANN401 - MkDocs calls it
     """Called by MkDocs with the files of docs/: add the pages that are made of files at the root."""
     for page, (name, title) in FROM_THE_ROOT.items():
-        files.append(File.generated(config, page, content=section_of((ROOT / name).read_text(), title)))
+        content = section_of((ROOT / name).read_text(), title).replace("](docs/", "](")
+        files.append(File.generated(config, page, content=content))
     return files
 
 

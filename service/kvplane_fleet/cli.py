@@ -7,7 +7,6 @@ msgspec.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +49,7 @@ def router_command(
     settings: Settings = None,
 ) -> None:
     """Follow the caches of engines and say where a prompt is answered soonest, until SIGTERM or Ctrl-C."""
+    import asyncio
     import logging
     import os
 
@@ -166,6 +166,7 @@ def _ask_router(method: str, request: Message, router: str) -> Message:
 
 def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Message:
     _check_packages()
+    import asyncio
     import time
 
     from kvplane_fleet.decisions import Decisions

@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "evict_blocks": ("r", [1, 2], At()),
     "reset_prefix_cache": ("r", At()),
     "snapshot": ("r",),
+    "list_requests": ("r", 5),
     "explain": ("r", "a"),
     "session": ("r",),
     "lasting_session": ("r", max),
