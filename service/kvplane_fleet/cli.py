@@ -180,7 +180,8 @@ def _ask_once(method: str, request: Message, file: Path, within_s: float) -> Mes
         fleet = Fleet()
         async with following(fleet, settings.places):
             try:
-                await asyncio.wait_for(fleet.wait_until_current(), within_s)
+                async with asyncio.timeout(within_s):
+                    await fleet.wait_until_current()
             except TimeoutError:
                 if not any(one.source.is_connected for one in fleet.followed.values()):
                     raise Unavailable(f"no engine of {file} was connected within {within_s:g} s") from None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from itertools import count
 
+import msgspec
 import pytest
+import zmq.asyncio
 
 from kvplane_fleet import fleet as fleet_module
 from kvplane_fleet.faults import Fault
@@ -156,6 +159,33 @@ async def test_a_cut_network_loses_nothing(engine):
                 await engine.publish(50)
             await equal_to_fresh(fleet, engine)
             assert order_of(fleet).lives == 1
+
+
+async def test_a_source_that_is_cancelled_within_a_replay_ends():
+    """The engine's replay has always another frame, so that most cancellations come together with one."""
+    addresses = [address(free_port()) for _ in range(2)]
+    place = PlaceSettings("a", events=addresses[0], replay=addresses[1])
+    frame, engine = msgspec.msgpack.encode([0.0, [], 0]), zmq.asyncio.Context()
+    with closing(engine.socket(zmq.PUB)) as publisher, closing(engine.socket(zmq.ROUTER)) as replays:
+        for socket, at in zip((publisher, replays), addresses, strict=True):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(at)
+
+        async def answer_without_end():
+            who, *_ = await replays.recv_multipart()
+            for number in count():
+                await replays.send_multipart([who, b"", b"", number.to_bytes(8, "big"), frame])
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+
+        for _ in range(5):
+            answering = asyncio.create_task(answer_without_end())
+            async with asyncio.timeout(WITHIN_S):
+                fleet = Fleet()
+                async with fleet_module.following(fleet, [place]):
+                    await until(lambda: fleet.followed["a"].place.batches > 100)  # noqa: B023 - within the loop
+            answering.cancel()
+    engine.destroy(linger=0)
 
 
 async def test_an_engine_cannot_touch_the_entries_of_another(engine):

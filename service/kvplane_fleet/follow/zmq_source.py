@@ -127,9 +127,13 @@ class ZmqSource:
         taken = 0
         while self._order.replaying and self._order.wanted is None:
             try:
-                parts = await asyncio.wait_for(dealer.recv_multipart(), self.timing.replay_s)
+                # Not `wait_for`: before Python 3.12 it drops a cancellation that comes together with a message, and
+                # the task group, which cancels its tasks once, would wait for this one indefinitely.
+                async with asyncio.timeout(self.timing.replay_s):
+                    parts = await dealer.recv_multipart()
             except TimeoutError:
-                self._order.replay_failed()
+                if self._order.wanted is None:  # otherwise another replay has taken its place
+                    self._order.replay_failed()
                 return
             if is_replay_end(parts):
                 self._order.replay_ended()

@@ -110,7 +110,9 @@ class Router:
     async def keep(self) -> None:
         """Report ready once the caches are learned, or after the warm-up; then forget what expires, until cancelled."""
         try:
-            await asyncio.wait_for(self.fleet.wait_until_current(), self.settings.router.warm_up_s)
+            # Not `wait_for`: before Python 3.12 it drops a cancellation that comes as the wait ends.
+            async with asyncio.timeout(self.settings.router.warm_up_s):
+                await self.fleet.wait_until_current()
         except TimeoutError:
             _log.warning("some engines are not connected: their prompts count as not cached")
         self._health.serving()
