@@ -39,6 +39,8 @@ from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
+from kvplane_service.core.twin import TwinReplica
+from kvplane_service.replicas import cores
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
 STALE_HIT, NO_ROOM, NEVER_FITS = AdmitStatus.STALE_HIT, AdmitStatus.NO_ROOM, AdmitStatus.NEVER_FITS
@@ -118,6 +120,12 @@ def most_drafts(spec: ReplicaSpec) -> int:
     return 2 if states is None else min(states, 2)
 
 
+def new_replica(spec: ReplicaSpec) -> Replica:
+    """The Python core, whose inside tests read; with KVPLANE_CORE=twin its steps are also the compiled core's."""
+    made = cores.new_replica(spec)
+    return made if isinstance(made, TwinReplica) else Replica(spec)
+
+
 def fake_digest(number: int) -> bytes:
     """A digest for tests that need keys but no content."""
     return number.to_bytes(32, "big")
@@ -195,7 +203,7 @@ class Engine:
 
     def __init__(self, *groups: GroupSpec, **changes: Any) -> None:
         self.spec = replica_spec(*groups, **changes)
-        self.replica = Replica(self.spec)
+        self.replica = new_replica(self.spec)
         self.seq = 0
         self.executed: int | None = None
         self.last: list[PartResult] = []

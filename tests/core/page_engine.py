@@ -20,8 +20,7 @@ from kvplane.session.tables import BlockTables
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.managers.mamba import AlignedStateManager
-from kvplane_service.core.replica import Replica
-from tests.core.builders import tokens
+from tests.core.builders import new_replica, tokens
 from tests.core.follower import Followed
 from tests.core.page_memory import Launch, Memory, Page
 from tests.core.page_requests import PlannedRow, Request, Texts, Transfer
@@ -48,7 +47,7 @@ class RandomEngine(RandomScheduler):
     cells: Cells | None = None  # of a campaign
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
-        self.replica = Replica(spec)
+        self.replica = new_replica(spec)
         self.memory = Memory(spec)
         self.followed = Followed(self.replica)
         self.epoch = self.keys_seen = self.late = 0
@@ -339,7 +338,7 @@ class RandomEngine(RandomScheduler):
         loads = [*self.movers, *(load for slot in kept if (load := requests[slot].load) is not None)]
         busy = sorted(set[int]().union(*(load.blocks(self.spec) for load in loads)))
         stored = self.stored[: self.rng.randint(0, len(self.stored))] if self._chance(50) else self.stored
-        self.replica, chunks = Replica(self.spec), self.rng.sample(stored, len(stored))
+        self.replica, chunks = new_replica(self.spec), self.rng.sample(stored, len(stored))
         self.epoch += 1
         self.replica.recover(self.epoch, [self.memory.stamps], chunks, busy)
         RandomScheduler.begin(self)

@@ -45,7 +45,7 @@ def twins(monkeypatch):
         made.append(TwinReplica(Replica(spec), native.NativeReplica.of))
         return made[-1]
 
-    monkeypatch.setattr(page_engine, "Replica", make)
+    monkeypatch.setattr(page_engine, "new_replica", make)
     return made
 
 
@@ -245,6 +245,6 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_a_seed_plays_alike_on_both_cores(monkeypatch):
     """What the engine sees is equal, so it does the same: the page memory agrees too."""
     expected = run(SUPPORTED[0], 5)
-    monkeypatch.setattr(page_engine, "Replica", lambda spec: TwinReplica(Replica(spec), native.NativeReplica.of))
+    monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), native.NativeReplica.of))
     played = run(SUPPORTED[0], 5)
     assert digest(played.replica) == digest(expected.replica)

@@ -62,12 +62,12 @@ def new_twin(spec: ReplicaSpec) -> TwinReplica:
 @contextmanager
 def twin_engines() -> Iterator[None]:
     """Page engines have twins."""
-    real = vars(page_engine)["Replica"]
-    vars(page_engine)["Replica"] = new_twin
+    real = vars(page_engine)["new_replica"]
+    vars(page_engine)["new_replica"] = new_twin
     try:
         yield
     finally:
-        vars(page_engine)["Replica"] = real
+        vars(page_engine)["new_replica"] = real
 
 
 def run(data: bytes) -> Program:

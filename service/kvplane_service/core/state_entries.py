@@ -66,17 +66,10 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         ("pool", {name: _copied(getattr(pool, name)) for name in POOL_VALUES}),
         *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_COLUMNS],
     ]
-    statistics: list[tuple[str, object]] = [
-        ("counters", list(astuple(replica.counters))),
-        ("residency", [list(histogram) for histogram in astuple(pool.residency)]),
-        ("pool_counters", {name: _copied(getattr(pool, name)) for name in POOL_STATISTICS}),
-        ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
-        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
-    ]
+    statistics = _statistics(replica) if with_statistics else []
     tiers = replica.coordinator.tiers
     if tiers.each:  # replicas without tiers keep their earlier bytes
         before.append(("tiers", copy_tiers(tiers)))
-        statistics.append(("tier_counters", copy_counters(tiers)))
     free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
@@ -104,10 +97,22 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         yield from after
         for slot, content, count in contents:
             yield "content", [slot, list(islice(content.digests, count)), hashers.get(slot)]
-        if with_statistics:
-            yield from statistics
+        yield from statistics
 
     return entries()
+
+
+def _statistics(replica: Replica) -> list[tuple[str, object]]:
+    pool, tiers = replica.coordinator.pool, replica.coordinator.tiers
+    histograms = [getattr(pool.residency, field.name)[:] for field in fields(Residency)]
+    return [
+        ("counters", list(astuple(replica.counters))),
+        ("residency", histograms),
+        ("pool_counters", {name: _copied(getattr(pool, name)) for name in POOL_STATISTICS}),
+        ("group_counters", [(manager.allocated, manager.adopted) for manager in replica.coordinator.managers]),
+        *[(f"pool.{name}", getattr(pool, name)[:]) for name in POOL_STATISTICS_COLUMNS],
+        *([("tier_counters", copy_counters(tiers))] if tiers.each else []),
+    ]
 
 
 def _policy_state(replica: Replica) -> tuple[Any, ...] | None:
