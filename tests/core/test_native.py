@@ -10,8 +10,8 @@ import pytest
 
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import EvictionPolicy
-from kvplane.base.step import Admit, Budget, News, Part, Run, Step
+from kvplane.base.groups import EvictionPolicy, MambaMode
+from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, Facts, News, Part, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service.core.replica import Replica
@@ -19,7 +19,7 @@ from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
 from tests.core import page_engine
-from tests.core.builders import chunked, full, replica_spec, state, window
+from tests.core.builders import Engine, chunked, full, replica_spec, ring, state, window
 from tests.core.core_version import files
 from tests.core.test_page_contents import MIXES, run
 
@@ -94,6 +94,68 @@ def test_the_state_survives_the_way_through_the_compiled_core(mix):
         assert replica.peek_slot(slot) == engine.replica.peek_slot(slot)
         assert replica.requests.hashes(slot) == engine.replica.requests.hashes(slot)
         assert replica.requests.request_id[slot] == engine.replica.requests.request_id[slot]
+
+
+def twin_engine(*groups, **changes):
+    engine = Engine(*groups, **changes)
+    engine.replica = TwinReplica(Replica(engine.spec), native.NativeReplica.of)
+    return engine
+
+
+def chunks_that_end_inside_a_block():
+    engine = twin_engine(chunked(6), full(lookup_class=5))
+    engine.step(Part(news=News([0], [5], [97] * 5, max_tokens=[40]), admit=Admit([0]), budget=Budget(100)))
+    for _ in range(20):
+        engine.step(Part(facts=Facts([0], appended=[1], tokens=[97]), run=Run([0]), budget=Budget(100)))
+
+
+def a_ring_without_room():
+    engine = twin_engine(full(), ring(), num_blocks=3)
+    news = News([0], [8], [97] * 8)
+    (result,) = engine.step(Part(news=news, admit=Admit([0]), budget=Budget(100)))
+    assert result.admit_status != [AdmitStatus.GRANTED]
+
+
+def states_of_drafts_without_room():
+    states = state(mamba_mode=MambaMode.NONE, speculative_blocks=1)
+    engine = twin_engine(states, full(), num_blocks=10, enable_caching=False)
+    news = News([0, 1], [8, 8], [97] * 16)
+    (result,) = engine.step(Part(news=news, admit=Admit([0, 1]), budget=Budget(100)))
+    assert [one == AdmitStatus.GRANTED for one in result.admit_status] == [True, False]
+
+
+def a_victim_whose_positions_another_row_needs():
+    engine = twin_engine(full(), num_blocks=5)
+    news = News([0, 1, 2], [5, 4, 1], [97] * 10)
+    engine.step(Part(news=news, admit=Admit([0, 1, 2]), budget=Budget(100)))
+    facts = Facts([0, 1, 2], appended=[1, 1, 3], tokens=[97] * 5)
+    (result,) = engine.step(Part(facts=facts, run=Run([0, 1, 2], victims=[0]), budget=Budget(100, 8, 2)))
+    assert (result.preempted, result.granted) == ([0], [0, 1, 3])
+
+
+def eviction_of_the_null_block():
+    with pytest.raises(InvalidArgument) as caught:
+        twin_engine(full()).step(Part(cache=Cache(evicted=[0])))
+    assert caught.value.field.startswith("parts[0].cache.evicted")
+
+
+def a_load_that_left_blocks_out():
+    engine = twin_engine(full(zero_new_blocks=True))
+    admit = Admit([0], external=[8], cap=[0], flags=[int(RowFlag.DELAY_CACHING)])
+    engine.step(Part(news=News([0], [12], [97] * 12), admit=admit, budget=Budget(100)))
+    (result,) = engine.step(Part(facts=Facts([0], computed=[4])))
+    assert result.orders.zero_block
+
+
+CASES = [
+    chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
+    a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases_that_random_engines_do_not_play_are_equal(case):
+    case()
 
 
 def one_request(spec, digests=(b"d" * 32,)):

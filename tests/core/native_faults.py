@@ -1,0 +1,191 @@
+"""`python -m tests.core.native_faults [NAME ...]`: plants faults in the compiled core, and says which check finds each.
+
+A fault replaces one expression or statement of a C++ file. All are compiled into one private library, in which the
+variable KVPLANE_FAULT switches one on, and each runs in a process of its own: the random engines of
+`tests/core/test_native.py` with its seeds, its cases, then the programs of `tests/fuzz/test_steps.py`. Exit 1 if one is
+not found.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import native_build
+from tests.core import native_builds
+
+VARIABLE = "KVPLANE_FAULT"
+NONE = "no fault"
+SWITCH = """
+#include <cstdlib>
+namespace kvplane {
+inline const int kFault = std::atoi(std::getenv("KVPLANE_FAULT"));
+}
+"""
+
+
+class Fault(NamedTuple):
+    """A fault: in a file, this expression or statement has another one in its place; "" is a statement left out."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+
+FAULTS = [
+    Fault("lifetimes are counted one bit too long", "types.h", "std::bit_width(static_cast<uint64_t>(value))",
+          "std::bit_width(static_cast<uint64_t>(value)) + 1"),
+    Fault("a removed key hides one behind it", "keys.h", "((at - home) & Mask()) >= ((at - hole) & Mask())", "false"),
+    Fault("blocks without a key go before the last keyed block", "freelist.h", "first_keyed_ == sentinel_", "true"),
+    Fault("the last use of a block can go back", "pool.h", "std::max(last_use_[block], age_base + until)",
+          "age_base + until"),
+    Fault("freed blocks without a key are evicted last", "pool.h", "free.Prepend(unkeyed_);", "free.Append(unkeyed_);"),
+    Fault("a moved key leaves the stamp", "pool.h", "Restamp(source);", ""),
+    Fault("rows of a preempted request stay in the answer", "step.h", "row[entry] != number", "true"),
+    Fault("a preempted request still counts as an adopter", "requests.h",
+          "computed[slot] = in_flight[slot] = granted_step[slot] = adopted_step[slot] = 0;",
+          "computed[slot] = in_flight[slot] = granted_step[slot] = 0;"),
+    Fault("adoptions of tentative keys are not recorded", "in_flight.h",
+          "adoptions[step][block].push_back(StayOf(slot));", ""),
+    Fault("keys of executed steps can be withdrawn", "in_flight.h", "tentative.upper_bound(through)",
+          "tentative.lower_bound(through)"),
+    Fault("what a load left out is not zeroed", "facts.h", "requests_.not_zeroed.contains(slot)", "false"),
+    Fault("evicted keys are not registered again", "facts.h", "blocks_.RegisterAgain(cache.evicted);", ""),
+    Fault("the fast path passes a full block", "coordinator.h", "const Int keys = RegisterBoundOf(slot);",
+          "const Int keys = RegisterBoundOf(slot) + 1;"),
+    Fault("pages of all groups are left to a load", "coordinator.h", "!(admission.loaded_groups >> one->group & 1)",
+          "false"),
+    Fault("a hit is not shortened again", "lookup.h", "length >= candidate", "true"),
+    Fault("the single-group hit is reported always", "lookup.h", "longest_ > length ? longest_ : 0", "longest_"),
+    Fault("events start at block numbers", "managers/base.h", "event.block_starts.push_back(index * block_size);",
+          "event.block_starts.push_back(index);"),
+    Fault("held blocks of a hit count as free", "managers/base.h", "pool.references[hit[i]] == 0", "true"),
+    Fault("the last block of a hit is not dropped", "managers/full.h", "query.drops_last_block && length > 0", "false"),
+    Fault("a chunk leaves one chunk late", "managers/chunked.h", "(num_processed / spec.chunk + 1) * spec.chunk",
+          "(num_processed / spec.chunk + 2) * spec.chunk"),
+    Fault("a window leaves one token late", "managers/window.h",
+          "(SkippedTokens(num_processed) / block_size + 1) * block_size + margin_",
+          "(SkippedTokens(num_processed) / block_size + 1) * block_size + margin_ + 1"),
+    Fault("states of rejected drafts are named", "managers/mamba.h", "entry.second > verified", "false"),
+    Fault("the last state is released early", "managers/mamba.h", "index >= BlocksFor(num_processed) - 1",
+          "index >= BlocksFor(num_processed)"),
+    Fault("an encoder gets one block more", "managers/cross.h",
+          "GroupManager::Allocate(slot, num_encoder, num_encoder, num_encoder, fresh);",
+          "GroupManager::Allocate(slot, num_encoder + block_size, num_encoder, num_encoder, fresh);"),
+    Fault("a ring costs nothing", "managers/ring.h", "return 1;", "return 0;"),
+    Fault("states of drafts are not counted", "managers/uncached_state.h", "with_drafts.num_slots += Drafts();", ""),
+    Fault("a checkpoint needs more than a hash block", "checkpoints.h", "start + hash_block_size_ <= position",
+          "start + hash_block_size_ < position"),
+    Fault("a request that ended can run", "validate.h", "known.live = end != kEndFree;", ""),
+    Fault("the null block can be evicted", "validate.h", "Within(cache.evicted, 1, spec_.num_blocks - 1)",
+          "Within(cache.evicted, 0, spec_.num_blocks - 1)"),
+    Fault("a victim returns no overhead", "step_applier.h", "input_left_ += granted[at] + overhead_;",
+          "input_left_ += granted[at];"),
+    Fault("a whole row is cut", "step_applier.h", "wanted > room && (flags & kWhole)", "false"),
+    Fault("a request that must not read hits", "replica.h", "Entry(news.skip_reading, row, 0) != 0", "false"),
+    Fault("tentative keys are visible outside", "replica.h", "spec.safe ? blocks.pool.executed_through : kInside",
+          "kInside"),
+    Fault("a reset proves older stamps", "dropping.h", "reset == 0 || InTime(stamp) > InTime(reset)", "true"),
+    Fault("sinks get the stamps of a store", "recovery.h", "recovered.stamp[block] = pool.stamp[block];", ""),
+    Fault("the order of shared keys is lost", "state.h", "record.next != kNoRecord", "false"),
+    Fault("new memory keeps busy blocks", "bind_lives.h", "IsTrue(At(arguments, 3))", "false"),
+    Fault("blocks of two requests count twice", "bind_reads.h", "!std::exchange(seen[block], 1)", "true"),
+    Fault("grants swap columns", "convert.h", "Tuple(ToPy(grants.slot), ToPy(grants.serial), ToPy(grants.num_tokens))",
+          "Tuple(ToPy(grants.slot), ToPy(grants.num_tokens), ToPy(grants.num_tokens))"),
+    Fault("a step always ends", "read_step.h", 'IsTrue(ATTRIBUTE(object, "last").get())', "true"),
+]  # fmt: skip
+
+
+def plant(folder: Path) -> None:
+    """Put all faults, each behind its number, into the sources in a folder. Raises LookupError if one has no place."""
+    types = folder / "types.h"
+    for number, fault in enumerate(FAULTS, start=1):
+        text = (folder / fault.file).read_text()
+        if text.count(fault.right) != 1:
+            raise LookupError(f"{fault.file} has {text.count(fault.right)} places for {fault.name!r}: update it")
+        if fault.right.endswith(";"):
+            declared = fault.right.startswith("const ")
+            is_on = f"if (kFault == {number}) {{ {fault.wrong} }} else {{ {fault.right} }}"
+            change = _declaration(number, fault) if declared else is_on
+        else:
+            change = f"(kFault == {number} ? ({fault.wrong}) : ({fault.right}))"
+        (folder / fault.file).write_text(text.replace(fault.right, change))
+    text = types.read_text()
+    types.write_text(text.replace("\nnamespace kvplane {\n", f"{SWITCH}\nnamespace kvplane {{\n", 1))
+
+
+def _declaration(number: int, fault: Fault) -> str:
+    name, right = fault.right.removesuffix(";").split(" = ", 1)
+    wrong = fault.wrong.removesuffix(";").split(" = ", 1)[1]
+    return f"{name} = kFault == {number} ? {wrong} : {right};"
+
+
+def build() -> Path:
+    """Compile the library with all faults; returns its path."""
+    root = native_builds.FOLDER / "faults"
+    shutil.rmtree(root, ignore_errors=True)
+    core = native_build.CORE
+    sources = (root / core.source).parent
+    shutil.copytree((native_build.ROOT / core.root / core.source).parent, sources)
+    plant(sources)
+    path = root / "faults.so"
+    native_build.compile_library(core._replace(root=str(root)), path, flags=["-O1"])
+    return path
+
+
+def checks() -> Iterator[tuple[str, object]]:
+    """What the tests run, check by check."""
+    from kvplane_service.core import native
+    from tests.core.builders import replica_spec
+    from tests.core.test_native import CASES
+    from tests.core.test_page_contents import MIXES, run
+    from tests.fuzz import steps
+
+    with steps.twin_engines():
+        for seed in range(6):  # of tests/core/test_native.py
+            for mix, (groups, changes) in MIXES.items():
+                if native.is_supported(replica_spec(*groups, **changes)):
+                    yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
+    for case in CASES:
+        yield case.__name__, case
+    for number, program in enumerate(steps.seeds()):
+        yield f"program {number} of tests/fuzz", lambda program=program: steps.run(program)
+
+
+def find() -> str:
+    """Run the checks until one fails; returns its name, "" if none does."""
+    for name, check in checks():
+        try:
+            check()  # type: ignore[operator]
+        except Exception as error:
+            return f"{name}: {str(error).partition('): ')[2][:90] or type(error).__name__}"
+    return ""
+
+
+def main(chosen: list[str]) -> bool:
+    """Print a row per fault; whether all are found, and nothing is without a fault."""
+    path, is_good = build(), True
+    print("| fault | file | found by |\n|---|---|---|")
+    for number, fault in [(0, Fault(NONE, "", "", "")), *enumerate(FAULTS, start=1)]:
+        if chosen and fault.name not in chosen:
+            continue
+        command = [sys.executable, "-m", "tests.core.native_builds", str(path), "-m", __spec__.name, "--find"]
+        variables = {**os.environ, VARIABLE: str(number)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        found = done.stdout.strip() if done.returncode == 0 else f"the process ended with {done.returncode}"
+        print(f"| {fault.name} | {fault.file} | {found or 'nothing'} |", flush=True)
+        is_good &= bool(found) == bool(number)
+    return is_good
+
+
+if __name__ == "__main__":
+    if "--find" in sys.argv:
+        print(find())
+    else:
+        sys.exit(not main(sys.argv[1:]))
