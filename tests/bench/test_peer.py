@@ -1,12 +1,14 @@
 """The benchmark against the reference runs and counts correctly; its figures are not checked."""
 
 import json
+import os
 from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.bench.peer import history
+from tests.bench.peer.__main__ import one_start
 from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import (
     AHEAD,
@@ -27,13 +29,15 @@ from tests.bench.peer.plan import (
     Round,
 )
 from tests.bench.peer.report import Report, cells_of
-from tests.bench.peer.start import Start, measure
+from tests.bench.peer.start import Start
 
 SMALL = Plan(("Llama-3.1-70B", "Jamba-v0.1"), (3,), (400,), 1, 2, 2, 0.0, 1, reference=False)
 
 
-def test_peer_benchmark_measures_every_case_on_all_sides():
-    found = measure(SMALL)
+def test_peer_benchmark_measures_every_case_on_all_sides(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('what a library prints')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = one_start(SMALL)
     cases = [(one["case"], one["side"]) for one in found["rounds"]]
     measured = {(case["model"], case["kind"], case["hashing"], side) for case, side in cases}
     decodes = {(DECODE, "", side) for side in (IN_PROCESS, UNIX, TCP)}

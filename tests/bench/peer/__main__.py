@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.bench.peer import history, report
@@ -38,7 +39,7 @@ def main() -> None:
         plan = replace(plan, **QUICK)
     if given.rounds:
         plan = replace(plan, rounds=given.rounds)
-    starts = [_start(plan) for _ in range(1 if given.quick else given.starts)]
+    starts = [one_start(plan) for _ in range(1 if given.quick else given.starts)]
     found = report.Report.of(plan, starts)
     if not given.quick:
         found.write(RESULTS)
@@ -52,10 +53,13 @@ def _commit() -> str:
     return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _start(plan: Plan) -> report.Found:
-    command = [sys.executable, "-m", "tests.bench.peer.start"]
-    done = subprocess.run(command, input=json.dumps(asdict(plan)), stdout=subprocess.PIPE, text=True, check=True)
-    found: report.Found = json.loads(done.stdout)
+def one_start(plan: Plan) -> report.Found:
+    """All rounds of a process start, in a process of its own; whatever it prints does not matter."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "tests.bench.peer.start", str(path)]
+        subprocess.run(command, input=json.dumps(asdict(plan)), text=True, check=True)
+        found: report.Found = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

@@ -89,8 +89,8 @@ def _service(listen: str) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            assert "serving on " in line, f"the service said {line!r}"
+            line = next((line for line in process.stdout if "serving on " in line), "")
+            assert line, "the service ended before it served"
             yield line.split("serving on ")[1].strip()
         finally:
             process.terminate()

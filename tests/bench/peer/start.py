@@ -1,6 +1,6 @@
 """One process start: every case, its sides interleaved round by round.
 
-    python -m tests.bench.peer.start < plan.json > found.json
+    python -m tests.bench.peer.start found.json < plan.json
 
 In a round each side does the work of the case once, and the next round begins with another side, so that what else
 the machine does meets all of them alike.
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tests.bench.peer.models import MODELS, Model
@@ -136,4 +137,4 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump(measure(Plan.of(json.load(sys.stdin))), sys.stdout)
+    Path(sys.argv[1]).write_text(json.dumps(measure(Plan.of(json.load(sys.stdin)))), encoding="utf-8")

@@ -1,8 +1,12 @@
-"""Runs the reference in a separate process: requests and answers are JSON lines."""
+"""Runs the reference in a separate process: requests and answers are JSON lines.
+
+Answers have a pipe of their own, so that nothing that vLLM or a library prints can come between them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from types import TracebackType
 from typing import Any, Protocol
@@ -30,10 +34,19 @@ class Peer:
     def __init__(self, module: str = "tests.conformance.live.reference") -> None:
         """`module` answers in the reference's environment, as `reference.serve` does."""
         set_up()
-        command = [str(PYTHON), "-m", module]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables(), text=True
-        )
+        reading, writing = os.pipe()
+        command = [str(PYTHON), "-m", module, str(writing)]
+        with os.fdopen(writing, "w"):
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=[writing],
+                env=variables(),
+                text=True,
+            )
+        self._answers = os.fdopen(reading)
         self._read()
 
     def ask(self, record: Record) -> Record:
@@ -44,8 +57,7 @@ class Peer:
         return self._read()
 
     def _read(self) -> Record:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise ReferenceFailed(f"the process ended with {self._process.wait()}")
         answer: Record = json.loads(line)
@@ -59,3 +71,4 @@ class Peer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._process.kill()  # safe: it has no state to save, and its regular exit is slow
         self._process.wait()
+        self._answers.close()

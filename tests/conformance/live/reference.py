@@ -282,9 +282,10 @@ class Answers:
 
 
 def serve(answer: Callable[[Record], Record]) -> None:
-    """Answer each line of standard input; an exception of the reference is an answer too."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # all other output goes to standard error
+    """Answer each line of standard input on the pipe that the first argument names; an exception of the reference is an
+    answer too.
+    """
+    answers = os.fdopen(int(sys.argv[1]), "w")
     logging.disable(logging.CRITICAL)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
