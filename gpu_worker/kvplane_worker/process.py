@@ -166,6 +166,7 @@ class WorkerProcess:
         else:
             plan = self._first_assignment(self._service).plan
             holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes)
+            self._warm_up(holdings)
             self._served.memory = holdings
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
@@ -173,6 +174,13 @@ class WorkerProcess:
         self._server.start()
         self._renew()
         return run_dir.address
+
+    def _warm_up(self, holdings: Holdings) -> None:
+        """Compile the kernels that move these pages, so that no transfer waits for a compiler."""
+        buffers, ops = holdings.buffers, self._backend.ops
+        groups = [buffers.group(group) for group in range(buffers.num_groups)]
+        done = ops.warm_up([group for group in groups if group.layers], PAGE_OPERATIONS)
+        _log.info("%s: %d kernels compiled in %.1f s of CPU time", ops.name, len(done.kernels), done.cpu_s)
 
     def _first_assignment(self, service: WorkersClient) -> Assignment:
         """Register, and return the rank's memory layout. With `wait`, retry until the engine has registered the

@@ -66,6 +66,7 @@ class Report:
         differing: output tokens that differ from the dense model's.
         near_ties: differing tokens with nearly equal logits in the dense model; always 0 in float64 on the CPU.
         long: requests of more than two tiles of LONG tokens.
+        late_compiles: kernels that were compiled after the start of an engine.
         fallbacks: operations that the backend's kernels did not compute, with reasons.
         off: requests with logits beyond TOLERANCE.
         worst: largest difference of a logit.
@@ -78,6 +79,7 @@ class Report:
     near_ties: int = 0
     long: int = 0
     fallbacks: dict[str, str] = field(default_factory=dict)
+    late_compiles: int = 0
     off: int = 0
     worst: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
@@ -94,6 +96,7 @@ class Report:
             "differing tokens": self.differing,
             "requests with differing logits": self.off,
             "requests refused": self.refused,
+            "kernels compiled while serving": self.late_compiles,
             "restarts that kept nothing": self.kept_keys.count(0),
             f"operations without a kernel ({self.fallbacks})": len(self.fallbacks),
         }
@@ -118,10 +121,9 @@ class Report:
             "refused",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.evicted += other.evicted
-        self.refused += other.refused
         self.kept_keys += other.kept_keys
         self.fallbacks |= other.fallbacks
+        self.late_compiles = max(self.late_compiles, other.late_compiles)
 
 
 class Side:
@@ -190,6 +192,7 @@ class Side:
     def close(self) -> None:
         self.world.check()
         self.report.add_counts(self.world.engine.counts)
+        self.report.late_compiles = getattr(self.world.ops, "late_compiles", 0)
         self.report.fallbacks |= getattr(self.world.ops, "fallbacks", {})
         self.report.evicted += sum(group.evicted_blocks for group in self.world.host.replica.group_counters())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane_worker.ops import select
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
+from kvplane_worker.ops.interface import PAGE_OPERATIONS, AttentionPages, AttentionRule, Batch, GroupPages, WarmUp
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import attention, moves
+from kvplane_worker.ops.triton_ops import attention, compiles, moves
 from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
@@ -136,3 +138,17 @@ def test_row_shared_by_all_workers_is_merged_in_rounds(ops):
     assert launch.constants["S"].parts * 2 < INTERPRETER.multiprocessors
     wanted = TorchOps().decode_attention(query, pages, batch, rule)
     torch.testing.assert_close(ops.decode_attention(query, pages, batch, rule), wanted)
+
+
+def test_describe_counts_what_was_compiled_before_and_while_serving(ops, monkeypatch):
+    assert not any("compiled" in line for line in ops.explained)
+    group = GroupPages((torch.zeros((4, 64), dtype=torch.uint8),))
+    monkeypatch.setattr(
+        compiles, "warm_up", lambda launches: WarmUp(tuple(one.kernel.__name__ for one in launches), 1.5)
+    )
+    monkeypatch.setattr(compiles.WATCH, "late", Counter(attention_spans=2))
+    assert len(ops.warm_up([group], PAGE_OPERATIONS).kernels) == 8
+    ops.warm_up([group], ("zero_pages",))
+    first, second = ops.explained
+    assert first == "9 kernels compiled before serving, in 3.0 s of CPU time; 2 compiled since"
+    assert second == "attention_spans compiled 2 times while serving"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import triton
 
-from kvplane_worker.ops.interface import AttentionRule, Batch
+from kvplane_worker.ops.interface import PAGE_OPERATIONS, AttentionRule, Batch, LayerAttention
 from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
-from kvplane_worker.ops.triton_ops.kernels.moves import CHECKSUM, COPY, ZERO
+from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import Launch
 from tests.ops.compiled import CHIPS, NoDevice, group, keys_values
 
@@ -30,13 +30,14 @@ ARCH = 90
 CHIP = CHIPS[ARCH]
 KV_HEADS, Q_HEADS, SIZE = 8, 64, 128
 CHEAP = ("write_tokens", "move_pages")
+ENGINE = ("copy_pages", "zero_pages")
 RULES = (AttentionRule(0.1), AttentionRule(0.1, window=128), AttentionRule(0.1, chunk=8192))
 
 
-def layers() -> list[compiles.Attention]:
+def layers() -> list[LayerAttention]:
     """A plan with three kinds of attention."""
     pages = keys_values(torch.bfloat16, 16, KV_HEADS, SIZE)
-    return [compiles.Attention(pages, Q_HEADS, torch.bfloat16, rule) for rule in RULES]
+    return [LayerAttention(pages, Q_HEADS, torch.bfloat16, rule) for rule in RULES]
 
 
 def key_of(launch: Launch) -> tuple[str, ...]:
@@ -79,6 +80,24 @@ def step(rng: random.Random, queries: list[int], width: int) -> Iterator[Launch]
     yield moves.move_launch(moved, moves.Move(int(COPY), ids, ids))
 
 
+def transfers(count: int, seed: int) -> Iterator[Launch]:
+    """The launches of a random walk of a worker's calls: any number of blocks, from and to any rows of a buffer."""
+    rng = random.Random(seed)
+    moved, width = moves.LayerTable.of(pages()), pages().bytes_per_block
+    room = torch.empty((64, width), dtype=torch.uint8)
+    for _ in range(count):
+        first, blocks = rng.randrange(24), rng.randrange(1, 40)
+        ids, sums = torch.ones(blocks, dtype=torch.int32), torch.zeros(blocks, dtype=torch.int64)
+        rows = room[first : first + blocks]
+        for kind in (GATHER, SCATTER):
+            for background in (False, True):
+                yield moves.move_launch(moved, moves.Move(int(kind), ids, staging=rows, background=background))
+        yield moves.move_launch(moved, moves.Move(int(CHECKED_GATHER), ids, staging=rows, sums=sums))
+        yield moves.move_launch(moved, moves.Move(int(CHECKSUM), ids, sums=sums))
+        yield moves.move_launch(moved, moves.Move(int(COPY), ids, ids))
+        yield moves.move_launch(moved, moves.Move(int(ZERO), ids))
+
+
 def pages() -> Any:
     """The pages of a group, as wide as those of `layers`."""
     return group(2 * 16 * KV_HEADS * SIZE * 2)
@@ -95,14 +114,20 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="compile the whole warm-up")
     given = parser.parse_args()
     triton.runtime.driver.set_active(NoDevice(ARCH))
-    planned = list(compiles.engine_launches([pages()], layers(), CHIP))
+    planned = list(compiles.launches_of([pages()], ENGINE, layers(), CHIP))
     warmed = {key_of(launch) for launch in planned}
     later = {key_of(launch) for launch in steps(given.steps, given.seed)} - warmed
+    of_worker = {key_of(launch) for launch in compiles.launches_of([pages()], PAGE_OPERATIONS, (), CHIP)}
+    later |= {key_of(launch) for launch in transfers(given.steps // 10, given.seed)} - of_worker
     done = compiles.warm_up(planned if given.all else [one for one in planned if one.kernel.__name__ in CHEAP])
     before = dict(compiles.WATCH.late)
-    next(compiles.move_launches(pages(), [CHECKSUM])).compile()
-    result: dict[str, Any] = {"planned": names(warmed), "later": names(later), "cpu_s": done.cpu_s}
-    result |= {"compiled": dict(Counter(done.kernels)), "late": [before, dict(compiles.WATCH.late)]}
+    compiles.move_of(pages(), int(CHECKSUM)).compile()
+    result: dict[str, Any] = {"planned": names(warmed), "worker": names(of_worker), "later": names(later)}
+    result |= {
+        "cpu_s": done.cpu_s,
+        "compiled": dict(Counter(done.kernels)),
+        "late": [before, dict(compiles.WATCH.late)],
+    }
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
 

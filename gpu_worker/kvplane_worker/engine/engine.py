@@ -36,6 +36,9 @@ class Engine:
     Steps are synchronous: a launch has finished before the next step is sent. After a restart of the service, the
     engine reopens the session with the stamps (version numbers of the pages' contents) and its requests, and running
     requests continue from their cached blocks.
+
+    Attributes:
+        warmed: the kernels that each rank compiled at the start, with CPU time.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Engine:
             StaleEpoch: a newer engine life owns the pages.
             KvplaneError: the session cannot be opened.
         """
+        self.warmed = model.warm_up()
         self._model = model
         self._ranks = [Rank(one.stamps, one.mover) for one in memory]
         self._group = RankGroup([one.stamps for one in memory])

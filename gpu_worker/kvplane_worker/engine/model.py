@@ -9,8 +9,9 @@ from torch.nn.functional import silu, softplus
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import AttentionLayer, ModelConfig, layer_name
 from kvplane_worker.engine.weights import AttentionWeights, SelectiveWeights, Weights, share_of
-from kvplane_worker.ops.interface import AttentionRule, PagedOps, StateInputs, StateWeights
+from kvplane_worker.ops.interface import AttentionRule, LayerAttention, PagedOps, StateInputs, StateWeights, WarmUp
 from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 ROTARY_BASE = 100.0
 NORM_EPSILON = 1e-6
@@ -24,6 +25,21 @@ class RankModel:
         self._share = share
         self._pages = pages
         self._ops = ops
+
+    def warm_up(self) -> WarmUp:
+        """Compile the kernels with which this rank attends, writes, zeroes and copies."""
+        groups = [self._pages.group(group) for group in range(self._pages.num_groups)]
+        layers = [
+            LayerAttention(
+                self._pages.attention(layer_name(number)),
+                self._config.q_heads // self._config.num_ranks,
+                TORCH_DTYPES[self._config.dtype],
+                _rule(self._config, layer),
+            )
+            for number, layer in enumerate(self._config.layers)
+            if isinstance(layer, AttentionLayer)
+        ]
+        return self._ops.warm_up([group for group in groups if group.layers], ("copy_pages", "zero_pages"), layers)
 
     def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
         """Compute this rank's part of a layer's output, [tokens, width], and write the tokens' keys and values, or
@@ -78,6 +94,10 @@ class Model:
         shares = [share_of(weights, rank, len(ranks), self.device) for rank in range(len(ranks))]
         self._whole = shares[0]
         self._ranks = [RankModel(config, share, pages, ops) for share, pages in zip(shares, ranks, strict=True)]
+
+    def warm_up(self) -> list[WarmUp]:
+        """Compile the kernels of each rank, so that no launch waits for a compiler."""
+        return [rank.warm_up() for rank in self._ranks]
 
     def logits(self, launch: Launch) -> Tensor:
         """Run a launch and return the logits, [outputs, vocabulary]."""

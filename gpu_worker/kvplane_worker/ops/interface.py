@@ -13,10 +13,11 @@ with 8-bit pages, any wider type. Sums are computed in float32; in float64 if qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -116,6 +117,36 @@ class AttentionRule:
     sinks: Tensor | None = None
     soft_cap: float = 0.0
     slopes: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """The attention of layers with equal pages and rules.
+
+    Attributes:
+        pages: the pages of one of these layers.
+        q_heads: query heads of the rank.
+        dtype: element type of queries and new tokens.
+        rule: the rule, with tensors of its sinks and slopes if there are any.
+    """
+
+    pages: AttentionPages
+    q_heads: int
+    dtype: torch.dtype
+    rule: AttentionRule
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What a warm-up did.
+
+    Attributes:
+        kernels: the name of each kernel that was compiled or loaded from a cache; of a family, once per kernel.
+        cpu_s: CPU time of this process and of the compilers that it started, in seconds.
+    """
+
+    kernels: tuple[str, ...] = ()
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +285,10 @@ class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
     """
 
     name: str
+
+    def warm_up(
+        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+    ) -> WarmUp:
+        """Compile the kernels that these operations need on the pages of these groups, and attention and writes of
+        these layers, so that no later call waits for a compiler. `operations` are names of methods of `PageOps`.
+        """

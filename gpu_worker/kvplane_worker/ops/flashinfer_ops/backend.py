@@ -52,6 +52,7 @@ class FlashInferOps:
         self.write_kv, self.write_latent, self.state_step = other.write_kv, other.write_latent, other.state_step
         self.copy_pages, self.zero_pages = other.copy_pages, other.zero_pages
         self.gather, self.scatter, self.checksum = other.gather, other.scatter, other.checksum
+        self.warm_up = other.warm_up
 
     @property
     def explained(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LayerAttention,
     StateInputs,
     StatePages,
     StateWeights,
+    WarmUp,
 )
 from kvplane_worker.ops.torch_ops import attention, pages, state, write
 
@@ -38,6 +40,13 @@ class TorchOps:
         if device.type == "cuda" and not torch.cuda.is_available():
             return "PyTorch finds no CUDA device"
         return ""
+
+    def warm_up(
+        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+    ) -> WarmUp:
+        """Return at once: PyTorch's kernels are compiled already."""
+        del groups, operations, layers
+        return WarmUp()
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write keys and values of new tokens; see `AttentionOps.write_kv`."""

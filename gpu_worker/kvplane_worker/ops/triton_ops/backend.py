@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -14,10 +14,12 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LayerAttention,
     PagedOps,
     StateInputs,
     StatePages,
     StateWeights,
+    WarmUp,
 )
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
@@ -43,6 +45,17 @@ class TritonOps:
         self._other: PagedOps = TorchOps()
         self._tables: dict[object, moves.LayerTable] = {}
         self._links: dict[torch.device, HostLink] = {}
+        self._warmed: WarmUp | None = None
+
+    def warm_up(
+        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+    ) -> WarmUp:
+        """Compile kernels; see `PagedOps.warm_up`."""
+        device = groups[0].layers[0].device if groups else torch.device("cpu")
+        done = compiles.warm_up(compiles.launches_of(groups, operations, layers, chip_of(device)))
+        before = self._warmed or WarmUp()
+        self._warmed = WarmUp((*before.kernels, *done.kernels), before.cpu_s + done.cpu_s)
+        return done
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write keys and values of new tokens; see `AttentionOps.write_kv`."""
@@ -102,13 +115,13 @@ class TritonOps:
         if self._refused("copy_pages", moves.refusal(group)):
             return self._other.copy_pages(group, src, dst)
         plan = moves.plan_copies(src, dst)
-        kept = self._kept(group, [source for source, _ in plan.staged])
+        kept = self._kept(group, [source for source, _ in plan.staged])  # by torch: too rare to compile kernels for
         if plan.direct:
             sources, targets = zip(*plan.direct, strict=True)
             device = group.layers[0].device
             self._move(group, moves.Move(int(COPY), moves.on_device(sources, device), moves.on_device(targets, device)))
         if kept is not None:
-            self.scatter(group, [target for _, target in plan.staged], kept)
+            self._other.scatter(group, [target for _, target in plan.staged], kept)
         return None
 
     def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
@@ -184,9 +197,14 @@ class TritonOps:
         """The lines that explain which operations PyTorch computed so far, which kernels were compiled while serving,
         and which routes the host link chose.
         """
+        ready = [self._readiness(self._warmed)] if self._warmed else []
         left = (f"{operation} by torch: {why}" for operation, why in self.fallbacks.items())
         late = (f"{kernel} compiled {count} times while serving" for kernel, count in compiles.WATCH.late.items())
-        return (*left, *late, *(line for link in self._links.values() for line in link.explained))
+        return (*ready, *left, *late, *(line for link in self._links.values() for line in link.explained))
+
+    def _readiness(self, warmed: WarmUp) -> str:
+        count, late = len(warmed.kernels), self.late_compiles
+        return f"{count} kernels compiled before serving, in {warmed.cpu_s:.1f} s of CPU time; {late} compiled since"
 
     def link_of(self, group: GroupPages) -> HostLink:
         """Return the link between the group's device and the host. The link is created on first use."""
@@ -207,7 +225,7 @@ class TritonOps:
         if not blocks:
             return None
         staging = torch.empty((len(blocks), group.bytes_per_block), dtype=torch.uint8, device=group.layers[0].device)
-        self.gather(group, blocks, staging)
+        self._other.gather(group, blocks, staging)
         return staging
 
     def _move(self, group: GroupPages, move: moves.Move) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
+from kvplane_worker.ops.interface import Batch, GroupPages, LayerAttention, WarmUp
 from kvplane_worker.ops.triton_ops import attention, moves, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
@@ -26,36 +26,15 @@ from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 PACKAGE = "kvplane_worker."
 # Queries per row of the batches that are compiled for: none given (one each), few, and many.
 QUERIES = (0, 2, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The attention of layers with equal pages and rules.
-
-    Attributes:
-        pages: the pages of one of these layers.
-        q_heads: query heads of the rank.
-        dtype: element type of queries and new tokens.
-        rule: the rule, with tensors of its sinks and slopes if there are any.
-    """
-
-    pages: AttentionPages
-    q_heads: int
-    dtype: torch.dtype
-    rule: AttentionRule
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """What a warm-up did.
-
-    Attributes:
-        kernels: the name of each kernel that was compiled or loaded from Triton's cache; of a family, once per kernel.
-        cpu_s: CPU time of this process and of the compilers that it started, in seconds.
-    """
-
-    kernels: tuple[str, ...]
-    cpu_s: float
+# Kernels of an operation. Those in STAGED also have a form for the host link, with few programs.
+KINDS = {
+    "copy_pages": (int(COPY),),
+    "zero_pages": (int(ZERO),),
+    "gather": (int(GATHER),),
+    "scatter": (int(SCATTER),),
+    "checksum": (int(CHECKSUM), int(CHECKED_GATHER)),
+}
+STAGED = (int(GATHER), int(SCATTER))
 
 
 class Watch:
@@ -119,57 +98,65 @@ def warm_up(launches: Iterable[Launch], threads: int = 0) -> WarmUp:
     return WarmUp(tuple(warmed), sum(os.times()[:4]) - sum(before[:4]))
 
 
-def engine_launches(groups: Sequence[GroupPages], layers: Sequence[Attention], chip: Chip) -> Iterator[Launch]:
-    """Return launches of every kernel with which an engine attends, writes tokens, and zeroes and copies its pages."""
+def launches_of(
+    groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention], chip: Chip
+) -> Iterator[Launch]:
+    """Return a launch of every kernel that `TritonOps.warm_up` compiles."""
     for layer in layers:
-        for queries in QUERIES:
-            yield from attention.launches(call_of(layer, queries), chip)
-        yield write_of(layer, chip)
+        if not attention.pages_refusal(query_of(layer, 1), layer.pages):
+            for queries in QUERIES:
+                yield from attention.launches(call_of(layer, queries), chip)
+        key, value = written(layer)
+        if not (key.refusal() or value.refusal()):
+            slots = torch.zeros(1, dtype=torch.int64, device=layer.pages.k.device)
+            yield writes.write_launch(key, value, slots, chip)
     for group in groups:
-        yield from move_launches(group, (COPY, ZERO))
+        if group.layers and not moves.refusal(group):
+            for operation in operations:
+                for kind in KINDS[operation]:
+                    yield move_of(group, kind)
+                    if kind in STAGED:
+                        yield move_of(group, kind, background=True)
 
 
-def worker_launches(groups: Sequence[GroupPages]) -> Iterator[Launch]:
-    """Return launches of every kernel with which a worker moves and sums whole pages on its device."""
-    for group in groups:
-        yield from move_launches(group, (COPY, ZERO, GATHER, SCATTER, CHECKSUM, CHECKED_GATHER))
+def query_of(layer: LayerAttention, queries: int) -> Tensor:
+    """Return queries of a layer."""
+    pages = layer.pages.k
+    return torch.empty((queries, layer.q_heads, pages.shape[3]), dtype=layer.dtype, device=pages.device)
 
 
-def call_of(layer: Attention, queries: int) -> attention.Call:
+def call_of(layer: LayerAttention, queries: int) -> attention.Call:
     """Return a call for one row; 0 queries = one, without query starts."""
     device = layer.pages.k.device
     starts = torch.tensor([0, queries], dtype=torch.int32, device=device) if queries else None
     one = torch.ones((1, 1), dtype=torch.int32, device=device)
-    query = torch.empty((max(1, queries), layer.q_heads, layer.pages.k.shape[3]), dtype=layer.dtype, device=device)
+    query = query_of(layer, max(1, queries))
     return attention.keys_and_values(query, layer.pages, Batch(one, one[0], starts), layer.rule)
 
 
-def write_of(layer: Attention, chip: Chip) -> Launch:
-    """Return the launch that writes one token."""
+def written(layer: LayerAttention) -> list[writes.Written]:
+    """Return the arguments of the write of one token: keys, and values."""
     pages = layer.pages
-    key, value = (
+    return [
         writes.Written(torch.empty((1, *part.shape[2:]), dtype=layer.dtype, device=part.device), part, scale)
         for part, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
-    )
-    return writes.write_launch(key, value, torch.zeros(1, dtype=torch.int64, device=pages.k.device), chip)
+    ]
 
 
-def move_launches(group: GroupPages, kinds: Sequence[Any]) -> Iterator[Launch]:
-    """Return a launch of each kind for one block of a group."""
-    if not group.layers or moves.refusal(group):
-        return
+def move_of(group: GroupPages, kind: int, background: bool = False) -> Launch:
+    """Return the launch that moves or sums one block of a group; see `moves.Move`."""
     device, table = group.layers[0].device, moves.LayerTable.of(group)
     ids = moves.on_device([1], device)
     row = torch.empty((1, group.bytes_per_block), dtype=torch.uint8, device=device)
     sums = torch.empty(1, dtype=torch.int64, device=device)
-    for kind in kinds:
-        yield moves.move_launch(
-            table,
-            moves.Move(
-                int(kind),
-                ids,
-                targets=ids if kind == COPY else None,
-                staging=row if kind in (GATHER, SCATTER, CHECKED_GATHER) else None,
-                sums=sums if kind in (CHECKSUM, CHECKED_GATHER) else None,
-            ),
-        )
+    return moves.move_launch(
+        table,
+        moves.Move(
+            kind,
+            ids,
+            targets=ids if kind == COPY else None,
+            staging=row if kind in (GATHER, SCATTER, CHECKED_GATHER) else None,
+            sums=sums if kind in (CHECKSUM, CHECKED_GATHER) else None,
+            background=background,
+        ),
+    )
