@@ -24,7 +24,7 @@ def test_attention_in_pieces_is_equal(monkeypatch, operation, elements):
 
 
 def test_checksums_in_pieces_are_equal(monkeypatch):
-    monkeypatch.setattr(pages, "PIECE_BYTES", 3000)
+    monkeypatch.setitem(pages.PIECE_BYTES, "cpu", 3000)
     assert run(SUBJECTS["torch"]("cpu"), "checksum", range(25)) == []
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from ctypes import memmove
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from kvplane_worker.ops.interface import GroupPages
 
-# Most bytes that checksums are computed from at a time.
-PIECE_BYTES = 1 << 23
+# Most bytes that checksums are computed from at a time. Their intermediate results fit a processor's cache.
+PIECE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 23}
 WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B1
 
 
 def copy(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -36,6 +40,10 @@ def zero(group: GroupPages, blocks: Sequence[int]) -> None:
 
 def gather(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
     """Copy blocks into the rows of staging, uint8 [len(blocks), bytes per block]."""
+    if on_host(group, staging):
+        for pages, rows, size in runs_on_host(group, blocks, staging):
+            move(rows, pages, size)
+        return
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         part.copy_(layer[at])
@@ -43,35 +51,80 @@ def gather(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
 
 def scatter(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
     """Copy the rows of staging, uint8 [len(blocks), bytes per block], into blocks."""
+    if on_host(group, staging):
+        for pages, rows, size in runs_on_host(group, blocks, staging):
+            move(pages, rows, size)
+        return
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         layer[at] = part.to(layer.device)
 
 
 def checksum(group: GroupPages, blocks: Sequence[int]) -> Tensor:
-    """Return checksums, int64 [len(blocks)]. The sums are computed in int64 and masked to 32 bits, so that products
-    wrap as in 32-bit arithmetic.
-    """
+    """Return checksums, int64 [len(blocks)]. Words are int32; sums and products wrap as those of unsigned ones."""
     device, num_bytes = group.layers[0].device, group.bytes_per_block
-    sums = torch.empty(len(blocks), dtype=torch.int64, device=device)
-    at_once = max(1, PIECE_BYTES // max(1, num_bytes))
-    for start in range(0, len(blocks), at_once):
-        some = blocks[start : start + at_once]
-        rows = torch.zeros((len(some), -(-num_bytes // 4) * 4), dtype=torch.uint8, device=device)
-        gather(group, some, rows[:, :num_bytes])
-        words = rows.view(torch.int32).long() & WORD
-        number = torch.arange(1, words.shape[1] + 1, device=device)
-        sums[start : start + at_once] = mix((words + number * 0x9E3779B1) & WORD).sum(1) & WORD
-    return sums
+    num_words = -(-num_bytes // 4)
+    sums = torch.zeros(len(blocks), dtype=torch.int64, device=device)
+    rows_at_once = max(1, PIECE_BYTES[device.type] // max(4, 4 * num_words))
+    words_at_once = max(1, PIECE_BYTES[device.type] // (4 * rows_at_once))
+    rows = torch.zeros((rows_at_once, 4 * num_words), dtype=torch.uint8, device=device)
+    number = torch.arange(1, num_words + 1, dtype=torch.int32, device=device).mul_(signed(GOLDEN))
+    for start in range(0, len(blocks), rows_at_once):
+        some = blocks[start : start + rows_at_once]
+        gather(group, some, rows[: len(some), :num_bytes])
+        words = rows[: len(some)].view(torch.int32)
+        for first in range(0, num_words, words_at_once):
+            piece = words[:, first : first + words_at_once] + number[first : first + words_at_once]
+            sums[start : start + len(some)] += mix(piece).sum(1)
+    return sums.bitwise_and_(WORD)
 
 
 def mix(h: Tensor) -> Tensor:
-    """Return the result of MurmurHash3's finalizer for 32-bit values that are stored in int64."""
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & WORD
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & WORD
-    return h ^ (h >> 16)
+    """Overwrite 32-bit values, int32, with the result of MurmurHash3's finalizer, and return them."""
+    high = torch.empty_like(h)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        torch.bitwise_right_shift(h, shift, out=high)
+        h.bitwise_xor_(high.bitwise_and_(WORD >> shift))  # the shift copies the sign, the mask removes the copies
+        if factor > 1:
+            h.mul_(signed(factor))
+    return h
+
+
+def signed(word: int) -> int:
+    """Return the signed value of an unsigned word of 32 bits."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def on_host(group: GroupPages, staging: Tensor) -> bool:
+    """Whether pages and staging are host memory, and the bytes of each page and row are contiguous."""
+    return all(each.device.type == "cpu" and each.stride(1) == 1 for each in (staging, *group.layers))
+
+
+def runs_on_host(
+    group: GroupPages, blocks: Sequence[int], staging: Tensor
+) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
+    """Yield (addresses in the pages, addresses in the rows, bytes at each) for every run of layers whose pages of a
+    block are contiguous.
+    """
+    runs = list[tuple[int, int, int, int]]()  # of block 0: address, bytes between blocks, offset in the row, bytes
+    offset = 0
+    for layer in group.layers:
+        address, stride, size = layer.data_ptr(), layer.stride(0), layer.shape[1]
+        if runs and runs[-1][:2] == (address - runs[-1][3], stride):
+            address, _, first, before = runs.pop()
+            runs.append((address, stride, first, before + size))
+        else:
+            runs.append((address, stride, offset, size))
+        offset += size
+    row, width = staging.data_ptr(), staging.stride(0)
+    for address, stride, offset, size in runs:
+        rows = [row + offset + at * width for at in range(len(blocks))]
+        yield [address + block * stride for block in blocks], rows, size
+
+
+def move(dst: Sequence[int], src: Sequence[int], num_bytes: int) -> None:
+    """Copy bytes from each address in `src` to the one in `dst`, without the interpreter's lock."""
+    deque(map(memmove, dst, src, repeat(num_bytes)), maxlen=0)
 
 
 def ids(group: GroupPages, blocks: Sequence[int]) -> Tensor:
