@@ -159,8 +159,8 @@ prints the values in force and where each comes from.
 def command_section(path: str, command: Any) -> Iterator[str]:  # noqa: ANN401 - click's or typer's own, by version
     """Yield the Markdown of a command, or of each command of a group."""
     if hasattr(command, "commands"):
-        for name, part in command.commands.items():
-            yield from command_section(f"{path} {name}", part)
+        for name in command.list_commands(None):
+            yield from command_section(f"{path} {name}", command.get_command(None, name))
         return
     arguments = [one.name.upper() for one in command.params if one.param_type_name == "argument"]
     yield from ("", f"## {path}", "", f"    {' '.join([path, *arguments])}", "")

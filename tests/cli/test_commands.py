@@ -20,7 +20,7 @@ from kvplane.base.errors import (
 )
 from kvplane_service.cli import COMMANDS, exit_code
 
-HEAVY = ("grpc", "google.protobuf", "uvloop", "yaml", "asyncio", "torch", "redis")
+HEAVY = ("grpc", "google.protobuf", "uvloop", "yaml", "asyncio", "torch", "redis", "rich", "numpy", "kvplane.api")
 HELP = f"""
 import sys
 from typer.testing import CliRunner
@@ -36,6 +36,37 @@ print(*(name for name in {HEAVY!r} if name in sys.modules))
 def test_help_names_every_command_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+# What a command imports is most of the CPU time that it takes.
+STARTED = f"""
+import sys
+from kvplane_service.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+names = [name for name in sys.modules if name.startswith(("kvplane_service.cli.", "kvplane_fleet"))]
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+sys.stderr.write(f"{{len(sys.modules)}} {{' '.join(heavy)}} {{' '.join(names)}}")
+"""
+
+
+def modules_after(*words: str) -> list[str]:
+    """Number of modules after a command, those of HEAVY among them, and those of the command line."""
+    done = subprocess.run([sys.executable, "-c", STARTED, *words], capture_output=True, text=True, timeout=60)
+    return done.stderr.splitlines()[-1].split()
+
+
+def test_start_imports_few_modules_and_those_of_the_given_command_alone():
+    number, *names = modules_after("--help")
+    assert int(number) < 250
+    assert not {"rich", "grpc"} & set(names)
+    number, *names = modules_after("status", "--service", "127.0.0.1:1")
+    assert int(number) < 520
+    assert "grpc" in names, "the status was asked for"
+    assert not {"rich", "numpy", "yaml", "kvplane.api", "kvplane_service.cli.replay"} & set(names)
+    assert not any(name.startswith(("kvplane_fleet", "kvplane_service.cli.plan")) for name in names)
 
 
 @pytest.mark.parametrize("word", ["version", "--version"])

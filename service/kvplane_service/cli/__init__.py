@@ -1,15 +1,18 @@
 """The command line `kvplane`. Commands print text on standard output, and an error as one line on standard error.
 
-A command is a function `<name>_command` in the module that COMMANDS lists. It imports gRPC, torch and the service
-inside the function, so that `kvplane --help` loads none of them.
+A command is a function `<name>_command` in the module that COMMANDS lists; a group of commands is the `app` of a module
+that GROUPS lists. Only the module of the given command is imported, and the commands import gRPC, torch and the service
+inside their functions, so that `kvplane --help`, which imports every module, loads none of them.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
 from kvplane_service.cli import interrupt
@@ -47,13 +50,44 @@ COMMANDS = {
     "version": "kvplane_service.cli.server",
 }
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, context_settings={"help_option_names": ["-h", "--help"]})
-app.callback(help="Control plane of the KV cache of LLM inference engines.")(root_command)
-for name, module in COMMANDS.items():
+GROUPS = {"store": "kvplane_service.cli.store", "fleet": "kvplane_fleet.cli"}
+
+
+class Commands(TyperGroup):
+    """Imports a command when it is looked up, and all of them to list them or to suggest one for a wrong name."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401 - click's or typer's own, by version
+        """Return a command, or None if there is none of this name."""
+        names = (*COMMANDS, *GROUPS)
+        for name in (cmd_name,) if cmd_name in names else names:
+            if name not in self.commands:
+                self.commands[name] = _load(name)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401
+        """Return the names of all commands, in their order in the help."""
+        self.get_command(ctx, "")
+        return [*COMMANDS, *GROUPS]
+
+
+def _load(name: str) -> Any:  # noqa: ANN401
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    if name in GROUPS:
+        app.add_typer(importlib.import_module(GROUPS[name]).app, name=name)
+        group: Any = typer.main.get_command(app)
+        return group.commands[name]
     function = "command" if name == "worker" else f"{name}_command"
-    app.command(name)(getattr(importlib.import_module(module), function))
-app.add_typer(importlib.import_module("kvplane_service.cli.store").app, name="store")
-app.add_typer(importlib.import_module("kvplane_fleet.cli").app, name="fleet")
+    app.command(name)(getattr(importlib.import_module(COMMANDS[name]), function))
+    return typer.main.get_command(app)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain text: rich takes half of the time of --help
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+app.callback(help="Control plane of the KV cache of LLM inference engines.")(root_command)
 
 
 def exit_code(error: KvplaneError) -> int:

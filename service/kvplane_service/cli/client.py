@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvplane.base.errors import NotFound, Unavailable
 from kvplane_service.cli.options import SERVICE_VARIABLE, TOKEN_VARIABLE, given_access
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
     """Yield a client of the service. By default it does not retry a failed call, so that the operator sees the failure
     at once.
     """
-    from kvplane import connect
+    from kvplane.blocking.client import connect
     from kvplane.sansio.retry import RetryPolicy
 
     access, retry = given_access(), RetryPolicy() if with_retries else RetryPolicy(attempts=1)
@@ -35,8 +36,6 @@ def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
 @contextmanager
 def address_remedy() -> Iterator[None]:
     """Add a remedy to an Unavailable error that has none: how to name another address of the service."""
-    from kvplane import Unavailable
-
     try:
         yield
     except Unavailable as error:
@@ -46,8 +45,6 @@ def address_remedy() -> Iterator[None]:
 
 def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[DescribeReplicaResponse]:
     """Yield the description of each replica; a replica that was deregistered since it was listed is skipped."""
-    from kvplane import NotFound
-
     for one in replicas:
         with suppress(NotFound):
             yield client.describe_replica(one.replica)

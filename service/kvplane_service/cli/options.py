@@ -75,7 +75,8 @@ _FORMATS = "table, wide, name, json, yaml, jsonpath=PATH"
 
 def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
     """Return the names of replicas for shell completion, or nothing if the service does not answer within a second."""
-    from kvplane import KvplaneError, connect
+    from kvplane.base.errors import KvplaneError
+    from kvplane.blocking.client import connect
 
     try:
         address, access = context.params.get("service") or DEFAULT_SERVICE, given_access()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvplane.base.hashing import native
 from kvplane_service.cli.options import ConfigFile, Listen, Settings, load_config, version_text
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ def _print_addresses(app: App) -> None:
 
     One write: a parent that reads the first lines and closes the pipe does not end the service.
     """
+    from kvplane.base.hashing import native
     from kvplane_service.replicas import cores
 
     lines = [f"serving on {app.address}"]

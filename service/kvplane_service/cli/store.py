@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvplane_service.cli.options import ConfigFile, Settings, load_config
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvplane_service.store.interface import IndexStore
     from kvplane_service.store.loading import LoadedLog
     from kvplane_service.store.registration import ReplicaRecord
@@ -110,6 +110,8 @@ def _run(command: Callable[[Console, Content], Awaitable[None]], store: IndexSto
     """
     import asyncio
 
+    from rich.console import Console
+
     console = Console()
 
     async def run() -> None:
@@ -153,6 +155,8 @@ async def _read(console: Console, store: IndexStore, record: ReplicaRecord) -> L
 @contextmanager
 def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar if the output is a terminal, and yield a function that advances it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvplane.base.errors import InvalidArgument
 from kvplane_service.cli.client import client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service
 from kvplane_service.cli.output import age, columns, show, word
@@ -61,7 +62,6 @@ def explain_command(
     grpcurl: Grpcurl = False,
 ) -> None:
     """Explain the prefix-cache hit length of a prompt or of an admitted request."""
-    from kvplane import InvalidArgument
     from kvplane.unary import calls
 
     if bool(request) == (tokens is not None):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from kvplane.base.errors import InvalidArgument, NotFound
+
 if TYPE_CHECKING:
     from kvplane import Content
 
@@ -22,7 +24,8 @@ Lora: TypeAlias = Annotated[str, typer.Option(help="LoRA adapter of the prompt: 
 
 def content_of(file: Path, domain: str, salt: str, lora: str) -> Content:
     """Return the prompt whose token ids are in the file. Raises NotFound, InvalidArgument."""
-    from kvplane import Content, ExtraKeys, InvalidArgument, NotFound
+    from kvplane.base.requests import Content
+    from kvplane.base.step import ExtraKeys
 
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from kvplane.base.errors import Unavailable
 from kvplane_service.cli.client import address_remedy, client_of, described, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, FAILED, TABLE, Grpcurl, Output, Service, Watch, given_access
 from kvplane_service.cli.output import age, columns, repeat, show, store_word, text_of, word
@@ -209,8 +210,6 @@ def drain_command(
 
 
 def _wait_for_exit(service: str) -> None:
-    from kvplane import Unavailable
-
     with client_of(service) as client:
         while True:
             try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane_service.cli.client import client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Grpcurl, Output, Replica, Service, Watch
 from kvplane_service.cli.output import columns, fields_of, repeat, request_state, show, text_of
@@ -33,7 +34,6 @@ def lookup_command(
     Changes nothing, not even which block is evicted next. Replicas whose engine is not connected have no hit; the last
     column says why.
     """
-    from kvplane import InvalidArgument
     from kvplane.unary import calls
 
     if bool(request) == (tokens is not None) or (request and not replica):
@@ -58,8 +58,6 @@ def lookup_command(
 
 
 def _hit(client: Client, replica: str, what: Content | str) -> dict[str, Any]:
-    from kvplane import FailedPrecondition, NotFound
-
     try:
         found = client.find_cache_hit(replica, what)
     except (FailedPrecondition, NotFound) as error:  # its engine is not connected, or it was deregistered

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -121,6 +120,8 @@ def _measure(client: Client, load: Load, number: int) -> Figures:
     finally:
         with suppress(NotFound):
             client.deregister_replica(name)
+    from statistics import quantiles
+
     cuts = quantiles(waits_ns, n=100) if len(waits_ns) > 1 else waits_ns * 99
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
     rates = (len(waits_ns) / whole_s, tokens / whole_s, cuts[49] / _NS_PER_MS, cuts[98] / _NS_PER_MS)
