@@ -139,6 +139,7 @@ class RankProcess:
             rank.claim(message.epoch, message.next_seq)
             if not self._queued:
                 rank.launches_ended()
+            self._site.claimed_from[message.epoch] = message.service
             self._world.record(history.Claimed(self.place, message.epoch, message.ahead, message.service))
         else:
             await self._run_alone(rank, message)

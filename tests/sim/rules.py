@@ -101,17 +101,24 @@ def stamps_version_content(history: History) -> Iterator[str]:
 def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
     """A new engine life keeps a key only if every rank's table has its stamp.
 
-    Exception: an opening that its engine abandoned before a launch without an answer has stamps from before that launch
-    if no worker could be claimed. No rank carries out orders of such a life.
+    Exceptions: an opening that its engine abandoned and that a service reads late has old stamps if no worker could be
+    claimed: from before a launch without an answer, or from before the steps of another service, which began the same
+    epoch for the next attempt. No rank carries out orders of such a life.
     """
     obeyed = {(record.place[0], record.epoch) for record in history.of(CarriedOut)}
     invalid = defaultdict[str, set[int]](set)
+    service_of: dict[tuple[str, int], int] = {}
     for _, record in history.records:
         if isinstance(record, Invalidated):
             invalid[record.place[0]].update(record.blocks)
+        if isinstance(record, CarriedOut):
+            service_of[record.place[0], record.epoch] = record.service
         if not isinstance(record, Began):
             continue
-        given_up = invalid[record.replica] if (record.replica, record.epoch) not in obeyed else set()
+        life = record.replica, record.epoch
+        if service_of.get(life, record.service) != record.service:
+            continue
+        given_up = invalid[record.replica] if life not in obeyed else set()
         for block, stamp in record.kept:
             says = {table[block] for table in record.shown}
             if not stamp or (says != {stamp} and not (block in given_up and says <= {0, stamp})):

@@ -62,9 +62,10 @@ CONFIG = Config(
 class Service:
     """One service process, started by `main`; only the store survives it."""
 
-    def __init__(self, world: World, number: int, address: str) -> None:
-        self.world, self.number, self.address = world, number, address
-        self.process = world.processes.start(f"service {number} at {address}")
+    def __init__(self, world: World, nth: int, address: str) -> None:
+        self.world, self.address = world, address
+        self.process = world.processes.start(f"service {nth} at {address}")
+        self.number = self.process.pid  # as ranks know it
         config = CONFIG.model_copy(update={"listen": address, "store_timeout_ms": world.store_timeout_ms})
         self.registry = Registry(config, world.loop.clock_ns)
         rng = world.rng
@@ -320,13 +321,15 @@ class Service:
 
     def _look_at_pages(self, host: ReplicaHost) -> None:
         """Check every published page, unless the service's state is outdated: its worker died, or another service has
-        the session; then no engine gets anything from this service.
+        the session, also under the same epoch; then no engine gets anything from this service.
         """
         site = self.world.sites[host.name]
         if site.is_mirrored:
             return  # the engine checks its own, and a service follows later
         owner = max(memory.table.owner_epoch for memory in site.memories)
         if not self.is_current or site.incarnation != self._seen[host.name].incarnation or owner > host.epoch:
+            return
+        if site.claimed_from.get(host.epoch, self.number) != self.number:
             return
         try:
             pages = [memory.pages for memory in site.memories]

@@ -115,6 +115,10 @@ def test_rule_finds_further_violations():
     assert not list(RULES["the stamp table belongs to the memory"](history(late))), "an opening that was given up"
     assert list(RULES["the stamp table belongs to the memory"](history([*late, carried(1)])))
     assert list(RULES["the stamp table belongs to the memory"](history(late[1:])))
+    wrong = began(kept=((1, 7),))
+    assert not list(RULES["the stamp table belongs to the memory"](history([carried(1, service=2), wrong])))
+    assert list(RULES["the stamp table belongs to the memory"](history([wrong, carried(1, service=2)])))
+    assert list(RULES["the stamp table belongs to the memory"](history([carried(1), wrong])))
     assert list(RULES["orders run once"](history([carried(1), h.Executed(HERE, 5, 2)])))
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
 
