@@ -179,7 +179,9 @@ class Registry:
         if entry is None:
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
-            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
+            workers = WorkerRoster(
+                registration.plans, registration.num_ranks, lease_ms, self._clock, registration.spec.tiers
+            )
             unary = UnaryCalls(host, self._config, self._hasher, self._offload)
             entry = Entry(registration, host, unary, workers, self._offload)
             self._entries[name] = entry

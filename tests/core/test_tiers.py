@@ -350,6 +350,37 @@ def test_a_job_that_was_never_ordered_is_refused_and_one_that_ended_is_ignored(e
     assert not engine.cache(**{name: [job]}).preempted
 
 
+def test_jobs_of_earlier_lives_are_ended_together(engine):
+    """An engine that begins knows no job of the life before, but that no mover works on one any more."""
+    engine.serve(0, "aaaabbbbcccc")
+    for filler in FILLERS:
+        engine.serve(1, filler)
+    old = set(engine.tiers.jobs.numbers())
+    assert old
+    engine.replica.begin_epoch(1, list(engine.pool.stamp))
+    engine.seq = 0
+    engine.serve(1, "7777888899990000")
+    (first_new, *_) = sorted(set(engine.tiers.jobs.numbers()) - old)
+    assert engine.tiers.each[0].num_free + len(engine.tiers.jobs) == 64
+    engine.cache(jobs_before=first_new)
+    assert min(engine.tiers.jobs.numbers()) == first_new
+    assert engine.tiers.counters.failed == len(old)
+    inspect.check(engine.replica)
+
+
+def test_jobs_that_do_not_exist_yet_are_not_ended(engine):
+    text = evicted(engine)
+    asked = engine.ask(3, text)
+    with pytest.raises(InvalidArgument) as refused:
+        engine.cache(jobs_before=engine.tiers.last_job + 2)
+    assert refused.value.field == "parts[0].cache.jobs_before"
+    engine.seq -= 1
+    assert engine.cache(jobs_before=engine.tiers.last_job + 1).preempted == [3]
+    assert asked.hit
+    with pytest.raises(InvalidArgument, match="last one, 0"):
+        Engine(full()).cache(jobs_before=2)
+
+
 def test_a_row_with_load_has_nothing_external(engine):
     engine.add(3, "aaaab")
     for change in ({"external": [4]}, {"flags": [LOAD | int(RowFlag.DELAY_CACHING)]}, {"flags": [LOAD | 8]}):

@@ -129,6 +129,11 @@ class TierEngine(RandomEngine):
         if self.reported_jobs and self._chance(20):
             again = self.rng.choice(self.reported_jobs)
             self.rng.choice([cache.jobs_done, cache.jobs_failed]).append(again)
+        if self._chance(10):  # all that is older than the oldest job that a mover has, or that is not reported
+            waiting = [*(job.number for job in self.jobs), *(number for number, _, _ in self.reports)]
+            cache.jobs_before = min(waiting, default=self.replica.coordinator.tiers.last_job + 1)
+            over_too = {job for _, job in self.waits.values() if job < cache.jobs_before}
+            self.waits = {slot: one for slot, one in self.waits.items() if one[1] not in over_too}
         self.reported_jobs += [number for number, _, _ in ready]
         over = {number for number, _, _ in ready}
         self.waits = {slot: one for slot, one in self.waits.items() if one[1] not in over}

@@ -173,7 +173,7 @@ class FactApplier:
         for failed in cache.failed_steps:
             result.preempted.extend(self._tracker.fail_step(failed))
         dropped = [self._evict(block) for block in cache.evicted]
-        if cache.jobs_done or cache.jobs_failed:
+        if cache.jobs_done or cache.jobs_failed or cache.jobs_before:
             self._tier_loads.end_jobs(cache, result)
         if any(dropped):
             self._blocks.register_again(cache.evicted)

@@ -30,6 +30,8 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
     if cache.jobs_done or cache.jobs_failed:
         yield f"jobs of the movers: {_numbers(cache.jobs_done)} done, {_numbers(cache.jobs_failed)} failed"
+    if cache.jobs_before:
+        yield f"jobs of the movers before {cache.jobs_before}: failed, if they were not reported"
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
         yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NoPlan, NotFound, WorkerExists
+from kvplane.base.groups import TierSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.worker import Assignment, WorkerInfo
 
@@ -25,11 +26,19 @@ class WorkerRoster:
     still exist.
     """
 
-    def __init__(self, plans: tuple[RankPlan, ...], num_ranks: int, lease_ms: int, clock: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        plans: tuple[RankPlan, ...],
+        num_ranks: int,
+        lease_ms: int,
+        clock: Callable[[], int],
+        tiers: tuple[TierSpec, ...] = (),
+    ) -> None:
         """`plans`: memory plans, one per pipeline stage; empty if the groups were given explicitly. `clock`: monotonic
-        nanoseconds.
+        nanoseconds. `tiers`: of the replica.
         """
         self._plans = plans
+        self._tiers = tiers
         self._num_ranks = num_ranks
         self.lease_ms = lease_ms
         self._clock = clock
@@ -45,7 +54,7 @@ class WorkerRoster:
         plan = self._plan_of(info.rank)
         self._check_free(info)
         self._keep(info)
-        return Assignment(plan, self._num_ranks, self.lease_ms)
+        return Assignment(plan, self._num_ranks, self.lease_ms, self._tiers)
 
     def renew(self, info: WorkerInfo) -> None:
         """Renew the worker's lease.

@@ -201,6 +201,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         commit=decode_enum(replica_pb2.CommitRule, "COMMIT_RULE", source.commit, "commit", CommitRule.SAFE),
         align=_align(plan),
         eviction=wire.decode_policy(source),
+        tiers=wire.decode_tiers(source.tiers),
     )
     warnings = tuple(warning.message for warning in plan.warnings)
     plans = tuple(to_rank_plan(plan, stage) for stage in range(len(plan.workers)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvplane.base.groups import CommitRule, Drafter, EvictionPolicy, HashAlgorithm, Planner
+from kvplane.base.groups import CommitRule, Drafter, EvictionPolicy, HashAlgorithm, Planner, TierSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 
 
@@ -34,6 +34,7 @@ class PoolSettings:
             `is_draft`.
         planner: how layers are distributed over groups. BEST needs memory_bytes, and an engine that uses the placement
             of the answer.
+        tiers: as in ReplicaSpec; needs `namespace_digest` at the registration.
     """
 
     memory_bytes: int = 0
@@ -52,6 +53,7 @@ class PoolSettings:
     hash_seed: str = ""
     eviction: EvictionPolicy | None = None
     planner: Planner = Planner.REFERENCE
+    tiers: tuple[TierSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

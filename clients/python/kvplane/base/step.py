@@ -136,6 +136,7 @@ class Cache:
     loads_over: list[int] = field(default_factory=list)  # blocks of `Opened.busy_blocks` whose loads ended
     jobs_done: list[int] = field(default_factory=list)  # u64: jobs of `Orders` that every rank has done and verified
     jobs_failed: list[int] = field(default_factory=list)  # u64: jobs that failed, and that no rank works on any more
+    jobs_before: int = 0  # u64: jobs with lower numbers that were not reported have failed, as those of `jobs_failed`
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import TierSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamps import MAX_EPOCH
 
@@ -82,11 +83,13 @@ class Assignment:
         plan: memory layout of the worker's rank.
         num_ranks: number of ranks of the replica.
         lease_ms: the registration expires if the worker does not renew it for this number of milliseconds.
+        tiers: the tiers of the replica; the worker holds all their slots, with the bytes of its rank.
     """
 
     plan: RankPlan
     num_ranks: int
     lease_ms: int
+    tiers: tuple[TierSpec, ...] = ()
 
 
 def is_socket_path(path: str) -> bool:

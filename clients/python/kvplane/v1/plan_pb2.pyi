@@ -87,16 +87,18 @@ class RegisterWorkerRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerResponse(_message.Message):
-    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms")
+    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms", "tiers")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     plan: RankPlan
     plan_digest: str
     num_ranks: int
     lease_ms: int
-    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.TierSpec]
+    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_replica_pb2.TierSpec, _Mapping]]] = ...) -> None: ...
 
 class RenewWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")

@@ -203,7 +203,7 @@ class ReplicaSpec(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
 
 class ModelSource(_message.Message):
-    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config")
+    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config", "tiers")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class ModelSource(_message.Message):
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     tensor_parallel: int
     cache_dtype: str
@@ -246,7 +247,8 @@ class ModelSource(_message.Message):
     eviction: EvictionPolicy
     planner: Planner
     config: str
-    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., config: _Optional[str] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
+    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., config: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
     __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
@@ -323,7 +325,7 @@ class Layer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., format: _Optional[_Union[LayerFormat, _Mapping]] = ..., shares_with: _Optional[str] = ...) -> None: ...
 
 class LayerSource(_message.Message):
-    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner")
+    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "tiers")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +346,7 @@ class LayerSource(_message.Message):
     PREFIX_MATCH_UNIT_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     memory_bytes: int
     num_blocks: int
@@ -364,7 +367,8 @@ class LayerSource(_message.Message):
     prefix_match_unit: int
     eviction: EvictionPolicy
     planner: Planner
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
 
 class PipelineStage(_message.Message):
     __slots__ = ("layer_names",)

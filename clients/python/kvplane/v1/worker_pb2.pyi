@@ -1,4 +1,5 @@
 from kvplane.v1 import plan_pb2 as _plan_pb2
+from kvplane.v1 import replica_pb2 as _replica_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -43,7 +44,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("replica", "worker", "orders_seq", "orders_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
+    __slots__ = ("replica", "worker", "orders_seq", "orders_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy", "tiers")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ORDERS_SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +57,7 @@ class DescribeResponse(_message.Message):
     ATTACHED_PID_FIELD_NUMBER: _ClassVar[int]
     STAGING_ROWS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     worker: _plan_pb2.WorkerInfo
     orders_seq: int
@@ -68,7 +70,28 @@ class DescribeResponse(_message.Message):
     attached_pid: int
     staging_rows: _containers.RepeatedScalarFieldContainer[int]
     busy: bytes
-    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[WorkerTier]
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ..., tiers: _Optional[_Iterable[_Union[WorkerTier, _Mapping]]] = ...) -> None: ...
+
+class WorkerTier(_message.Message):
+    __slots__ = ("kind", "num_blocks", "slot_bytes", "saved_blocks", "loaded_blocks", "loaded_bytes", "discarded_blocks", "refused_blocks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    kind: _replica_pb2.TierKind
+    num_blocks: int
+    slot_bytes: int
+    saved_blocks: int
+    loaded_blocks: int
+    loaded_bytes: int
+    discarded_blocks: int
+    refused_blocks: int
+    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., num_blocks: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("token", "plan_digest", "stamps_only", "opaque_plan")
@@ -83,18 +106,20 @@ class AttachRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ..., plan_digest: _Optional[str] = ..., stamps_only: bool = ..., opaque_plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("pages", "stamps", "staging", "plan", "incarnation")
+    __slots__ = ("pages", "stamps", "staging", "plan", "incarnation", "jobs")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
     pages: MemoryHandle
     stamps: MemoryHandle
     staging: MemoryHandle
     plan: _plan_pb2.RankPlan
     incarnation: int
-    def __init__(self, pages: _Optional[_Union[MemoryHandle, _Mapping]] = ..., stamps: _Optional[_Union[MemoryHandle, _Mapping]] = ..., staging: _Optional[_Union[MemoryHandle, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    jobs: MemoryHandle
+    def __init__(self, pages: _Optional[_Union[MemoryHandle, _Mapping]] = ..., stamps: _Optional[_Union[MemoryHandle, _Mapping]] = ..., staging: _Optional[_Union[MemoryHandle, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ..., incarnation: _Optional[int] = ..., jobs: _Optional[_Union[MemoryHandle, _Mapping]] = ...) -> None: ...
 
 class TransferRequest(_message.Message):
     __slots__ = ("token", "epoch", "kind", "group", "blocks", "dst_blocks", "first_row", "expected_stamps", "seq", "part", "load_after")

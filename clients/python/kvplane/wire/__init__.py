@@ -26,7 +26,7 @@ from kvplane.wire.session import (
     split_stamps,
 )
 from kvplane.wire.sources import encode_layer_source, encode_model_source
-from kvplane.wire.spec import decode_policy, decode_spec, encode_spec
+from kvplane.wire.spec import decode_policy, decode_spec, decode_tiers, encode_spec
 from kvplane.wire.step import decode_extra_keys, decode_step, encode_extra_keys, encode_step
 from kvplane.wire.unary import (
     encode_allocate,
@@ -53,6 +53,7 @@ __all__ = [
     "decode_spec",
     "decode_step",
     "decode_step_error",
+    "decode_tiers",
     "decode_worker",
     "encode_allocate",
     "encode_assignment",

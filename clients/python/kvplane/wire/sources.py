@@ -10,7 +10,7 @@ from kvplane.base.sources import LayerSource, ModelSource, PoolSettings
 from kvplane.v1 import replica_pb2 as pb
 from kvplane.wire.columns import build
 from kvplane.wire.layers import encode_layer
-from kvplane.wire.spec import encode_enum
+from kvplane.wire.spec import encode_enum, encode_tiers
 
 _ENUMS = {
     "commit": (pb.CommitRule, "COMMIT_RULE"),
@@ -37,6 +37,7 @@ def encode_layer_source(source: LayerSource) -> pb.LayerSource:
 
 def _plain_fields(source: PoolSettings, of: type[PoolSettings]) -> dict[str, Any]:
     message = {column.name: getattr(source, column.name) for column in fields(of)}
+    message["tiers"] = encode_tiers(source.tiers)
     message["drafter"] = _DRAFTERS[source.drafter]
     message["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", source.eviction) if source.eviction else 0
     for name, (enum_type, prefix) in _ENUMS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -69,14 +70,7 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
     if spec.eviction is not EvictionPolicy.LRU:  # specs with the default keep their earlier bytes
         fields["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", spec.eviction)
-    fields["tiers"] = [
-        build(
-            pb.TierSpec,
-            f"tiers[{index}]",
-            {"kind": encode_enum(pb.TierKind, "TIER_KIND", tier.kind), "num_blocks": tier.num_blocks},
-        )
-        for index, tier in enumerate(spec.tiers)
-    ]
+    fields["tiers"] = encode_tiers(spec.tiers)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
     fields["align"] = build(pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN})
@@ -100,7 +94,7 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
         eviction=decode_policy(message),
         enable_caching=not message.disable_caching,
         events=not message.disable_events,
-        tiers=tuple(_decode_tier(tier, f"tiers[{index}]") for index, tier in enumerate(message.tiers)),
+        tiers=decode_tiers(message.tiers),
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
         **{name: getattr(message, name) for name in _SAME_IN_REPLICA},
     )
@@ -137,6 +131,23 @@ def _encode_group(group: GroupSpec, where: str) -> pb.GroupSpec:
     fields["mamba_mode"] = encode_enum(pb.MambaMode, "MAMBA_MODE", group.mamba_mode)
     fields["layer_names"] = group.layer_names
     return build(pb.GroupSpec, where, fields)
+
+
+def encode_tiers(tiers: Sequence[TierSpec]) -> list[pb.TierSpec]:
+    """Return the messages of tiers."""
+    return [
+        build(
+            pb.TierSpec,
+            f"tiers[{index}]",
+            {"kind": encode_enum(pb.TierKind, "TIER_KIND", tier.kind), "num_blocks": tier.num_blocks},
+        )
+        for index, tier in enumerate(tiers)
+    ]
+
+
+def decode_tiers(messages: Iterable[pb.TierSpec]) -> tuple[TierSpec, ...]:
+    """Return the tiers of messages. Raises InvalidArgument for a tier without a kind."""
+    return tuple(_decode_tier(tier, f"tiers[{index}]") for index, tier in enumerate(messages))
 
 
 def _decode_tier(message: pb.TierSpec, where: str) -> TierSpec:

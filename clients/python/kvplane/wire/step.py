@@ -222,6 +222,8 @@ def _encode_cache(cache: Cache, where: str) -> dict[str, Any]:
     fields = pack_section(cache, _CACHE, where)
     if cache.reset:
         fields["reset"] = cache.reset
+    if cache.jobs_before:
+        fields["jobs_before"] = cache.jobs_before
     return fields
 
 
@@ -289,7 +291,8 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
         fields["facts"] = _decode_facts(message.facts, digest_size, f"{where}.facts")
     if message.HasField("cache"):
         columns = unpack_section(message.cache, _CACHE, f"{where}.cache")
-        fields["cache"] = Cache(reset=message.cache.reset, **columns)
+        cache = message.cache
+        fields["cache"] = Cache(reset=cache.reset, jobs_before=cache.jobs_before, **columns)
     if message.HasField("news"):
         fields["news"] = _decode_news(message.news, digest_size, f"{where}.news")
     if message.HasField("resume"):

@@ -7,7 +7,7 @@ from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2 as pb
 from kvplane.wire.columns import build
 from kvplane.wire.plan import decode_plan, encode_plan
-from kvplane.wire.spec import decode_enum, encode_enum
+from kvplane.wire.spec import decode_enum, decode_tiers, encode_enum, encode_tiers
 
 _SAME = ("rank", "worker_id", "address", "pid", "device", "incarnation", "owner_epoch", "plan_digest")
 
@@ -36,6 +36,7 @@ def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
         plan_digest=assignment.plan.digest(),
         num_ranks=assignment.num_ranks,
         lease_ms=assignment.lease_ms,
+        tiers=encode_tiers(assignment.tiers),
     )
 
 
@@ -50,4 +51,4 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
             field="plan_digest",
             remedy="use the same version of worker and service",
         )
-    return Assignment(plan, message.num_ranks, message.lease_ms)
+    return Assignment(plan, message.num_ranks, message.lease_ms, decode_tiers(message.tiers))

@@ -119,7 +119,7 @@ class NativeReplica:
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
         self._changed()
-        if any(part.cache.jobs_done or part.cache.jobs_failed for part in step.parts):
+        if any(part.cache.jobs_done or part.cache.jobs_failed or part.cache.jobs_before for part in step.parts):
             self.reference().check(step)  # refuses it: a core without tiers orders no jobs
         kind = _native.read(self._core, step)
         if kind == REFUSED:

@@ -29,7 +29,7 @@ def check_tiers(spec: ReplicaSpec) -> None:
 
 
 def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: str) -> None:
-    """Raise InvalidArgument for jobs that were never ordered, and for loads that are done before they could start.
+    """Raise InvalidArgument for jobs that were not ordered, and for loads that are done before they could start.
 
     `where`: prefix of the names of fields.
     """
@@ -39,6 +39,12 @@ def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: 
             if not 0 < job <= last:
                 field, problem = f"{where}cache.{name}[{row}]", f"job {job} was not ordered; the last one is {last}"
                 raise InvalidArgument(problem, field=field, remedy="report the jobs of Orders")
+    if cache.jobs_before > last + 1:
+        raise InvalidArgument(
+            f"job {cache.jobs_before} is after the last one, {last}",
+            field=f"{where}cache.jobs_before",
+            remedy="give at most the number after the last job; epoch << 32 for the jobs of earlier lives",
+        )
     for row, job in enumerate(cache.jobs_done):
         load = tiers.jobs.loads.get(job) if tiers is not None else None
         if load is not None and load.after > executed_through:

@@ -141,10 +141,11 @@ class TierLoads:
     # -- completion --------------------------------------------------------------------------------------------------
 
     def end_jobs(self, cache: Cache, result: PartResult) -> None:
-        """Apply the jobs that a part reports as done and failed; a job that has ended before changes nothing."""
+        """Apply the ends of jobs that a part reports; a job that has ended before changes nothing."""
         for job in cache.jobs_done:
             self._end(job, True, result)
-        for job in cache.jobs_failed:
+        left = [job for job in self._tiers.jobs.numbers() if job < cache.jobs_before]
+        for job in (*cache.jobs_failed, *left):
             self._end(job, False, result)
 
     def _end(self, job: int, is_done: bool, result: PartResult) -> None:

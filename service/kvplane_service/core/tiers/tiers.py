@@ -108,6 +108,10 @@ class Jobs:
         """Return the jobs that write slots."""
         return [*self.saves.values(), *self.moves.values()]
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all jobs in flight, ascending."""
+        return sorted((*self.loads, *self.saves, *self.moves))
+
     def __len__(self) -> int:
         return len(self.loads) + len(self.saves) + len(self.moves)
 
