@@ -2,9 +2,16 @@
 
     claims ─▶ costs ─▶ policy ─▶ booking ─▶ reports ─▶ fitted costs, claimed against real tokens
 
-A miss is computed while others wait, so its time counts for the prompts in flight too: twice their mean number per
-place. With its own time alone a fleet that runs short of memory spreads prefixes over all engines, and computes them
-repeatedly.
+A miss is computed while others wait, so its time counts for the prompts in flight too: twice their number at the place
+with this one, at most their mean number per place. With its own time alone a fleet that runs short of memory spreads
+prefixes over all engines, and computes them repeatedly; with the mean alone an idle engine is never given a prompt.
+
+A claim is multiplied by the share of the place's recent claims that came true: content for which a prompt waits long in
+a queue may be evicted before it is computed.
+
+An engine caches a window or a state where a prompt ends, and where a second prompt left the first one. So the second
+prompt of a group that shares its beginning hits nothing anywhere, and only where it is computed on the same engine as
+the first one will the third hit. What that saves later is subtracted, as far as no engine has it already.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from kvplane_fleet.work import Booking, Work
 DELAY_WEIGHT = 2.0
 EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
 PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
+SHARED_MEMORY = 0.02  # weight of a prompt in the mean of what recent prompts share
 _UNKNOWN_OUTPUT = 200  # tokens that are generated for a prompt that does not say
 
 Keys = Mapping[Domain, Sequence[int]]
@@ -61,6 +69,21 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Around:
+    """What all places have in common at a decision.
+
+    Attributes:
+        in_flight: mean number of prompts in flight at a place.
+        longest: tokens that the place with the longest hit is expected to hit.
+        now_s: the router's time.
+    """
+
+    in_flight: float
+    longest: int
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """The places, the chosen one first; `name` is "" unless it is booked."""
 
@@ -88,6 +111,7 @@ class Decisions:
         self._prior = Prior(settings.prefill_tokens_per_s, settings.decode_s)
         self._bookings: dict[str, Booking] = {}
         self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
+        self._shared = 0.5  # part of recent prompts that some group of some place had: how probably a later one shares
         self.work: dict[str, Work] = {}
 
     @property
@@ -124,8 +148,12 @@ class Decisions:
         if not allowed:
             raise NotFound(_no_candidate(ask, claims), field="model")
         now_s = self._clock()
-        mean = sum(self.work_of(name).in_flight for name in claims) / len(claims)
-        options = [self._option(claims[name], ask, mean, now_s) for name in allowed]
+        around = Around(
+            sum(self.work_of(name).in_flight for name in claims) / len(claims),
+            max(one.expected for one in claims.values()),
+            now_s,
+        )
+        options = [self._option(claims[name], ask, around) for name in allowed]
         policy = ask.policy or self._settings.policy
         # Places that cannot be reached come last, whatever they claim.
         first_keys = next(iter(keys.values()), ())[:4]
@@ -135,21 +163,26 @@ class Decisions:
         name = self._book(ask, keys, places, now_s) if ask.book else ""
         return Decision(name, policy, places)
 
-    def _option(self, claim: PlaceClaim, ask: Ask, mean_in_flight: float, now_s: float) -> Option:
+    def _option(self, claim: PlaceClaim, ask: Ask, around: Around) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
-        num_tokens, cached = ask.prompt.num_tokens, min(claim.expected, ask.prompt.num_tokens - 1)
+        num_tokens, share = ask.prompt.num_tokens, min(claim.expected / ask.prompt.num_tokens, 1.0)
+        cached = int(work.trust * share * (num_tokens - 1))
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
         evicted = self._evicted(claim, num_tokens)
+        delay = DELAY_WEIGHT * min(around.in_flight, work.in_flight + 1)
+        later, probable = max(claim.single_group - around.longest, 0), work.trust * self._shared
         cost = Cost(
-            queue_s=work.queue_s(now_s),
+            queue_s=work.queue_s(around.now_s),
             miss_s=miss_s,
-            delay_s=DELAY_WEIGHT * mean_in_flight * miss_s,
+            delay_s=delay * miss_s,
             displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
+            later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
         )
         used = place.device_entries / place.capacity if place.capacity else 0.0
-        return Option(claim.place, cached / num_tokens, len(work.waiting(now_s)), work.in_flight, min(used, 1.0), cost)
+        waiting = len(work.waiting(around.now_s))
+        return Option(claim.place, share, waiting, work.in_flight, min(used, 1.0), cost)
 
     def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
         """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""
@@ -165,6 +198,8 @@ class Decisions:
 
     def _book(self, ask: Ask, keys: Keys, places: Sequence[Scored], now_s: float) -> str:
         chosen, name = places[0], secrets.token_hex(8)
+        known = max(max(one.claim.expected, one.claim.single_group) for one in places)
+        self._shared += SHARED_MEMORY * (known / ask.prompt.num_tokens - self._shared)
         place = self._fleet.followed[chosen.claim.place].place
         cost = chosen.option.cost
         booking = Booking(
@@ -178,7 +213,7 @@ class Decisions:
         of_place = keys.get(place.domain) if place.domain else None
         if of_place is not None and chosen.claim.claim is not None:
             place.returns.asked(of_place)
-            place.expect(name, of_place, booking.num_tokens)
+            place.expect(name, of_place, booking.num_tokens, chosen.claim.single_group)
             self._expected[name] = now_s + max(EXPECTED_S, 2 * booking.first_token_s), booking.place
         return name
 

@@ -132,6 +132,8 @@ class PlaceClaim:
         claim: the claim in detail; None if it cannot be computed.
         inexact: why the hit of the engine may be another; "" if it is this one.
         expected: the same length, counting the prompts that were sent to the place and are not yet in its events.
+        single_group: what one group alone would hit, where it is longer than `expected`, as counted there; else 0. A
+            prompt that is computed there leaves what the other groups lack.
     """
 
     place: str
@@ -139,6 +141,7 @@ class PlaceClaim:
     claim: Claim | None
     inexact: str
     expected: int = 0
+    single_group: int = 0
 
 
 class Fleet:
@@ -237,7 +240,10 @@ class _Batch:
             found = claims(index, keys, num_tokens, asked)
             expected = dict(zip(with_expected, found[len(places) :], strict=True))
             for (name, one), claim in zip(places, found, strict=False):
-                tokens = max(claim.tokens, expected.get(name, claim).tokens)
+                counted = expected.get(name, claim)
+                tokens, alone = max(claim.tokens, counted.tokens), max(counted.alone, default=0)
+                single = alone if alone > tokens else 0
                 state = "" if one.state == "current" else f"the place is {one.state}"
-                made.append(PlaceClaim(name, claim.tokens, claim, one.place.layout().inexact or state, tokens))
+                inexact = one.place.layout().inexact or state
+                made.append(PlaceClaim(name, claim.tokens, claim, inexact, tokens, single))
         return made

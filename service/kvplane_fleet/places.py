@@ -210,11 +210,15 @@ class Place:
         cells = [self.cells[Tier.DEVICE, number] for number in layout.groups]
         return Asked(layout.rule, cells, self.expected.cells(layout.groups) if with_expected else ())
 
-    def expect(self, name: str, keys: Sequence[int], num_tokens: int) -> None:
-        """Expect the entries that a prompt will leave, until `expected.forget(name)`. Raises the errors of `layout`."""
-        layout = self.layout()
-        kept = zip(layout.groups, layout.rule.kept(num_tokens), strict=True)
-        self.expected.add(name, {group: [keys[at] for at in units if at < len(keys)] for group, units in kept})
+    def expect(self, name: str, keys: Sequence[int], num_tokens: int, single_group: int = 0) -> None:
+        """Expect the entries that a prompt will leave, until `expected.forget(name)`: where it ends, and where the hit
+        of a single group ended. Raises the errors of `layout`.
+        """
+        layout, units = self.layout(), dict[int, set[int]]()
+        for length in (num_tokens, single_group):
+            for group, kept in zip(layout.groups, layout.rule.kept(length), strict=True):
+                units.setdefault(group, set()).update(at for at in kept if at < len(keys))
+        self.expected.add(name, {group: [keys[at] for at in sorted(ats)] for group, ats in units.items()})
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Return how many entries a prompt of this length leaves. Raises the errors of `layout`."""

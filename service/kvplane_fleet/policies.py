@@ -29,6 +29,7 @@ class Cost:
     delay_s: float = 0.0
     displacement_s: float = 0.0
     decode_s: float = 0.0
+    later_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:
@@ -38,7 +39,7 @@ class Cost:
     @property
     def total_s(self) -> float:
         """All costs."""
-        return self.queue_s + self.miss_s + self.delay_s + self.displacement_s + self.decode_s
+        return self.queue_s + self.miss_s + self.delay_s + self.displacement_s + self.decode_s + self.later_s
 
 
 @dataclass(frozen=True, slots=True)

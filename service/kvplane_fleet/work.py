@@ -9,6 +9,7 @@ time that a prompt's tokens took is that since the first token of the prompt bef
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from kvplane_fleet.costs import EngineCosts
 
 UNREPORTED_S = 2.0  # a prompt counts as computed after this time, or twice the predicted time, if nothing is reported
+TRUST_MEMORY = 0.1  # weight of a claim in the mean of those that came true
 
 
 @dataclass(slots=True)
@@ -95,11 +97,15 @@ class Work:
     Attributes:
         costs: the place's fitted costs.
         truth: the place's claims and what they became.
+        trust: mean share of recent claims that came true; where memory is short, content leaves before its prompt
+            comes.
     """
 
     def __init__(self, costs: EngineCosts) -> None:
         self.costs, self.truth = costs, Truth()
+        self.trust = 1.0
         self._open: dict[str, Booking] = {}
+        self._answered_s = -math.inf  # when the last prompt was booked whose first token was reported
         self._token_s = 0.0  # when the last first token came
 
     def __iter__(self) -> Iterator[Booking]:
@@ -112,7 +118,7 @@ class Work:
 
     def waiting(self, now_s: float) -> list[Booking]:
         """Return the prompts that wait for their first token, the oldest first."""
-        return [one for one in self._open.values() if one.token_s is None and now_s < self._presumed_s(one)]
+        return [one for one in self._open.values() if one.token_s is None and not self._is_presumed(one, now_s)]
 
     def queue_s(self, now_s: float) -> float:
         """Return the seconds until all prompts that wait have their first token."""
@@ -140,6 +146,7 @@ class Work:
         cached = one.expected if one.cached is None else one.cached
         self.costs.take_prefill(max(one.num_tokens - cached, 1), cached, at_s - began)
         one.token_s, one.in_flight = at_s, self.in_flight
+        self._answered_s = max(self._answered_s, one.at_s)
         self._token_s = max(self._token_s, at_s)
         self.truth.regret_s += max(at_s - one.at_s - max(one.best_other_s, 0.0), 0.0)
 
@@ -151,6 +158,8 @@ class Work:
             truth.claimed, truth.real = truth.claimed + one.expected, truth.real + cached
             truth.prompts += one.num_tokens
             truth.differences[cause] += abs(cached - one.expected)
+            if one.expected:
+                self.trust += TRUST_MEMORY * (min(cached / one.expected, 1.0) - self.trust)
         return cause
 
     def end(self, one: Booking, at_s: float, output_tokens: int) -> None:
@@ -165,7 +174,10 @@ class Work:
         del self._open[one.name]
         self.truth.unreported += 1
 
-    def _presumed_s(self, one: Booking) -> float:
-        """Return when a prompt counts as computed although it was not reported."""
+    def _is_presumed(self, one: Booking, now_s: float) -> bool:
+        """Return whether a prompt counts as computed although it was not reported: nothing is reported of this place,
+        or a later prompt was, and engines begin with the oldest.
+        """
         began = one.started_s if one.started_s is not None else one.at_s
-        return began + max(UNREPORTED_S, 2 * one.first_token_s)
+        is_reported = self.costs.samples > 0 and self._answered_s <= one.at_s
+        return not is_reported and now_s >= began + max(UNREPORTED_S, 2 * one.first_token_s)

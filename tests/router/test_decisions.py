@@ -60,6 +60,46 @@ def test_a_hybrid_is_not_expected_to_hit_inside_a_booked_prompt():
     assert seen == {"full": 40 * BLOCK, "hybrid": 0}
 
 
+def test_the_second_prompt_of_a_group_goes_where_the_first_was_and_the_third_hits_there():
+    """The first prompt leaves no window where the second one leaves it; the second does, where the first was."""
+    scene, shared = Scene("a", "b", "c", groups=GROUPS), tokens(1, 400)
+    first = [*shared, *tokens(2, 10)]
+    scene.stores("b", first, only=0)
+    scene.stores("b", first[-2 * BLOCK :], only=1)
+    decision = scene.score([*shared, *tokens(3, 10)], book=True)
+    assert chosen(decision) == "b"
+    assert [one.option.cost.later_s < 0 for one in decision.places] == [True, False, False]
+    third = scene.score([*shared, *tokens(4, 10)])
+    assert chosen(third) == "b"
+    assert third.places[0].claim.expected == 400 * BLOCK
+    assert all(one.option.cost.later_s == 0 for one in third.places), "b has it as a whole"
+
+
+def test_claims_of_a_place_count_by_the_share_that_came_true_there():
+    scene, prompt = Scene("a", "b"), tokens(1, 40)
+    scene.stores("a", prompt)
+    before = scene.score(prompt).places[0].option.cost.miss_s
+    for cached in (0,) * 40:
+        name = scene.book(prompt, candidates=frozenset("a"))[1]
+        scene.decisions.ended(name, Event(scene.clock(), cached))
+    scene.clock.now_s += 60
+    miss = {one.claim.place: one.option.cost.miss_s for one in scene.score(prompt).places}
+    assert scene.decisions.work_of("a").trust < 0.1
+    assert miss["a"] > 5 * before
+
+
+def test_a_prompt_that_waits_long_stays_in_the_queue_of_a_place_that_is_reported_on():
+    scene = Scene("a")
+    names = [scene.book(tokens(seed, 400))[1] for seed in range(4)]
+    scene.decisions.first_token(names[0], Event(scene.clock()))
+    scene.clock.now_s += 100
+    work = scene.decisions.work_of("a")
+    assert [one.name for one in work.waiting(scene.clock())] == names[1:]
+    later = scene.book(tokens(9, 400))[1]
+    scene.decisions.first_token(later, Event(scene.clock()))
+    assert not work.waiting(scene.clock()), "engines begin with the oldest"
+
+
 def test_what_a_hybrid_is_expected_to_have_is_what_it_then_stores():
     scene, prompt = Scene("a", groups=GROUPS), tokens(1, 40)
     scene.book(prompt)

@@ -103,7 +103,7 @@ def test_a_prompt_goes_to_its_engine_and_its_reports_are_compared(routing):
     assert [group.kind for group in first.groups] == ["full_attention", "sliding_window"]
     assert first.cost.total_s < second.cost.total_s
     assert first.cost.total_s == pytest.approx(
-        sum(getattr(first.cost, f"{part}_s") for part in ("queue", "miss", "delay", "displacement", "decode"))
+        sum(getattr(first.cost, f"{part}_s") for part in ("queue", "miss", "delay", "displacement", "decode", "later"))
     )
     assert answer.reason.startswith("b by policy cost")
     report = pb.ReportRequest(decision_id=answer.decision_id, cached_tokens=len(prompt) - 1)

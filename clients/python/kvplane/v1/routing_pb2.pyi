@@ -110,20 +110,22 @@ class PlaceGroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., tokens_alone: _Optional[int] = ..., limits: bool = ...) -> None: ...
 
 class PlaceCost(_message.Message):
-    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s")
+    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s", "later_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     MISS_S_FIELD_NUMBER: _ClassVar[int]
     DELAY_S_FIELD_NUMBER: _ClassVar[int]
     DISPLACEMENT_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    LATER_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     miss_s: float
     delay_s: float
     displacement_s: float
     decode_s: float
     total_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
+    later_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., later_s: _Optional[float] = ...) -> None: ...
 
 class ScoreStreamRequest(_message.Message):
     __slots__ = ("request",)
