@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvplane import AdmitRow, Content, FactRow, NewsRow, connect, part_of
+from kvplane.base.errors import Unavailable
 from kvplane.base.requests import Allocate, Commit
 from kvplane.base.step import End
 from kvplane.v1 import allocation_pb2 as pb
@@ -166,11 +167,55 @@ def test_an_engine_that_runs_no_step_is_named_and_nothing_is_lost(service, kvpla
         before = service.digest()
         code, _, errors = kvplane("evict", "r", "1", "--yes", "--service", service.address)
         assert code == 3
-        assert "runs no step" in errors
+        assert "has run no step within 0.05 s, and only its ranks can write the stamps" in errors
+        assert "nothing was changed" in errors
+        assert "--wait" in errors
         assert service.digest() == before
         session.apply(part_of())  # an expired request is not carried out later
         assert len(service.app.registry.get("r").host.decisions) == 3
         assert service.describe().counters.steps == 2
+
+
+def test_wait_lasts_until_the_engine_runs_a_step(service, kvplane, monkeypatch):
+    monkeypatch.setattr("kvplane_service.replicas.cache_requests.TIMEOUT_S", 0.05)
+    requests = service.app.registry.get("r").host.mirror.requests
+    late: list[str] = []
+    with connect(service.address) as client, client.session("r") as session:
+        session.apply(admitted(0, "first"))
+        session.apply(part_of(FactRow(0, end=End.FREE)))
+        ask = requests.ask
+
+        async def ask_and_step(name, cache):
+            try:
+                return await ask(name, cache)
+            except Unavailable:
+                late.append(name)
+                if len(late) == 3:
+                    monkeypatch.setattr("kvplane_service.replicas.cache_requests.TIMEOUT_S", 10)
+                    threading.Timer(0.1, session.apply, [part_of()]).start()
+                raise
+
+        monkeypatch.setattr(requests, "ask", ask_and_step)
+        code, out, errors = kvplane("reset", "r", "--yes", "--wait", "--service", service.address)
+        assert (code, out.splitlines()[-1]) == (0, "r: the prefix cache is empty")
+        assert errors.splitlines()[0] == "the engine runs no step: waiting"
+        assert len(late) >= 3
+
+
+def test_no_block_is_evicted_after_the_engine_has_left(service, kvplane):
+    """It would begin an engine life that keeps no key."""
+    address = ("--service", service.address)
+    with connect(service.address) as client, client.session("r") as session:
+        session.apply(admitted(0, "first"))
+        session.apply(part_of(FactRow(0, end=End.FREE)))
+    before = service.digest()
+    code, _, errors = kvplane("evict", "r", "1", "--yes", *address)
+    assert (code, service.digest()) == (1, before)
+    assert "an eviction would remove every key" in errors
+    code, out, _ = kvplane("reset", "r", "--yes", *address)
+    assert (code, out.splitlines()[-1]) == (0, "r: the prefix cache is empty")
+    assert "lost: 6 keys" in out
+    assert kvplane("evict", "r", "1", "--yes", *address)[0] == 0  # the life of unary calls
 
 
 def test_a_repeated_step_carries_a_change_out_once(service):

@@ -4,6 +4,10 @@
     others   EvictBlocks, ResetPrefixCache -> ask -> merged into the engine's next step -> carried_out -> the answer
 
 A mirror may carry both out twice, so a request that may be lost is sent to it again.
+
+The service decides no such step itself while an engine has the session: the change is final once every rank has written
+its stamps, and only the engine's ranks write them. Until then a crash of both processes could restore the keys, because
+the pages and an old copy of the store still prove them. So an engine that runs no step carries nothing out.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class CacheRequests:
         """Return the result of the step in which the engine of replica `name` evicts blocks or resets its cache.
 
         Raises:
-            Unavailable: the engine has not carried it out in time, and may do so later; or it has left.
+            Unavailable: the engine has not carried it out in time (a mirror may do so later); or it has left.
             Busy: too many requests wait for the engine.
         """
         if len(self._waiting) >= MOST_WAITING:
@@ -54,10 +58,12 @@ class CacheRequests:
             async with asyncio.timeout(TIMEOUT_S):
                 return await answer
         except TimeoutError:
+            late = "nothing was changed" if self.send is None else "it may still do so"
             raise Unavailable(
-                f"the engine of {name} has not carried it out within {TIMEOUT_S:g} s: without requests it runs no step",
+                f"the engine of {name} has run no step within {TIMEOUT_S:g} s, and only its ranks can write the stamps "
+                f"that make this final; {late}",
                 field="replica",
-                remedy="try again; the engine may still carry it out",
+                remedy="try again until it runs a step (kvplane: --wait), or end the engine, or deregister the replica",
             ) from None
         finally:
             del self._waiting[request]

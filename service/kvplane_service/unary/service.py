@@ -97,6 +97,7 @@ class UnaryCalls:
         Raises:
             OtherWriter: a session writes to the replica.
             Unavailable: the engine of a replica with a session has not evicted blocks, or reset its cache, in time.
+            FailedPrecondition: blocks are to be evicted after the engine has left: its other keys would be lost too.
             StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
             OpIdReused: `op_id` was used with other content.
             Busy: too many long contents wait to be hashed, or too many long calls to be applied.
@@ -116,6 +117,12 @@ class UnaryCalls:
             if prepared is None:
                 prepared = await call.prepare(self)
             elif host.has_left:
+                if isinstance(call, EvictCall):
+                    raise FailedPrecondition(
+                        f"the engine of {host.name} has left: without its stamps an eviction would remove every key",
+                        field="replica",
+                        remedy="wait for an engine, or remove every key by a reset",
+                    )
                 await host.begin_unary()
             else:
                 return await self.apply(header, prepared, encode)

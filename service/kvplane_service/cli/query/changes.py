@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import typer
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvplane_service.cli.client import client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, Grpcurl, Replica, Service
 from kvplane_service.cli.output import word
@@ -17,7 +18,11 @@ from kvplane_service.cli.query.prompt import Domain, Lora, Salt, Tokens, content
 if TYPE_CHECKING:
     from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, MutationResult
 
+Answer = TypeVar("Answer")
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do it without a question.")]
+Wait: TypeAlias = Annotated[
+    bool, typer.Option("--wait", help="If the engine runs no step now, wait for its next one, until Ctrl-C.")
+]
 
 
 def deregister_command(
@@ -43,11 +48,16 @@ def deregister_command(
 
 
 def reset_command(
-    replica: Replica, yes: Yes = False, service: Service = DEFAULT_SERVICE, grpcurl: Grpcurl = False
+    replica: Replica,
+    yes: Yes = False,
+    wait: Wait = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
 ) -> None:
     """Remove all keys of a replica's prefix cache, if no request holds a block.
 
-    A replica that an engine uses is changed in the next step of the engine, and needs the scope admin.
+    A replica that an engine uses is changed in the next step of the engine, and needs the scope admin. An engine
+    without requests runs no step; only its ranks write the stamps that make the change final.
     """
     from kvplane.base.requests import At
     from kvplane.unary import calls
@@ -59,7 +69,7 @@ def reset_command(
         answer = client.describe_replica(replica)
         lost = [f"{_num_cached(answer)} keys: later prompts are computed again"]
         _confirm(f"reset the prefix cache of {_named(answer)}", lost, yes)
-        if not client.reset_prefix_cache(replica).done:
+        if not _changed(partial(client.reset_prefix_cache, replica), wait).done:
             raise FailedPrecondition(
                 f"nothing was changed: requests hold blocks of {replica}",
                 remedy=f"wait until they have ended (kvplane requests {replica}), or use kvplane evict",
@@ -75,12 +85,14 @@ def evict_command(
     salt: Salt = "",
     lora: Lora = "",
     yes: Yes = False,
+    wait: Wait = False,
     service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
     """Remove the keys of blocks, or with --tokens of the blocks that a prompt hits. Requests keep their blocks.
 
-    A replica that an engine uses is changed in the next step of the engine, and needs the scope admin.
+    A replica that an engine uses is changed in the next step of the engine, as by `kvplane reset`, and needs the scope
+    admin. After the engine has left, blocks are not evicted one by one.
     """
     from kvplane.base.requests import At
     from kvplane.unary import calls
@@ -101,8 +113,19 @@ def evict_command(
         answer = client.describe_replica(replica)
         lost = [f"the keys of {len(blocks)} blocks: later prompts do not hit them"]
         _confirm(f"evict from the prefix cache of {_named(answer)}", lost, yes)
-        result = client.evict_blocks(replica, blocks).result
+        result = _changed(partial(client.evict_blocks, replica, blocks), wait).result
     print(f"{replica}: {_num_dropped(result)} keys removed, in step {result.seq}")
+
+
+def _changed(change: Callable[[], Answer], wait: bool) -> Answer:
+    """Return the answer of a change that the engine carries out; with `wait`, ask again while it runs no step."""
+    while True:
+        try:
+            return change()
+        except Unavailable as error:
+            if not wait or error.field != "replica":
+                raise
+            print("the engine runs no step: waiting", file=sys.stderr, flush=True)
 
 
 def _named(answer: DescribeReplicaResponse) -> str:
