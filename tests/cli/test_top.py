@@ -12,7 +12,7 @@ from kvplane import AdmitRow, NewsRow, connect, part_of
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2 import ReplicaState
-from kvplane_service.cli.views.fleet import COLUMNS, MAX_DESCRIBED, Fleet, Order, order_of
+from kvplane_service.cli.views.fleet import COLUMNS, MAX_DESCRIBED, TITLES, Fleet, Order, order_of
 from kvplane_service.cli.views.samples import Trend
 from kvplane_service.cli.views.top_app import ReplicaScreen, Top
 from kvplane_service.cli.views.top_panels import panel
@@ -53,6 +53,7 @@ def test_top_once_prints_a_sorted_and_filtered_table(service, kvplane):
     lines = table()
     assert len(lines) == NUM_REPLICAS + 1
     assert lines[0] == [column.title for column in COLUMNS]
+    assert {line[TITLES.index("steps/s")] for line in lines[1:]} == {"-"}, "a rate is known from two samples"
     assert [line[0] for line in lines[1:4]] == ["r000", "r001", "r002"]
     assert table("--sort", "running")[1][:2] == ["r007", "live"]
     assert table("--sort", "-held")[-1][0] == "r007"

@@ -6,7 +6,8 @@ Calls that are not time-critical are always checked; time-critical calls only af
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, wraps
@@ -94,6 +95,8 @@ def _wrong_union(value: object, hint: Any, where: str) -> InvalidArgument | None
 def _wrong_sequence(value: object, hint: Any, where: str) -> InvalidArgument | None:  # noqa: ANN401
     element, *more = get_args(hint)
     if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__iter__") or not hasattr(value, "__len__"):
+        return _refusal(value, hint, where)
+    if isinstance(value, (Mapping, AbstractSet)) and issubclass(get_origin(hint) or object, Sequence):
         return _refusal(value, hint, where)
     entries: Sequence[object] = list(cast(Iterable[object], value))
     if more and more != [...]:

@@ -233,7 +233,7 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
         fields["hashes"] = news.hashes
     for name in ("request_id", "domain", "traceparent"):
         if names := getattr(news, name):
-            if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+            if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
                 raise TypeError(name)  # otherwise a str would become a list of letters, and bytes would count as text
             fields[name] = names
     if news.extra_keys:

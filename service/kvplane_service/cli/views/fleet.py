@@ -97,7 +97,7 @@ COLUMNS = (
     Column("blocks", lambda row: row.summary.num_blocks - 1),
     Column("running", _of_details(lambda answer: answer.running_requests)),
     Column("hit", lambda row: row.hit_share, lambda row: _percent(row.hit_share)),
-    Column("steps/s", lambda row: None if row.details is None else row.trend.steps_per_s),
+    Column("steps/s", lambda row: row.trend.steps_per_s if row.trend.num_samples > 1 else None),
     Column("preempted", _of_details(lambda answer: answer.counters.preempted)),
     Column("refused", _of_details(lambda answer: sum(answer.refusals.values()))),
 )

@@ -77,10 +77,12 @@ class Trend:
     Attributes:
         hit_shares: share of the looked-up tokens that were hit, from 0 to 1, one per sample, oldest first.
         steps_per_s: steps per second since the previous sample.
+        num_samples: number of samples; a rate is known from the second one on.
     """
 
     hit_shares: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     steps_per_s: float = 0.0
+    num_samples: int = 0
     _last: tuple[float, int, int, int] = (0.0, 0, 0, 0)
 
     def note(self, now_s: float, steps: int, queried: int, hit: int) -> None:
@@ -89,6 +91,7 @@ class Trend:
         """
         then_s, steps_then, queried_then, hit_then = self._last
         self._last = (now_s, steps, queried, hit)
+        self.num_samples += 1
         if steps < steps_then:
             queried_then = hit_then = steps_then = 0
         self.steps_per_s = (steps - steps_then) / (now_s - then_s) if 0 < then_s < now_s else 0.0

@@ -28,7 +28,7 @@ from kvplane_service.cli.views.samples import Trend
 from kvplane_service.cli.views.top_panels import panel
 
 PICTURE_SAMPLES = 25
-PICTURE_CELLS = (96, 16)
+PICTURE_CELLS = (104, 15)
 _MAX_REQUESTS = 20
 
 
@@ -44,7 +44,7 @@ class ReplicaScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Build the screen."""
-        yield Header()
+        yield Header(icon=" ")
         yield VerticalScroll(Static("connecting ...", id="replica"))
         yield Footer()
 
@@ -113,7 +113,7 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         """Build the screen: a line for errors and counts, the filter, and the table."""
-        yield Header()
+        yield Header(icon=" ")
         yield Static("connecting ...", id="error")
         yield Input(placeholder="part of a name or state; Enter to use it", id="filter")
         yield DataTable[Text](cursor_type="row", zebra_stripes=True)
