@@ -7,10 +7,17 @@ commands import.
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 
 def main() -> None:
-    """Run the command line. A package that is not installed is reported as one line with the pip command."""
+    """Run the command line. A package that is not installed is reported as one line with the pip command.
+
+    Characters that the encoding of the terminal or pipe does not have are printed as question marks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # in tests it is replaced
+            stream.reconfigure(errors="replace")
     try:
         from kvplane_service.cli import main as run
 
@@ -21,6 +28,8 @@ def main() -> None:
             raise
         sys.stderr.write(f"kvplane: this command needs {missing}: pip install 'kvplane[cli,service]'\n")
         sys.exit(1)
+    except KeyboardInterrupt:  # while the commands are imported
+        sys.exit(130)
 
 
 if __name__ == "__main__":

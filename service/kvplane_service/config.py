@@ -429,7 +429,7 @@ def parse_yaml(text: bytes) -> object:
     try:
         return yaml.safe_load(text)  # not by libyaml: deep nesting makes it crash the process
     except (yaml.YAMLError, ArithmeticError, RecursionError, UnicodeError) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(" ".join(str(error).split())) from None  # in one line
 
 
 def _from_file(path: Path) -> _Layer:
@@ -452,7 +452,7 @@ def _from_file(path: Path) -> _Layer:
 
 def _check_key(key: str, source: str) -> None:
     if key not in KEYS:
-        raise _unknown(f"{key} from {source}", _nearest(key, 0.0))
+        raise _unknown(f"{key} from {source}", _nearest(key, 0.5))
 
 
 def _nearest(key: str, cutoff: float) -> list[str]:
@@ -460,8 +460,6 @@ def _nearest(key: str, cutoff: float) -> list[str]:
 
 
 def _unknown(what: str, nearest: Iterable[str]) -> InvalidArgument:
-    return InvalidArgument(
-        f"unknown key {what}",
-        field="configuration",
-        remedy=f"the most similar key is {', '.join(nearest)}; `kvplane config` prints all keys",
-    )
+    similar = "".join(f"the most similar key is {key}; " for key in nearest)
+    remedy = f"{similar}`kvplane config` prints all keys"
+    return InvalidArgument(f"unknown key {what}", field="configuration", remedy=remedy)

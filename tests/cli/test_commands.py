@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -114,10 +115,45 @@ def test_config_file_can_be_set_by_the_environment(tmp_path, kvplane, monkeypatc
     assert f"max_replicas: 7  # {file}" in kvplane("config")[1]
 
 
+def test_a_file_that_is_not_yaml_is_one_error_line(tmp_path, kvplane):
+    (tmp_path / "k.yaml").write_text("a: [")
+    code, _, errors = kvplane("config", "--config", str(tmp_path / "k.yaml"))
+    assert code == 2
+    assert "is not YAML: while parsing" in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_that_cannot_be_encoded_has_question_marks(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "kvplane_service", "plan", "gpt-oss-20b"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b" ????" in done.stdout
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "kvplane_service.cli.options":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from kvplane_service.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_commands_are_imported_prints_nothing():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("config", "--set", "leese_ms=5"), "the most similar key is lease_ms"),
+        (("config", "--set", "foo=1"), "unknown key foo from flag (`kvplane config` prints all keys)"),
         (("config", "--set", "lease_ms"), "KEY=VALUE"),
         (("config", "--set", "lease_ms=soon"), "lease_ms: 'soon' from flag"),
         (("config", "--config", "nowhere.yaml"), "nowhere.yaml"),
