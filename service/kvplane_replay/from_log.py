@@ -21,7 +21,9 @@ from kvplane.base.step import (
     AdmitStatus,
     Budget,
     Cache,
+    CacheEvent,
     End,
+    EventKind,
     Facts,
     OnRefusal,
     Part,
@@ -29,6 +31,8 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
+from kvplane_service.decisions.ghost import GhostLru, MissCurve
+from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.decisions.recording import Frames, result_digest, step_of
 from kvplane_service.replicas import cores
 
@@ -76,6 +80,18 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
             replica.
         KvplaneError: the recorded pool refuses a step that was applied when it was recorded.
     """
+    return _replay(path, num_blocks).outcome
+
+
+def curve_of(path: Path) -> tuple[ReplicaSpec, MissCurve | None]:
+    """Replay a recording; return the spec of its replica, and what LRU pools of other sizes would have hit. Raises as
+    `replay_log`.
+    """
+    replayed = _replay(path, None)
+    return replayed.replica.spec, replayed.ghost.curve(replayed.replica)
+
+
+def _replay(path: Path, num_blocks: int | None) -> _Replayed:
     file = Frames(path)
     frames = iter(file)
     first = next(frames, None)
@@ -92,19 +108,20 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
         else:
             replayed.begin_life(frame.life)
     outcome.counts, outcome.is_cut = replayed.counts(), file.is_cut
-    return outcome
+    return replayed
 
 
 class _Replayed:
-    """A replica to which the recorded steps are applied."""
+    """A replica to which the recorded steps are applied, and a ghost that follows it, except in a what-if."""
 
     def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
-        self._replica = cores.new_replica(spec)
-        self._replica.begin_epoch(_FIRST_EPOCH)
+        self.replica = cores.new_replica(spec)
+        self.replica.begin_epoch(_FIRST_EPOCH)
+        self.ghost = GhostLru(self.replica)
         if step_version == 1:
-            self._replica.store_empty_ranges()
+            self.replica.store_empty_ranges()
         self._digest_size = HashScheme.of(spec).digest.size
-        self._outcome = outcome
+        self.outcome = outcome
         self._step_version = step_version
         self._waiting: dict[int, None] = {}  # slots that a what-if retries, in order
         self._never_fits = 0  # number of requests
@@ -112,30 +129,33 @@ class _Replayed:
 
     def begin_life(self, life: RecordedLife) -> None:
         if life.state:
-            if self._outcome.is_what_if:
+            if self.outcome.is_what_if:
                 raise InvalidArgument(
                     "the recording has an image of an engine, which fits only a pool of the recorded size",
                     field="--blocks",
                     remedy="replay it with the recorded number of blocks",
                 )
-            self._replica = cores.load_replica(self._replica.spec, life.state)
-        elif self._outcome.is_what_if:  # the recorded busy blocks are ids of another pool
-            self._replica.begin_epoch(life.epoch, memory_is_new=True)
+            self.replica = cores.load_replica(self.replica.spec, life.state)
+        elif self.outcome.is_what_if:  # the recorded busy blocks are ids of another pool
+            self.replica.begin_epoch(life.epoch, memory_is_new=True)
         else:
             stamps, busy = array("Q", life.stamp_table), array("I", life.busy_blocks)
-            self._replica.begin_epoch(life.epoch, stamps, busy, life.memory_is_new)
-        self._replica.take_events()
+            self.replica.begin_epoch(life.epoch, stamps, busy, life.memory_is_new)
+        events = self.replica.take_events()
+        self.ghost.add(Life(life.epoch, (), [CacheEvent(EventKind.CLEARED)] if life.state else events, 0))
         self._waiting.clear()
 
     def decide(self, recorded: RecordedDecision) -> None:
-        step, outcome = step_of(recorded, self._digest_size, self._step_version), self._outcome
+        step, outcome = step_of(recorded, self._digest_size, self._step_version), self.outcome
         outcome.decisions += 1
         if outcome.is_what_if:
             self._decide_what_if(step)
             return
-        result = self._replica.apply(step)
+        result = self.replica.apply(step)
         self._note_too_long(step, result)
-        if result_digest(result, tuple(part.events for part in result.parts)) == recorded.result_digest:
+        decision = Decision(step, result, tuple(part.events for part in result.parts), 0, recorded.took_ns)
+        self.ghost.add(decision)
+        if result_digest(result, decision.events) == recorded.result_digest:
             outcome.identical += 1
         elif not outcome.first_difference:
             outcome.first_difference = f"{step.epoch}/{step.seq}"
@@ -147,18 +167,18 @@ class _Replayed:
         in_step = {slot for part in step.parts for slot in (*part.admit.slot, *_ended(part.facts))}
         retried = [slot for slot in self._waiting if slot not in in_step]
         if retried and step.last:
-            budget = Budget(tokens=self._replica.spec.max_in_flight_tokens)
+            budget = Budget(tokens=self.replica.spec.max_in_flight_tokens)
             step.parts.append(Part(admit=Admit(slot=retried, on_refusal=OnRefusal.STOP), budget=budget))
         try:
-            result = self._replica.apply(step)
+            result = self.replica.apply(step)
         except KvplaneError:
-            self._outcome.not_applied += 1
+            self.outcome.not_applied += 1
             return
         self._note_waiting(step, result)
 
     def _note_waiting(self, step: Step, result: StepResult) -> None:
         self._note_too_long(step, result)
-        requests = self._replica.requests
+        requests = self.replica.requests
         admitting = [slot for part in step.parts for slot in part.admit.slot]
         preempted = [slot for part in result.parts for slot in part.preempted]
         for slot in dict.fromkeys([*self._waiting, *preempted, *admitting]):
@@ -179,7 +199,7 @@ class _Replayed:
         """Return the part of a step without its references to blocks, and to slots with held blocks, of the recorded
         pool.
         """
-        held = [slot for slot in part.cache.released if self._replica.count_held(slot)]
+        held = [slot for slot in part.cache.released if self.replica.count_held(slot)]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
         return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
 
@@ -194,15 +214,15 @@ class _Replayed:
 
     def _at_most(self, slot: int, count: int) -> int:
         """Return the recorded count, limited to the number of tokens that the request has computed here."""
-        if count == UNCHANGED or not self._replica.requests.is_live(slot):
+        if count == UNCHANGED or not self.replica.requests.is_live(slot):
             return UNCHANGED
-        return min(count, self._replica.requests.computed[slot])
+        return min(count, self.replica.requests.computed[slot])
 
     def counts(self) -> dict[str, int]:
         """Return the counters of the replica."""
-        counters = self._replica.counters
+        counters = self.replica.counters
         names = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens")
-        evicted = sum(group.evicted_blocks for group in self._replica.group_counters())
+        evicted = sum(group.evicted_blocks for group in self.replica.group_counters())
         values = {name: getattr(counters, name) for name in names}
         return {**values, "never_fits": self._never_fits, "evicted_keys": evicted}
 

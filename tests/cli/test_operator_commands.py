@@ -72,6 +72,20 @@ def test_replicas_command_lists_replicas(ask):
     ]
 
 
+def test_mrc_command_prints_what_pools_of_other_sizes_hit(ask, tmp_path):
+    lines = [line.split() for line in ask("mrc", "r").splitlines()]
+    assert lines[0] == ["BLOCKS", "GIB", "POOL", "HITS"]
+    assert [line[2] for line in lines[1:-1]] == ["0.125x", "0.25x", "0.5x", "0.75x", "1x", "1.5x", "2x", "3x", "4x"]
+    assert [line[0] for line in lines if line[-1] == "pool"] == [lines[5][0]]
+    assert lines[5][3] == "40.0%"
+    assert lines[-1][1] == "80"
+    assert json.loads(ask("mrc", "r", "-o", "json"))["sizes"][4]["hit_tokens"] == "32"
+    assert ask("mrc", "idle").startswith("no curve: ")
+    assert "DescribeReplica" in ask("mrc", "r", "--grpcurl")
+    ask("record", "r", str(tmp_path / "log"), "--decisions", "3")
+    assert [line.split() for line in ask("mrc", str(tmp_path / "log"), "--log").splitlines()] == lines
+
+
 def test_describe_command_prints_a_replica(ask):
     text = ask("describe", "r")
     assert "r: live, epoch 2, step 3 (executed through 2)" in text

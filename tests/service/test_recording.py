@@ -30,7 +30,7 @@ from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1.admin_pb2 import RecordResponse
 from kvplane_replay.engine import Engine
 from kvplane_replay.fleet import Fleet
-from kvplane_replay.from_log import Outcome, replay_log
+from kvplane_replay.from_log import Outcome, curve_of, replay_log
 from kvplane_replay.plan import EngineConfig
 from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.config import Config
@@ -92,6 +92,15 @@ def test_recording_replays_bit_for_bit(recorded):
     assert counters.hit_tokens > 0
     for name in ("steps", "admitted", "preempted", "queried_tokens", "hit_tokens", "granted_tokens"):
         assert outcome.counts[name] == getattr(counters, name)
+
+
+def test_recording_has_the_miss_ratio_curve_of_the_service(recorded):
+    host, path = recorded
+    spec, curve = curve_of(path)
+    assert spec == host.replica.spec
+    assert curve == host.ghost.curve(host.replica)
+    assert curve is not None
+    assert curve.queried_tokens > 0
 
 
 def test_recording_with_a_larger_pool_hits_more_and_preempts_less(recorded):

@@ -29,6 +29,7 @@ COMMANDS = {
     "describe": "kvplane_service.cli.query.replica",
     "top": "kvplane_service.cli.query.service",
     "events": "kvplane_service.cli.query.replica",
+    "mrc": "kvplane_service.cli.query.curve",
     "lookup": "kvplane_service.cli.query.state",
     "explain": "kvplane_service.cli.query.explain",
     "requests": "kvplane_service.cli.query.state",

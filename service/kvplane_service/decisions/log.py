@@ -170,10 +170,11 @@ def hashed_step(decision: Decision, digest_size: int) -> Step:
     Applying it gives the same result.
     """
     parts = zip(decision.step.parts, decision.result.parts, strict=True)
-    return replace(decision.step, parts=[_hashed(part, result, digest_size) for part, result in parts])
+    return replace(decision.step, parts=[hashed_part(part, result, digest_size) for part, result in parts])
 
 
-def _hashed(part: Part, result: PartResult, size: int) -> Part:
+def hashed_part(part: Part, result: PartResult, size: int) -> Part:
+    """Return a part as an engine that hashes tokens itself would have sent it, see `hashed_step`."""
     facts, news = part.facts, part.news
     if result.hashed_facts:
         facts = _hashed_facts(facts, result.hashed_facts, size)
@@ -194,7 +195,7 @@ def _hashed_facts(facts: Facts, made: list[bytes], size: int) -> Facts:
 
 def hashes_of_news(decision: Decision, part: int, digest_size: int) -> list[list[bytes]]:
     """Return the block digests of the prompt of each new request in one part of the step."""
-    news = _hashed(decision.step.parts[part], decision.result.parts[part], digest_size).news
+    news = hashed_part(decision.step.parts[part], decision.result.parts[part], digest_size).news
     counts = news.num_hashes or [0] * len(news.slot)
     ends = list(accumulate(counts, initial=0))
     return [

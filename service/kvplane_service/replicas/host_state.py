@@ -9,6 +9,7 @@ from kvplane.base.hashing import HashScheme
 from kvplane_service.config import Config
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import Tally
+from kvplane_service.decisions.ghost import GhostLru
 from kvplane_service.decisions.log import DecisionLog
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
@@ -33,6 +34,7 @@ class HostState:
 
     Attributes:
         has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
+        ghost: what LRU pools of other sizes would hit.
         steps: applies the steps, and runs long work; other packages must not apply steps with this object.
         mirror: follows an engine that decides itself.
     """
@@ -57,6 +59,8 @@ class HostState:
         self.decisions = DecisionLog(config.decision_log_steps, logs)
         self.tally = Tally()
         self.decisions.follow(self.tally.add)
+        self.ghost = GhostLru(replica)
+        self.decisions.follow(self.ghost.add)
         self.epoch = FIRST_EPOCH
         self._config, self._clock = config, clock
         self._hold = PublicationHold()

@@ -16,6 +16,7 @@ from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
+from kvplane_service.decisions.ghost import MissCurve
 from kvplane_service.decisions.log import Decision
 from kvplane_service.explain.service import Explanation
 from kvplane_service.registry import Entry
@@ -154,7 +155,16 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
+        miss_curve=encode_curve(host.ghost.curve(replica)),
     )
+
+
+def encode_curve(curve: MissCurve | None) -> pb.MissCurve | None:
+    """Return what pools of other sizes would hit; None for None."""
+    if curve is None:
+        return None
+    sizes = [pb.SizeHits(blocks=size.blocks, hit_tokens=size.hit_tokens) for size in curve.sizes]
+    return pb.MissCurve(queried_tokens=curve.queried_tokens, sizes=sizes)
 
 
 def _encode_mirror(mirror: Mirror) -> pb.MirrorStatus:
