@@ -223,6 +223,13 @@ MEASURED = (
         "While it is held, no other engine of the service is answered. Bold: longer than allowed.",
     ),
     ("A restart with a million entries", "restart.md", (0,), "CPU time until all keys are ready."),
+    (
+        "A service under load",
+        "service_load.md",
+        (0,),
+        "`kvplane bench`: one engine that waits for each step, over TCP, with prompts of 1,024 tokens and 128 output "
+        "tokens. Times of a clock, from a step's message to its answer; the picture is of the first model.",
+    ),
     ("What a noisy owner costs another", "neighbour.md", (0,), "With the default limit of bytes, and without."),
     ("What watching costs", "overhead.md", (0,), "CPU time that is added to a step."),
     ("Hashing", "hashing.md", (0,), "6,144 tokens in µs, with the compiled hashes and in Python alone."),
@@ -262,6 +269,8 @@ again. Nothing here was measured on a GPU; what is known of kernels is in [Kerne
         lines += ["", f"## {title}", "", f"{text} `{name}`: {when.removeprefix('date ').rstrip('.')}."]
         for number in numbers:
             lines += ["", *found[number]]
+        if (picture := (PAGES / name).with_suffix(".svg")).exists():
+            lines += ["", f"![{title}]({picture.name})"]
     return "\n".join(lines) + "\n"
 
 

@@ -26,12 +26,12 @@ def output(code: str, name: str, variables: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def test_each_of_the_ten_steps_prints_what_the_page_shows():
+def test_each_of_the_ten_steps_and_the_whole_loop_print_what_the_page_shows():
     titles = re.findall(r"^## (\d+)\. ", PAGE, flags=re.MULTILINE)
     assert titles == [str(number) for number in range(1, 11)]
     steps = steps_of(PAGE)
-    assert len(steps) == len(titles) == PAGE.count("```python\n")
-    assert steps[0][0].count(ADDRESS) == 1
+    assert len(steps) == len(titles) + 1 == PAGE.count("```python\n")
+    assert [code.count(ADDRESS) for code, _ in steps] == [1, *[0] * 9, 1]
     variables: dict[str, Any] = {}
     with ServiceChild() as service:
         for number, (code, shown) in enumerate(steps, 1):

@@ -108,6 +108,8 @@ def _numbers(text: str) -> list[int]:
 
 def _measure(client: Client, load: Load, number: int) -> Figures:
     """Register a replica, run `number` requests at a time on it, and deregister it."""
+    from statistics import quantiles
+
     from kvplane import ModelSource
 
     name = f"bench-{secrets.token_hex(4)}"
@@ -120,8 +122,6 @@ def _measure(client: Client, load: Load, number: int) -> Figures:
     finally:
         with suppress(NotFound):
             client.deregister_replica(name)
-    from statistics import quantiles
-
     cuts = quantiles(waits_ns, n=100) if len(waits_ns) > 1 else waits_ns * 99
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
     rates = (len(waits_ns) / whole_s, tokens / whole_s, cuts[49] / _NS_PER_MS, cuts[98] / _NS_PER_MS)
@@ -183,6 +183,7 @@ def _plot(title: str, figures: Sequence[Figures], path: Path) -> None:
     axes.plot(numbers, [one.p99_ms for one in figures], "s--", label="99 % of the steps")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set(title=title, xlabel="requests at a time", ylabel="time of a step for the engine, ms")
     axes.grid(visible=True, which="both", alpha=0.3)
