@@ -37,16 +37,16 @@ def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
     """Return the layers of a model that each tensor-parallel rank holds. The layers are the same on all ranks.
 
     Raises:
-        NotFound: no model has this name; the remedy gives the most similar name.
+        NotFound: no model has this name; the remedy lists all, and names a similar one.
         InvalidArgument: the number of ranks does not divide the model's heads.
     """
     model = MODELS.get(name)
     if model is None:
-        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
+        similar = "".join(f"the most similar name is {one}; " for one in difflib.get_close_matches(name, MODELS, n=1))
         others = ", ".join(sorted(MODELS))
         raise NotFound(
             f"the catalogue has no model {name!r}",
             field="model",
-            remedy=f"the most similar name is {nearest}; the catalogue has {others}",
+            remedy=f"{similar}the catalogue has {others}",
         )
     return model.layers(options)

@@ -66,11 +66,12 @@ def model_of(config: Mapping[str, Any]) -> Model:
     fields = Fields.of_text_model(config)
     reader = READERS.get(fields.model_type)
     if reader is None:
-        nearest = difflib.get_close_matches(fields.model_type[:40], READERS, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(fields.model_type[:40], READERS, n=1)
+        similar = "".join(f"the most similar type that it reads is {one}; " for one in nearest)
         raise InvalidArgument(
             f"it is {repr(config.get('model_type'))[:40]}, which kvplane does not read",
             field="model_type",
-            remedy=f"the most similar type that it reads is {nearest}; `kvplane models` lists all",
+            remedy=f"{similar}`kvplane models` lists all",
         )
     predicting = _prediction_layers(fields)
     pattern = reader(fields)
