@@ -22,6 +22,8 @@ def fill(message, depth):
         if inner and inner.GetOptions().map_entry:
             key = sample(inner.fields_by_name["key"])
             entry = inner.fields_by_name["value"]
+            if entry.message_type and not depth:
+                continue
             if entry.message_type:
                 fill(value[key], depth - 1)
             else:

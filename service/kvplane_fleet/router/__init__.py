@@ -4,6 +4,8 @@ metrics endpoint.
 process    starts and drains it
 servicer   the calls
 messages   between protobuf and the router's types
+picker     the endpoint picker of the Gateway API Inference Extension; prompts and endpoints, which it needs
+pod_scores the service of llm-d's indexer
 watching   the stream of the index
 metrics    Prometheus families
 """

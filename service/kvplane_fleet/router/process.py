@@ -11,9 +11,10 @@ from collections.abc import Callable
 import grpc
 
 from kvplane.base.errors import InternalError, InvalidArgument
-from kvplane.v1 import routing_pb2
+from kvplane.v1 import front_ends_pb2, routing_pb2
 from kvplane_fleet.decisions import Decisions
 from kvplane_fleet.fleet import Fleet, following
+from kvplane_fleet.router import picker, pod_scores
 from kvplane_fleet.router.metrics import RouterCollector
 from kvplane_fleet.router.servicer import RoutingServicer
 from kvplane_fleet.settings import FleetSettings
@@ -29,12 +30,15 @@ from kvplane_service.rpc.server import HEALTH_OPTIONS, add_reflection, server_op
 from kvplane_service.telemetry.http import MetricsServer
 
 ROUTING = routing_pb2.DESCRIPTOR.services_by_name["Routing"]
+FRONT_ENDS = front_ends_pb2.DESCRIPTOR.services_by_name
 _READ = Rule(Scope.READ)
 RULES = {
     **HEALTH,
     **service_rules(
         "Routing", Score=_READ, ScoreStream=_READ, Report=_READ, ListPlaces=_READ, WatchIndex=Rule(Scope.EVENTS)
     ),
+    f"{picker.NAME}/Process": _READ,
+    f"{pod_scores.NAME}/GetPodScores": _READ,
 }
 # The keys of `kvplane config` that a router reads.
 CONFIG_KEYS = frozenset(
@@ -75,14 +79,19 @@ class Router:
         self.decisions = Decisions(self.fleet, settings.router, clock)
         self.address = self.metrics_address = self.health_address = ""
         self.gate = open_gate(config, time.monotonic_ns, RULES)
-        self._health = Health((ROUTING.full_name,))
+        self._health = Health((ROUTING.full_name, picker.NAME, pod_scores.NAME))
         self._servicer = RoutingServicer(self.fleet, self.decisions, clock)
         self._server = grpc.aio.server(options=server_options(config))
         hooks, open_to_all = CallHooks(_nothing_to_adopt, self.gate), CallHooks(_nothing_to_adopt)
+        decide = self._servicer.decide
+        picks = picker.EndpointPicker(self.fleet, self.decisions, decide, clock)
+        scores = pod_scores.PodScores(self.fleet, decide)
         self._server.add_generic_rpc_handlers(
             (
                 service_handler(ROUTING, self._servicer, hooks),
                 service_handler(HEALTH_SERVICE, self._health.servicer, hooks),
+                service_handler(FRONT_ENDS["ExternalProcessor"], picks, hooks, picker.NAME),
+                service_handler(FRONT_ENDS["Indexer"], scores, hooks, pod_scores.NAME),
             )
         )
         if config.serves_reflection:

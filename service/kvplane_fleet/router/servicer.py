@@ -9,7 +9,7 @@ from functools import partial
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
 from kvplane.v1 import routing_pb2 as pb
 from kvplane.wire.parsing import parse
-from kvplane_fleet.decisions import Ask, Decisions, Event, Keys
+from kvplane_fleet.decisions import Ask, Decision, Decisions, Event, Keys
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router import messages
 from kvplane_fleet.router.watching import Watching
@@ -91,7 +91,11 @@ class RoutingServicer:
             yield message
 
     async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
-        ask = messages.decode_ask(request)
+        decision = await self.decide(messages.decode_ask(request))
+        return messages.encode_decision(decision, self._decisions, request.max_places)
+
+    async def decide(self, ask: Ask) -> Decision:
+        """Decide among the places that the caller's owner may use. Raises the errors of Decisions.score."""
         if CALL.get().owner.every_replica:
             seen = ask
         else:
@@ -100,8 +104,7 @@ class RoutingServicer:
             if not allowed:
                 raise NotFound(f"no place has the model {ask.model[:140]!r}", field="model")
             seen = Ask(ask.model, ask.prompt, allowed, ask.policy, ask.book, ask.output_tokens)
-        decision = self._decisions.score(seen, await self._keys(seen))
-        return messages.encode_decision(decision, self._decisions, request.max_places)
+        return self._decisions.score(seen, await self._keys(seen))
 
     async def _keys(self, ask: Ask) -> Keys:
         """Return the prompt's keys in each domain of its model, those of a long prompt from a thread. A domain that the

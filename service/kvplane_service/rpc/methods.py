@@ -97,20 +97,26 @@ def _unary_method(method: MethodDescriptor, servicer: object) -> UnaryMethod:
     return UnaryMethod(getattr(servicer, method.name), *classes)
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, hooks: CallHooks) -> grpc.GenericRpcHandler:
+def service_handler(
+    service: ServiceDescriptor, servicer: object, hooks: CallHooks, name: str = ""
+) -> grpc.GenericRpcHandler:
     """Return the handlers of all methods of a gRPC service; the servicer has a method with the name of each.
 
     A unary method gets the message and its bytes, and returns the answer as a message or as bytes. A server-streaming
-    method gets the message and yields such answers. A bidirectional method gets the context.
+    method gets the message and yields such answers. A bidirectional method gets the context. `name` is that under which
+    it is served, if another project's protocol has it.
     """
-    handlers = {method.name: _handler(method, servicer, hooks) for method in service.methods}
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+    name = name or service.full_name
+    handlers = {method.name: _handler(name, method, servicer, hooks) for method in service.methods}
+    return grpc.method_handlers_generic_handler(name, handlers)
 
 
-def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(
+    service: str, method: MethodDescriptor, servicer: object, hooks: CallHooks
+) -> grpc.RpcMethodHandler[bytes, bytes]:
     behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
-    answered = partial(_answered, f"{method.containing_service.full_name}/{method.name}", hooks.gate)
+    answered = partial(_answered, f"{service}/{method.name}", hooks.gate)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_stream(behaviour, answered))
     if method.server_streaming:

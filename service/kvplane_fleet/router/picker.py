@@ -1,0 +1,285 @@
+"""The endpoint picker of the Gateway API Inference Extension (protocol 1.0.0): a proxy sends each HTTP request through
+a stream of Envoy's external processor, and learns which engine answers it.
+
+    headers, body ──▶ model, prompt ──▶ Score ──▶ x-gateway-destination-endpoint: the chosen engine, then the next best
+    response      ──▶ first bytes, usage ──▶ Report
+
+Bodies pass through unchanged. The first bytes of a streamed answer are its first token; the cached tokens are those of
+`usage.prompt_tokens_details`, where the engine states them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+from google.protobuf.struct_pb2 import ListValue, Struct
+
+from kvplane.base.errors import KvplaneError, LimitExceeded, NotFound
+from kvplane.v1 import front_ends_pb2 as pb
+from kvplane.wire.parsing import parse
+from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
+from kvplane_fleet.fleet import Fleet
+from kvplane_fleet.router.endpoints import Endpoints
+from kvplane_fleet.router.prompts import Prompts
+from kvplane_service.auth.gate import CALL
+from kvplane_service.rpc.methods import Context, next_message
+
+NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEADER = "x-gateway-destination-endpoint"
+SPACE, SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
+SUBSET, SERVED = f"{HEADER}-subset", f"{HEADER}-served"
+ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
+MAX_BODY_BYTES = 32 << 20
+MAX_ENDPOINTS = 4  # the chosen one, and those that a proxy tries after it
+_CHUNK = 60 << 10  # of a body, so that a message is below the proxy's limit
+_TAIL = 64 << 10  # of a response's body, in which its usage is
+_CACHED, _GENERATED = (
+    re.compile(rb'(?<!\\)"%s"\s*:\s*(\d{1,9})' % name) for name in (b"cached_tokens", b"completion_tokens")
+)
+_OVERWRITE = 2
+
+Decide = Callable[[Ask], Awaitable[Decision]]
+
+
+class Refused(Exception):
+    """The request is answered by the proxy."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Reports(Protocol):
+    """What takes the reports of booked prompts; see Decisions."""
+
+    def first_token(self, name: str, event: Event) -> str:
+        """The first token has come."""
+        ...
+
+    def ended(self, name: str, event: Event) -> str:
+        """The prompt has ended."""
+        ...
+
+
+class EndpointPicker:
+    """Serves the streams of a proxy."""
+
+    def __init__(self, fleet: Fleet, decisions: Decisions, decide: Decide, clock: Callable[[], float]) -> None:
+        """`decide` scores for the caller's owner; `clock` returns seconds that never decrease."""
+        self._fleet, self._decisions, self._decide = fleet, decisions, decide
+        self.clock, self.reports = clock, decisions
+        self.prompts, self.endpoints = Prompts(fleet), Endpoints(fleet)
+
+    async def Process(self, context: Context) -> None:  # noqa: N802
+        """See front_ends.proto."""
+        exchange = Exchange(self)
+        try:
+            while (raw := await next_message(context)) is not None:
+                CALL.get().owe(len(raw))
+                for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
+                    await context.write(answer.SerializeToString())
+        finally:
+            exchange.end()
+
+    async def pick(self, body: bytes, subset: list[str] | None) -> tuple[Decision | None, dict[str, str]]:
+        """Return the decision about a request, and the addresses of the places in the order of preference.
+
+        `subset`: addresses among which the proxy lets it choose. Raises Refused.
+        """
+        visible = [name for name in self._fleet.followed if CALL.get().owner.may_use(name, "")]
+        addresses = await self.endpoints.of(visible)
+        if subset is not None:
+            addresses = {name: address for name, address in addresses.items() if address in subset}
+        if not addresses:
+            raise Refused(503, "no engine with an address may be chosen")
+        if not body:
+            least = sorted(addresses, key=lambda name: self._decisions.work_of(name).in_flight)
+            return None, {name: addresses[name] for name in least[:MAX_ENDPOINTS]}
+        try:
+            decision = await self._decide(await self._ask(body, addresses))
+        except LimitExceeded as error:
+            raise Refused(429, str(error)) from error
+        except NotFound as error:
+            raise Refused(404, str(error)) from error
+        except KvplaneError as error:
+            raise Refused(503, str(error)) from error
+        chosen = [one.claim.place for one in decision.places[:MAX_ENDPOINTS]]
+        return decision, {name: addresses[name] for name in chosen}
+
+    async def _ask(self, body: bytes, addresses: Mapping[str, str]) -> Ask:
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):
+            request = None
+        if not isinstance(request, dict):
+            raise Refused(400, "the body is no JSON object")
+        models = {self._fleet.followed[name].place.settings.model for name in addresses}
+        model = request.get("model", next(iter(models)) if len(models) == 1 else None)
+        if not isinstance(model, str):
+            raise Refused(400, "the body names no model")
+        if not self._fleet.of_model(model):
+            raise Refused(404, f"no engine has the model {model[:140]!r}")
+        if model not in models:
+            raise Refused(503, f"no engine of the model {model[:140]!r} may be chosen")
+        prompt = await self.prompts.of_body(model, request, len(body))
+        most = request.get("max_completion_tokens", request.get("max_tokens"))
+        output = most if isinstance(most, int) and 0 < most < 1 << 30 else 0
+        return Ask(model, prompt, frozenset(addresses), book=True, output_tokens=output)
+
+
+class Exchange:
+    """One HTTP request and its response."""
+
+    def __init__(self, picker: EndpointPicker) -> None:
+        self._picker = picker
+        self._subset: list[str] | None = None
+        self._body = bytearray()
+        self._is_picked = self._is_refused = self._is_stream = False
+        self._decision = ""  # that is not reported as ended
+        self._address = ""
+        self._tail = b""
+
+    async def take(self, request: pb.ProcessRequest) -> list[pb.ProcessResponse]:
+        """Take the next part; returns what the proxy does with it and with parts before it."""
+        part = request.WhichOneof("request")
+        if self._is_refused or part is None:
+            return []
+        try:
+            if part in ("request_headers", "request_body", "request_trailers"):
+                return await self._request(part, request)
+        except Refused as refused:
+            self._is_refused = True
+            return [_immediate(refused)]
+        return self._response(part, request)
+
+    # -- request -----------------------------------------------------------------------------------------------------
+
+    async def _request(self, part: str, request: pb.ProcessRequest) -> list[pb.ProcessResponse]:
+        if part == "request_headers":
+            self._subset = _subset_of(request)
+            return await self._pick() if request.request_headers.end_of_stream else []
+        if part == "request_trailers":
+            answers = [] if self._is_picked else [*await self._pick(), *_chunks(bytes(self._body), False)]
+            return [*answers, pb.ProcessResponse(request_trailers=pb.TrailersAnswer())]
+        self._body += request.request_body.body
+        if len(self._body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if not request.request_body.end_of_stream:
+            return []
+        return [*await self._pick(), *_chunks(bytes(self._body), True)]
+
+    async def _pick(self) -> list[pb.ProcessResponse]:
+        decision, addresses = await self._picker.pick(bytes(self._body), self._subset)
+        self._is_picked = True
+        self._decision = decision.name if decision else ""
+        self._address = next(iter(addresses.values()))
+        value = ",".join(dict.fromkeys(addresses.values()))
+        option = pb.HeaderValueOption(
+            header=pb.HeaderValue(key=HEADER, raw_value=value.encode()), append_action=_OVERWRITE
+        )
+        changed = pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=[option]), clear_route_cache=True)
+        answer = pb.ProcessResponse(request_headers=pb.CommonAnswer(response=changed))
+        answer.dynamic_metadata.update({SPACE: {HEADER: value}})
+        return [answer]
+
+    # -- response ----------------------------------------------------------------------------------------------------
+
+    def _response(self, part: str, request: pb.ProcessRequest) -> list[pb.ProcessResponse]:
+        if part == "response_headers":
+            self._take_headers(request)
+            return [pb.ProcessResponse(response_headers=pb.CommonAnswer())]
+        if part == "response_trailers":
+            self.end()
+            return [pb.ProcessResponse(response_trailers=pb.TrailersAnswer())]
+        body = request.response_body
+        if self._is_stream and body.body:
+            self._is_stream = False
+            self._report(self._picker.reports.first_token, Event(self._picker.clock()))
+        self._tail = (self._tail + body.body)[-_TAIL:]
+        if body.end_of_stream:
+            self.end()
+        return [_streamed("response_body", body.body, body.end_of_stream)]
+
+    def _take_headers(self, request: pb.ProcessRequest) -> None:
+        headers = {
+            one.key: one.raw_value.decode("latin-1") or one.value for one in request.response_headers.headers.headers
+        }
+        self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        served = _served(request)
+        if (
+            headers.get(":status") != "200"
+            or (served and served != self._address)
+            or request.response_headers.end_of_stream
+        ):
+            self.end()  # it teaches nothing about the chosen engine
+
+    def end(self) -> None:
+        """The exchange has ended, or its stream was broken off."""
+        cached, generated = (_last_number(pattern, self._tail) for pattern in (_CACHED, _GENERATED))
+        self._report(self._picker.reports.ended, Event(self._picker.clock(), cached, generated or 0))
+        self._decision, self._tail = "", b""
+
+    def _report(self, report: Callable[[str, Event], str], event: Event) -> None:
+        if self._decision:
+            with suppress(NotFound):  # it has expired
+                report(self._decision, event)
+
+
+def _last_number(pattern: re.Pattern[bytes], text: bytes) -> int | None:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else None
+
+
+def _chunks(body: bytes, is_end: bool) -> list[pb.ProcessResponse]:
+    starts = range(0, max(len(body), 1), _CHUNK)
+    return [
+        _streamed("request_body", body[start : start + _CHUNK], is_end and start + _CHUNK >= len(body))
+        for start in starts
+    ]
+
+
+def _streamed(part: str, body: bytes, is_end: bool) -> pb.ProcessResponse:
+    mutation = pb.BodyMutation(streamed_response=pb.HttpBody(body=body, end_of_stream=is_end))
+    answer = pb.CommonAnswer(response=pb.CommonResponse(body_mutation=mutation))
+    if part == "request_body":
+        return pb.ProcessResponse(request_body=answer)
+    return pb.ProcessResponse(response_body=answer)
+
+
+def _immediate(refused: Refused) -> pb.ProcessResponse:
+    body = json.dumps({"error": {"message": str(refused), "type": "router", "code": refused.status}}).encode()
+    kind = pb.HeaderValueOption(
+        header=pb.HeaderValue(key="content-type", raw_value=b"application/json"), append_action=_OVERWRITE
+    )
+    return pb.ProcessResponse(
+        immediate_response=pb.ImmediateResponse(
+            status=pb.HttpStatus(code=refused.status),
+            headers=pb.HeaderMutation(set_headers=[kind]),
+            body=body,
+            details=f"kvplane_{refused.status}",
+        )
+    )
+
+
+def _value(fields: Mapping[str, Struct], space: str, key: str) -> object:
+    return fields[space][key] if space in fields and key in fields[space].fields else None
+
+
+def _served(request: pb.ProcessRequest) -> str:
+    """Return the address that answered: as the protocol has it, or as Envoy states it; "" if unknown."""
+    found = _value(request.metadata_context.filter_metadata, SPACE, SERVED)
+    found = found or _value(request.attributes, ATTRIBUTES, UPSTREAM)
+    return found if isinstance(found, str) else ""
+
+
+def _subset_of(request: pb.ProcessRequest) -> list[str] | None:
+    """Return the addresses among which the proxy lets the picker choose; None = all."""
+    found = _value(request.metadata_context.filter_metadata, SUBSET_SPACE, SUBSET)
+    if found is None:
+        return None
+    texts = found.split(",") if isinstance(found, str) else found if isinstance(found, ListValue) else ()
+    return [one.strip() for one in texts if isinstance(one, str)]

@@ -1,0 +1,152 @@
+"""Twelve twins of what follows, indexes and claims, each without one rule: the campaigns here find every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+
+from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
+from kvplane_fleet.fleet import Prompt
+from kvplane_fleet.hits import Claim
+from kvplane_fleet.wire.events import Tier
+from tests.router import test_decisions, test_index, test_order, test_places
+from tests.router.fleets import DOMAIN, GROUPS, Scene, tokens
+from tests.router.test_hits import claims_of_table
+from tests.twins import Patch, Real
+
+
+def tables():
+    """Claims equal brute force."""
+    for seed in range(400):
+        for claim, longest, spec in claims_of_table(seed):
+            assert claim.tokens == longest, f"seed {seed}: {spec}"
+
+
+def multiset():
+    """The index equals a multiset."""
+    for seed in range(5):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            test_index.test_the_index_equals_a_multiset(seed, "python", monkeypatch)
+
+
+def orders():
+    """Losses, repetitions and restarts end in the state of a fresh follower."""
+    for seed in range(60):
+        test_order.test_any_losses_and_restarts_end_in_the_state_of_a_fresh_follower(seed)
+    one = test_order.Rig(test_order.Engine())
+    one.order.connected()
+    one.engine.publish(5)
+    one.order.live(one.engine.frames[4])
+    one.replay()
+    assert one.whole
+
+
+def contents():
+    """Prompts of other content claim nothing: salts, and domains of tenants."""
+    scene, prompt = Scene("a"), tokens(1, 4)
+    scene.stores("a", prompt)
+    for other in (Prompt(prompt, ExtraKeys(salt="x")), Prompt(prompt, domain="tenant")):
+        (claim,) = scene.fleet.claims("m", other, {DOMAIN: other.keys_of(DOMAIN)})
+        assert claim.tokens == 0
+
+
+def expectations():
+    """What is expected ends."""
+    test_decisions.test_a_booked_prompt_is_expected_where_it_went_until_it_expires(GROUPS)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A rule that is removed, and the campaign that finds it."""
+
+    patch: Patch
+    campaign: Callable[[], None]
+
+
+def twin(path: str, campaign: Callable[[], None], change: Callable[[Real], Real]) -> Twin:
+    return Twin(Patch(f"kvplane_fleet.{path}", change), campaign)
+
+
+def undropped(real: Real) -> Real:
+    return lambda self, column, limit, query: real(self, column, limit, replace(query, drops_last_block=False))
+
+
+def only_first_copies(real: Real) -> Real:
+    return lambda self, cell, keys: real(self, cell, [key for key in dict.fromkeys(keys) if not self.has(cell, key)])
+
+
+def any_state(_: Real) -> Real:
+    def length(self, column, limit, query):
+        ends = column[: limit // self.hash_size].nonzero()[0]
+        del query
+        return (int(ends[-1]) + 1) * self.hash_size if len(ends) else 0
+
+    return length
+
+
+def of_group_0(real: Real) -> Real:
+    return lambda *given: (lambda claim: Claim(max(claim.alone[0], 0), claim.alone))(real(*given))
+
+
+def on_the_device(real: Real) -> Real:
+    return lambda self, event: real(self, replace(event, tier=Tier.DEVICE))
+
+
+def applied_again(real: Real) -> Real:
+    def accept(self, frame):
+        if self.last is not None and frame.sequence <= self.last:
+            self._sink.apply(frame.payload)
+        real(self, frame)
+
+    return accept
+
+
+def without_clear(real: Real) -> Real:
+    def restart(self):
+        with mock.patch.object(self._sink, "clear"):
+            real(self)
+
+    return restart
+
+
+TWINS = {
+    "group 0 is trusted": twin("hits:HitRule.claim", tables, of_group_0),
+    "copies are not counted": twin("index:Index.add", multiset, only_first_copies),
+    "a window is one block short": twin(
+        "hits:_Window._needed", tables, lambda real: lambda *one: max(real(*one) - 1, 1)
+    ),
+    "a state may end anywhere": twin("hits:_State._length", tables, any_state),
+    "no block is dropped for a drafter": twin("hits:_Full._length", tables, undropped),
+    "tiers are mixed": twin("places:Place._store", test_places.test_other_tiers_are_kept_apart, on_the_device),
+    "frames of a replay count again": twin("follow.order:SourceOrder._accept", orders, applied_again),
+    "a clear is ignored": twin(
+        "places:Place._remove_all",
+        test_places.test_a_clear_and_an_unreadable_batch_remove_all,
+        lambda _: lambda _: None,
+    ),
+    "salt is ignored": twin(
+        "domains:Domain.keys", contents, lambda real: lambda self, tokens, _=NO_EXTRA_KEYS: real(self, tokens)
+    ),
+    "domains of tenants are ignored": twin("fleet:domain_mask", contents, lambda _: lambda name: 0),
+    "the entries of a life that ended stay": twin("follow.order:SourceOrder._restart", orders, without_clear),
+    "expectations stay": twin("expected:Expected.forget", expectations, lambda _: lambda self, name: None),
+}
+
+
+@contextmanager
+def planted(patch: Patch):
+    owner, name, real = patch.find()
+    with mock.patch.object(owner, name, patch.change(real)):
+        yield
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_campaign_passes_without_the_twin_and_finds_it(name):
+    one = TWINS[name]
+    one.campaign()
+    with planted(one.patch), pytest.raises(AssertionError):
+        one.campaign()
