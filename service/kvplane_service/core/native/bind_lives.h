@@ -110,9 +110,7 @@ inline PyObject* TakeEvents(PyObject*, PyObject* arguments) {
 // add_cleared(core): appends the event that no key is left
 inline PyObject* AddCleared(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        Event event;
-        event.kind = kCleared;
-        CoreOf(At(arguments, 0)).replica.blocks.pool.AddEvent(std::move(event));
+        CoreOf(At(arguments, 0)).replica.blocks.pool.AddEvent({.kind = kCleared});
         Py_RETURN_NONE;
     });
 }

@@ -192,7 +192,7 @@ inline PyObject* Books(PyObject*, PyObject* arguments) {
         std::vector<std::pair<Int, Int>> groups, granted;
         for (const auto& one : replica.blocks.managers) groups.emplace_back(one->allocated, one->adopted);
         for (const auto& [step, grants] : replica.tracker.grants)
-            granted.emplace_back(step, static_cast<Int>(grants.slot.size()));
+            granted.emplace_back(step, static_cast<Int>(grants.size()));
         Column counts;
         for (const auto& [name, count] : replica.counters.All()) counts.push_back(*count);
         const BlockPool& pool = replica.blocks.pool;

@@ -53,6 +53,9 @@ template <typename K, typename V>
 PyObject* ToPy(const std::map<K, V>& values);
 template <typename K, typename V>
 PyObject* ToPy(const Ordered<K, V>& values);
+PyObject* ToPy(const KeyBook& keys);
+template <typename T>
+PyObject* ToPy(const ByStep<T>& values);
 void FromPy(PyObject* object, Key* key);
 void FromPy(PyObject* object, Grants* grants);
 void FromPy(PyObject* object, Digests* digests);
@@ -68,6 +71,9 @@ template <typename K, typename V>
 void FromPy(PyObject* object, std::map<K, V>* values);
 template <typename K, typename V>
 void FromPy(PyObject* object, Ordered<K, V>* values);
+void FromPy(PyObject* object, KeyBook* keys);
+template <typename T>
+void FromPy(PyObject* object, ByStep<T>* values);
 
 // -- to Python -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +127,14 @@ PyObject* Tuple(T*... values) {
 
 inline PyObject* ToPy(const Key& key) { return Tuple(ToPy(key.pair), ToPy(key.digest)); }
 inline PyObject* ToPy(const Grants& grants) {
-    return Tuple(ToPy(grants.slot), ToPy(grants.serial), ToPy(grants.num_tokens));
+    const auto column = [&](auto&& of) {
+        Column values;
+        for (const Grant& one : grants) values.push_back(of(one));
+        return ToPy(values);
+    };
+    return Tuple(column([](const Grant& one) { return one.stay.first; }),
+                 column([](const Grant& one) { return one.stay.second; }),
+                 column([](const Grant& one) { return one.num_tokens; }));
 }
 inline PyObject* ToPy(const Digests& digests) { return Tuple(ToPy(digests.bytes), ToPy(digests.size)); }
 
@@ -129,25 +142,35 @@ template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value) {
     return Tuple(ToPy(value.first), ToPy(value.second));
 }
-template <typename K, typename V>
-PyObject* ToPy(const std::map<K, V>& values) {
+// A list of pairs from what `for_each` visits with a key and a value.
+template <typename F>
+PyObject* ToPairs(F&& for_each) {
     PyObject* list = PyList_New(0);
-    for (const auto& entry : values) {
-        PyObject* one = Tuple(ToPy(entry.first), ToPy(entry.second));
-        PyList_Append(list, one);
-        Py_DECREF(one);
-    }
-    return list;
-}
-template <typename K, typename V>
-PyObject* ToPy(const Ordered<K, V>& values) {
-    PyObject* list = PyList_New(0);
-    values.ForEach([&](const K& key, const V& value) {
+    for_each([&](const auto& key, const auto& value) {
         PyObject* one = Tuple(ToPy(key), ToPy(value));
         PyList_Append(list, one);
         Py_DECREF(one);
     });
     return list;
+}
+template <typename K, typename V>
+PyObject* ToPy(const std::map<K, V>& values) {
+    return ToPairs([&](auto&& visit) {
+        for (const auto& [key, value] : values) visit(key, value);
+    });
+}
+template <typename T>
+PyObject* ToPy(const ByStep<T>& values) {
+    return ToPairs([&](auto&& visit) {
+        for (const auto& [step, value] : values) visit(step, value);
+    });
+}
+template <typename K, typename V>
+PyObject* ToPy(const Ordered<K, V>& values) {
+    return ToPairs([&](auto&& visit) { values.ForEach(visit); });
+}
+inline PyObject* ToPy(const KeyBook& keys) {
+    return ToPairs([&](auto&& visit) { keys.ForEach(visit); });
 }
 
 inline PyObject* ToPy(const BlockLists& lists) {
@@ -159,22 +182,41 @@ inline PyObject* ToPy(const Orders& orders) {
                  ToPy(orders.copy_group), ToPy(orders.zero_block), ToPy(orders.zero_group));
 }
 
-inline PyObject* ToPy(const Event& event) {
-    return Tuple(ToPy(event.kind), ToPy(event.group), ToPy(event.hashes), ToPy(event.hash_size), ToPy(event.blocks),
-                 ToPy(event.domain), ToPy(event.parent), ToPy(event.block_size), ToPy(event.slot), ToPy(event.start),
-                 ToPy(event.end), ToPy(event.block_starts), ToPy(event.reason));
+// A list with a tuple per event.
+inline PyObject* ToPy(const CacheEvents& events) {
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(events.rows.size()));
+    const uint8_t* byte = events.bytes.data();
+    auto block = events.blocks.begin();
+    auto start = events.starts.begin();
+    Py_ssize_t at = 0;
+    for (const CacheEvents::Row& row : events.rows) {
+        const auto count = static_cast<std::ptrdiff_t>(row.count), starts = row.kind == kStored ? count : 0;
+        PyObject* parent = ToBytes(byte, row.parent_size);
+        PyObject* hashes = ToBytes(byte + row.parent_size, row.count * row.hash_size);
+        PyList_SetItem(
+            list, at++,
+            Tuple(ToPy(Int{row.kind}), ToPy(row.group), hashes, ToPy(row.hash_size),
+                  ToPy(BlockList(block, block + count)),
+                  ToPy(row.kind == kCleared ? std::string() : events.names[row.name]), parent, ToPy(row.block_size),
+                  ToPy(row.slot), ToPy(row.start), ToPy(row.end), ToPy(Column(start, start + starts)),
+                  ToPy(Int{row.reason})));
+        byte += row.parent_size + row.count * row.hash_size;
+        block += count;
+        start += starts;
+    }
+    return list;
 }
 
 constexpr const char* kEvents = "kvplane.events";
 
 inline void DestroyEvents(PyObject* capsule) {
-    delete static_cast<std::vector<Event>*>(PyCapsule_GetPointer(capsule, kEvents));
+    delete static_cast<CacheEvents*>(PyCapsule_GetPointer(capsule, kEvents));
 }
 
 // None, or a capsule.
-inline PyObject* EventsToPy(std::vector<Event> events) {
+inline PyObject* EventsToPy(CacheEvents events) {
     if (events.empty()) return Py_NewRef(Py_None);
-    return PyCapsule_New(new std::vector<Event>(std::move(events)), kEvents, DestroyEvents);
+    return PyCapsule_New(new CacheEvents(std::move(events)), kEvents, DestroyEvents);
 }
 
 // Takes the events out of the result.
@@ -279,9 +321,14 @@ inline void FromPy(PyObject* object, Key* key) {
     FromPy(At(object, 1), &key->digest);
 }
 inline void FromPy(PyObject* object, Grants* grants) {
-    FromPy(At(object, 0), &grants->slot);
-    FromPy(At(object, 1), &grants->serial);
-    FromPy(At(object, 2), &grants->num_tokens);
+    Column slot, serial, num_tokens;
+    FromPy(At(object, 0), &slot);
+    FromPy(At(object, 1), &serial);
+    FromPy(At(object, 2), &num_tokens);
+    Check(serial.size() == slot.size() && num_tokens.size() == slot.size());
+    grants->clear();
+    for (size_t row = 0; row < slot.size(); ++row)
+        grants->push_back({{slot[row], serial[row]}, num_tokens[row]});
 }
 inline void FromPy(PyObject* object, Digests* digests) {
     FromPy(At(object, 0), &digests->bytes);
@@ -298,11 +345,28 @@ void FromPy(PyObject* object, std::map<K, V>* values) {
 }
 template <typename K, typename V>
 void FromPy(PyObject* object, Ordered<K, V>* values) {
-    *values = Ordered<K, V>();
+    values->clear();
     ForEach(object, [&](PyObject* item) {
         std::pair<K, V> one;
         FromPy(item, &one);
         (*values)[one.first] = std::move(one.second);
+    });
+}
+template <typename T>
+void FromPy(PyObject* object, ByStep<T>* values) {
+    values->clear();
+    ForEach(object, [&](PyObject* item) {
+        std::pair<Int, T> one;
+        FromPy(item, &one);
+        (*values)[one.first] = std::move(one.second);
+    });
+}
+inline void FromPy(PyObject* object, KeyBook* keys) {
+    keys->clear();
+    ForEach(object, [&](PyObject* item) {
+        std::pair<Stay, NamedKeys> one;
+        FromPy(item, &one);
+        keys->Add(one.first, one.second);
     });
 }
 

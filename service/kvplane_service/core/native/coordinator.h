@@ -172,7 +172,7 @@ class Coordinator {
 
     void Register(Int slot, Int num_tokens) {
         if (!spec.enable_caching) return;
-        const Column replayed = ReplayBoundaries(requests.num_prompt[slot]);
+        const Positions replayed = ReplayBoundaries(requests.num_prompt[slot]);
         for (GroupManager* one : caching_) one->RegisterBlocks(slot, Share(*one, num_tokens), replayed);
     }
 
@@ -380,21 +380,20 @@ class Coordinator {
         return CeilDiv(keys, cache_unit_) * cache_unit_;
     }
 
-    // Positions at which the computation of a later request that repeats this prompt can begin, ascending.
-    Column ReplayBoundaries(Int num_prompt) const {
+    // Positions at which the computation of a later request that repeats this prompt can begin.
+    Positions ReplayBoundaries(Int num_prompt) const {
         const Int unit = spec.scheduler_block_size;
-        std::set<Int> found;
+        Positions found;
         if (!drops_last_block_) {
-            found = {num_prompt - 1};
+            found.Add(num_prompt - 1);
         } else {
-            found = {std::max<Int>((num_prompt - 1) / unit * unit - unit, 0),
-                     std::max<Int>(num_prompt / unit * unit - unit, 0)};
+            found.Add(std::max<Int>((num_prompt - 1) / unit * unit - unit, 0));
+            found.Add(std::max<Int>(num_prompt / unit * unit - unit, 0));
         }
         if (spec.keep_divergence_boundary) {
-            for (const Int boundary : std::set<Int>(found))
-                found.insert(std::max<Int>(boundary / unit * unit - unit, 0));
+            for (const Int boundary : Positions(found)) found.Add(std::max<Int>(boundary / unit * unit - unit, 0));
         }
-        return Column(found.begin(), found.end());
+        return found;
     }
 
     Int Share(const GroupManager& manager, Int num_tokens) const {

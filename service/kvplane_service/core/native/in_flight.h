@@ -1,6 +1,7 @@
 // Records of each step in flight: tokens granted, keys registered, and blocks to release after its execution.
 #pragma once
 
+#include "by_step.h"
 #include "coordinator.h"
 
 namespace kvplane {
@@ -23,13 +24,6 @@ struct Counters {
                 {"unaligned_chunks", &unaligned_chunks},
                 {"starved_chunks", &starved_chunks}};
     }
-};
-
-// One use of a slot by a request, from its admission to its end or preemption.
-using Stay = std::pair<Int, Int>;  // slot, serial
-
-struct Grants {
-    Column slot, serial, num_tokens;
 };
 
 // Values by key, in order of insertion; a removed key that is added again comes last.
@@ -60,13 +54,15 @@ class Ordered {
             if (found != where_.end() && found->second == at) visit(entries_[at].first, entries_[at].second);
         }
     }
+    void clear() {
+        entries_.clear();
+        where_.clear();
+    }
 
   private:
     std::vector<std::pair<K, V>> entries_;
     std::map<K, size_t> where_;
 };
-
-using NamedKeys = std::vector<std::pair<Block, Key>>;
 
 class InFlightTracker {
   public:
@@ -75,23 +71,27 @@ class InFlightTracker {
 
     // -- notes -------------------------------------------------------------------------------------------------------
 
-    void NoteGrant(Int slot, Int num_tokens, Int seq) {
-        if (!requests_.not_zeroed.empty()) EndLoads({slot});
-        requests_.in_flight[slot] += num_tokens;
-        requests_.granted_step[slot] = seq;
-        Grants& of_step = grants[seq];
-        of_step.slot.push_back(slot);
-        of_step.serial.push_back(requests_.serial[slot]);
-        of_step.num_tokens.push_back(num_tokens);
-        counters_.granted_tokens += num_tokens;
+    void NoteGrant(Int slot, Int num_tokens, Int seq) { NoteGrant(slot, num_tokens, seq, &grants[seq]); }
+
+    // Notes the rows of a step that got tokens.
+    void NoteGrants(const Column& slots, const Column& num_tokens, Int seq) {
+        Grants* of_step = nullptr;
+        for (size_t row = 0; row < slots.size(); ++row) {
+            if (num_tokens[row] == 0) continue;
+            if (of_step == nullptr) {
+                of_step = &grants[seq];
+                of_step->reserve(of_step->size() + slots.size());
+            }
+            NoteGrant(slots[row], num_tokens[row], seq, of_step);
+        }
     }
 
     // How many rows of this step got tokens so far, and the sum of these tokens; rows preempted since do not count.
     std::pair<Int, Int> GrantedIn(Int seq) const {
         const auto found = grants.find(seq);
         std::map<Int, std::pair<Int, Int>> latest;
-        for (size_t row = 0; found != grants.end() && row < found->second.slot.size(); ++row)
-            latest[found->second.slot[row]] = {found->second.serial[row], found->second.num_tokens[row]};
+        if (found == grants.end()) return {0, 0};
+        for (const auto& [stay, num_tokens] : found->second) latest[stay.first] = {stay.second, num_tokens};
         Int rows = 0, tokens = 0;
         for (const auto& [slot, granted] : latest) {
             if (!Runs({slot, granted.first})) continue;
@@ -136,8 +136,7 @@ class InFlightTracker {
     void NoteKeys(Int slot, Int seq) {
         if (pool_.registered.empty()) return;
         if (blocks_.spec.safe && seq > pool_.executed_through) {
-            NamedKeys& mine = tentative[seq][StayOf(slot)];
-            mine.insert(mine.end(), pool_.registered.begin(), pool_.registered.end());
+            tentative[seq].Add(StayOf(slot), pool_.registered);
         }
         pool_.registered.clear();
     }
@@ -159,18 +158,17 @@ class InFlightTracker {
 
     void Executed(Int through) {
         through = pool_.executed_through = std::max(pool_.executed_through, through);
-        while (!grants.empty() && grants.begin()->first <= through) {
-            const Grants& done = grants.begin()->second;
-            for (size_t row = 0; row < done.slot.size(); ++row) {
-                const Int slot = done.slot[row];
-                if (requests_.serial[slot] != done.serial[row] || !requests_.running[slot]) continue;
-                requests_.in_flight[slot] = std::max<Int>(requests_.in_flight[slot] - done.num_tokens[row], 0);
+        for (const auto& [seq, done] : grants) {
+            if (seq > through) break;
+            for (const auto& [stay, num_tokens] : done) {
+                if (Runs(stay))
+                    requests_.in_flight[stay.first] = std::max<Int>(requests_.in_flight[stay.first] - num_tokens, 0);
             }
-            grants.erase(grants.begin());
         }
-        tentative.erase(tentative.begin(), tentative.upper_bound(through));
-        adoptions.erase(adoptions.begin(), adoptions.upper_bound(through));
-        filling.erase(filling.begin(), filling.upper_bound(through));
+        grants.EraseThrough(through);
+        tentative.EraseThrough(through);
+        adoptions.EraseThrough(through);
+        filling.EraseThrough(through);
         while (!waiting.empty() && waiting.front().first <= through) {
             const BlockList blocks = std::move(waiting.front().second);
             waiting.pop_front();
@@ -214,7 +212,7 @@ class InFlightTracker {
     std::set<Int> CannotRun(Int seq) const {
         std::set<Int> none;
         if (const auto found = grants.find(seq); blocks_.spec.safe && found != grants.end()) {
-            none.insert(found->second.slot.begin(), found->second.slot.end());
+            for (const Grant& one : found->second) none.insert(one.stay.first);
         }
         for (const Int slot : requests_.loading) {
             if (!IsReady(slot)) none.insert(slot);
@@ -310,14 +308,22 @@ class InFlightTracker {
     }
 
     std::set<Block> under_load;  // while a life ends: blocks whose loads are not confirmed to be over
-    std::map<Int, Grants> grants;
-    std::map<Int, Ordered<Stay, NamedKeys>> tentative;           // step -> keys, by the stay that registered
-    std::map<Int, Ordered<Block, std::vector<Stay>>> adoptions;  // step -> stays that adopted a key of it, by block
-    std::deque<std::pair<Int, BlockList>> waiting;               // (step, blocks) to release once it is executed
-    std::map<Int, BlockList> held;                               // slot -> blocks that a transfer reads or writes
-    std::map<Int, BlockList> filling;                            // step -> blocks that are loaded before its launch
+    ByStep<Grants> grants;
+    ByStep<KeyBook> tentative;                            // keys, by the stay that registered
+    ByStep<Ordered<Block, std::vector<Stay>>> adoptions;  // stays that adopted a key of the step, by block
+    std::deque<std::pair<Int, BlockList>> waiting;        // (step, blocks) to release once it is executed
+    std::map<Int, BlockList> held;                        // slot -> blocks that a transfer reads or writes
+    ByStep<BlockList> filling;                            // blocks that are loaded before the launch
 
   private:
+    void NoteGrant(Int slot, Int num_tokens, Int seq, Grants* of_step) {
+        if (!requests_.not_zeroed.empty()) EndLoads({slot});
+        requests_.in_flight[slot] += num_tokens;
+        requests_.granted_step[slot] = seq;
+        of_step->push_back({StayOf(slot), num_tokens});
+        counters_.granted_tokens += num_tokens;
+    }
+
     Stay StayOf(Int slot) const { return {slot, requests_.serial[slot]}; }
     bool Runs(const Stay& stay) const {
         return requests_.running[stay.first] && requests_.serial[stay.first] == stay.second;
@@ -326,8 +332,7 @@ class InFlightTracker {
 
     static std::vector<Stay> StaysOf(const Grants& granted) {
         std::vector<Stay> stays;
-        for (size_t row = 0; row < granted.slot.size(); ++row)
-            stays.emplace_back(granted.slot[row], granted.serial[row]);
+        for (const Grant& one : granted) stays.push_back(one.stay);
         return stays;
     }
 
@@ -370,18 +375,11 @@ class InFlightTracker {
     void CancelGrants(const std::set<Stay>& stays, Int from_step) {
         if (stays.empty()) return;
         for (auto at = grants.lower_bound(from_step); at != grants.end(); ++at) {
-            Grants& of_step = at->second;
-            size_t kept = 0;
-            for (size_t row = 0; row < of_step.slot.size(); ++row) {
-                if (stays.contains({of_step.slot[row], of_step.serial[row]})) {
-                    counters_.granted_tokens -= of_step.num_tokens[row];
-                    continue;
-                }
-                of_step.slot[kept] = of_step.slot[row];
-                of_step.serial[kept] = of_step.serial[row];
-                of_step.num_tokens[kept++] = of_step.num_tokens[row];
-            }
-            for (Column* column : {&of_step.slot, &of_step.serial, &of_step.num_tokens}) column->resize(kept);
+            std::erase_if(at->second, [&](const Grant& one) {
+                const bool gone = stays.contains(one.stay);
+                if (gone) counters_.granted_tokens -= one.num_tokens;
+                return gone;
+            });
         }
     }
 

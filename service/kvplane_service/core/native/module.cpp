@@ -122,9 +122,9 @@ PyObject* Load(PyObject*, PyObject* arguments) {
 // events(capsule) -> the events of a part, as tuples
 PyObject* Events(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const auto* events = static_cast<std::vector<Event>*>(PyCapsule_GetPointer(At(arguments, 0), kEvents));
+        const auto* events = static_cast<CacheEvents*>(PyCapsule_GetPointer(At(arguments, 0), kEvents));
         if (events == nullptr) Owned::Fail();
-        return ToList(*events);
+        return ToPy(*events);
     });
 }
 

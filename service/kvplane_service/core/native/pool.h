@@ -1,6 +1,7 @@
 // The block pool: reference counts, keys and stamps of all blocks.
 #pragma once
 
+#include "cache_events.h"
 #include "freelist.h"
 #include "keys.h"
 #include "types.h"
@@ -214,9 +215,7 @@ class BlockPool {
         Clear();
         Restamp(kNullBlock);
         if (spec_.events) {
-            open_run_ = false;
-            events.emplace_back();
-            events.back().kind = kCleared;
+            AddEvent({.kind = kCleared});
         }
         return true;
     }
@@ -313,30 +312,29 @@ class BlockPool {
 
     // -- events ------------------------------------------------------------------------------------------------------
 
-    void AddEvent(Event event) {
-        events.push_back(std::move(event));
+    void AddEvent(const CacheEvents::Row& event) {
+        events.Add(event);
+        open_run_ = false;
+    }
+    // `parent`: the hash before its first block, of size 0 if there is none.
+    void AddStored(CacheEvents::Row event, uint32_t domain, const Digest& parent) {
+        event.kind = kStored;
+        events.Add(event, domain, pairs.NameOf(domain), parent);
         open_run_ = false;
     }
 
     void ReportRemoved(Block block, const std::vector<Key>& keys, RemoveReason reason) {
         if (!spec_.events) return;
         for (const Key& key : keys) {
-            const bool joins = open_run_ && run_pair_ == key.pair && events.back().reason == reason &&
-                               events.back().hash_size == key.digest.size;
+            const bool joins = open_run_ && run_pair_ == key.pair && events.rows.back().reason == reason &&
+                               events.rows.back().hash_size == key.digest.size;
             if (!joins) {
-                events.emplace_back();
-                Event& fresh = events.back();
-                fresh.kind = kRemoved;
-                fresh.group = pairs.Group(key.pair);
-                fresh.domain = pairs.Name(key.pair);
-                fresh.reason = reason;
-                fresh.hash_size = key.digest.size;
+                events.Add({.kind = kRemoved, .group = pairs.Group(key.pair), .reason = reason},
+                           pairs.Domain(key.pair), pairs.Name(key.pair), Digest());
                 open_run_ = true;
                 run_pair_ = key.pair;
             }
-            Event& run = events.back();
-            run.hashes.insert(run.hashes.end(), key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
-            run.blocks.push_back(block);
+            events.AddKey(key.digest, block);
         }
     }
 
@@ -346,9 +344,9 @@ class BlockPool {
         open_run_ = false;
     }
 
-    std::vector<Event> TakeEvents() {
+    CacheEvents TakeEvents() {
         open_run_ = false;
-        return std::exchange(events, {});
+        return events.Take();
     }
 
   private:
@@ -369,7 +367,7 @@ class BlockPool {
     uint64_t generation = 0, epoch = 0, counter = 0;
     Int step = 0, executed_through = 0;
     std::vector<std::pair<Block, Key>> registered;
-    std::vector<Event> events;
+    CacheEvents events;
     BlockList reserved;
     std::set<Block> busy;
     Int num_evictable = 0, age_base = 0;

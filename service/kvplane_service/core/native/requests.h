@@ -31,6 +31,9 @@ struct Requests {
 
     Int size() const { return num_slots_; }  // slots that were used so far
     bool IsLive(Int slot) const { return slot >= 0 && slot < size() && live[slot]; }
+    bool AreLive(const Column& slots) const {
+        return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
+    }
 
     std::vector<std::pair<const char*, Column*>> Numbers() {
         return {{"serial", &serial},

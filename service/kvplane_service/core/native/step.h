@@ -1,7 +1,7 @@
 // A step and its result, in columns: one entry per row, or none where every row has the default.
 #pragma once
 
-#include "types.h"
+#include "cache_events.h"
 
 namespace kvplane {
 
@@ -112,7 +112,7 @@ struct PartResult {
     bool reset_done = false;
     Orders orders;
     Int free_blocks = 0;
-    std::vector<Event> events;
+    CacheEvents events;
     Int taken_back = 0, went_back = 0;
 };
 

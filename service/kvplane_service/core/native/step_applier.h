@@ -86,9 +86,7 @@ class StepApplier {
             requests_.computed[slot] += wanted;
             room = Spend(wanted);
         }
-        for (size_t row = 0; row < rows.slot.size(); ++row) {
-            if (result_.granted[row]) tracker_.NoteGrant(rows.slot[row], result_.granted[row], seq_);
-        }
+        tracker_.NoteGrants(rows.slot, result_.granted, seq_);
         unnoted_ = nullptr;
     }
 

@@ -148,17 +148,6 @@ struct Spec {
     bool dense() const { return retention_interval == -1; }
 };
 
-struct Event {
-    Int kind = 0, group = 0, reason = 0;
-    std::string domain;
-    std::vector<uint8_t> hashes;  // of equal size
-    size_t hash_size = 0;
-    BlockList blocks;
-    std::vector<uint8_t> parent;
-    Int block_size = 0, slot = 0, start = 0, end = 0;
-    Column block_starts;
-};
-
 struct Orders {
     BlockList stamp_block;
     std::vector<uint64_t> stamp;

@@ -30,9 +30,9 @@ class StepValidator {
         executed_through_ = std::max(executed_through_, step.executed_through);
         num_parts_ = step.parts.size();
         return std::all_of(step.parts.begin(), step.parts.end(), [&](const Part& part) {
-            return AcceptsFacts(part.facts, step.seq) && AcceptsCache(part.cache, step.seq) && AcceptsNews(part.news) &&
-                   AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
-                   AcceptsBudget(part.budget);
+            return AcceptsFacts(part.facts, step.seq, !part.run.extra.empty()) &&
+                   AcceptsCache(part.cache, step.seq) && AcceptsNews(part.news) && AcceptsRun(part.run) &&
+                   AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) && AcceptsBudget(part.budget);
         });
     }
 
@@ -95,7 +95,7 @@ class StepValidator {
 
     bool DigestsFit(const Slot& known) const { return known.num_digests <= known.num_tokens / spec_.hash_block_size; }
 
-    bool AcceptsFacts(const Facts& facts, Int seq) {
+    bool AcceptsFacts(const Facts& facts, Int seq, bool has_drafts) {
         for (const Column* column : {&facts.computed, &facts.appended, &facts.num_hashes, &facts.commit, &facts.end,
                                      &facts.fence, &facts.release_skipped}) {
             if (!Fits(*column, facts.slot)) return false;
@@ -105,10 +105,38 @@ class StepValidator {
         if (facts.num_tokens && (facts.num_tokens != sum || !facts.tokens_fit)) return false;
         size_t size = 0;
         if (!DigestSize(facts.hashes, facts.num_hashes, &size)) return false;
+        if (IsPlain(facts, has_drafts) && Distinct(facts.slot)) {
+            for (size_t row = 0; row < facts.slot.size(); ++row) {
+                if (!AcceptsPlainRow(facts, row, size)) return false;
+            }
+            return true;
+        }
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             if (!AcceptsFactsRow(facts, row, size, seq)) return false;
         }
         return true;
+    }
+
+    // Whether the rows only append tokens and hashes, and no row or section behind them depends on how many: they can
+    // be checked against the requests. Most rows of most steps are such.
+    bool IsPlain(const Facts& facts, bool has_drafts) const {
+        const Column* const others[] = {&facts.computed, &facts.commit, &facts.end, &facts.fence,
+                                        &facts.release_skipped};
+        return num_parts_ == 1 && (states_for_drafts_ < 0 || !has_drafts) && requests_.AreLive(facts.slot) &&
+               std::all_of(std::begin(others), std::end(others), [](const Column* one) { return one->empty(); });
+    }
+
+    bool AcceptsPlainRow(const Facts& facts, size_t row, size_t size) const {
+        const Int slot = facts.slot[row], appended = Entry(facts.appended, row, 0);
+        if (!Within(appended, 0, requests_.limit[slot] - requests_.num_tokens[slot]) || requests_.held[slot])
+            return false;
+        const bool by_service = requests_.by_service[slot] != 0;
+        if (appended && by_service != (facts.num_tokens > 0)) return false;
+        const Int count = Entry(facts.num_hashes, row, 0);
+        if (count == 0) return true;
+        const Digests& known = requests_.content[slot];
+        return !by_service && (known.size == 0 || known.size == size) &&
+               known.count() + count <= (requests_.num_tokens[slot] + appended) / spec_.hash_block_size;
     }
 
     bool AcceptsFactsRow(const Facts& facts, size_t row, size_t size, Int seq) {
@@ -194,6 +222,7 @@ class StepValidator {
     }
 
     bool AllLive(const Column& slots) const {
+        if (slots_.empty()) return requests_.AreLive(slots);
         return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
     }
 

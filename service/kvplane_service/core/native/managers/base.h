@@ -22,6 +22,21 @@ struct Query {
 
 using Rows = std::vector<BlockList>;
 
+// A few positions in a request.
+class Positions {
+  public:
+    void Add(Int position) {
+        Require(size_ < at_.size(), "more positions than there are kinds of");
+        at_[size_++] = position;
+    }
+    const Int* begin() const { return at_.data(); }
+    const Int* end() const { return at_.data() + size_; }
+
+  private:
+    std::array<Int, 6> at_{};
+    size_t size_ = 0;
+};
+
 class GroupManager {
   public:
     GroupManager(Int number, const Spec& replica_spec, BlockPool& block_pool, Requests& all, Orders& step_orders)
@@ -143,19 +158,18 @@ class GroupManager {
 
     // -- prefix cache ------------------------------------------------------------------------------------------------
 
-    virtual void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) {
+    virtual void RegisterBlocks(Int slot, Int num_tokens, const Positions& boundaries) {
         const Int start = std::max<Int>(num_cached[slot], 0), hashed = requests.content[slot].count() * hash_size;
         const Int end = std::min(std::min(num_tokens, hashed) / block_size, static_cast<Int>(table[slot].size()));
         if (start >= end) return;
         const Int single = requests.single_group_hit[slot];
-        Column reachable = boundaries;
+        Positions reachable = boundaries;
         if (single) {
-            reachable.push_back(single);
-            if (drops_last_block) reachable.push_back(single - block_size);
+            reachable.Add(single);
+            if (drops_last_block) reachable.Add(single - block_size);
         }
-        std::vector<bool> keep;
-        const bool masked = ReachableBlocks(start, end, reachable, &keep);
-        RegisterRange(slot, start, end, masked ? &keep : nullptr);
+        const bool masked = ReachableBlocks(start, end, reachable, &keep_);
+        RegisterRange(slot, start, end, masked ? &keep_ : nullptr);
         num_cached[slot] = end;
     }
 
@@ -169,7 +183,7 @@ class GroupManager {
     }
 
     // Returns false if all blocks are reachable; else fills the mask of the blocks with indices [start, end).
-    virtual bool ReachableBlocks(Int start, Int end, const Column& boundaries, std::vector<bool>* keep) const {
+    virtual bool ReachableBlocks(Int start, Int end, const Positions& boundaries, std::vector<bool>* keep) const {
         (void)start, (void)end, (void)boundaries, (void)keep;
         return false;
     }
@@ -231,6 +245,8 @@ class GroupManager {
     Int allocated = 0, adopted = 0;
 
   protected:
+    std::vector<bool> keep_;  // of RegisterBlocks
+
     bool EndsInsideBlock(const BlockList& hit, Int num_tokens) const {
         return !hit.empty() && num_tokens % block_size != 0;
     }
@@ -290,25 +306,9 @@ class GroupManager {
 
     void ReportStoredInside(Int slot, Block block, const Key& key, Int num_tokens) {
         if (!replica.events) return;
-        const Digests& digests = requests.content[slot];
         const Int start = num_tokens - hash_size, count = num_tokens / hash_size;
-        Event event;
-        event.kind = kStored;
-        event.group = group;
-        event.domain = pool.pairs.Name(key.pair);
-        event.hashes.assign(key.digest.bytes.begin(), key.digest.bytes.begin() + key.digest.size);
-        event.hash_size = key.digest.size;
-        event.blocks = {block};
-        if (count > 1) {
-            const Digest parent = digests.at(count - 2);
-            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
-        }
-        event.block_size = hash_size;
-        event.slot = slot;
-        event.start = start;
-        event.end = num_tokens;
-        event.block_starts = {start};
-        pool.AddEvent(std::move(event));
+        AddStored(slot, hash_size, start, num_tokens, count > 1 ? requests.content[slot].at(count - 2) : Digest());
+        pool.events.AddKey(key.digest, block, start);
     }
 
     Key KeyOf(Int slot, Int num_hashes) const {
@@ -363,38 +363,34 @@ class GroupManager {
 
     virtual void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
         const Digests& digests = requests.content[slot];
-        Event event;
-        const bool reports = replica.events;
+        const BlockList& blocks = table[slot];
+        const uint32_t pair = pool.pairs.Of(requests.domain[slot], group);
+        registered_.clear();
         for (Int index = start; index < end; ++index) {
-            const Block block = table[slot][index];
+            const Block block = blocks[index];
             if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
-            if (pool.KeyTokens(block) == (index + 1) * block_size) continue;
-            const Digest digest = DigestOf(digests, index);
-            Promote(block, (index + 1) * block_size);
-            pool.Register(block, Key{pool.pairs.Of(requests.domain[slot], group), digest}, (index + 1) * block_size);
-            if (!reports) continue;
-            event.hashes.insert(event.hashes.end(), digest.bytes.begin(), digest.bytes.begin() + digest.size);
-            event.blocks.push_back(block);
-            event.block_starts.push_back(index * block_size);
+            const Int num_tokens = (index + 1) * block_size;
+            if (pool.KeyTokens(block) == num_tokens) continue;
+            Promote(block, num_tokens);
+            pool.Register(block, Key{pair, DigestOf(digests, index)}, num_tokens);
+            registered_.push_back(index);
         }
-        if (!reports || (event.blocks.empty() && !stores_empty_ranges)) return;
-        event.kind = kStored;
-        event.group = group;
-        event.domain = pool.pairs.NameOf(requests.domain[slot]);
-        event.hash_size = digests.size;
-        if (start) {
-            const Digest parent = digests.at(start * (block_size / hash_size) - 1);
-            event.parent.assign(parent.bytes.begin(), parent.bytes.begin() + parent.size);
-        }
-        event.block_size = block_size;
-        event.slot = slot;
-        event.start = start * block_size;
-        event.end = end * block_size;
-        pool.AddEvent(std::move(event));
+        if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
+        AddStored(slot, block_size, start * block_size, end * block_size,
+                  start ? DigestOf(digests, start - 1) : Digest());
+        for (const Int index : registered_)
+            pool.events.AddKey(DigestOf(digests, index), blocks[index], index * block_size);
     }
 
   private:
+    void AddStored(Int slot, Int tokens_per_hash, Int start, Int end, const Digest& parent) {
+        const CacheEvents::Row event{
+            .kind = kStored, .group = group, .block_size = tokens_per_hash, .slot = slot, .start = start, .end = end};
+        pool.AddStored(event, requests.domain[slot], parent);
+    }
+
     BlockList freed_;
+    Column registered_;  // indices in the table
 };
 
 }  // namespace kvplane

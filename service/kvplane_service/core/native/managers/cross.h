@@ -26,7 +26,7 @@ class CrossAttentionManager final : public GroupManager {
         GroupManager::Allocate(slot, num_encoder, num_encoder, num_encoder, fresh);
     }
 
-    void RegisterBlocks(Int, Int, const Column&) override {}
+    void RegisterBlocks(Int, Int, const Positions&) override {}
     Int FindPrefix(const Query& query, Rows* rows) const override {
         rows->assign(query.groups->size(), {});
         return 0;

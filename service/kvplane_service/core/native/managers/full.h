@@ -33,7 +33,7 @@ class FullAttentionManager : public GroupManager {
     bool CanRewind(Int, Int) const override { return true; }
     Int DropMargin() const override { return replica.partial_hits ? std::min(hash_size, block_size) : block_size; }
 
-    void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) override {
+    void RegisterBlocks(Int slot, Int num_tokens, const Positions& boundaries) override {
         GroupManager::RegisterBlocks(slot, num_tokens, boundaries);
         if (block_size == hash_size) return;
         const auto [boundary, block] = PromptTail(slot);
@@ -81,7 +81,7 @@ class RetainedWindowManager final : public FullAttentionManager {
     using FullAttentionManager::FullAttentionManager;
 
     // Only blocks of the prompt: the page of a later token depends on where the prompt ends, which no key states.
-    void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) override {
+    void RegisterBlocks(Int slot, Int num_tokens, const Positions& boundaries) override {
         const Int known = replica.safe ? std::min(num_tokens, requests.num_prompt[slot]) : num_tokens;
         FullAttentionManager::RegisterBlocks(slot, known, boundaries);
     }

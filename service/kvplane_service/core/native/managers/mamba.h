@@ -190,7 +190,7 @@ class AlignedStateManager final : public GroupManager {
         last_checkpoints.erase(slot);
     }
 
-    bool ReachableBlocks(Int start, Int end, const Column& boundaries, std::vector<bool>* keep) const override {
+    bool ReachableBlocks(Int start, Int end, const Positions& boundaries, std::vector<bool>* keep) const override {
         if (replica.dense()) return false;
         const Int unit = replica.hit_alignment(), per_segment = replica.retention_interval / block_size;
         if (replica.retention_interval && per_segment <= 1) return false;
@@ -206,7 +206,7 @@ class AlignedStateManager final : public GroupManager {
         return true;
     }
 
-    void RegisterBlocks(Int slot, Int num_tokens, const Column& boundaries) override {
+    void RegisterBlocks(Int slot, Int num_tokens, const Positions& boundaries) override {
         const Int start = std::max<Int>(num_cached[slot], 0);
         GroupManager::RegisterBlocks(slot, num_tokens, boundaries);
         const Int end = std::min(std::max<Int>(num_cached[slot], 0), Size(table[slot]));

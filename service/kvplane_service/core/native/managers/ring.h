@@ -22,7 +22,7 @@ class RingManager final : public GroupManager {
         if (table[slot].empty()) Extend(slot, 1, fresh);
     }
 
-    void RegisterBlocks(Int, Int, const Column&) override {}
+    void RegisterBlocks(Int, Int, const Positions&) override {}
     Int FindPrefix(const Query& query, Rows* rows) const override {
         rows->assign(query.groups->size(), {});
         return 0;

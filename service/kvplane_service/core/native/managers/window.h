@@ -33,15 +33,15 @@ class SlidingWindowManager final : public GroupManager {
         return end * block_size;
     }
 
-    bool ReachableBlocks(Int start, Int end, const Column& boundaries, std::vector<bool>* keep) const override {
+    bool ReachableBlocks(Int start, Int end, const Positions& boundaries, std::vector<bool>* keep) const override {
         const Int unit = replica.hit_alignment();
         if (unit % block_size != 0) return false;
         const Int needed = RunLength(drops_last_block), shift = drops_last_block;
-        keep->assign(static_cast<size_t>(end - start), false);
         const Int segment = replica.dense() ? unit : replica.retention_interval;
+        const Int per_segment = segment / block_size;
+        if (segment && needed >= per_segment) return false;
+        keep->assign(static_cast<size_t>(end - start), false);
         if (segment) {
-            const Int per_segment = segment / block_size;
-            if (needed >= per_segment) return false;
             for (Int index = std::max(start, shift); index < end; ++index) {
                 if ((index - shift) % per_segment >= per_segment - needed)
                     (*keep)[static_cast<size_t>(index - start)] = true;

@@ -1,0 +1,67 @@
+// The events of a part as packed rows, which become Python objects when somebody reads them.
+#pragma once
+
+#include "types.h"
+
+namespace kvplane {
+
+class CacheEvents {
+  public:
+    // One event. Its hashes, blocks and positions are the next `count` ones of the columns.
+    struct Row {
+        EventKind kind;
+        Int group = 0;
+        RemoveReason reason = kNoReason;
+        Int block_size = 0, slot = 0, start = 0, end = 0;
+        size_t name = 0, hash_size = 0, parent_size = 0, count = 0;  // name: index of the domain in `names`
+    };
+
+    bool empty() const { return rows.empty(); }
+    void Add(const Row& row) { rows.push_back(row); }
+
+    // `of_domain` is the number of the domain.
+    void Add(Row row, uint32_t of_domain, const std::string& domain, const Digest& parent) {
+        if (names.empty() || of_domain != last_domain_) names.push_back(domain);
+        last_domain_ = of_domain;
+        row.name = names.size() - 1;
+        row.parent_size = parent.size;
+        rows.push_back(row);
+        bytes.insert(bytes.end(), parent.bytes.begin(), parent.bytes.begin() + parent.size);
+    }
+
+    // Adds a key to the last event.
+    void AddKey(const Digest& digest, Block block) {
+        Row& row = rows.back();
+        row.hash_size = digest.size;
+        ++row.count;
+        bytes.insert(bytes.end(), digest.bytes.begin(), digest.bytes.begin() + digest.size);
+        blocks.push_back(block);
+    }
+    void AddKey(const Digest& digest, Block block, Int start) {
+        AddKey(digest, block);
+        starts.push_back(start);
+    }
+
+    // Returns the events, and makes room for as many.
+    CacheEvents Take() {
+        CacheEvents fresh;
+        if (!empty()) {
+            fresh.rows.reserve(rows.size());
+            fresh.bytes.reserve(bytes.size());
+            fresh.blocks.reserve(blocks.size());
+            fresh.starts.reserve(starts.size());
+        }
+        return std::exchange(*this, std::move(fresh));
+    }
+
+    std::vector<Row> rows;
+    std::vector<std::string> names;
+    std::vector<uint8_t> bytes;  // of each event: its parent, its hashes
+    BlockList blocks;
+    Column starts;  // of STORED events
+
+  private:
+    uint32_t last_domain_ = 0;
+};
+
+}  // namespace kvplane
