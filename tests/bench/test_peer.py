@@ -20,6 +20,7 @@ from tests.bench.peer.plan import (
     HIT,
     IN_PROCESS,
     MISS,
+    PACED,
     REFERENCE,
     TCP,
     UNIX,
@@ -74,18 +75,19 @@ def rounds(case: Case, side: str, *medians: float) -> list[dict[str, object]]:
 
 def test_peer_ratio_is_that_of_the_medians_over_all_process_starts():
     decode, ahead = Case("m", DECODE, 8), Case("m", AHEAD, 8)
+    paced = rounds(Case("m", PACED, 8), REFERENCE, 400)
     first = rounds(decode, REFERENCE, 100, 200, 300) + rounds(decode, UNIX, 50, 50, 70) + rounds(ahead, UNIX, 20)
     second = rounds(decode, REFERENCE, 200, 200, 200) + rounds(decode, UNIX, 40, 50, 90) + rounds(ahead, UNIX, 40)
-    starts = json.loads(json.dumps([{"rounds": first}, {"rounds": second}]))
+    starts = json.loads(json.dumps([{"rounds": paced + first}, {"rounds": paced + second}]))
     cells = {(cell.case, cell.side): cell for cell in cells_of(starts)}
     unix = cells[decode, UNIX]
     assert (unix.rounds, unix.median, unix.extremes, unix.ratio) == (6, 50, (40, 90), 0.25)
     assert unix.start_ratios == (0.25, 0.25)
-    assert cells[ahead, UNIX].ratio == 0.15  # relative to the reference's decode step
+    assert cells[ahead, UNIX].ratio == 0.075  # relative to the reference's paced step
 
 
 def test_peer_history_keeps_the_rows_of_earlier_commits(tmp_path):
-    measured = rounds(Case("m", DECODE, 8), REFERENCE, 100) + rounds(Case("m", AHEAD, 8), UNIX, 25)
+    measured = rounds(Case("m", PACED, 8), REFERENCE, 100) + rounds(Case("m", AHEAD, 8), UNIX, 25)
     measured += rounds(Case("m", WAIT, 256), UNIX, 70) + rounds(Case("m", CPU, 256), UNIX, 900)
     start = {"rounds": measured, "load_average": [[1.0], [3.0]], "reference": {}}
     for commit in ("first", "second"):

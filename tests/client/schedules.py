@@ -165,7 +165,7 @@ class World:
         if machine.ended or not self.in_flight:
             return
         try:
-            result = self.run(machine.receive())
+            result = machine.take_ready(self._look) or self.run(machine.receive())
         except (Unavailable, DeadlineExceeded, Cancelled):
             assert machine.state.in_flight == len(self.in_flight), "steps in flight stay in flight"
         except KvplaneError as refusal:
@@ -268,6 +268,19 @@ class World:
         answer = self._answers.pop(0)
         if answer is None:
             raise Unavailable("a newer stream is open")
+        return answer
+
+    def _look(self) -> StepResult | None:
+        """An answer is here already, or not yet."""
+        if not self._answers or not isinstance(self._answers[0], StepResult):
+            return None
+        what = self._befalls("answer not here", "answer lost")
+        if what == "answer not here":
+            return None
+        answer = self._answers.pop(0)
+        if what == "answer lost":  # Ctrl-C lost it, and the stream is intact
+            raise Cancelled
+        assert isinstance(answer, StepResult)
         return answer
 
     def _heartbeat(self, _: Heartbeat) -> None:

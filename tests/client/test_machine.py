@@ -10,7 +10,7 @@ from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneErr
 from kvplane.base.session import OpenRequest
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import Attempts, RetryPolicy
-from kvplane.session.machine import Open, SessionMachine, _Sending
+from kvplane.session.machine import BROKEN, Open, SessionMachine
 from kvplane.session.state import SessionState
 from tests.client.schedules import ATTEMPTS, Cancelled, World, every_schedule, opened_world
 from tests.twins import use_broken_streams
@@ -185,10 +185,24 @@ def test_an_interrupted_refusal_is_raised_by_the_next_call():
 # ---- each of these rules, taken out, is missed
 
 
-def withdraw_in_any_case(self, kind, error, trace):
+def withdraw_in_any_case(self, step, error):
     """A step whose sending was interrupted may be with the service."""
-    if error is not None:
-        self._machine.state.withdraw(self._step)
+    self.state.withdraw(step)
+    return isinstance(error, BROKEN)
+
+
+def trust_the_stream(self, ready):
+    """A call that was interrupted while it looked for an answer may have lost it."""
+    if not self._is_up or self._refusal is not None or not self.state.awaits_service:
+        return None
+    answer = ready()
+    return None if answer is None else self._take(answer)
+
+
+def look_while_a_step_is_unsent(self, ready):
+    """What a new life owes is answered first."""
+    answer = ready() if self._is_up else None
+    return None if answer is None else self._take(answer)
 
 
 def remember_the_refusal(self):
@@ -207,7 +221,9 @@ def begin_with_nothing(self, opened):
 REOPEN = SessionMachine._reopen
 WEAKENED = {
     "interrupted streams are used": (SessionMachine, "_use", use_broken_streams(SessionMachine._use)),
-    "interrupted steps are withdrawn": (_Sending, "__exit__", withdraw_in_any_case),
+    "interrupted steps are withdrawn": (SessionMachine, "sending_failed", withdraw_in_any_case),
+    "interrupted looks lose nothing": (SessionMachine, "take_ready", trust_the_stream),
+    "looks overtake the session's own answers": (SessionMachine, "take_ready", look_while_a_step_is_unsent),
     "refusals outlive their stream": (SessionMachine, "_reopen", remember_the_refusal),
     "unanswered steps are not sent again": (SessionState, "resumed", begin_with_nothing),
     "an end ends nothing": (SessionMachine, "check", lambda self: None),

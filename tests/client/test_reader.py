@@ -80,7 +80,7 @@ class FakeChannel:
 
     def stream_stream(self, path: str, serializer: Any, deserializer: Any) -> Any:
         assert path == "/kvplane.v1.Allocation/Session"
-        assert serializer(heartbeat_message()) == heartbeat_message().SerializeToString()
+        assert serializer(heartbeat_message()) == serializer(heartbeat_message().SerializeToString())
 
         def start(requests: Any) -> FakeCall:
             self.call = FakeCall(deserializer)
@@ -127,9 +127,10 @@ def orders() -> list[tuple[str, ...]]:
     return sorted(found)
 
 
+@pytest.mark.parametrize("asks", ["waits", "looks first"])
 @pytest.mark.parametrize("when", ["before", "while", "after"])
-def test_answers_come_in_order_and_then_the_end_in_every_order_of_events(when):
-    """Before, while or after the engine waits for them."""
+def test_answers_come_in_order_and_then_the_end_in_every_order_of_events(when, asks):
+    """Before, while or after the engine waits for them, whether or not it looks for an answer that is here first."""
     for order in orders():
         before = readers()
         stream, call = opened_stream()
@@ -138,7 +139,7 @@ def test_answers_come_in_order_and_then_the_end_in_every_order_of_events(when):
         def receive_all(stream=stream, received=received):
             while True:
                 try:
-                    taken = stream.receive(RECEIVE_S)
+                    taken = (stream.ready() if asks == "looks first" else None) or stream.receive(RECEIVE_S)
                 except KvplaneError as error:
                     with pytest.raises(type(error)):  # and again
                         stream.receive(RECEIVE_S)
@@ -174,6 +175,25 @@ def test_answers_come_in_order_and_then_the_end_in_every_order_of_events(when):
         else:  # what arrives behind a cancelled call is lost; the session sends its steps again
             assert received == list(range(1, len(received) + 1)), order
             assert len(received) <= order.count("answer")
+
+
+def test_look_for_an_answer_leaves_everything_but_results_to_those_who_wait():
+    stream, call = opened_stream()
+    notice = SessionResponse(draining=Draining(grace_ms=7))
+    for number in (1, 2):
+        call.happens.put(answer(number))
+        call.happens.put(notice.SerializeToString())
+    call.happens.put(grpc.StatusCode.OK)
+    assert ended({one for one in readers() if one.is_alive()})
+    for number in (1, 2):
+        found = stream.ready()
+        assert found is not None
+        assert found.seq == number
+        assert (stream.ready(), stream.ready()) == (None, None)
+        assert stream.receive(RECEIVE_S) == notice
+    assert (stream.ready(), stream.ready()) == (None, None)
+    with pytest.raises(Unavailable):
+        stream.receive(RECEIVE_S)
 
 
 def test_a_bug_of_the_reader_reaches_who_waits():

@@ -15,7 +15,7 @@ from kvplane.rpc.channel import MAX_MESSAGE_BYTES
 from kvplane.rpc.status import error_of_rpc
 from kvplane.sansio.owners import Owners
 from kvplane.v1 import allocation_pb2, plan_pb2
-from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
+from kvplane.v1.allocation_pb2 import SessionResponse
 from kvplane.wire import stream as messages
 from tests.sim.network import Ended, Network, Server, Stream
 
@@ -173,10 +173,10 @@ class SimTransport:
         if self._stream is not None:
             self._stream.cut(server_s=self._network.draw_delay())
 
-    def write(self, message: SessionRequest) -> None:
+    def write(self, message: messages.Sent) -> None:
         """Send a message, if a stream is open."""
         if self._stream is not None:
-            self._stream.outward.send(message.SerializeToString())
+            self._stream.outward.send(messages.serialized(message))
 
     async def _read_further(self) -> SessionResponse:
         """Break a stream whose replica another service has taken; a new one is redirected there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import KvplaneError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvplane_service.core.interface import ReplicaCore
 
 KEPT_STEPS = 200
+_COLUMNS = [column.name for column in fields(PartResult)]
 _OTHER_CHANGES = {"recover", "adopt", "store_empty_ranges"}  # a second core is made before the next step
 
 
@@ -153,7 +155,7 @@ class TwinReplica(_Base):
     def _compare(self, result: StepResult, other: StepResult) -> None:
         self._require("published_through", result.published_through, other.published_through)
         for number, (part, of_other) in enumerate(zip(result.parts, other.parts, strict=True)):
-            for name in PartResult.__slots__:
+            for name in _COLUMNS:
                 self._require(f"parts[{number}].{name}", getattr(part, name), getattr(of_other, name))
 
     def _require(self, name: str, value: object, other: object) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field
-from time import perf_counter_ns, process_time_ns, thread_time_ns
+from itertools import chain
+from time import process_time_ns, thread_time_ns
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
@@ -14,19 +15,7 @@ from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartRe
 from kvplane.blocking.session import Session
 from kvplane.session.builder import StepBuilder
 from kvplane.session.tables import BlockTables
-from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
-
-LOOPS_PER_S = 20_000_000
-
-
-@dataclass(slots=True)
-class Request:
-    """State of a request in an engine."""
-
-    slot: int
-    tokens: list[int]
-    hasher: RequestHasher
-    computed: int = 0
+from tests.bench.peer.work import SETUP_BATCH, Clock, Shape, other_work, prompt, sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +25,7 @@ class AheadStep:
     Attributes:
         blocked: what the engine's thread spent on it, before and after the GPU's work on the step before.
         waited: of that, in `receive`.
-        delayed: how much longer the engine's other Python work took than without a step under way.
+        delayed: what the engine's other Python work waited for the interpreter's lock.
         cpu: CPU time of this process for the step, in all threads, without that work.
     """
 
@@ -51,15 +40,6 @@ class AheadStep:
         return self.blocked + self.delayed
 
 
-def other_work(seconds: float) -> int:
-    """Pure Python in the GPU's place, of about this length; returns its duration in ns."""
-    begin = perf_counter_ns()
-    total = 0
-    for index in range(int(seconds * LOOPS_PER_S)):
-        total += index
-    return perf_counter_ns() - begin
-
-
 @dataclass(slots=True)
 class Engine:
     """The part of an engine that a session needs: requests, their tokens and block tables."""
@@ -67,10 +47,11 @@ class Engine:
     session: Session
     shape: Shape
     tables: BlockTables = field(init=False)
-    running: list[Request] = field(init=False, default_factory=list)
     builder: StepBuilder = field(init=False, default_factory=StepBuilder)
-    full_in: dict[int, list[int]] = field(init=False, default_factory=dict)  # rows whose block fills, by step in a unit
+    extra: int = field(init=False, default=0)  # of all rows
+    sampled: deque[array[int]] = field(init=False, default_factory=deque)  # per step, a token of each request
     steps: int = field(init=False, default=0)
+    clock: Clock = field(init=False, default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.tables = BlockTables(self.shape.num_groups)
@@ -78,26 +59,19 @@ class Engine:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def admit(self, num_requests: int) -> None:
-        """Prefill `num_requests` requests."""
-        scheme = HashScheme.named(self.shape.unit)
+        """Prefill `num_requests` requests, whose tokens the service hashes."""
         lengths = self.shape.decode_prompts(num_requests)
-        waiting = [Request(index, prompt(index, length), RequestHasher(scheme)) for index, length in enumerate(lengths)]
         for first in range(0, num_requests, SETUP_BATCH):
-            batch = waiting[first : first + SETUP_BATCH]
-            self._admission(batch)
-            self._finish_prompts(batch)
-        self.running = waiting
-        self.builder = StepBuilder([request.slot for request in waiting], hashed=True)
-        for row, length in enumerate(lengths):
-            self.full_in.setdefault((self.steps - length) % self.shape.unit, []).append(row)
+            slots = list(range(first, min(first + SETUP_BATCH, num_requests)))
+            self._admission(slots, [prompt(slot, lengths[slot]) for slot in slots])
+        self.builder.set_rows(range(num_requests))
 
     def decode(self) -> int:
         """One step: append a token to each request and allocate its slot; returns nanoseconds."""
-        tokens = self._sample()
-        begin = perf_counter_ns()
+        tokens, begin = self._sample(), self.clock.now_ns()
         part = self._part(tokens, extra=0)
         self._take(part, self.session.apply(part).parts[0])
-        return perf_counter_ns() - begin
+        return self.clock.now_ns() - begin
 
     def decode_ahead(self, num_steps: int, gpu_s: float) -> list[AheadStep]:
         """Run steps, each sent while the GPU computes the previous one; this thread sleeps for the GPU's time.
@@ -112,44 +86,42 @@ class Engine:
         return spent[1:]
 
     def _step_ahead(self, gpu_s: float, first: bool) -> AheadStep:
-        tokens = [] if first else self._sample()
+        tokens, now_ns = None if first else self._sample(), self.clock.now_ns
         before = self.session.next_seq - 2  # its results have arrived; the next step is on the GPU
-        cpu, begin = process_time_ns(), perf_counter_ns()
+        cpu, begin = process_time_ns(), now_ns()
         part = self._part(tokens, extra=1)
         self.session.submit(part, executed_through=before)
-        submitted, at_work = perf_counter_ns(), thread_time_ns()
-        worked = other_work(gpu_s / 2)
-        at_work = thread_time_ns() - at_work
+        submitted, at_work = now_ns(), thread_time_ns()
+        other_work(gpu_s / 2)
+        at_work, worked = thread_time_ns() - at_work, now_ns()
         time.sleep(gpu_s / 2)
-        resumed = perf_counter_ns()
+        resumed = now_ns()
         result = self.session.receive().parts[0]
-        received = perf_counter_ns()
+        received = now_ns()
         self._take(part, result)
-        blocked = submitted - begin + perf_counter_ns() - resumed
+        taken = now_ns()
         cpu = process_time_ns() - cpu - at_work
-        return AheadStep(blocked, received - resumed, worked - other_work(gpu_s / 2), cpu)
+        delayed = max(0, worked - submitted - at_work)
+        return AheadStep(submitted - begin + taken - resumed, received - resumed, delayed, cpu)
 
     def _sample(self) -> array[int]:
         self.steps += 1
-        return array("I", sampled(self.steps, len(self.running)))
+        return array("I", sampled(self.steps, len(self.builder)))
 
-    def _part(self, tokens: Sequence[int], extra: int) -> Part:
-        """Append a token to each request, with the hash of each filled block; each row asks for one token."""
-        builder, unit = self.builder, self.shape.unit
-        builder.extra[:] = array("i", [extra]) * len(builder)
-        if tokens:
-            for request, token in zip(self.running, tokens, strict=True):
-                request.tokens.append(token)
-            for row in self.full_in.get(self.steps % unit, ()):
-                request = self.running[row]
-                unseen = request.tokens[request.hasher.num_tokens :]
-                builder.add_hash(row, request.hasher.append(pack_tokens(unseen)))
-        return builder.part(appended=len(tokens) > 0)
+    def _part(self, tokens: array[int] | None, extra: int) -> Part:
+        """Append a token to each request; each row asks for one token more."""
+        builder = self.builder
+        if extra != self.extra:
+            self.extra, builder.extra[:] = extra, array("i", [extra]) * len(builder)
+        if tokens is not None:
+            self.sampled.append(tokens)
+            builder.tokens[:] = tokens
+        return builder.part(appended=tokens is not None)
 
     def _take(self, part: Part, result: PartResult) -> None:
         """Apply the grants: here every row gets its one token."""
         self.tables.update(part, result)
-        assert result.granted == [1] * len(self.running)
+        assert list(result.granted).count(1) == len(self.builder)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -157,35 +129,30 @@ class Engine:
         """Hash a prompt, send it, take its hit and its tables; then finish and free it. Nanoseconds, and the hit."""
         tokens = prompt(seed, num_tokens)
         scheme = HashScheme.named(self.shape.unit, algorithm)
-        begin = perf_counter_ns()
-        request = Request(0, tokens, RequestHasher(scheme))
-        (hit,) = self._admission([request])
-        took = perf_counter_ns() - begin
-        self._finish_prompts([request])
-        self._apply(Part(facts=Facts(slot=[request.slot], end=[End.FREE])))
+        begin = self.clock.now_ns()
+        news = News([0], [num_tokens], num_hashes=[num_tokens // self.shape.unit])
+        news.hashes = RequestHasher(scheme).append(pack_tokens(tokens))
+        hit, granted = self._admit(news)[0]
+        took = self.clock.now_ns() - begin
+        if hit + granted < num_tokens:
+            self._apply(Part(run=Run([0])))
+        self._apply(Part(facts=Facts(slot=[0], end=[End.FREE])))
         return took, hit
 
-    def _admission(self, requests: list[Request]) -> Sequence[int]:
-        """Hashes, one step, tables; the hits."""
-        lengths = [len(request.tokens) for request in requests]
-        hashes = [request.hasher.append(pack_tokens(request.tokens)) for request in requests]
-        slots = [request.slot for request in requests]
-        news = News(
-            slot=slots,
-            num_tokens=lengths,
-            num_hashes=[length // self.shape.unit for length in lengths],
-            hashes=b"".join(hashes),
-        )
-        result = self._apply(Part(news=news, admit=Admit(slot=slots)))
-        assert set(result.admit_status) == {AdmitStatus.GRANTED}
-        for request, hit, granted in zip(requests, result.admit_hit, result.admit_granted, strict=True):
-            request.computed = hit + granted
-        return result.admit_hit
-
-    def _finish_prompts(self, requests: list[Request]) -> None:
-        left = [request for request in requests if request.computed < len(request.tokens)]
+    def _admission(self, slots: list[int], prompts: list[list[int]]) -> None:
+        """Admit prompts, and compute what is left of them."""
+        lengths = [len(tokens) for tokens in prompts]
+        news = News(slots, lengths, tokens=array("I", chain.from_iterable(prompts)))
+        found = zip(slots, lengths, self._admit(news), strict=True)
+        left = [slot for slot, length, (hit, granted) in found if hit + granted < length]
         if left:
-            self._apply(Part(run=Run([request.slot for request in left])))
+            self._apply(Part(run=Run(left)))
+
+    def _admit(self, news: News) -> list[tuple[int, int]]:
+        """One step; the hit and the granted tokens of each request."""
+        result = self._apply(Part(news=news, admit=Admit(slot=news.slot)))
+        assert set(result.admit_status) == {AdmitStatus.GRANTED}
+        return list(zip(result.admit_hit, result.admit_granted, strict=True))
 
     def _apply(self, part: Part) -> PartResult:
         result = self.session.apply(part).parts[0]

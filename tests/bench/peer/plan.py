@@ -12,7 +12,8 @@ PLACES = (IN_PROCESS, UNIX, TCP)
 
 # Kinds of intervals.
 DECODE, AHEAD, WAIT = "decode", "decode ahead", "decode ahead, waiting"
-DELAY, CPU = "decode ahead, delay", "decode ahead, process CPU"  # delay: what other Python work takes longer
+DELAY, CPU = "decode ahead, delay", "decode ahead, process CPU"  # delay: what other work waits for Python's lock
+PACED = "decode, paced"  # of the reference: behind the same work of the GPU as a step sent ahead
 MISS, HIT = "admission miss", "admission hit"
 
 DEFAULT_HASH, CBOR_HASH = "default", "sha256_cbor"
@@ -47,7 +48,7 @@ class Plan:
     rounds: int = 7
     steps: int = 8
     ahead_steps: int = 4
-    gpu_ms: float = 10.0
+    gpu_ms: float = 20.0
     admissions: int = 1
     reference: bool = True
 

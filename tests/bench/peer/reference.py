@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import platform
 from importlib.metadata import version
-from time import perf_counter_ns
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -17,7 +16,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
-from tests.bench.peer.work import Shape, prompt, sampled
+from tests.bench.peer.work import Clock, Shape, gpu, prompt, sampled
 from tests.conformance.live.reference import Reference, serve
 
 Record = dict[str, Any]
@@ -33,6 +32,7 @@ class Scheduler:
         self._hasher = reference.hasher
         self._running: list[Request] = []
         self._steps = 0
+        self._clock = Clock()
 
     @property
     def free_blocks(self) -> int:
@@ -48,23 +48,26 @@ class Scheduler:
             self._finish_prompt(request)
             self._running.append(request)
 
-    def decode(self) -> int:
-        """One step: append a token to each request and allocate its slot; returns nanoseconds.
+    def decode(self, gpu_s: float = 0.0) -> int:
+        """One step: append a token to each request and allocate its slot, behind the GPU's work on the step before;
+        returns nanoseconds.
 
         Excluded, in the reference's favour: the conversion of new blocks to ids, events taken and published, and other
         work of a scheduler.
         """
         self._steps += 1
         tokens = sampled(self._steps, len(self._running))
-        manager = self._manager
-        begin = perf_counter_ns()
+        manager, now_ns = self._manager, self._clock.now_ns
+        if gpu_s:
+            gpu(gpu_s)
+        begin = now_ns()
         manager.new_step_starts()
         for request, token in zip(self._running, tokens, strict=True):
             request.append_output_token_ids(token)
             blocks = manager.allocate_slots(request, 1)
             assert blocks is not None
             request.num_computed_tokens += 1
-        took = perf_counter_ns() - begin
+        took = now_ns() - begin
         self._end_step()
         return took
 
@@ -80,8 +83,8 @@ class Scheduler:
         return {"ns": [took], "hit": hit}
 
     def _admission(self, request: Request, hasher: Any) -> tuple[int, int]:
-        manager = self._manager
-        begin = perf_counter_ns()
+        manager, now_ns = self._manager, self._clock.now_ns
+        begin = now_ns()
         manager.new_step_starts()
         request._block_hasher = hasher  # as its constructor does, outside the interval
         request.update_block_hashes()
@@ -91,7 +94,7 @@ class Scheduler:
         blocks = manager.allocate_slots(request, chunk, hit, found)
         assert blocks is not None
         request.num_computed_tokens = hit + chunk
-        took = perf_counter_ns() - begin
+        took = now_ns() - begin
         request.status = RequestStatus.RUNNING
         self._end_step()
         return took, hit
@@ -141,7 +144,7 @@ class Answers:
             gc.freeze()
             return {}
         if record["op"] == "decode":
-            return {"ns": [scheduler.decode() for _ in range(record["steps"])]}
+            return {"ns": [scheduler.decode(record["gpu_s"]) for _ in range(record["steps"])]}
         assert record["op"] == "admission", record
         return scheduler.measure_admission(record)
 

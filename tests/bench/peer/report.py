@@ -25,6 +25,7 @@ from tests.bench.peer.plan import (
     HASHES,
     HIT,
     MISS,
+    PACED,
     PLACES,
     REFERENCE,
     TCP,
@@ -52,22 +53,28 @@ INTERVALS = f"""\
 hashes the block that the token fills), `allocate_slots(request, 1)`, and the count of computed tokens raised by one.
 Not in it, in its favour: block ids taken from the returned objects, copies and zeroing fetched, all other scheduling.
 
-**Decode** (ours): for each request the token appended to the engine's list, and the block it fills hashed with
-`kvplane.base.hashing`; the columns of the `Part` built; `Session.apply`: encoded, sent, waited for, decoded; new block
-ids put into the engine's `BlockTables`, the grants of all requests checked.
+**Decode** (ours): the tokens kept in the engine's record, and put into the `StepBuilder`; `Session.apply`: encoded,
+sent, waited for, decoded, the service hashes the blocks that they fill; new block ids put into the engine's
+`BlockTables`, the grants of all requests checked.
 
 **Ahead** (ours): a step is submitted while the GPU works on the one before. In the GPU's place the thread does other
 Python work, and then sleeps, half of the time each. The interval is what the step costs the engine's thread: tokens,
-hashes, columns, `submit`; after the sleep `receive`, tables and grants; and `delay`, how much longer the other work
-took than without a step under way, since other threads of the client take the interpreter's lock from it. `waiting` is
-`receive` alone, and `process CPU` is the time of all threads of the engine's process without the other work.
-{REFERENCE}'s manager runs on the engine's thread in any case, so its decode time is what this compares with.
+columns, `submit`; after the sleep `receive`, tables and grants; and `delay`, how long the other work waited for
+the interpreter's lock while other threads of the client had it. `waiting` is `receive` alone, and `process CPU` is the
+time of all threads of the engine's process without the other work.
+
+**Paced** ({REFERENCE}): a decode step behind the same work and sleep on its thread. {REFERENCE}'s manager runs on the
+engine's thread in any case, so this is what a step sent ahead compares with: as ours, it runs behind a pause, with cold
+caches. A step of the decode column runs directly behind another one.
 
 **Admission** ({REFERENCE}): the prompt hashed, `get_computed_blocks`, `allocate_slots` for the whole prompt behind the
 hit (models with states: up to the last block boundary). The `Request` is built before. **Ours**: a `RequestHasher`
 made and the prompt hashed, `Part` built, `Session.apply`, the whole table put into `BlockTables`. Between intervals, on
 all sides, the rest of the prompt is computed and the request freed; the pool holds three such prompts and is full of
 cached blocks, so that a miss evicts. A full hit is the prompt that was just freed.
+
+An interval does not contain the time in which its thread was ready to run and other processes had the CPU
+(`tests.bench.peer.work.Clock`).
 
 Both: the pool is full of cached blocks, so that a new block evicts one; prefix caching and events on, statistics of
 {REFERENCE} off, retention interval 0, the garbage collector frozen after the set-up; ours with `commit=safe`. After
@@ -133,7 +140,7 @@ def _cell(case: Case, side: str, starts: Sequence[dict[tuple[Case, str], list[Ro
 
 def _base(case: Case) -> Case:
     """The case of the reference that this one compares with."""
-    return Case(case.model, DECODE, case.size) if case.kind in OF_AHEAD else case
+    return Case(case.model, PACED, case.size) if case.kind in OF_AHEAD else case
 
 
 def _median(rounds: Sequence[Round]) -> float:
@@ -203,9 +210,9 @@ def _head(about: dict[str, Any]) -> list[str]:
 
 
 def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
-    columns = [(DECODE, REFERENCE), *((DECODE, place) for place in PLACES)]
+    columns = [(DECODE, REFERENCE), *((DECODE, place) for place in PLACES), (PACED, REFERENCE)]
     columns += [(kind, UNIX) for kind in OF_AHEAD] + [(AHEAD, TCP)]
-    names = [side if kind == DECODE else f"{side}, {kind.removeprefix('decode ')}" for kind, side in columns]
+    names = [side if kind == DECODE else f"{side}, {kind[6:].strip(', ')}" for kind, side in columns]
     sizes = sorted({case.size for case, _ in table if case.model == model and case.kind == DECODE})
     rows = [
         [str(size)] + [_show(table.get((Case(model, kind, size), side))) for kind, side in columns] for size in sizes
@@ -214,14 +221,16 @@ def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
 
 
 def _goals(models: list[str], table: dict[tuple[Case, str], Cell]) -> list[str]:
-    """The ratios of steps sent ahead over a Unix socket, each with its goal."""
+    """The ratios of steps sent ahead over a Unix socket to paced ones and to those of a loop, each with its goal."""
     rows = []
     for model in models:
         row = [model]
         for size, goals in GOALS.items():
             cell = table.get((Case(model, AHEAD, size), UNIX))
+            loop = table.get((Case(model, DECODE, size), REFERENCE))
             ratio = "–" if cell is None or cell.ratio is None else f"{cell.ratio:.2f}"
-            row.append(f"{ratio} (≤ {goals[model]})")
+            of_loop = "–" if cell is None or loop is None else f"{cell.median / loop.median:.2f}"
+            row.append(f"{ratio} / {of_loop} (≤ {goals[model]})")
         rows.append(row)
     return _table(["model", *(f"{size} requests" for size in GOALS)], rows)
 

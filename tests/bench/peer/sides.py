@@ -9,7 +9,7 @@ from kvplane.base.groups import HashAlgorithm
 from tests.bench.peer.engine import Engine
 from tests.bench.peer.models import Model
 from tests.bench.peer.places import Place
-from tests.bench.peer.plan import AHEAD, CPU, DECODE, DELAY, HASHES, IN_PROCESS, REFERENCE, WAIT, Plan
+from tests.bench.peer.plan import AHEAD, CPU, DECODE, DELAY, HASHES, IN_PROCESS, PACED, REFERENCE, WAIT, Plan
 from tests.conformance.live.peer import Peer
 
 Intervals = dict[str, list[int]]  # by kind: nanoseconds, one each
@@ -113,10 +113,12 @@ class ReferenceSide:
         self._ask("admit", requests=num_requests)
 
     def decode(self, plan: Plan) -> Intervals:
-        return {DECODE: self._ask("decode", steps=plan.steps)["ns"]}
+        paced = self._ask("decode", steps=plan.ahead_steps, gpu_s=plan.gpu_ms / 1000)["ns"]
+        return {DECODE: self._ask("decode", steps=plan.steps, gpu_s=0.0)["ns"], PACED: paced}
 
     def decoded(self, plan: Plan) -> object:
-        return self._ask("decode", steps=plan.all_steps - plan.all_rounds * plan.steps)["free"]
+        made = plan.all_rounds * (plan.steps + plan.ahead_steps)
+        return self._ask("decode", steps=plan.all_steps - made, gpu_s=0.0)["free"]
 
     def admit(self, seed: int, tokens: int, hashing: str) -> tuple[int, int]:
         answer = self._ask("admission", seed=seed, tokens=tokens, hash=HASHES[hashing]["reference"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 
 VOCABULARY = 128_000
@@ -10,6 +12,7 @@ ADMISSION_SLOTS = 3  # longest prompts that the pool of an admission case holds 
 MAX_MODEL_LEN = 40_960
 FILLING_BLOCKS = 128  # of a prompt that fills the pool, in each group
 SETUP_BATCH = 32  # requests admitted per step while a case is set up
+LOOPS_PER_S = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,35 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 def sampled(step: int, num_requests: int) -> list[int]:
     """The tokens that the model samples in a step, one per request."""
     return [(step * 104_729 + index * 31) % VOCABULARY for index in range(num_requests)]
+
+
+def gpu(seconds: float) -> None:
+    """In the GPU's place: the thread does other Python work, and then sleeps, half of the time each."""
+    other_work(seconds / 2)
+    time.sleep(seconds / 2)
+
+
+def other_work(seconds: float) -> None:
+    """Pure Python of about this length."""
+    total = 0
+    for index in range(int(seconds * LOOPS_PER_S)):
+        total += index
+
+
+class Clock:
+    """The clock of one thread, which stands still while the thread is ready to run and other processes have the CPU.
+
+    Linux counts that time in /proc/thread-self/schedstat; elsewhere this is a wall clock. What the thread waits for
+    Python's lock, for messages or for time is in it.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = -1
+
+    def now_ns(self) -> int:
+        """The time in nanoseconds. A reading takes some microseconds."""
+        waited = int(os.pread(self._file, 100, 0).split()[1]) if self._file >= 0 else 0
+        return time.perf_counter_ns() - waited

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 from weakref import finalize
 
 import grpc
@@ -19,13 +19,10 @@ from kvplane.rpc.channel import MAX_MESSAGE_BYTES
 from kvplane.rpc.status import error_of_rpc
 from kvplane.sansio.owners import Owners, Route, moving_is_breaking
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
-from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import stream as stream_messages
 
-if TYPE_CHECKING:
-    from kvplane.v1.allocation_pb2_grpc import AllocationAsyncStub
-
-_Call: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[stream_messages.Sent, SessionResponse]"
+_Method: TypeAlias = "grpc.aio.StreamStreamMultiCallable[stream_messages.Sent, SessionResponse]"
 _T = TypeVar("_T")
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
 _WRITTEN_TOO_LATE = "Internal error from Core"  # grpc.aio's details of a write that came after the end of the stream
@@ -49,9 +46,9 @@ class GrpcTransport:
         ends a stream on which a larger message arrives.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
-        self._stubs: dict[grpc.aio.Channel, AllocationAsyncStub] = {}
+        self._methods: dict[grpc.aio.Channel, _Method] = {}
         self._channel = self._owners.present  # of the stream
-        self._stub(self._channel)
+        self._method(self._channel)
         self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
@@ -70,26 +67,28 @@ class GrpcTransport:
         route = Route(self._owners)
         while True:
             try:
-                opened = await self._open_at(self._stub(route.channel), message)
+                opened = await self._open_at(self._method(route.channel), message)
             except KvplaneError as failed:
                 route.after(failed)
             else:
                 self._channel, self.can_move = route.channel, self._owners.has_other_than(route.channel)
                 return opened
 
-    def _stub(self, channel: grpc.aio.Channel) -> AllocationAsyncStub:
-        """Return the gRPC stub of a channel. The stub is created while the channel is open, since gRPC crashes if the
+    def _method(self, channel: grpc.aio.Channel) -> _Method:
+        """Return the gRPC method of a channel. It is created while the channel is open, since gRPC crashes if the
         channel is closed.
         """
-        if channel not in self._stubs:
-            self._stubs[channel] = AllocationStub(channel)
-        return self._stubs[channel]
+        if channel not in self._methods:
+            self._methods[channel] = channel.stream_stream(
+                stream_messages.SESSION, stream_messages.serialized, SessionResponse.FromString
+            )
+        return self._methods[channel]
 
-    async def _open_at(self, stub: AllocationAsyncStub, message: SessionRequest) -> Opened:
+    async def _open_at(self, method: _Method, message: SessionRequest) -> Opened:
         self.abort()
         self.draining = False
         try:
-            self._stream = _Stream(stub.Session())
+            self._stream = _Stream(method())
             self._ending = finalize(self, self._stream.cancel_soon)
             self._ending.atexit = False
             async with self._within(self._open_timeout_s):
@@ -181,7 +180,7 @@ class GrpcTransport:
             self.abort()
             raise
 
-    async def _write(self, message: SessionRequest) -> None:
+    async def _write(self, message: stream_messages.Sent) -> None:
         """Write a message. A stream that has ended is not an error here: `_read` then raises the error with which it
         ended.
         """

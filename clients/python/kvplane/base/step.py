@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
 from kvplane.base.typed import check
+from kvplane.base.when_read import made_when_read
 
 STEP_VERSION = 2  # version of the meaning of the columns; in version 1 only rows with flag bit 1 were aligned
 UNLIMITED = 0xFFFFFFFF
@@ -287,7 +288,8 @@ class Budget:
     overhead: int = 0
 
 
-@dataclass(slots=True)
+@made_when_read
+@dataclass
 class Part:
     """One ordered set of rows, in the sections of a step. A step usually has one part."""
 
@@ -444,7 +446,8 @@ class CacheEvent:
     reason: RemoveReason = RemoveReason.NONE
 
 
-@dataclass(slots=True)
+@made_when_read
+@dataclass
 class PartResult:
     """The result of one part. The service's logs, traces and metrics of a step are computed from it alone."""
 
@@ -470,12 +473,10 @@ class PartResult:
     # For the decision log, not sent:
     hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # per row, digests of its tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
-    taken_back: int = field(
-        default=0, compare=False
-    )  # requests in preempted that lost their blocks before the run section
-    went_back: int = field(
-        default=0, compare=False
-    )  # those of them that were set back before a state or window they held
+    # Requests in preempted that lost their blocks before the run section, and those of them that were set back before a
+    # state or window they held:
+    taken_back: int = field(default=0, compare=False)
+    went_back: int = field(default=0, compare=False)
     # u64, default 0: this job loads blocks of the hit; the row gets tokens by run rows once the job is done
     admit_job: MutableSequence[int] = field(default_factory=list)
     admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device

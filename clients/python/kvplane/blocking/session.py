@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import CLOSE_TIMEOUT_S, OpenRequest, SessionTransport
-from kvplane.base.step import Part, StepResult
+from kvplane.base.step import Part, Step, StepResult
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
@@ -81,6 +81,7 @@ class Session(SessionView):
         """
         self._transport = transport
         self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
+        self._ready: Callable[[], StepResult | None] | None = getattr(transport, "ready", None)  # not all have it
         self._revive = revive
         self._caller = threading.Lock()  # held by a call of the engine
         self._link = threading.Lock()  # held while the transport is used, by a call or a heartbeat
@@ -114,7 +115,11 @@ class Session(SessionView):
             Unavailable: the service cannot be reached; the step is in flight, see the class.
             DeadlineExceeded: no answer arrived in time; the step is in flight, see the class.
         """
-        return self._call(self._machine.apply(parts, executed_through, self._moving))
+        self._begin_call()
+        try:
+            return self._carry_out(self._machine.apply(parts, executed_through, self._moving))
+        finally:
+            self._end_call()
 
     def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
         """Send a step, or some parts of a step, without waiting for the answer. Returns the step's number.
@@ -128,7 +133,21 @@ class Session(SessionView):
             LimitExceeded: the maximum number of steps is in flight; receive an answer first.
             InvalidArgument: a value cannot be encoded.
         """
-        return self._call(self._machine.submit(parts, last, executed_through, self._moving))
+        self._begin_call()
+        try:
+            step, is_held = self._machine.register(parts, last, executed_through, self._moving)
+            if not is_held:
+                self._send(step)
+            return step.seq
+        finally:
+            self._end_call()
+
+    def _send(self, step: Step) -> None:
+        try:
+            self._transport.send(self._machine.state.to_service(step))
+        except BaseException as error:
+            if not self._machine.sending_failed(step, error):
+                raise
 
     def receive(self) -> StepResult:
         """Wait for the next result, in the order in which the steps were submitted.
@@ -139,7 +158,12 @@ class Session(SessionView):
             Unavailable: the service cannot be reached; the step stays in flight, see the class.
             DeadlineExceeded: no answer arrived in time; the step stays in flight, see the class.
         """
-        return self._call(self._machine.receive())
+        self._begin_call()
+        try:
+            taken = self._machine.take_ready(self._ready) if self._ready is not None else None
+            return taken or self._carry_out(self._machine.receive())
+        finally:
+            self._end_call()
 
     def begin_new_life(self) -> None:
         """End this engine life (the time of one epoch) and ignore the answers that are still missing. The next call
@@ -197,18 +221,24 @@ class Session(SessionView):
     def _moving(self) -> bool:
         return self._transport.draining and self._transport.can_move
 
-    def _call(self, work: Doing[_T]) -> _T:
-        """Run one method of the session. Raises FailedPrecondition while another thread runs a method."""
+    def _begin_call(self) -> None:
+        """Begin a call of the engine. Raises FailedPrecondition while another thread is in a call."""
         if not self._caller.acquire(blocking=False):
             raise FailedPrecondition(
                 "another thread is using this session", remedy="open a session, and use it from one thread"
             )
         try:
-            with self._link:  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
-                self._machine.check()
-                return self._carry_out(work)
-        finally:
+            self._link.acquire()  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
+        except BaseException:
             self._caller.release()
+            raise
+        if self._machine.ended is not None:
+            self._end_call()
+            self._machine.check()
+
+    def _end_call(self) -> None:
+        self._link.release()
+        self._caller.release()
 
     def _carry_out(self, work: Doing[_T]) -> _T:
         return drive(work, self._act)

@@ -29,8 +29,6 @@ from kvplane.wire import stream as stream_messages
 if TYPE_CHECKING:
     _Call: TypeAlias = grpc._CallIterator[bool]
 
-SESSION = "/kvplane.v1.Allocation/Session"
-
 
 class GrpcTransport:
     """Carry the messages of one session over a gRPC channel, which the transport does not close. Implements
@@ -119,6 +117,10 @@ class GrpcTransport:
                 return answer
             self.draining = True
 
+    def ready(self) -> StepResult | None:
+        """Return the next answer if it is here and a result; None otherwise. Does not wait, and raises nothing."""
+        return self._stream.ready() if self._stream is not None else None
+
     def heartbeat(self) -> None:
         """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
         stream = self._require_stream()
@@ -171,10 +173,10 @@ class _Stream:
 
     def __init__(self, channel: grpc.Channel) -> None:
         """Start the stream. Raises FailedPrecondition if the channel is closed."""
-        self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
+        self._requests: SimpleQueue[stream_messages.Sent | None] = SimpleQueue()
         self._answers: SimpleQueue[stream_messages.Taken | _End] = SimpleQueue()
         # Not the generated stub: gRPC 1.71 crashes if one is made for a channel that is closed.
-        method = channel.stream_stream(SESSION, SessionRequest.SerializeToString, _taking(self._answers))
+        method = channel.stream_stream(stream_messages.SESSION, stream_messages.serialized, _taking(self._answers))
         try:
             self._call = method(iter(self._requests.get, None))
         except ValueError as error:
@@ -182,11 +184,12 @@ class _Stream:
         collected.prepare()
         self._ending = finalize(self, _cut_later, self._call, self._requests)
         self._ending.atexit = False  # the end of the process ends the stream too
+        self._early: stream_messages.Taken | _End | None = None  # taken by `ready`, for `receive`
         self._late_s: float | None = None  # timeout of a read that took too long
         facts = (self._call, self._answers)
         threading.Thread(target=_read_on, args=facts, name="kvplane-answers", daemon=True).start()
 
-    def send(self, message: SessionRequest) -> None:
+    def send(self, message: stream_messages.Sent) -> None:
         """Put a message into the queue from which gRPC sends."""
         self._requests.put(message)
 
@@ -195,8 +198,9 @@ class _Stream:
 
         After `timeout_s` seconds, cancels the stream and raises DeadlineExceeded.
         """
+        answer, self._early = self._early, None
         try:
-            answer = self._answers.get(timeout=timeout_s)
+            answer = answer or self._answers.get(timeout=timeout_s)
         except Empty:
             self._late_s = timeout_s
             self.cut()
@@ -207,6 +211,16 @@ class _Stream:
                 raise stream_messages.reader_failed(answer.bug)
             raise self._error()
         return answer
+
+    def ready(self) -> StepResult | None:
+        """Return the next answer if it is here and a result."""
+        if self._early is not None or self._answers.empty():
+            return None
+        answer = self._answers.get_nowait()  # safe: one thread at a time takes answers
+        if isinstance(answer, StepResult):
+            return answer
+        self._early = answer
+        return None
 
     def check(self) -> None:
         """Raise the error with which the stream ended; do nothing if it is open."""
@@ -269,7 +283,7 @@ def _read_on(call: _Call, answers: SimpleQueue[stream_messages.Taken | _End]) ->
         answers.put(_End(bug))
 
 
-def _cut_later(call: _Call, requests: SimpleQueue[SessionRequest | None]) -> None:
+def _cut_later(call: _Call, requests: SimpleQueue[stream_messages.Sent | None]) -> None:
     """End a stream that is garbage collected, without a lock."""
     collected.cancel_later(call)
     requests.put(None)

@@ -63,6 +63,7 @@ class StepBuilder:
         num_rows = len(self._slots)
         self._ones = array("I", [1]) * num_rows
         self._tokens, self._extra = array("I", bytes(4 * num_rows)), array("i", bytes(4 * num_rows))
+        self._zeros = self._extra[:]
         self.tokens, self.extra = memoryview(self._tokens), memoryview(self._extra)
         self._digests: dict[int, list[bytes]] = {}
 
@@ -92,23 +93,33 @@ class StepBuilder:
             appended: whether the requests got tokens; False for a step that is sent before the first tokens are known.
         """
         part = part_of(*rows) if rows else Part()
-        part.budget, part.cache = budget or part.budget, cache or part.cache
+        if budget is not None:
+            part.budget = budget
+        if cache is not None:
+            part.cache = cache
         if self._slots:
             if appended:
-                self._put_facts(part.facts)
-            extra = self._extra[:] if any(self._extra) else array("i")
-            _put_first(part.run, _RUN, {"slot": self._slots, "extra": extra})
+                self._put_facts(part)
+            extra = array("i") if self._extra == self._zeros else self._extra[:]
+            if rows:
+                _put_first(part.run, _RUN, {"slot": self._slots, "extra": extra})
+            else:
+                part.run = Run(self._slots, extra)
         return part
 
-    def _put_facts(self, facts: Facts) -> None:
-        counts, digests = array("I"), self._digests
+    def _put_facts(self, part: Part) -> None:
+        counts, digests, hashes = array("I"), self._digests, b""
         if digests:
             counts, self._digests = array("I", bytes(4 * len(self))), {}
             for row, given in digests.items():
                 counts[row] = len(given)
-            facts.hashes = b"".join(digest for row in sorted(digests) for digest in digests[row]) + facts.hashes
-        if not self._hashed:
-            facts.tokens = self._tokens + array("I", facts.tokens)
+            hashes = b"".join(digest for row in sorted(digests) for digest in digests[row])
+        tokens = array("I") if self._hashed else self._tokens[:]
+        if "facts" not in vars(part):
+            part.facts = Facts(self._slots, [], self._ones, tokens, counts, hashes)
+            return
+        facts = part.facts
+        facts.hashes, facts.tokens = hashes + facts.hashes, tokens + array("I", facts.tokens)
         _put_first(facts, _FACTS, {"slot": self._slots, "appended": self._ones, "num_hashes": counts})
 
 

@@ -98,11 +98,12 @@ class KnownRequests:
 
     def _record(self, part: Part) -> None:
         """Record the requests of a part as the engine sent them."""
-        if part.facts.slot:
+        given = vars(part)  # sections that are missing are empty
+        if "facts" in given and part.facts.slot:
             self._add_facts(part.facts)
         if part.resume is not None:
             self._obstacle = "requests were resumed with their blocks"
-        if part.news.slot:
+        if "news" in given and part.news.slot:
             self._add_collected()
             self._add_news(part.news)
 
@@ -175,10 +176,13 @@ class KnownRequests:
             del self._requests[slot]
 
     def _note_running(self, part: Part, done: PartResult) -> None:
+        if preempted := vars(done).get("preempted"):
+            self.running.difference_update(preempted)
+        if "admit" not in vars(part):
+            return
         admit = part.admit
         if any(admit.external) or any(flags & RowFlag.DELAY_CACHING for flags in admit.flags):
             self._obstacle = "an external load may write pages of a request"
         for slot, status in zip(admit.slot, done.admit_status, strict=True):
             if status == AdmitStatus.GRANTED:
                 self.running.add(slot)
-        self.running.difference_update(done.preempted)

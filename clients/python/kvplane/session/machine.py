@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from kvplane.base.errors import (
@@ -187,12 +186,45 @@ class SessionMachine:
         With `moving` (the service drains and another service is available), the session does not send a new step but
         keeps it for that other service.
         """
+        step, is_held = self.register(parts, last, executed_through, moving)
+        if not is_held:
+            try:
+                yield Send(self.state.to_service(step))
+            except BaseException as error:
+                if not self.sending_failed(step, error):
+                    raise
+        return step.seq
+
+    def register(
+        self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool
+    ) -> tuple[Step, bool]:
+        """Return the next step, and whether it is kept for another service. Otherwise the caller sends it to the
+        service, and calls `sending_failed` with an error.
+        """
         step = self.state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
-        if not (self.state.holds_back(step, moving and self._can_revive) or self._is_new_life):
-            with _Sending(self, step):
-                yield Send(self.state.to_service(step))
-        return step.seq
+        return step, self.state.holds_back(step, moving and self._can_revive) or self._is_new_life
+
+    def sending_failed(self, step: Step, error: BaseException) -> bool:
+        """Withdraw a step if it was certainly not sent; otherwise it stays in flight. Returns whether the error is that
+        of a broken stream, which the next `receive` raises.
+        """
+        if isinstance(error, BROKEN):
+            return True
+        if isinstance(error, Exception):
+            self.state.withdraw(step)
+        else:  # Ctrl-C, a cancelled task
+            self.interrupted()
+        return False
+
+    def take_ready(self, ready: Callable[[], StepResult | None]) -> StepResult | None:
+        """Return the next result if the stream is in order and `ready` has it; None otherwise: then call `receive`."""
+        if not self._is_up or self._refusal is not None or not self.state.awaits_service:
+            return None
+        self._is_up = False  # an interrupted call may lose an answer
+        answer = ready()
+        self._is_up = True
+        return None if answer is None else self._take(answer)
 
     def receive(self) -> Doing[StepResult]:
         """Receive the next result. After Unavailable or DeadlineExceeded the step stays in flight."""
@@ -379,25 +411,3 @@ class SessionMachine:
 
     def _leave(self, why: str) -> None:
         self._is_new_life, self._is_up, self._broken_by = True, False, Unavailable(why)
-
-
-class _Sending:
-    """A context for sending a new step. If sending fails, the step is withdrawn if it was certainly not sent, and stays
-    in flight otherwise.
-    """
-
-    def __init__(self, machine: SessionMachine, step: Step) -> None:
-        self._machine, self._step = machine, step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        is_broken = isinstance(error, BROKEN)  # then suppressed: the next `receive` raises it
-        if isinstance(error, Exception) and not is_broken:
-            self._machine.state.withdraw(self._step)
-        elif error is not None:  # Ctrl-C, a cancelled task
-            self._machine.interrupted()
-        return is_broken

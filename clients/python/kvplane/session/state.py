@@ -117,6 +117,11 @@ class SessionState:
         """
         return self._num_unsent == len(self._unanswered) > 0
 
+    @property
+    def awaits_service(self) -> bool:
+        """Whether the oldest step in flight was sent to the service, which will answer it."""
+        return len(self._unanswered) > self._num_unsent and not self._synthesized
+
     def withdraw(self, step: Step) -> None:
         """Undo the last `register`, because the step could not be sent."""
         withdrawn = self._unanswered.pop()

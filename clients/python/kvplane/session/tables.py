@@ -39,20 +39,29 @@ class BlockTables:
 
     def update(self, part: Part, result: PartResult) -> None:
         """Apply the result of a part. Call this once for each part, in the order in which the parts were sent."""
-        facts = part.facts
-        for slot, end in zip(facts.slot, facts.end, strict=False):
+        given, done = vars(part), vars(result)  # what is missing is empty
+        if "facts" in given and part.facts.end:
+            self._end(part.facts.slot, part.facts.end)
+        if "cache" in given:
+            self._release(part.cache.released)
+        for slot in done.get("preempted", ()):
+            self._tables.pop(slot, None)
+        if "tables" in done or "new_blocks" in done:
+            admitted = self._take_whole(part, result.tables)
+            self._append(part.run.slot, result.new_blocks, admitted)
+
+    def _end(self, slots: Sequence[int], ends: Sequence[int]) -> None:
+        for slot, end in zip(slots, ends, strict=False):
             if end in (End.FREE, End.PREEMPTED):
                 self._tables.pop(slot, None)
             elif end == End.HELD:
                 self._held.add(slot)
-        for slot in part.cache.released:
+
+    def _release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             if slot in self._held:  # otherwise a load into it ended, and the request may still run
                 self._held.remove(slot)
                 self._tables.pop(slot, None)
-        for slot in result.preempted:
-            self._tables.pop(slot, None)
-        admitted = self._take_whole(part, result.tables)
-        self._append(part.run.slot, result.new_blocks, admitted)
 
     def _take_whole(self, part: Part, tables: Blocks) -> set[int]:
         """Replace the tables that the result contains in full, and return the numbers of the result's rows that they

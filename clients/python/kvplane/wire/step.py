@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
@@ -38,7 +38,7 @@ from kvplane.wire.columns import (
     wrong_total,
 )
 
-_FACTS = Columns(
+FACTS = Columns(
     Column("slot"),
     Column("computed", I32),
     Column("appended"),
@@ -80,7 +80,7 @@ _RESUME = Columns(
     Column("held_blocks", by_row=False),
     Column("held_loading", by_row=False, highest=1),
 )
-_RUN = Columns(
+RUN = Columns(
     Column("slot"),
     Column("extra", I32),
     Column("cap"),
@@ -188,22 +188,12 @@ def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
 # Sections are passed as dicts: to build a message from messages, protobuf would copy the columns at each level.
 def _encode_part(part: Part, where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if facts := _encode_facts(part.facts, f"{where}.facts"):
-        fields["facts"] = facts
-    if cache := _encode_cache(part.cache, f"{where}.cache"):
-        fields["cache"] = cache
-    if news := _encode_news(part.news, f"{where}.news"):
-        fields["news"] = news
+    given = vars(part)  # a section that is missing is empty
+    for name, encode in _SECTIONS.items():
+        if name in given and (section := encode(given[name], f"{where}.{name}")):
+            fields[name] = section
     if part.resume is not None:
         fields["resume"] = pack_section(part.resume, _RESUME, f"{where}.resume")
-    if run := _encode_run(part.run, f"{where}.run"):
-        fields["run"] = run
-    if admit := _encode_admit(part.admit, f"{where}.admit"):
-        fields["admit"] = admit
-    if peek := _encode_peek(part.peek, f"{where}.peek"):
-        fields["peek"] = peek
-    if budget := _encode_budget(part.budget, f"{where}.budget"):
-        fields["budget"] = budget
     if part.with_tables:
         fields["with_tables"] = part.with_tables
     if part.with_hashes:
@@ -212,7 +202,7 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
 
 
 def _encode_facts(facts: Facts, where: str) -> dict[str, Any]:
-    fields = pack_section(facts, _FACTS, where)
+    fields = pack_section(facts, FACTS, where)
     if facts.hashes:
         fields["hashes"] = facts.hashes
     return fields
@@ -244,7 +234,7 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
 
 
 def _encode_run(run: Run, where: str) -> dict[str, Any]:
-    fields = pack_section(run, _RUN, where)
+    fields = pack_section(run, RUN, where)
     if run.on_refusal != OnRefusal.PREEMPT:
         fields["on_refusal"] = run.on_refusal + 1
     return fields
@@ -279,6 +269,17 @@ def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
     return fields
 
 
+_SECTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+    "facts": _encode_facts,
+    "cache": _encode_cache,
+    "news": _encode_news,
+    "run": _encode_run,
+    "admit": _encode_admit,
+    "peek": _encode_peek,
+    "budget": _encode_budget,
+}
+
+
 def _u32(value: int, name: str) -> int:
     if not 0 <= value <= UNLIMITED:
         raise InvalidArgument(f"{value} is not a u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}")
@@ -310,7 +311,7 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
 
 
 def _decode_facts(message: pb.Facts, digest_size: int, where: str) -> Facts:
-    facts = Facts(hashes=message.hashes, **unpack_section(message, _FACTS, where))
+    facts = Facts(hashes=message.hashes, **unpack_section(message, FACTS, where))
     _check_content(facts, facts.appended, "appended", digest_size, where)
     return facts
 
@@ -349,7 +350,7 @@ def _check_content(section: Facts | News, counts: Sequence[int], count_name: str
 
 
 def _decode_run(message: pb.Run, where: str) -> Run:
-    columns = unpack_section(message, _RUN, where)
+    columns = unpack_section(message, RUN, where)
     on_refusal = _decode_on_refusal(message.on_refusal, OnRefusal.PREEMPT, _ON_RUN_REFUSAL, where)
     return Run(on_refusal=on_refusal, **columns)
 

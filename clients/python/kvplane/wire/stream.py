@@ -9,11 +9,14 @@ from kvplane.base.errors import InternalError, KvplaneError, LimitExceeded
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, SessionResponse
+from kvplane.wire.packed_step import step_bytes
 from kvplane.wire.result import decode_result
 from kvplane.wire.session import decode_opened, decode_step_error, encode_open
 from kvplane.wire.step import encode_step
 
+SESSION = "/kvplane.v1.Allocation/Session"
 Taken: TypeAlias = SessionResponse | StepResult  # a message of the service; the result of a step is decoded already
+Sent: TypeAlias = SessionRequest | bytes  # a message of the client; that of a step is serialized already
 
 
 def open_message(request: OpenRequest) -> SessionRequest:
@@ -21,15 +24,19 @@ def open_message(request: OpenRequest) -> SessionRequest:
     return SessionRequest(open=encode_open(request))
 
 
-def step_message(step: Step, max_bytes: int) -> SessionRequest:
-    """Return the message with a step. Raises LimitExceeded if the message has more than `max_bytes` bytes, since the
+def serialized(message: Sent) -> bytes:
+    """Return the bytes of a message."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def step_message(step: Step, max_bytes: int) -> bytes:
+    """Return the bytes of the message with a step. Raises LimitExceeded if there are more than `max_bytes`, since the
     service would end the stream.
     """
-    message = SessionRequest(step=encode_step(step))
-    size = message.ByteSize()
-    if size > max_bytes:
+    message = step_bytes(step) or SessionRequest(step=encode_step(step)).SerializeToString()
+    if len(message) > max_bytes:
         raise LimitExceeded(
-            f"the message of step {step.seq} has {size} bytes, the maximum is {max_bytes}",
+            f"the message of step {step.seq} has {len(message)} bytes, the maximum is {max_bytes}",
             remedy="send the step in several parts, or hashes instead of tokens",
         )
     return message

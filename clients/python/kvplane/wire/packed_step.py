@@ -1,0 +1,96 @@
+"""The bytes of a decode step's message, written without message objects.
+
+A step whose one part has nothing but facts and run rows is what an engine sends most. Its bytes are those that protobuf
+writes: fields in the order of their numbers, without those that have the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from kvplane.base.step import OnRefusal, Step
+from kvplane.v1 import step_pb2 as pb
+from kvplane.v1.allocation_pb2 import SessionRequest
+from kvplane.wire.columns import Columns, pack
+from kvplane.wire.step import FACTS, RUN
+
+_BYTES = 2  # wire type of packed columns, texts and messages
+_SMALL = [bytes([number]) for number in range(128)]
+
+
+def _tag(message: Any, name: str, wire_type: int = _BYTES) -> bytes:  # noqa: ANN401
+    number: int = message.DESCRIPTOR.fields_by_name[name].number
+    assert number < 16, "one byte holds a tag of smaller numbers"
+    return bytes([number << 3 | wire_type])
+
+
+def _varint(number: int) -> bytes:
+    if number < 128:
+        return _SMALL[number]
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
+
+class _Section:
+    """How one section is written: a tag, a name and a typecode per field, in the order of the numbers."""
+
+    __slots__ = ("each", "read", "tag")
+
+    def __init__(self, name: str, message: Any, columns: Columns, *more: str) -> None:  # noqa: ANN401
+        codes = {column.name: column.code for column in columns.each} | dict.fromkeys(more, "")
+        names = sorted(codes, key=lambda one: _tag(message, one))
+        self.tag = _tag(pb.Part, name)
+        self.each = [(_tag(message, one), one, codes[one]) for one in names]
+        self.read: Callable[[object], tuple[Any, ...]] = attrgetter(*names)
+
+    def write(self, section: object, where: str) -> bytes:
+        """Return the section, with its tag; b"" if all its columns are empty. Raises the errors of `pack`."""
+        written: list[bytes] = []
+        for (tag, name, code), values in zip(self.each, self.read(section), strict=True):
+            if values:
+                raw = pack(values, code, where, name) if code else values
+                written += (tag, _varint(len(raw)), raw)
+        if not written:
+            return b""
+        raw = b"".join(written)
+        return b"".join((self.tag, _varint(len(raw)), raw))
+
+
+_FACTS = _Section("facts", pb.Facts, FACTS, "hashes")
+_RUN = _Section("run", pb.Run, RUN)
+_NUMBERS = [_tag(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]
+_PARTS, _TRACEPARENT, _STEP = _tag(pb.Step, "parts"), _tag(pb.Step, "traceparent"), _tag(SessionRequest, "step")
+_WRITTEN = {"facts", "run"}
+
+
+def step_bytes(step: Step) -> bytes | None:
+    """Return the bytes of the message with this step; None if the step has anything else than facts and run rows, or
+    values of wrong types. Raises InvalidArgument for a column that cannot be sent.
+    """
+    given = vars(step.parts[0])
+    if len(step.parts) > 1 or not given.keys() <= _WRITTEN:
+        return None
+    try:
+        written = _FACTS.write(given["facts"], "parts[0].facts") if "facts" in given else b""
+        if "run" in given:
+            if given["run"].on_refusal != OnRefusal.PREEMPT:
+                return None
+            written += _RUN.write(given["run"], "parts[0].run")
+    except (AttributeError, TypeError):
+        return None
+    raw = _header(step) + b"".join((_PARTS, _varint(len(written)), written))
+    if step.traceparent:
+        trace = step.traceparent.encode()
+        raw += b"".join((_TRACEPARENT, _varint(len(trace)), trace))
+    return b"".join((_STEP, _varint(len(raw)), raw))
+
+
+def _header(step: Step) -> bytes:
+    values = (step.epoch, step.seq, step.part, not step.last, step.executed_through)
+    return b"".join([tag + _varint(value) for tag, value in zip(_NUMBERS, values, strict=True) if value])
