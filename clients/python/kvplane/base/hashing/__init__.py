@@ -3,12 +3,14 @@
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.extra_keys import RequestKeys, digest_embeds
 from kvplane.base.hashing.hasher import HashScheme, HashTail, RequestHasher, split_hashes
+from kvplane.base.hashing.memo import HashMemo
 from kvplane.base.hashing.tokens import MAX_TOKEN_ID, TOKEN_BYTES, check_packed, pack_tokens, unpack_tokens
 
 __all__ = [
     "MAX_TOKEN_ID",
     "TOKEN_BYTES",
     "BlockDigest",
+    "HashMemo",
     "HashScheme",
     "HashTail",
     "RequestHasher",
