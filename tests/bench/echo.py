@@ -1,4 +1,4 @@
-"""A synchronous decode step over a Unix socket, compared with a bare gRPC echo of its bytes and the step in process.
+"""A decode step over a Unix socket, compared with a bare gRPC echo of its bytes.
 
     python -m tests.bench.echo
 
@@ -6,6 +6,9 @@ Writes results/echo.md. The echo is a stream to a service of its own, on uvloop,
 the length of the step's answer and does nothing else; the client sends from a queue and reads on the caller's thread.
 The step in process is the same engine with the core on its thread: the work of engine, client and core without a wire.
 All three are measured in turn, each after the same pause; the figures are medians.
+
+The second table is of steps and echoes that are sent ahead, as `tests.bench.peer` measures them: what gRPC alone costs
+an engine's thread. There a thread reads the answers of the echo as they arrive.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import argparse
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -29,13 +33,15 @@ from kvplane.base.step import Part, Step, StepResult
 from kvplane.wire.result import encode_result
 from kvplane.wire.step import encode_step
 from tests.bench.machine import machine_line
-from tests.bench.peer.engine import Engine
+from tests.bench.peer.engine import AheadStep, Engine, sent_ahead
 from tests.bench.peer.models import MODELS, Model
 from tests.bench.peer.places import places
 from tests.bench.peer.plan import IN_PROCESS, UNIX
+from tests.bench.peer.work import Clock
 
 RESULT = Path(__file__).parent / "results" / "echo.md"
 REQUESTS, STEPS, PAUSE_S, GOAL = (1, 8, 32, 256), 120, 0.002, 1.6
+AHEAD_STEPS, GPU_S = 8, 0.02
 METHOD = "/bench.Echo/Echo"
 SERVE = "import sys; from tests.bench.echo import serve; serve(sys.argv[1])"
 
@@ -72,6 +78,7 @@ class Echo:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         method = channel.stream_stream(METHOD, _as_it_is, _as_it_is)
         self._answers: Iterator[bytes] = method(iter(self._requests.get, None))
+        self._taken: SimpleQueue[bytes] | None = None
 
     def exchange(self, sent: int, received: int) -> int:
         """Send a message and wait for its answer, of these lengths; returns nanoseconds."""
@@ -83,9 +90,23 @@ class Echo:
         assert len(answer) == received
         return took
 
+    def ahead(self, clock: Clock, sent: int, received: int) -> AheadStep:
+        """Exchange a message sent ahead. The stream can only do this from then on."""
+        if self._taken is None:
+            self._taken = SimpleQueue()
+            threading.Thread(target=_read, args=(self._answers, self._taken), daemon=True).start()
+        message = received.to_bytes(4, "little") + bytes(sent - 4)
+        return sent_ahead(clock, GPU_S, lambda: self._requests.put(message), self._taken.get, len)
+
     def close(self) -> None:
         """End the stream."""
         self._requests.put(None)
+
+
+def _read(answers: Iterator[bytes], taken: SimpleQueue[bytes]) -> None:
+    with suppress(grpc.RpcError):
+        for answer in answers:
+            taken.put(answer)
 
 
 @contextmanager
@@ -130,32 +151,58 @@ def measure(model: Model, requests: int, steps: int, stream: Echo, engines: dict
     return [model.name, str(requests), f"{sent} / {received}", *figures, shown]
 
 
+def measure_ahead(model: Model, requests: int, turns: int, stream: Echo, engine: Engine) -> list[str]:
+    """A row of the second table."""
+    sent, received = sizes_of(engine)
+    steps, echoes = list[AheadStep](), list[AheadStep]()
+    for _ in range(turns):
+        steps += engine.decode_ahead(AHEAD_STEPS, GPU_S)
+        echoes += [stream.ahead(engine.clock, sent, received) for _ in range(AHEAD_STEPS)]
+    row, us = [model.name, str(requests)], dict[str, list[float]]()
+    for name in ("blocked", "delayed", "cpu"):
+        us[name] = [statistics.median(getattr(one, name) for one in each) / 1000 for each in (steps, echoes)]
+        row.append(" / ".join(f"{one:.0f}" for one in us[name]))
+    whole, of_echo = (us["blocked"][side] + us["delayed"][side] for side in (0, 1))
+    return [*row, f"{whole / of_echo:.2f}", f"{us['cpu'][0] / us['cpu'][1]:.2f}"]
+
+
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each row and side ({STEPS})")
     steps = parser.parse_args().steps
-    rows = []
-    with echo() as stream, places() as found:
+    rows, ahead = list[list[str]](), list[list[str]]()
+    with echo() as stream, echo() as stream_ahead, places() as found:
         for model in MODELS:
             for requests in REQUESTS:
-                blocks = model.shape.decode_blocks(requests, 2 * steps)
+                blocks = model.shape.decode_blocks(requests, 3 * steps)
                 engines = {}
                 for name in (UNIX, IN_PROCESS):
                     engines[name] = Engine(found[name].session(model.spec(blocks)), model.shape)
                     engines[name].admit(requests)
                 rows.append(measure(model, requests, steps, stream, engines))
+                turns = steps // 2 // AHEAD_STEPS
+                ahead.append(measure_ahead(model, requests, turns, stream_ahead, engines[UNIX]))
                 for name, engine in engines.items():
                     engine.session.close()
                     found[name].forget()
     names = ["model", "requests", "bytes sent / received", "step, us", "echo, us", "in process, us"]
-    names.append(f"ratio (≤ {GOAL})")
-    table = [names, ["---"] * len(names), *rows]
     text = f"# A step over gRPC and a bare echo\n\n{machine_line()}; `python -m tests.bench.echo`\n\n"
     text += "The ratio is that of the step to the sum of echo and step in process.\n\n"
-    text += "".join(f"| {' | '.join(row)} |\n" for row in table)
+    text += _table([*names, f"ratio (≤ {GOAL})"], rows)
+    text += "\n## Sent ahead\n\nOf step / echo, in us: the engine's thread before and after the GPU's work; what other"
+    text += (
+        "\nPython work waited for the lock; CPU time of the engine's process. Ratios of the first two together, and of"
+    )
+    text += " CPU time.\n\n"
+    names = ["model", "requests", "thread", "delay", "process CPU", "ratio", "ratio of CPU"]
+    text += _table(names, ahead)
     RESULT.write_text(text, encoding="utf-8")
     print(text)
+
+
+def _table(names: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [names, ["---"] * len(names), *rows])
 
 
 if __name__ == "__main__":

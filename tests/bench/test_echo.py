@@ -39,3 +39,16 @@ def test_a_row_names_the_sizes_of_the_steps_and_marks_a_ratio(monkeypatch, goal,
     assert {sizes} == {f"{sent} / {received}" for sent, received in stream.sizes}
     for engine in engines.values():
         engine.session.close()
+
+
+def test_a_row_of_steps_sent_ahead_compares_with_echoes_of_equal_sizes(monkeypatch):
+    monkeypatch.setattr(echo, "AHEAD_STEPS", 2)
+    monkeypatch.setattr(echo, "GPU_S", 0.01)
+    spec = MODELS[0].spec(MODELS[0].shape.decode_blocks(8, 20))
+    engine = Engine(InProcess().session(spec), MODELS[0].shape)
+    engine.admit(8)
+    with echo.echo() as stream:
+        name, requests, *figures, ratio, of_cpu = echo.measure_ahead(MODELS[0], 8, 2, stream, engine)
+    assert (name, requests, len(figures)) == (MODELS[0].name, "8", 3)
+    assert float(ratio) > 0 < float(of_cpu)
+    engine.session.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from time import process_time_ns, thread_time_ns
+from typing import TypeVar
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
@@ -16,6 +18,8 @@ from kvplane.blocking.session import Session
 from kvplane.session.builder import StepBuilder
 from kvplane.session.tables import BlockTables
 from tests.bench.peer.work import SETUP_BATCH, Clock, Shape, other_work, prompt, sampled
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,27 @@ class AheadStep:
     def spent(self) -> int:
         """What the step cost the engine's thread."""
         return self.blocked + self.delayed
+
+
+def sent_ahead(
+    clock: Clock, gpu_s: float, send: Callable[[], None], receive: Callable[[], _T], use: Callable[[_T], object]
+) -> AheadStep:
+    """Send, let the GPU work, receive and use the answer; measures what that costs this thread."""
+    now_ns = clock.now_ns
+    cpu, begin = process_time_ns(), now_ns()
+    send()
+    submitted, at_work = now_ns(), thread_time_ns()
+    other_work(gpu_s / 2)
+    at_work, worked = thread_time_ns() - at_work, now_ns()
+    time.sleep(gpu_s / 2)
+    resumed = now_ns()
+    answer = receive()
+    received = now_ns()
+    use(answer)
+    used = now_ns()
+    cpu = process_time_ns() - cpu - at_work
+    delayed = max(0, worked - submitted - at_work)
+    return AheadStep(submitted - begin + used - resumed, received - resumed, delayed, cpu)
 
 
 @dataclass(slots=True)
@@ -86,23 +111,17 @@ class Engine:
         return spent[1:]
 
     def _step_ahead(self, gpu_s: float, first: bool) -> AheadStep:
-        tokens, now_ns = None if first else self._sample(), self.clock.now_ns
+        tokens = None if first else self._sample()
         before = self.session.next_seq - 2  # its results have arrived; the next step is on the GPU
-        cpu, begin = process_time_ns(), now_ns()
-        part = self._part(tokens, extra=1)
-        self.session.submit(part, executed_through=before)
-        submitted, at_work = now_ns(), thread_time_ns()
-        other_work(gpu_s / 2)
-        at_work, worked = thread_time_ns() - at_work, now_ns()
-        time.sleep(gpu_s / 2)
-        resumed = now_ns()
-        result = self.session.receive().parts[0]
-        received = now_ns()
-        self._take(part, result)
-        taken = now_ns()
-        cpu = process_time_ns() - cpu - at_work
-        delayed = max(0, worked - submitted - at_work)
-        return AheadStep(submitted - begin + taken - resumed, received - resumed, delayed, cpu)
+        sent: list[Part] = []
+
+        def send() -> None:
+            sent.append(self._part(tokens, extra=1))
+            self.session.submit(sent[0], executed_through=before)
+
+        return sent_ahead(
+            self.clock, gpu_s, send, self.session.receive, lambda answer: self._take(sent[0], answer.parts[0])
+        )
 
     def _sample(self) -> array[int]:
         self.steps += 1
