@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import CLOSE_TIMEOUT_S, OpenRequest, SessionTransport
-from kvplane.base.step import Part, Step, StepResult
+from kvplane.base.step import Part, StepResult
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
@@ -117,7 +117,8 @@ class Session(SessionView):
         """
         self._begin_call()
         try:
-            return self._carry_out(self._machine.apply(parts, executed_through, self._moving))
+            moving = self._transport.draining and self._transport.can_move
+            return self._carry_out(self._machine.apply(parts, executed_through, moving))
         finally:
             self._end_call()
 
@@ -135,19 +136,17 @@ class Session(SessionView):
         """
         self._begin_call()
         try:
-            step, is_held = self._machine.register(parts, last, executed_through, self._moving)
-            if not is_held:
-                self._send(step)
+            moving = self._transport.draining and self._transport.can_move
+            step, is_held = self._machine.register(parts, last, executed_through, moving)
+            try:
+                if not is_held:
+                    self._transport.send(self._machine.state.to_service(step))
+            except BaseException as error:
+                if not self._machine.sending_failed(step, error):
+                    raise
             return step.seq
         finally:
             self._end_call()
-
-    def _send(self, step: Step) -> None:
-        try:
-            self._transport.send(self._machine.state.to_service(step))
-        except BaseException as error:
-            if not self._machine.sending_failed(step, error):
-                raise
 
     def receive(self) -> StepResult:
         """Wait for the next result, in the order in which the steps were submitted.
@@ -216,10 +215,6 @@ class Session(SessionView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def _moving(self) -> bool:
-        return self._transport.draining and self._transport.can_move
 
     def _begin_call(self) -> None:
         """Begin a call of the engine. Raises FailedPrecondition while another thread is in a call."""

@@ -169,11 +169,16 @@ class _End:
 
 
 class _Stream:
-    """One gRPC stream, with its reader thread. A stream that is garbage collected ends itself."""
+    """One gRPC stream, with its reader thread. A stream that is garbage collected ends itself.
+
+    Attributes:
+        send: puts a message into the queue from which gRPC sends.
+    """
 
     def __init__(self, channel: grpc.Channel) -> None:
         """Start the stream. Raises FailedPrecondition if the channel is closed."""
         self._requests: SimpleQueue[stream_messages.Sent | None] = SimpleQueue()
+        self.send: Callable[[stream_messages.Sent], None] = self._requests.put
         self._answers: SimpleQueue[stream_messages.Taken | _End] = SimpleQueue()
         # Not the generated stub: gRPC 1.71 crashes if one is made for a channel that is closed.
         method = channel.stream_stream(stream_messages.SESSION, stream_messages.serialized, _taking(self._answers))
@@ -188,10 +193,6 @@ class _Stream:
         self._late_s: float | None = None  # timeout of a read that took too long
         facts = (self._call, self._answers)
         threading.Thread(target=_read_on, args=facts, name="kvplane-answers", daemon=True).start()
-
-    def send(self, message: stream_messages.Sent) -> None:
-        """Put a message into the queue from which gRPC sends."""
-        self._requests.put(message)
 
     def receive(self, timeout_s: float) -> stream_messages.Taken:
         """Return the next answer. If the stream has ended, raise the error with which it ended.

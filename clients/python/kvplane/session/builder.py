@@ -92,35 +92,35 @@ class StepBuilder:
             cache: what happened to pages.
             appended: whether the requests got tokens; False for a step that is sent before the first tokens are known.
         """
-        part = part_of(*rows) if rows else Part()
+        extra = array("i") if self._extra == self._zeros else self._extra[:]
+        tokens = self._tokens[:] if appended and not self._hashed else array("I")
+        counts, hashes = self._take_hashes() if appended and self._digests else (array("I"), b"")
+        if rows or not self._slots:
+            part = part_of(*rows) if rows else Part()
+            if appended and self._slots:
+                part.facts.hashes = hashes + part.facts.hashes
+                part.facts.tokens = tokens + array("I", part.facts.tokens)
+                _put_first(part.facts, _FACTS, {"slot": self._slots, "appended": self._ones, "num_hashes": counts})
+            if self._slots:
+                _put_first(part.run, _RUN, {"slot": self._slots, "extra": extra})
+        elif appended:
+            facts = Facts(self._slots, [], self._ones, tokens, counts, hashes)
+            part = Part(facts=facts, run=Run(self._slots, extra))
+        else:
+            part = Part(run=Run(self._slots, extra))
         if budget is not None:
             part.budget = budget
         if cache is not None:
             part.cache = cache
-        if self._slots:
-            if appended:
-                self._put_facts(part)
-            extra = array("i") if self._extra == self._zeros else self._extra[:]
-            if rows:
-                _put_first(part.run, _RUN, {"slot": self._slots, "extra": extra})
-            else:
-                part.run = Run(self._slots, extra)
         return part
 
-    def _put_facts(self, part: Part) -> None:
-        counts, digests, hashes = array("I"), self._digests, b""
-        if digests:
-            counts, self._digests = array("I", bytes(4 * len(self))), {}
-            for row, given in digests.items():
-                counts[row] = len(given)
-            hashes = b"".join(digest for row in sorted(digests) for digest in digests[row])
-        tokens = array("I") if self._hashed else self._tokens[:]
-        if "facts" not in vars(part):
-            part.facts = Facts(self._slots, [], self._ones, tokens, counts, hashes)
-            return
-        facts = part.facts
-        facts.hashes, facts.tokens = hashes + facts.hashes, tokens + array("I", facts.tokens)
-        _put_first(facts, _FACTS, {"slot": self._slots, "appended": self._ones, "num_hashes": counts})
+    def _take_hashes(self) -> tuple[array[int], bytes]:
+        """Return the number of hashes of each row, and the hashes; and forget them."""
+        counts, digests = array("I", bytes(4 * len(self))), self._digests
+        self._digests = {}
+        for row, given in digests.items():
+            counts[row] = len(given)
+        return counts, b"".join(digest for row in sorted(digests) for digest in digests[row])
 
 
 def _put_first(section: Facts | Run, defaults: Mapping[str, object], columns: Mapping[str, array[int]]) -> None:

@@ -14,7 +14,19 @@ from copy import deepcopy
 from itertools import compress
 
 from kvplane.base.errors import ServiceRestarted
-from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Step, StepResult
+from kvplane.base.step import (
+    NO_EXTRA_KEYS,
+    Admit,
+    AdmitStatus,
+    End,
+    Facts,
+    News,
+    Part,
+    PartResult,
+    RowFlag,
+    Step,
+    StepResult,
+)
 from kvplane.session.reopening import Revival
 
 _MAX_COLLECTED = 32  # decode steps whose tokens are added together
@@ -55,7 +67,10 @@ class KnownRequests:
         """Record a step that the service applied, and its result."""
         for part, done in zip(step.parts, result.parts, strict=True):
             self._record(part)
-            self._note_running(part, done)
+            if preempted := vars(done).get("preempted"):
+                self.running.difference_update(preempted)
+            if "admit" in vars(part):
+                self._note_admitted(part.admit, done)
 
     def after(self, lost: Iterable[Step]) -> KnownRequests:
         """Return a copy of the record that also includes these steps, which no service has answered."""
@@ -100,7 +115,9 @@ class KnownRequests:
         """Record the requests of a part as the engine sent them."""
         given = vars(part)  # sections that are missing are empty
         if "facts" in given and part.facts.slot:
-            self._add_facts(part.facts)
+            self._add_appended(part.facts)
+            if part.facts.hashes or part.facts.end:
+                self._add_hashes_and_ends(part.facts)
         if part.resume is not None:
             self._obstacle = "requests were resumed with their blocks"
         if "news" in given and part.news.slot:
@@ -123,8 +140,7 @@ class KnownRequests:
             one.hashes += news.hashes[hash_at : hash_at + one.num_hashes * size]
             hash_at += one.num_hashes * size
 
-    def _add_facts(self, facts: Facts) -> None:
-        self._add_appended(facts)
+    def _add_hashes_and_ends(self, facts: Facts) -> None:
         if facts.hashes:
             hash_at, size = 0, len(facts.hashes) // max(1, sum(facts.num_hashes))
             for slot, count in zip(compress(facts.slot, facts.num_hashes), filter(None, facts.num_hashes), strict=True):
@@ -175,12 +191,7 @@ class KnownRequests:
         if end is not End.PREEMPTED:
             del self._requests[slot]
 
-    def _note_running(self, part: Part, done: PartResult) -> None:
-        if preempted := vars(done).get("preempted"):
-            self.running.difference_update(preempted)
-        if "admit" not in vars(part):
-            return
-        admit = part.admit
+    def _note_admitted(self, admit: Admit, done: PartResult) -> None:
         if any(admit.external) or any(flags & RowFlag.DELAY_CACHING for flags in admit.flags):
             self._obstacle = "an external load may write pages of a request"
         for slot, status in zip(admit.slot, done.admit_status, strict=True):

@@ -201,9 +201,10 @@ class SessionMachine:
         """Return the next step, and whether it is kept for another service. Otherwise the caller sends it to the
         service, and calls `sending_failed` with an error.
         """
-        step = self.state.register(parts, last, executed_through)
+        state = self.state
+        step = state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
-        return step, self.state.holds_back(step, moving and self._can_revive) or self._is_new_life
+        return step, state.holds_back(step, moving and self._can_revive) or self._is_new_life
 
     def sending_failed(self, step: Step, error: BaseException) -> bool:
         """Withdraw a step if it was certainly not sent; otherwise it stays in flight. Returns whether the error is that
@@ -219,7 +220,8 @@ class SessionMachine:
 
     def take_ready(self, ready: Callable[[], StepResult | None]) -> StepResult | None:
         """Return the next result if the stream is in order and `ready` has it; None otherwise: then call `receive`."""
-        if not self._is_up or self._refusal is not None or not self.state.awaits_service:
+        state = self._state
+        if not self._is_up or self._refusal is not None or state is None or not state.awaits_service:
             return None
         self._is_up = False  # an interrupted call may lose an answer
         answer = ready()
@@ -303,9 +305,10 @@ class SessionMachine:
             raise
 
     def _take(self, answer: StepResult) -> StepResult:
-        step = self.state.oldest
+        state = self.state
+        step = state.oldest
         try:
-            result = self.state.answered(self.state.to_engine(answer))
+            result = state.answered(state.to_engine(answer))
         except InternalError as error:
             self.end(error)
             raise

@@ -139,9 +139,14 @@ class Revival:
 
 
 class StepNumbering:
-    """The conversion between the engine's step numbers and those of the current service."""
+    """The conversion between the engine's step numbers and those of the current service.
+
+    Attributes:
+        has_restarted: whether the service was replaced. Equal numbers would not show it: earlier steps may differ.
+    """
 
     def __init__(self) -> None:
+        self.has_restarted = False
         self._ahead = 0  # the engine's number of a step minus the service's
         self._cut: tuple[int, int] = (0, 0)  # (step, parts of it) that the previous service received
         # Held slots that the service does not have, and the (step, part) that released one, since it may be resent.
@@ -152,20 +157,14 @@ class StepNumbering:
 
         `held` are held slots (their requests ended, transfers use their blocks) that the new service does not know.
         """
+        self.has_restarted = True
         self._ahead = next_step[0] - used - 1
         self._cut = next_step
         self._held = dict.fromkeys(held)  # earlier steps are not resent
 
-    @property
-    def _has_restarted(self) -> bool:
-        """Whether the service was replaced. `_ahead != 0` is not sufficient: the two numberings may be equal although
-        earlier steps differ.
-        """
-        return self._cut != (0, 0)
-
     def to_service(self, step: Step) -> Step:
         """Return a step with the step number that the service uses."""
-        if not self._has_restarted:
+        if not self.has_restarted:
             return step
         part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
         done = self._done(step.executed_through)
@@ -173,7 +172,7 @@ class StepNumbering:
 
     def to_engine(self, result: StepResult) -> StepResult:
         """Return a result with the step number that the engine uses."""
-        if not self._has_restarted:
+        if not self.has_restarted:
             return result
         seq = result.seq + self._ahead
         part = result.part + (self._cut[1] if seq == self._cut[0] else 0)

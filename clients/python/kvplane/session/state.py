@@ -80,12 +80,13 @@ class SessionState:
                 field="parts",
                 remedy="send Part() for a step without rows",
             )
-        if part == 0 and self.in_flight >= self.max_steps:
+        unanswered = self._unanswered
+        if part == 0 and len(unanswered) >= self.max_steps <= self.in_flight:
             raise LimitExceeded(
                 f"{self.in_flight} steps are in flight, the maximum is {self.max_steps}",
                 remedy="receive an answer first",
             )
-        if len(self._unanswered) >= self.max_rows:
+        if len(unanswered) >= self.max_rows:
             raise LimitExceeded(
                 f"{len(self._unanswered)} messages with parts are in flight, the maximum is {self.max_rows}",
                 remedy="receive an answer first",
@@ -130,7 +131,8 @@ class SessionState:
 
     def answered(self, result: StepResult) -> StepResult:
         """Record the answer to the oldest step in flight. Raises InternalError if it answers another step."""
-        step = self.oldest
+        assert self._unanswered, "the service sent an answer, but no step is in flight"
+        step = self._unanswered[0]
         if (result.seq, result.part) != (step.seq, step.part):
             raise InternalError(
                 f"the service answered step {result.seq} part {result.part}, expected step {step.seq} part {step.part}",
@@ -144,7 +146,7 @@ class SessionState:
         if self._num_lost:
             self._num_lost -= 1
         else:
-            self.busy_blocks = _without_ended(self.busy_blocks, [step])
+            self.busy_blocks = _without_ended(self.busy_blocks, [step]) if self.busy_blocks else ()
         return result
 
     @property
@@ -165,11 +167,11 @@ class SessionState:
 
     def to_service(self, step: Step) -> Step:
         """Return a step with the step number that the service uses."""
-        return self._numbers.to_service(step)
+        return self._numbers.to_service(step) if self._numbers.has_restarted else step
 
     def to_engine(self, result: StepResult) -> StepResult:
         """Return a result with the step number that the engine uses."""
-        return self._numbers.to_engine(result)
+        return self._numbers.to_engine(result) if self._numbers.has_restarted else result
 
     def take_synthesized(self) -> StepResult | None:
         """Return the next answer if the session itself made it, without the service; None otherwise."""

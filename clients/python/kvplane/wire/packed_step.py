@@ -6,6 +6,8 @@ writes: fields in the order of their numbers, without those that have the defaul
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -16,6 +18,7 @@ from kvplane.v1.allocation_pb2 import SessionRequest
 from kvplane.wire.columns import Columns, pack
 from kvplane.wire.step import FACTS, RUN
 
+_IS_LITTLE = sys.byteorder == "little"
 _BYTES = 2  # wire type of packed columns, texts and messages
 _SMALL = [bytes([number]) for number in range(128)]
 
@@ -54,7 +57,10 @@ class _Section:
         written: list[bytes] = []
         for (tag, name, code), values in zip(self.each, self.read(section), strict=True):
             if values:
-                raw = pack(values, code, where, name) if code else values
+                if type(values) is array and values.typecode == code and _IS_LITTLE:
+                    raw = values.tobytes()
+                else:
+                    raw = pack(values, code, where, name) if code else values
                 written += (tag, _varint(len(raw)), raw)
         if not written:
             return b""
@@ -64,8 +70,9 @@ class _Section:
 
 _FACTS = _Section("facts", pb.Facts, FACTS, "hashes")
 _RUN = _Section("run", pb.Run, RUN)
-_NUMBERS = [_tag(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]
 _PARTS, _TRACEPARENT, _STEP = _tag(pb.Step, "parts"), _tag(pb.Step, "traceparent"), _tag(SessionRequest, "step")
+_NUMBERS = [_tag(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]
+_NUMBERS.append(_PARTS)  # whose length is the next number
 _WRITTEN = {"facts", "run"}
 
 
@@ -84,13 +91,14 @@ def step_bytes(step: Step) -> bytes | None:
             written += _RUN.write(given["run"], "parts[0].run")
     except (AttributeError, TypeError):
         return None
-    raw = _header(step) + b"".join((_PARTS, _varint(len(written)), written))
+    values = (step.epoch, step.seq, step.part, not step.last, step.executed_through, len(written))
+    fields: list[bytes] = []
+    for tag, value in zip(_NUMBERS, values, strict=True):
+        if value or tag is _PARTS:
+            fields += (tag, _varint(value))
+    fields.append(written)
     if step.traceparent:
         trace = step.traceparent.encode()
-        raw += b"".join((_TRACEPARENT, _varint(len(trace)), trace))
+        fields += (_TRACEPARENT, _varint(len(trace)), trace)
+    raw = b"".join(fields)
     return b"".join((_STEP, _varint(len(raw)), raw))
-
-
-def _header(step: Step) -> bytes:
-    values = (step.epoch, step.seq, step.part, not step.last, step.executed_through)
-    return b"".join([tag + _varint(value) for tag, value in zip(_NUMBERS, values, strict=True) if value])
