@@ -10,7 +10,7 @@ from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneErr
 from kvplane.base.session import OpenRequest
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import Attempts, RetryPolicy
-from kvplane.session.machine import BROKEN, Open, SessionMachine
+from kvplane.session.machine import Open, SessionMachine
 from kvplane.session.state import SessionState
 from tests.client.schedules import ATTEMPTS, Cancelled, World, every_schedule, opened_world
 from tests.twins import use_broken_streams
@@ -187,8 +187,8 @@ def test_an_interrupted_refusal_is_raised_by_the_next_call():
 
 def withdraw_in_any_case(self, step, error):
     """A step whose sending was interrupted may be with the service."""
+    del error
     self.state.withdraw(step)
-    return isinstance(error, BROKEN)
 
 
 def trust_the_stream(self, ready):

@@ -4,6 +4,7 @@ stream.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from kvplane.base.step import Part, StepResult
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
-from kvplane.session.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
+from kvplane.session.machine import BROKEN, Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
 from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted
@@ -138,12 +139,16 @@ class Session(SessionView):
         try:
             moving = self._transport.draining and self._transport.can_move
             step, is_held = self._machine.register(parts, last, executed_through, moving)
+            is_over = False
             try:
                 if not is_held:
                     self._transport.send(self._machine.state.to_service(step))
-            except BaseException as error:
-                if not self._machine.sending_failed(step, error):
-                    raise
+                is_over = True
+            except BROKEN:  # the next `receive` raises it
+                is_over = True
+            finally:
+                if not is_over:
+                    self._machine.sending_failed(step, sys.exc_info()[1])
             return step.seq
         finally:
             self._end_call()
@@ -222,11 +227,14 @@ class Session(SessionView):
             raise FailedPrecondition(
                 "another thread is using this session", remedy="open a session, and use it from one thread"
             )
+        has_link = False
         try:
-            self._link.acquire()  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
-        except BaseException:
-            self._caller.release()
-            raise
+            has_link = (
+                self._link.acquire()
+            )  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
+        finally:
+            if not has_link:
+                self._caller.release()
         if self._machine.ended is not None:
             self._end_call()
             self._machine.check()

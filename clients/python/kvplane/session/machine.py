@@ -14,6 +14,7 @@ outcomes. It does not wait and has no clock, thread or loop, so that a test can 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -187,36 +188,35 @@ class SessionMachine:
         keeps it for that other service.
         """
         step, is_held = self.register(parts, last, executed_through, moving)
-        if not is_held:
-            try:
+        is_over = False
+        try:
+            if not is_held:
                 yield Send(self.state.to_service(step))
-            except BaseException as error:
-                if not self.sending_failed(step, error):
-                    raise
+            is_over = True
+        except BROKEN:  # the next `receive` raises it
+            is_over = True
+        finally:
+            if not is_over:
+                self.sending_failed(step, sys.exc_info()[1])
         return step.seq
 
     def register(
         self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool
     ) -> tuple[Step, bool]:
         """Return the next step, and whether it is kept for another service. Otherwise the caller sends it to the
-        service, and calls `sending_failed` with an error.
+        service, and calls `sending_failed` with any error but those of a broken stream, which `receive` raises.
         """
         state = self.state
         step = state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
         return step, state.holds_back(step, moving and self._can_revive) or self._is_new_life
 
-    def sending_failed(self, step: Step, error: BaseException) -> bool:
-        """Withdraw a step if it was certainly not sent; otherwise it stays in flight. Returns whether the error is that
-        of a broken stream, which the next `receive` raises.
-        """
-        if isinstance(error, BROKEN):
-            return True
+    def sending_failed(self, step: Step, error: BaseException | None) -> None:
+        """Withdraw a step if it was certainly not sent; otherwise it stays in flight."""
         if isinstance(error, Exception):
             self.state.withdraw(step)
         else:  # Ctrl-C, a cancelled task
             self.interrupted()
-        return False
 
     def take_ready(self, ready: Callable[[], StepResult | None]) -> StepResult | None:
         """Return the next result if the stream is in order and `ready` has it; None otherwise: then call `receive`."""

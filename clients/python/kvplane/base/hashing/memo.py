@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import NamedTuple, TypeAlias
 
@@ -22,9 +21,9 @@ _Beginning: TypeAlias = tuple[ExtraKeys, bytes]  # extra keys and the first bloc
 
 
 class HashMemo:
-    """Hashes prompts, and continues where the longest known prompt ends that the new one begins with. Thread-safe.
+    """Hashes prompts, and continues where the longest known prompt ends that the new one begins with.
 
-    It is for one engine: how long a call takes shows which prompts are known.
+    It is for one engine, and one thread at a time: how long a call takes shows which prompts are known.
     """
 
     def __init__(self, scheme: HashScheme, *, max_tokens: int = 1 << 20) -> None:
@@ -32,7 +31,6 @@ class HashMemo:
         self._scheme, self._max_bytes = scheme, max_tokens * TOKEN_BYTES
         self._known: OrderedDict[_Beginning, list[_Known]] = OrderedDict()
         self._num_bytes = 0
-        self._lock = threading.Lock()
 
     def hash_prompt(self, packed: bytes, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> tuple[RequestHasher, bytes]:
         """Return a hasher to which a prompt was appended, and the hashes of the prompt's full blocks, concatenated.
@@ -59,23 +57,20 @@ class HashMemo:
         return hasher, hashes
 
     def _find(self, beginning: _Beginning, packed: bytes) -> _Known:
-        with self._lock:
-            found = [one for one in self._known.get(beginning, ()) if packed.startswith(one.packed)]
+        found = [one for one in self._known.get(beginning, ()) if packed.startswith(one.packed)]
         return max(found, key=lambda one: len(one.packed), default=_Known(b"", b""))
 
     def _remember(self, beginning: _Beginning, before: _Known, known: _Known) -> None:
         """Keep a prompt instead of the one that it continues."""
-        with self._lock:
-            prompts = self._known.setdefault(beginning, [])
-            for one in (before, known):  # the second: another thread may have added it
-                if one in prompts:
-                    prompts.remove(one)
-                    self._num_bytes -= len(one.packed)
-            prompts.append(known)
-            self._num_bytes += len(known.packed)
-            self._known.move_to_end(beginning)
-            while self._num_bytes > self._max_bytes:
-                oldest = next(iter(self._known))
-                self._num_bytes -= len(self._known[oldest].pop(0).packed)
-                if not self._known[oldest]:
-                    del self._known[oldest]
+        prompts = self._known.setdefault(beginning, [])
+        if before in prompts:
+            prompts.remove(before)
+            self._num_bytes -= len(before.packed)
+        prompts.append(known)
+        self._num_bytes += len(known.packed)
+        self._known.move_to_end(beginning)
+        while self._num_bytes > self._max_bytes:
+            oldest = next(iter(self._known))
+            self._num_bytes -= len(self._known[oldest].pop(0).packed)
+            if not self._known[oldest]:
+                del self._known[oldest]
