@@ -7,6 +7,9 @@ of 64 tokens every 20 ms. Each load runs without a limit of bytes and with the d
 without any load. The waits of the other owner are in CPU time of the service (all its threads) between call and answer,
 which excludes other load of the machine, and in real time, which includes it. A hold is the CPU time of the service's
 loop between two ticks of 2 ms.
+
+The second table is of decode steps of 8 requests that the other owner's engine makes every 20 ms, without what the
+service's loop waits for a CPU: how long a step takes, and how many times that of the first line.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.auth.owners import OwnerLimits
 from tests.bench.machine import machine_line
+from tests.bench.peer.engine import Engine
+from tests.bench.peer.models import MODELS
 from tests.bench.ticking import noted, service
 from tests.service.guarded import Guard
 
 RESULTS = Path(__file__).parent / "results"
-MILLION, HASHES, CALLERS, ROUNDS = 1_000_000, 62_000, 8, 3
+MILLION, HASHES, CALLERS, ROUNDS, REQUESTS = 1_000_000, 62_000, 8, 3, 8
 LIMITS = {"none": None, "default": OwnerLimits().bytes_per_second}
 OPTIONS = [("grpc.max_send_message_length", -1)]
 
@@ -153,6 +158,7 @@ class Waits:
     real: list[float] = field(default_factory=list)
     holds: list[float] = field(default_factory=list)
     failed: int = 0
+    steps: list[float] = field(default_factory=list)
 
 
 def look_up(stub: AllocationStub, pid: int, seconds: float, waits: Waits) -> None:
@@ -175,6 +181,27 @@ def cpu_ms(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e6
 
 
+def make_steps(address: str, pid: int, seconds: float) -> list[float]:
+    """Milliseconds of decode steps, one every 20 ms, without what the service's loop waited for a CPU."""
+    model, ends, took = MODELS[0], time.monotonic() + seconds, list[float]()
+    with kvplane.connect(address, token="token-quiet") as client:
+        client.register_replica("quiet/steps", model.spec(model.shape.decode_blocks(REQUESTS, int(60 * seconds))))
+        with client.session("quiet/steps") as session:
+            engine = Engine(session, model.shape)
+            engine.admit(REQUESTS)
+            while time.monotonic() < ends:
+                before = cpu_wait_ns(pid)
+                ns = engine.decode()
+                took.append((ns - cpu_wait_ns(pid) + before) / 1e6)
+                time.sleep(0.02)
+    return took
+
+
+def cpu_wait_ns(pid: int) -> int:
+    """How long a process's first thread, which runs the service's loop, was ready and had no CPU."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+
+
 def measure(load: str, limit: int | None, seconds: float, waits: Waits) -> None:
     """One round of one load; "" for none."""
     with guarded_service(limit) as (address, process, path), grpc.insecure_channel(address) as channel:
@@ -184,6 +211,7 @@ def measure(load: str, limit: int | None, seconds: float, waits: Waits) -> None:
         with disturbing(address, load):
             noted(process, path)
             look_up(stub, process.pid, seconds, waits)
+            waits.steps += make_steps(address, process.pid, seconds)
             waits.holds += [ns / 1e6 for ns in noted(process, path)["ticks"]]
 
 
@@ -227,6 +255,15 @@ def row(load: str, limit: str, waits: Waits) -> str:
     return f"| {load or 'none'} | {limit} | {spread(waits.cpu)} | {spread(waits.real)} | {holds} | {waits.failed} |"
 
 
+def step_row(load: str, limit: str, waits: Waits, quiet: Waits) -> str:
+    """A line of the second table."""
+    cells = [f"{load or 'none'} | {limit}"]
+    for share in (0.5, 0.9, 0.99):
+        ms, alone = (sorted(one.steps)[int(len(one.steps) * share)] for one in (waits, quiet))
+        cells.append(f"{ms:.2f} | {ms / alone:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Measure all loads in turns, and write the table."""
     parser = argparse.ArgumentParser()
@@ -245,6 +282,9 @@ def main() -> None:
         "| longest | hold ms: p99 | longest | failed |\n|---" + "|---" * 10 + "|"
     )
     table = "\n".join([head, *(row(load, limit, waits) for (load, limit), waits in cases.items())])
+    steps = ["| load | its limit of bytes | ms: median | of none | p90 | of none | p99 | of none |", "|---" * 8 + "|"]
+    steps += [step_row(load, limit, waits, cases["", "default"]) for (load, limit), waits in cases.items()]
+    table += "\n\n" + "\n".join(steps)
     text = f"{__doc__}\n{machine_line()}; default limit {LIMITS['default']:,} bytes per second\n\n{table}\n"
     (RESULTS / "neighbour.md").write_text(text)
     print(text)

@@ -3,6 +3,7 @@ model is added to history.md.
 
 make bench-peer                     all cases, 3 process starts of 7 rounds
 make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
+make bench-peer PEER="--goals"      the cases that have a goal, 1 process start of 5 rounds; writes ahead.md for peer.md
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.bench.peer.plan import Plan
 
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = tuple(model.name for model in MODELS)
+GOALS: dict[str, Any] = {"requests": tuple(report.GOALS), "prompts": (6144,), "rounds": 5}
 QUICK: dict[str, Any] = {"requests": (8, 64, 256), "prompts": (6144,), "rounds": 3, "admissions": 2}
 
 
@@ -33,16 +35,19 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=NAMES, help="one model (all); may be repeated")
     parser.add_argument("--no-reference", action="store_true", help="measure only kvplane, without ratios")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; prints, writes nothing")
+    parser.add_argument("--goals", action="store_true", help="the cases that have a goal")
     given = parser.parse_args()
     plan = Plan(models=tuple(given.model or NAMES), reference=not given.no_reference)
     if given.quick:
         plan = replace(plan, **QUICK)
+    if given.goals:
+        plan = replace(plan, **GOALS)
     if given.rounds:
         plan = replace(plan, rounds=given.rounds)
-    starts = [one_start(plan) for _ in range(1 if given.quick else given.starts)]
+    starts = [one_start(plan) for _ in range(1 if given.quick or given.goals else given.starts)]
     found = report.Report.of(plan, starts)
     if not given.quick:
-        found.write(RESULTS)
+        found.write(RESULTS, "ahead" if given.goals else "peer")
         history.add(RESULTS / "history.md", found, _commit())
         (RESULTS / "ahead.svg").write_text(history.chart(found.cells), encoding="utf-8")
     print(found.text())

@@ -73,8 +73,8 @@ made and the prompt hashed, `Part` built, `Session.apply`, the whole table put i
 all sides, the rest of the prompt is computed and the request freed; the pool holds three such prompts and is full of
 cached blocks, so that a miss evicts. A full hit is the prompt that was just freed.
 
-An interval does not contain the time in which its thread was ready to run and other processes had the CPU
-(`tests.bench.peer.work.Clock`).
+Intervals of steps sent ahead and of paced ones do not contain the time in which their thread was ready to run and other
+threads had the CPU (`tests.bench.peer.work.Clock`); the others, which wait for a service, are wall time.
 
 Both: the pool is full of cached blocks, so that a new block evicts one; prefix caching and events on, statistics of
 {REFERENCE} off, retention interval 0, the garbage collector frozen after the set-up; ours with `commit=safe`. After
@@ -166,11 +166,12 @@ class Report:
         """The report as Markdown."""
         return _text(self.about, self.cells)
 
-    def write(self, folder: Path) -> None:
-        """Write peer.md and peer.json."""
+    def write(self, folder: Path, name: str) -> None:
+        """Write `name`.md and, of all cases, `name`.json."""
         folder.mkdir(exist_ok=True)
-        (folder / "peer.md").write_text(self.text(), encoding="utf-8")
-        (folder / "peer.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / f"{name}.md").write_text(self.text(), encoding="utf-8")
+        if name == "peer":
+            (folder / "peer.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def _about(plan: Plan, starts: Sequence[Found]) -> dict[str, Any]:

@@ -78,10 +78,10 @@ def other_work(seconds: float) -> None:
 
 
 class Clock:
-    """The clock of one thread, which stands still while the thread is ready to run and other processes have the CPU.
+    """The clock of one thread, which stands still while the thread is ready to run and other threads have the CPU.
 
-    Linux counts that time in /proc/thread-self/schedstat; elsewhere this is a wall clock. What the thread waits for
-    Python's lock, for messages or for time is in it.
+    Linux counts that time in /proc/thread-self/schedstat; elsewhere this is a wall clock. It does not measure the wait
+    for a message, which may come while the thread has no CPU.
     """
 
     def __init__(self) -> None:
