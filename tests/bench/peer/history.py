@@ -13,7 +13,8 @@ HEAD = """\
 # Steps sent ahead, by commit
 
 Time of the engine's thread for a step that was sent ahead over a Unix socket, divided by the time of a step of vLLM's
-manager in the same run (`tests/bench/peer/report.py` says what is in an interval). `receive` is the part of it, in µs,
+manager in the same run: from 2026-11-25 on of a step behind the same pause, before of a step in a loop, and the engine
+hashed its tokens (`tests/bench/peer/report.py` says what is in an interval). `receive` is the part of it, in µs,
 that waits for the answer, and CPU the time of all threads of the engine's process, in µs; both at 256 requests. Rows
 of one date were measured in turn on one machine. `ahead.svg` shows the last measured commit.
 
