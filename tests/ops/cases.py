@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
 from tests.ops import float64
-from tests.ops.formats import FLOAT8, POISON, Format
+from tests.ops.formats import POISON, Format
 from tests.ops.memory import DeviceMemory, Memory, draw_page_bytes
 
 BLOCK_SIZES = (1, 3, 7, 16, 16, 16, 32, 48, 64, 128, 256, 272, 528)
@@ -229,7 +229,7 @@ class PageShape:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, forms: tuple[Format, ...]) -> PageShape:
-        form = FLOAT8 if FLOAT8 in forms and rng.random() < 0.25 else forms[int(rng.integers(0, len(forms)))]
+        form = forms[int(rng.integers(0, len(forms)))]
         while True:
             size = int(rng.choice(HEAD_SIZES))
             size_v = size if rng.random() < 0.8 else int(rng.choice(HEAD_SIZES))
@@ -378,27 +378,34 @@ def draw_slots(rng: np.random.Generator, num_blocks: int, block_size: int) -> np
 
 
 @dataclass(frozen=True)
-class LatentPages:
-    """Latent rows of one layer."""
+class Latents:
+    """Latent rows of one layer, with a scale where they are 8-bit."""
 
     form: Format
     block_size: int
     latent_size: int
     memory: Memory
     layer: int
+    scale: np.ndarray | None
 
     @classmethod
-    def draw(cls, rng: np.random.Generator, shape: tuple[Format, int, int], num_blocks: int) -> LatentPages:
+    def draw(cls, rng: np.random.Generator, shape: tuple[Format, int, int], num_blocks: int) -> Latents:
         form, block_size, latent_size = shape
         page_bytes, layer = draw_page_bytes(rng, block_size * latent_size * form.num_bytes, form)
-        return cls(form, block_size, latent_size, Memory.draw(rng, num_blocks, page_bytes), layer)
+        scale = draw_scale(rng, 1) if form.is_8bit else None
+        return cls(form, block_size, latent_size, Memory.draw(rng, num_blocks, page_bytes), layer, scale)
 
     def part(self) -> np.ndarray:
         return self.memory.part(self.layer, 0, (self.block_size, self.latent_size), self.form)
 
-    def on(self, device: str) -> tuple[torch.Tensor, DeviceMemory]:
+    def on(self, device: str) -> tuple[LatentPages, DeviceMemory]:
         memory = self.memory.on(device)
-        return memory.part(self.layer, 0, (self.block_size, self.latent_size), self.form), memory
+        rows = memory.part(self.layer, 0, (self.block_size, self.latent_size), self.form)
+        return LatentPages(rows, None if self.scale is None else torch.from_numpy(self.scale).to(device)), memory
+
+    def scaled(self, values: np.ndarray) -> np.ndarray:
+        """Stored values times the scale."""
+        return values if self.scale is None else values * float(self.scale[0])
 
 
 @dataclass(frozen=True)
@@ -406,28 +413,25 @@ class LatentCase:
     """Queries on paged latents; or, with slots, new latents."""
 
     dense: Array
-    pages: LatentPages
+    pages: Latents
     tables: Tables
     scale: float
     value_size: int
 
 
 def mla_decode(rng: np.random.Generator, forms: tuple[Format, ...]) -> LatentCase:
-    forms = latent_forms(forms)
     form = forms[int(rng.integers(0, len(forms)))]
     latent_size, value_size = LATENT_SIZES[int(rng.integers(0, len(LATENT_SIZES)))]
     block_size = int(rng.choice([b for b in BLOCK_SIZES if b * latent_size <= MAX_PAGE_ELEMENTS]))
     rule = float64.Rule(float(latent_size**-0.5 * rng.uniform(0.5, 2)))
     tables = draw_tables(rng, block_size, rule, one_query_per_row=bool(rng.random() < 0.5))
-    pages = LatentPages.draw(rng, (form, block_size, latent_size), tables.num_blocks)
+    pages = Latents.draw(rng, (form, block_size, latent_size), tables.num_blocks)
     written = tables.written()
-    pages.part()[written] = form.encode(rng.standard_normal((int(written.sum()), latent_size)))
-    query = Array.draw(rng, (tables.num_queries, int(rng.choice([1, 2, 5, 8, 16])), latent_size), form)
+    drawn = rng.standard_normal((int(written.sum()), latent_size))
+    pages.part()[written] = form.encode(drawn / pages.scaled(np.ones(1)))
+    heads, query_form = int(rng.choice([1, 2, 5, 8, 16])), partner(rng, form, forms)
+    query = Array.draw(rng, (tables.num_queries, heads, latent_size), query_form)
     return LatentCase(query, pages, tables, rule.scale, value_size)
-
-
-def latent_forms(forms: tuple[Format, ...]) -> tuple[Format, ...]:
-    return tuple(f for f in forms if f is not FLOAT8)
 
 
 @dataclass(frozen=True)
@@ -435,17 +439,16 @@ class WriteLatentCase:
     """New latent rows, and their slots."""
 
     latent: Array
-    pages: LatentPages
+    pages: Latents
     slots: np.ndarray
 
 
 def write_latent(rng: np.random.Generator, forms: tuple[Format, ...]) -> WriteLatentCase:
-    forms = latent_forms(forms)
     form = forms[int(rng.integers(0, len(forms)))]
     latent_size, _ = LATENT_SIZES[int(rng.integers(0, len(LATENT_SIZES)))]
     block_size = int(rng.choice([b for b in BLOCK_SIZES if b * latent_size <= MAX_PAGE_ELEMENTS]))
     num_blocks = int(rng.integers(2, 6))
-    pages = LatentPages.draw(rng, (form, block_size, latent_size), num_blocks)
+    pages = Latents.draw(rng, (form, block_size, latent_size), num_blocks)
     slots = draw_slots(rng, num_blocks, block_size)
-    latent = Array.draw(rng, (len(slots), latent_size), form)
+    latent = Array.draw(rng, (len(slots), latent_size), partner(rng, form, forms))
     return WriteLatentCase(latent, pages, slots)

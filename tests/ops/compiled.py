@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
+from kvplane_worker.ops.checks import EIGHT_BIT
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages, LatentPages
 from kvplane_worker.ops.triton_ops import attention, moves, writes
 from kvplane_worker.ops.triton_ops.kernels import moves as kinds
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
@@ -42,6 +43,7 @@ class Compiled:
         loads: 128-bit loads from global memory, to registers or to shared memory.
         stores: 128-bit stores to global memory.
         spills: accesses of local memory.
+        narrow: loads of single bytes, and copies to shared memory of less than 16 bytes per thread.
         error: why it cannot be compiled; "" = it can.
     """
 
@@ -50,6 +52,7 @@ class Compiled:
     loads: int = 0
     stores: int = 0
     spills: int = 0
+    narrow: int = 0
     registers: int = 0
     shared_bytes: int = 0
     error: str = ""
@@ -89,9 +92,14 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
         loads=sum(n for op, n in wide.items() if op.startswith(("LDG", "LDGSTS"))),
         stores=sum(n for op, n in wide.items() if op.startswith("STG")),
         spills=sum(n for op, n in counts.items() if op.startswith(("LDL", "STL"))),
+        narrow=sum(n for op, n in counts.items() if is_narrow(op)),
         registers=kernel_registers(kernel.asm["cubin"]),
         shared_bytes=kernel.metadata.shared,
     )
+
+
+def is_narrow(op: str) -> bool:
+    return op.startswith(("LDS.U8", "LDG.E.U8")) or (op.startswith("LDGSTS") and ".128" not in op)
 
 
 def reason(error: BaseException) -> str:
@@ -199,10 +207,11 @@ def of(rule: AttentionRule) -> str:
     return extent + (" with sinks" if rule.sinks is not None else "")
 
 
-def latent_launch(queries: int, chip: Chip) -> Launch:
+def latent_launch(queries: int, chip: Chip, dtype: torch.dtype = torch.bfloat16) -> Launch:
     """Latent rows with 16 query heads; 0 queries = one per row."""
-    query, latents = torch.zeros((queries or 4, 16, 576), dtype=torch.bfloat16), torch.zeros((8, 64, 576))
-    call = attention.latent(query, latents.bfloat16(), batch(4, queries), 0.1, 512)
+    query = torch.zeros((queries or 4, 16, 576), dtype=torch.bfloat16)
+    latents = LatentPages(torch.zeros((8, 64, 576)).to(dtype), torch.ones(1) if dtype.itemsize == 1 else None)
+    call = attention.latent(query, latents, batch(4, queries), 0.1, 512)
     return attention.launches(call, chip)[0]
 
 
@@ -210,11 +219,11 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     """The launches that must compile for a chip."""
     yield from move_launches(4096, "copy gather scatter zero checked")
     yield from move_launches(65536, "copy gather")
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, *EIGHT_BIT):
         yield write_launch(dtype, chip)
     yield "write latents", latent_write_launch(chip)
     full, window = AttentionRule(0.1), AttentionRule(0.1, window=128, sinks=torch.zeros(64))
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, *EIGHT_BIT):
         yield from decode_launches(dtype, 16, full, chip)
         yield prefill_launch(dtype, 16, full, chip)
     yield from decode_launches(torch.bfloat16, 64, window, chip)
@@ -222,6 +231,7 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     yield draft_launch(AttentionRule(0.1, soft_cap=30.0, slopes=torch.zeros(64)), chip)
     yield "latent decode", latent_launch(0, chip)
     yield "latent prefill", latent_launch(64, chip)
+    yield "latent decode float8_e4m3fn", latent_launch(0, chip, torch.float8_e4m3fn)
 
 
 def matrix(arch: int) -> Iterator[Compiled]:

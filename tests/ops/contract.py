@@ -149,7 +149,7 @@ def mla_decode(subject: Subject, rng: np.random.Generator) -> None:
     with poisoned_results():
         lse = lse_for(rng, query)
         out = subject.ops.mla_decode(query, pages, batch, case.scale, case.value_size, lse)
-    latents = case.pages.form.decode(case.pages.part())
+    latents = case.pages.scaled(case.pages.form.decode(case.pages.part()))
     want = float64.mla_decode(case.dense.values, latents, case.tables.reference, case.scale, case.value_size)
     assert_near(out, query, want, attention_tolerance(case.dense.form, case.pages.form))
     assert_log_sums(lse, want, case.dense.form)
@@ -176,7 +176,7 @@ def write_latent(subject: Subject, rng: np.random.Generator) -> None:
     slots = cases.ints(case.slots, subject.device, torch.int64)
     subject.ops.write_latent(pages, case.latent.on(subject.device), slots)
     after, kept = replace(case.pages, memory=memory.now()), case.slots >= 0
-    exact = case.latent.values[kept]
+    exact = case.latent.values[kept] / case.pages.scaled(np.ones(1))
     assert_stored(after.part(), case.pages.part(), case.slots[kept], (case.pages.form, exact))
     assert_only_written(memory, case.pages.memory.buffer)
 

@@ -130,14 +130,20 @@ def _(original, pages, latent, slots):
 
 @plant("a skipped token goes to slot -1", "write_latent")
 def _(original, pages, latent, slots):
-    original(pages, latent, slots % (pages.shape[0] * pages.shape[1]))
+    original(pages, latent, slots % (pages.rows.shape[0] * pages.rows.shape[1]))
 
 
 @plant("the last element of a row is missed", "write_latent")
 def _(original, pages, latent, slots):
-    before = pages[..., -1].clone()
+    stored = pages.rows.view(torch.uint8)
+    before = stored[..., -1].clone()
     original(pages, latent, slots)
-    pages[..., -1] = before
+    stored[..., -1] = before
+
+
+@plant("the scale of latents is forgotten", "write_latent")
+def _(original, pages, latent, slots):
+    original(pages if pages.scale is None else replace(pages, scale=torch.ones(1)), latent, slots)
 
 
 # ---- attention
@@ -320,7 +326,13 @@ def _(original, query, pages, batch, scale, value_size, lse):
 
 @plant("values are the end of a latent", "mla_decode")
 def _(original, query, pages, batch, scale, value_size, lse):
-    return original(query, pages, batch, scale, pages.shape[2], lse)[..., -value_size:]
+    return original(query, pages, batch, scale, pages.rows.shape[2], lse)[..., -value_size:]
+
+
+@plant("the scale of latents is forgotten", "mla_decode")
+def _(original, query, pages, batch, scale, value_size, lse):
+    ones = None if pages.scale is None else torch.ones_like(pages.scale)
+    return original(query, replace(pages, scale=ones), batch, scale, value_size, lse)
 
 
 # ---- recurrent states

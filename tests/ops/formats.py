@@ -53,7 +53,7 @@ class Format:
     def decode(self, data: np.ndarray) -> np.ndarray:
         """Values of uint8 [..., n x num_bytes] as float64 [..., n]."""
         data = np.ascontiguousarray(data)
-        if self.name == "float8_e4m3fn":
+        if self.is_8bit:
             return self._table[data]
         if self.name == "bfloat16":
             return widened((data.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
@@ -62,7 +62,7 @@ class Format:
     def encode(self, values: np.ndarray) -> np.ndarray:
         """The nearest elements to float64 [..., n] as uint8 [..., n x num_bytes]; beyond `largest` it saturates."""
         values = np.ascontiguousarray(np.clip(values, -self.largest, self.largest))
-        if self.name == "float8_e4m3fn":
+        if self.is_8bit:
             return self._encode_float8(values)
         if self.name == "bfloat16":
             bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -74,21 +74,27 @@ class Format:
         return self.decode(self.encode(values))
 
     def _encode_float8(self, values: np.ndarray) -> np.ndarray:
-        magnitudes = self._table[:127]  # ascending; 127 is NaN
+        magnitudes = self._table[: int(np.sum(np.isfinite(self._table[:128])))]  # ascending
         halves = (magnitudes[1:] + magnitudes[:-1]) / 2
         code = np.searchsorted(halves, np.abs(values), side="left")
-        is_tie = halves[np.minimum(code, 125)] == np.abs(values)
+        is_tie = halves[np.minimum(code, len(halves) - 1)] == np.abs(values)
         code = np.where(is_tie & (code % 2 == 1), code + 1, code)  # to even
         return np.asarray(code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """E4M3FN (OCP 8-bit floating point, 2023): sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity."""
+        """E4M3FN and E5M2 (OCP 8-bit floating point, 2023): sign, exponent, mantissa; E4M3FN has no infinity."""
         code = np.arange(256)
-        exponent, mantissa = (code >> 3) & 15, code & 7
-        normal = np.exp2(exponent - 7.0) * (1 + mantissa / 8)
-        magnitude = np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
-        magnitude[[0x7F, 0xFF]] = np.nan
+        size = code & 0x7F
+        steps = 2**self.mantissa_bits
+        exponent, mantissa = size // steps, size % steps
+        normal = np.exp2(exponent + self.min_exponent - 1.0) * (1 + mantissa / steps)
+        magnitude = np.where(exponent == 0, mantissa / steps * 2.0**self.min_exponent, normal)
+        if self.name == "float8_e4m3fn":
+            magnitude[size == 0x7F] = np.nan
+        else:
+            magnitude[size == 0x7C] = np.inf
+            magnitude[size > 0x7C] = np.nan
         return np.where(code & 0x80, -magnitude, magnitude)
 
 
@@ -103,4 +109,5 @@ FLOAT32 = Format("float32", 4, 23, -126, float(np.finfo(np.float32).max))
 FLOAT16 = Format("float16", 2, 10, -14, 65504.0)
 BFLOAT16 = Format("bfloat16", 2, 7, -126, float(2.0**128 - 2.0**120))
 FLOAT8 = Format("float8_e4m3fn", 1, 3, -6, 448.0)
-FORMATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16, FLOAT8)
+FLOAT8_E5M2 = Format("float8_e5m2", 1, 2, -14, 57344.0)
+FORMATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16, FLOAT8, FLOAT8_E5M2)

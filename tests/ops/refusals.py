@@ -14,6 +14,7 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LatentPages,
     PagedOps,
     StateInputs,
     StatePages,
@@ -92,11 +93,15 @@ def write_call() -> Arguments:
 
 
 def write_latent_call() -> Arguments:
-    return {"pages": floats(BLOCKS, BLOCK_SIZE, SIZE), "latent": floats(2, SIZE), "slots": torch.tensor([17, -1])}
+    return {
+        "pages": LatentPages(floats(BLOCKS, BLOCK_SIZE, SIZE)),
+        "latent": floats(2, SIZE),
+        "slots": torch.tensor([17, -1]),
+    }
 
 
 def mla_call() -> Arguments:
-    query, pages = floats(ROWS, Q_HEADS, SIZE), floats(BLOCKS, BLOCK_SIZE, SIZE)
+    query, pages = floats(ROWS, Q_HEADS, SIZE), LatentPages(floats(BLOCKS, BLOCK_SIZE, SIZE))
     return {"query": query, "pages": pages, "batch": batch(), "scale": 0.3, "value_size": 5}
 
 
@@ -196,7 +201,7 @@ BAD: list[Bad] = [
             bad(op, "pages.v", "fewer blocks than keys", lambda v: v[:-1]),
             bad(op, "pages.v", "of another type than keys", lambda v: v.half()),
             bad(op, "pages.k_scale", "given for float32", to(torch.ones(1))),
-            bad(op, "pages.k", "of a type without kernels", lambda k: k.to(torch.float8_e5m2)),
+            bad(op, "pages.k", "of a type without kernels", lambda k: k.to(torch.float8_e4m3fnuz)),
         )
     ),
     bad("decode_attention", "batch.query_start", "given", to(torch.arange(4).int())),
@@ -209,7 +214,10 @@ BAD: list[Bad] = [
     bad("write_kv", "slots", "of 32 bits", lambda s: s.int()),
     bad("write_kv", "slots", "fewer than tokens", lambda s: s[:1]),
     bad("write_kv", "slots", "on another device", lambda s: s.to("meta")),
-    bad("write_latent", "pages", "8-bit", lambda p: p.to(torch.float8_e4m3fn)),
+    bad(
+        "write_latent", "pages.rows", "8-bit without a scale", lambda p: p.to(torch.float8_e4m3fn), field="pages.scale"
+    ),
+    bad("mla_decode", "pages.scale", "given for float32", to(torch.ones(1))),
     bad("write_latent", "latent", "of another size", lambda x: x[:, 1:]),
     bad("write_latent", "latent", "of another type", lambda x: x.double()),
     bad("write_latent", "slots", "more than tokens", lambda s: torch.cat([s, s])),

@@ -11,7 +11,9 @@ from kvplane.base.layer_spec import DType, LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.core.planner import Layout, to_rank_plan
+from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.calibration import Calibration
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
 
@@ -89,7 +91,7 @@ def test_every_element_type_has_a_view():
 
 def test_latent_rows_have_no_values():
     pages = PageBuffers.allocate(rank_plan(m=(1, latent())))
-    assert pages.latent("m.0").shape == (BLOCKS, 16, 8)
+    assert pages.latent("m.0").rows.shape == (BLOCKS, 16, 8)
     with pytest.raises(InvalidArgument, match="not contain keys and values"):
         pages.attention("m.0")
 
@@ -104,15 +106,47 @@ def test_shared_layer_views_the_pages_of_its_target():
 
 
 def test_scales_are_for_8_bit_pages_only():
-    pages = PageBuffers.allocate(rank_plan(f=(1, full(dtype=DType.FLOAT8_E4M3FN, num_kv_heads=2))))
+    fp8 = DType.FLOAT8_E4M3FN
+    plan = rank_plan(f=(1, full(num_kv_heads=2, dtype=fp8)), m=(1, latent(dtype=fp8)))
+    pages = PageBuffers.allocate(plan)
     assert pages.attention("f.0").k_scale == torch.ones(1)
+    assert pages.attention("f.0") is pages.attention("f.0"), "no step allocates a scale"
     per_head = torch.tensor([0.5, 2.0])
-    assert pages.attention("f.0", per_head, per_head[:1]).k_scale is per_head
+    pages.set_scales("f.0", per_head, per_head[:1])
+    assert pages.attention("f.0").k_scale is per_head
     for wrong in ([0.0], [float("nan")], [float("inf")], [-1.0], [1.0, 1.0, 1.0]):
         with pytest.raises(InvalidArgument, match=r"^v_scale"):
-            pages.attention("f.0", per_head, torch.tensor(wrong))
+            pages.set_scales("f.0", torch.ones(1), torch.tensor(wrong))
+    assert pages.attention("f.0").k_scale is per_head, "a refusal changes nothing"
+    pages.set_scales("m.0", per_head[:1])
+    assert pages.latent("m.0").scale == 0.5
+    for wrong_call in ((per_head,), (per_head[:1], per_head[:1])):
+        with pytest.raises(InvalidArgument, match=r"^[kv]_scale"):
+            pages.set_scales("m.0", *wrong_call)
     with pytest.raises(InvalidArgument, match=r"^k_scale"):
-        PageBuffers.allocate(rank_plan()).attention("f.0", per_head)
+        PageBuffers.allocate(rank_plan()).set_scales("f.0", per_head, per_head)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2])
+def test_calibrated_scales_keep_every_head_in_range(dtype):
+    """Heads that differ by a factor of 4,096: each is stored within half a step, and nothing saturates."""
+    pages = PageBuffers.allocate(rank_plan(f=(1, full(num_kv_heads=2, dtype=dtype))))
+    calibration, drawn = Calibration(), torch.Generator().manual_seed(1)
+    size = pages.attention("f.0").k.shape[3]
+    new = torch.randn((6, 2, size), generator=drawn) * torch.tensor([1 / 64, 64.0])[:, None]
+    calibration.observe("f.0", new[:3], new[:3] * 2)
+    calibration.observe("f.0", new[3:], new[3:] * 2)
+    calibration.apply(pages)
+    TorchOps().write_kv(pages.attention("f.0"), new, new * 2, torch.arange(16, 22))
+    stored = pages.attention("f.0")
+    assert stored.k_scale is not None
+    found = stored.k[1, :6].float() * stored.k_scale[:, None]
+    info = torch.finfo(stored.k.dtype)
+    assert (stored.k[1, :6].float().abs().amax((0, 2)) == info.max).all(), "the largest value is the end of the range"
+    assert ((found - new).abs() <= info.eps / 2 * new.abs() + info.smallest_normal * stored.k_scale[:, None]).all()
+    calibration.observe("f.0", new * float("inf"), new)
+    with pytest.raises(InvalidArgument, match="infinite or NaN"):
+        calibration.apply(pages)
 
 
 def test_incarnation_is_in_the_null_block_of_every_group():

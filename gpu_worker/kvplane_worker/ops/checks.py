@@ -19,13 +19,14 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LatentPages,
     StateInputs,
     StatePages,
     StateWeights,
 )
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-EIGHT_BIT = torch.float8_e4m3fn
+EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 ANY = -1  # a size that is not compared
 
 
@@ -60,16 +61,21 @@ def check_pages(pages: AttentionPages) -> None:
 
     Scales must be given for 8-bit pages, and must not be given for other pages.
     """
-    expect("pages.k", pages.k, (ANY,) * 4, (*FLOATS, EIGHT_BIT), pages.k)
+    expect("pages.k", pages.k, (ANY,) * 4, (*FLOATS, *EIGHT_BIT), pages.k)
     expect("pages.v", pages.v, (*pages.k.shape[:3], ANY), (pages.k.dtype,), pages.k)
     for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
-        if (scale is None) == (pages.k.dtype == EIGHT_BIT):
-            remedy = "give None" if scale is not None else "give float32 [1] or [kv_heads]"
-            found = "is missing, but 8-bit pages need one" if scale is None else "is given, but these pages need none"
-            refuse(field, f"the scale of {name_of(pages.k.dtype)} pages {found}", remedy)
-        if scale is not None:
-            sizes = (1,) if scale.shape == (1,) else (pages.k.shape[2],)
-            expect(field, scale, sizes, (torch.float32,), pages.k)
+        check_scale(field, scale, pages.k, pages.k.shape[2])
+
+
+def check_scale(field: str, scale: Tensor | None, pages: Tensor, heads: int) -> None:
+    """Raise InvalidArgument unless 8-bit pages have a scale for all heads or one for each, and others have none."""
+    if (scale is None) == (pages.dtype in EIGHT_BIT):
+        remedy = "give None" if scale is not None else "give float32 [1] or [kv_heads]"
+        found = "is missing, but 8-bit pages need one" if scale is None else "is given, but these pages need none"
+        refuse(field, f"the scale of {name_of(pages.dtype)} pages {found}", remedy)
+    if scale is not None:
+        sizes = (1,) if scale.shape == (1,) else (heads,)
+        expect(field, scale, sizes, (torch.float32,), pages)
 
 
 def check_scales(pages: AttentionPages) -> None:
@@ -87,7 +93,7 @@ def check_scales(pages: AttentionPages) -> None:
 
 def partners(pages: Tensor) -> tuple[torch.dtype, ...]:
     """Return the element types that queries and new tokens may have with these pages."""
-    return FLOATS if pages.dtype == EIGHT_BIT else (pages.dtype,)
+    return FLOATS if pages.dtype in EIGHT_BIT else (pages.dtype,)
 
 
 def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -98,16 +104,17 @@ def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Ten
     expect("slots", slots, (key.shape[0],), (torch.int64,), pages.k)
 
 
-def check_latent_pages(pages: Tensor) -> None:
-    """Raise InvalidArgument unless latent pages have three dimensions and a type that needs no scale."""
-    expect("pages", pages, (ANY,) * 3, FLOATS, pages)
+def check_latent_pages(pages: LatentPages) -> None:
+    """Raise InvalidArgument unless latent pages have three dimensions, and 8-bit ones, and no others, one scale."""
+    expect("pages.rows", pages.rows, (ANY,) * 3, (*FLOATS, *EIGHT_BIT), pages.rows)
+    check_scale("pages.scale", pages.scale, pages.rows, 1)
 
 
-def check_write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+def check_write_latent(pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
     """Raise InvalidArgument unless latent rows have the row size and type of the pages."""
     check_latent_pages(pages)
-    expect("latent", latent, (ANY, pages.shape[2]), (pages.dtype,), pages)
-    expect("slots", slots, (latent.shape[0],), (torch.int64,), pages)
+    expect("latent", latent, (ANY, pages.rows.shape[2]), partners(pages.rows), pages.rows)
+    expect("slots", slots, (latent.shape[0],), (torch.int64,), pages.rows)
 
 
 def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
@@ -178,14 +185,15 @@ def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
     check_rule(rule, q_heads, pages.k)
 
 
-def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> None:
+def check_mla(query: Tensor, pages: LatentPages, batch: Batch, value_size: int) -> None:
     """Raise InvalidArgument unless queries have the size and type of the latent rows, and values fit into a row."""
     check_latent_pages(pages)
-    expect("query", query, (ANY, ANY, pages.shape[2]), (pages.dtype,), pages)
-    check_batch(batch, query.shape[0], pages)
-    if not 0 < value_size <= pages.shape[2]:
-        problem = f"values have {value_size} elements, a latent row has {pages.shape[2]}"
-        refuse("value_size", problem, f"give 1 to {pages.shape[2]}")
+    size = pages.rows.shape[2]
+    expect("query", query, (ANY, ANY, size), partners(pages.rows), pages.rows)
+    check_batch(batch, query.shape[0], pages.rows)
+    if not 0 < value_size <= size:
+        problem = f"values have {value_size} elements, a latent row has {size}"
+        refuse("value_size", problem, f"give 1 to {size}")
 
 
 def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> None:

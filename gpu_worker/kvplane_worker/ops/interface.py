@@ -26,8 +26,8 @@ class AttentionPages:
     """The keys and values of one layer, as views of the page buffer.
 
     A page contains its keys [block_size, kv_heads, head_size], then its values [block_size, kv_heads, head_size_v]; the
-    memory layout determines the strides between blocks. Element types: float64, float32, bfloat16, float16,
-    float8_e4m3fn.
+    memory layout determines the strides between blocks. Element types: float64, float32, bfloat16, float16, and the
+    8-bit types float8_e4m3fn and float8_e5m2.
 
     Attributes:
         k: [num_blocks, block_size, kv_heads, head_size].
@@ -39,6 +39,19 @@ class AttentionPages:
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPages:
+    """The latent rows of one layer, as a view of the page buffer. Element types as in `AttentionPages`.
+
+    Attributes:
+        rows: [num_blocks, block_size, latent_size].
+        scale: float32 [1], for 8-bit pages: value = stored value x scale. None otherwise.
+    """
+
+    rows: Tensor
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +230,11 @@ class AttentionOps(Protocol):
         Shapes: [queries, q_heads, head_size] -> [queries, q_heads, head_size_v], in the query's type.
         """
 
-    def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-        """Write latent rows [tokens, latent_size] into pages [num_blocks, block_size, latent_size]; for `slots` see
-        `write_kv`.
-        """
+    def write_latent(self, pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
+        """Write latent rows [tokens, latent_size] into pages; for `slots` and 8-bit pages see `write_kv`."""
 
     def mla_decode(
-        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+        self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute latent attention (DeepSeek-V2) for any number of queries per row: latent rows are the keys, their
         first `value_size` elements the values.

@@ -19,13 +19,14 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LatentPages,
     PagedOps,
     StateInputs,
     StatePages,
     StateWeights,
 )
 
-FP8 = torch.float8_e4m3fn
+FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_SIZE, COLUMNS = 16, 6
 KV_HEADS, Q_HEADS = 2, 4
 LENGTHS = (0, 1, 16, 75, 33, 90)
@@ -150,6 +151,7 @@ FORMS = (
     Form(torch.float16, torch.float16, 128, AttentionRule(0.25), steps=2.5),
     Form(torch.float16, torch.float16, 64, AttentionRule(0.3, chunk=24), steps=2.5, has_sinks=True),
     Form(FP8, torch.bfloat16, 64, AttentionRule(0.1), steps=4, has_sinks=True, has_hole=True),
+    Form(FP8_WIDE, torch.bfloat16, 128, AttentionRule(0.1, window=20), steps=4),
 )
 
 
@@ -189,7 +191,7 @@ def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tup
     table = block_table(source, form, queries)
     room, memory = poisoned(source, (NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, form.size), form.pages)
     written, attended = slots_of(table, form.rule, queries)
-    scales = [torch.tensor(scale) if form.pages == FP8 else None for scale in ([0.5, 0.25], [0.25, 1.0])]
+    scales = [torch.tensor(scale) if form.pages.itemsize == 1 else None for scale in ([0.5, 0.25], [0.25, 1.0])]
     for part, scale in enumerate(scales):
         values = source.normal(int(written.sum()), KV_HEADS, form.size)
         if part == 1:
@@ -247,21 +249,26 @@ LATENT, VALUE = 576, 512
 
 
 def latent_trials(device: torch.device) -> list[Trial]:
-    """Return a trial of latent decode with the sizes of DeepSeek."""
-    return [Trial("mla_decode", f"bfloat16, {VALUE} of {LATENT}", partial(latent_decoded, device), 2.5)]
+    """Return trials of latent decode with the sizes of DeepSeek."""
+    return [
+        Trial("mla_decode", f"{dtype}, {VALUE} of {LATENT}", partial(latent_decoded, device, dtype), steps)
+        for dtype, steps in ((torch.bfloat16, 2.5), (FP8, 4.0))
+    ]
 
 
-def latent_decoded(device: torch.device, ops: PagedOps) -> Outcome:
+def latent_decoded(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outcome:
     """Run a latent decode: one query per row."""
     source = Source.of(device, 3)
-    form = Form(torch.bfloat16, torch.bfloat16, LATENT, AttentionRule(0.1), 0)
+    form = Form(dtype, torch.bfloat16, LATENT, AttentionRule(0.1), 0)
     table = block_table(source, form, (1,) * len(LENGTHS))
     pages, memory = poisoned(source, (NUM_BLOCKS, BLOCK_SIZE, LATENT), form.pages)
     written, _ = slots_of(table, form.rule, (1,) * len(LENGTHS))
-    pages[written.to(device)] = source.normal(int(written.sum()), LATENT).to(form.pages).to(device)
+    stored = (source.normal(int(written.sum()), LATENT) * 2).to(form.pages)
+    bytes_of(pages)[written.to(device)] = bytes_of(stored).to(device)
+    latents = LatentPages(pages, torch.full((1,), 0.5, device=device) if dtype.itemsize == 1 else None)
     query = (0.5 * source.normal(len(LENGTHS), Q_HEADS, LATENT)).to(form.query).to(device)
     batch = Batch(ints(source, table), ints(source, LENGTHS))
-    return Outcome(memory, ops.mla_decode(query, pages, batch, form.rule.scale, VALUE))
+    return Outcome(memory, ops.mla_decode(query, latents, batch, form.rule.scale, VALUE))
 
 
 # ---- writing
@@ -271,8 +278,11 @@ TOKENS, WRITTEN_BLOCKS = 21, 5
 
 def write_trials(device: torch.device) -> list[Trial]:
     """Return trials of writes: keys and values with 16 and 8 bits, and latents. The bytes must equal PyTorch's."""
-    some = [Trial("write_kv", str(dtype), partial(written_kv, device, dtype)) for dtype in (torch.bfloat16, FP8)]
-    return [*some, Trial("write_latent", "torch.bfloat16", partial(written_latent, device))]
+    some = [
+        Trial("write_kv", str(dtype), partial(written_kv, device, dtype)) for dtype in (torch.bfloat16, FP8, FP8_WIDE)
+    ]
+    latents = [Trial("write_latent", str(t), partial(written_latent, device, t)) for t in (torch.bfloat16, FP8)]
+    return some + latents
 
 
 def slots(source: Source) -> Tensor:
@@ -292,16 +302,17 @@ def written_kv(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outco
     key, value = (source.normal(TOKENS, KV_HEADS, 64) for _ in range(2))
     for new in (key, value):
         new[:, :, ::7] *= 1000
-    scales = [torch.tensor(scale).to(device) if dtype == FP8 else None for scale in ([0.5, 0.125], [0.25, 1.0])]
+    scales = [torch.tensor(scale).to(device) if dtype.itemsize == 1 else None for scale in ([0.5, 0.125], [0.25, 1.0])]
     pages = AttentionPages(room[:, 0], room[:, 1], *scales)
     ops.write_kv(pages, key.bfloat16().to(device), value.bfloat16().to(device), slots(source))
     return Outcome(memory)
 
 
-def written_latent(device: torch.device, ops: PagedOps) -> Outcome:
+def written_latent(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outcome:
     """Write latent rows."""
     source = Source.of(device, 5)
-    pages, memory = poisoned(source, (WRITTEN_BLOCKS, BLOCK_SIZE, LATENT), torch.bfloat16)
+    rows, memory = poisoned(source, (WRITTEN_BLOCKS, BLOCK_SIZE, LATENT), dtype)
+    pages = LatentPages(rows, torch.full((1,), 0.25, device=device) if dtype.itemsize == 1 else None)
     ops.write_latent(pages, source.normal(TOKENS, LATENT).bfloat16().to(device), slots(source))
     return Outcome(memory)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import MambaSpec, MLASpec, SlidingWindowMLASpec
 from kvplane.base.rank_plan import LayerPlace, RankPlan
-from kvplane_worker.ops.interface import AttentionPages, GroupPages, StatePages
+from kvplane_worker.ops.interface import AttentionPages, GroupPages, LatentPages, StatePages
 from kvplane_worker.pages.dtypes import SCALED, TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class PageBuffers:
         for place in self._places.values():
             _check_alignment(place)
         self._groups: dict[int, GroupPages] = {}
+        self._attention: dict[str, AttentionPages] = {}
+        self._latents: dict[str, LatentPages] = {}
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str | torch.device = "cpu") -> PageBuffers:
@@ -113,47 +116,74 @@ class PageBuffers:
             )
         return place
 
-    def attention(self, name: str, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> AttentionPages:
-        """Return views of a layer's keys and values; for their shapes see AttentionPages.
-
-        Args:
-            name: name of the layer.
-            k_scale, v_scale: scales of 8-bit pages, float32 [1] or [kv_heads]; None = 1. None for other pages.
+    def attention(self, name: str) -> AttentionPages:
+        """Return views of a layer's keys and values, with the scales of `set_scales`; for shapes see AttentionPages.
 
         Raises:
             NotFound: there is no such layer.
-            InvalidArgument: the layer's pages contain something else, or have another binary form; or a scale has
-                another type or shape, or is not positive and finite.
+            InvalidArgument: the layer's pages contain something else, or have another binary form.
         """
         place = self.layer(name)
+        if place.name not in self._attention:
+            self._attention[place.name] = self._keys_and_values(place, self._unit, self._unit)
+        return self._attention[place.name]
+
+    def _keys_and_values(self, place: LayerPlace, k_scale: Tensor, v_scale: Tensor) -> AttentionPages:
         spec = place.spec
         if not isinstance(spec, AttentionSpec) or _is_latent(spec) or spec.state_bytes:
             raise _other_kind(place, "keys and values")
-        dtype, entries = TORCH_DTYPES[spec.dtype], spec.block_size // spec.tokens_per_state
+        entries = spec.block_size // spec.tokens_per_state
         k_shape = (entries, spec.num_kv_heads, spec.head_size)
         v_shape = (entries, spec.num_kv_heads, spec.head_size_v)
         k = self._view(place, k_shape, spec.dtype)
         v = self._view(place, v_shape, spec.dtype, math.prod(k_shape) * spec.dtype.num_bytes)
-        if dtype not in SCALED:
-            if k_scale is not None or v_scale is not None:
-                raise InvalidArgument(
-                    f"a scale is given, but the pages of {name} are {spec.dtype.value}, which need none",
-                    field="k_scale",
-                    remedy="give None for k_scale and v_scale",
-                )
-            return AttentionPages(k, v)
-        return AttentionPages(k, v, self._scale("k_scale", spec, k_scale), self._scale("v_scale", spec, v_scale))
+        return AttentionPages(k, v, k_scale, v_scale) if k.dtype in SCALED else AttentionPages(k, v)
 
-    def latent(self, name: str) -> Tensor:
-        """Return a view of a layer's latent rows, [num_blocks, block_size, latent_size]. Raises the errors of
-        `attention`.
-        """
+    def latent(self, name: str) -> LatentPages:
+        """Return a view of a layer's latent rows, with the scale of `set_scales`. Raises the errors of `attention`."""
         place = self.layer(name)
+        if place.name not in self._latents:
+            self._latents[place.name] = self._latent_rows(place, self._unit)
+        return self._latents[place.name]
+
+    def _latent_rows(self, place: LayerPlace, scale: Tensor) -> LatentPages:
         spec = place.spec
         if not isinstance(spec, AttentionSpec) or not _is_latent(spec) or spec.state_bytes:
             raise _other_kind(place, "latent rows")
-        rows = spec.block_size // spec.tokens_per_state
-        return self._view(place, (rows, spec.num_kv_heads * (spec.head_size + spec.head_size_v)), spec.dtype)
+        entries = spec.block_size // spec.tokens_per_state
+        rows = self._view(place, (entries, spec.num_kv_heads * (spec.head_size + spec.head_size_v)), spec.dtype)
+        return LatentPages(rows, scale) if rows.dtype in SCALED else LatentPages(rows)
+
+    def set_scales(self, name: str, k_scale: Tensor, v_scale: Tensor | None = None) -> None:
+        """Set the scales of a layer's 8-bit pages; without this call they are 1. Waits for the device.
+
+        Pages that hold tokens keep their bytes: an engine sets the same scales in each of its lives, before it reads or
+        writes pages.
+
+        Args:
+            name: name of the layer.
+            k_scale, v_scale: float32 [1] or [kv_heads]; for latent rows k_scale alone, [1].
+
+        Raises:
+            NotFound: there is no such layer.
+            InvalidArgument: the layer's pages have no scale; or a scale has another type or shape, or is not positive
+                and finite. Nothing is changed.
+        """
+        place, spec = self.layer(name), self.layer(name).spec
+        if not isinstance(spec, AttentionSpec) or TORCH_DTYPES[spec.dtype] not in SCALED:
+            raise InvalidArgument(
+                f"a scale is given, but the pages of {name} are not of 8-bit elements and have none",
+                field="k_scale",
+                remedy="give scales of 8-bit pages only",
+            )
+        if _is_latent(spec):
+            if v_scale is not None:
+                raise InvalidArgument("latent rows have one scale", field="v_scale", remedy="give k_scale alone")
+            self._latents[place.name] = self._latent_rows(place, self._scale("k_scale", 1, k_scale))
+            return
+        k = self._scale("k_scale", spec.num_kv_heads, k_scale)
+        v = self._scale("v_scale", spec.num_kv_heads, v_scale)
+        self._attention[place.name] = self._keys_and_values(place, k, v)
 
     def states(self, name: str) -> tuple[Tensor, ...]:
         """Return views of the tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises the errors of
@@ -239,15 +269,15 @@ class PageBuffers:
             typed.storage_offset() + (place.offset_bytes + offset_bytes) // width,
         )
 
-    def _scale(self, field: str, spec: AttentionSpec, given: Tensor | None) -> Tensor:
-        if given is None:
-            return torch.ones(1, dtype=torch.float32, device=self.memory.device)
-        if given.dtype != torch.float32 or given.shape not in ((1,), (spec.num_kv_heads,)):
-            raise InvalidArgument(
-                f"the scale is a tensor of {given.dtype} {list(given.shape)}",
-                field=field,
-                remedy=f"give float32 [1] or [{spec.num_kv_heads}]",
-            )
+    @cached_property
+    def _unit(self) -> Tensor:
+        """The scale 1, float32 [1]."""
+        return torch.ones(1, dtype=torch.float32, device=self.memory.device)
+
+    def _scale(self, field: str, heads: int, given: Tensor | None) -> Tensor:
+        if given is None or given.dtype != torch.float32 or given.shape not in ((1,), (heads,)):
+            found = "None" if given is None else f"a tensor of {given.dtype} {list(given.shape)}"
+            raise InvalidArgument(f"the scale is {found}", field=field, remedy=f"give float32 [1] or [{heads}]")
         if not bool((given.isfinite() & (given > 0)).all()):
             raise InvalidArgument(
                 f"a scale is zero, negative, infinite or NaN: {given.tolist()}",

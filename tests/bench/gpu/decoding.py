@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
 from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import considered
 from kvplane_worker.ops.triton_ops import attention
@@ -83,7 +83,7 @@ def latent_rate(clock: Clock, lengths: list[int]) -> float:
     batch, num_blocks = batch_of(lengths, 64, clock.device)
     pages = random_pages((num_blocks, 64, LATENT), torch.bfloat16, clock.device)
     query = torch.randn((len(lengths), 16, LATENT), device=clock.device).bfloat16()
-    decode = attention.latent(query, pages, batch, LATENT**-0.5, VALUE)
+    decode = attention.latent(query, LatentPages(pages), batch, LATENT**-0.5, VALUE)
     return sum(lengths) * LATENT * 2 / clock.seconds(runner(decode, clock.device))
 
 

@@ -14,7 +14,7 @@ from kvplane_worker.ops.flashinfer_ops import calls
 from kvplane_worker.ops.flashinfer_ops.calls import Planned, Shape
 from kvplane_worker.ops.flashinfer_ops.indices import PagedRows, paged_rows
 from kvplane_worker.ops.flashinfer_ops.plans import PerBatch
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages, PagedOps
 
 TYPES = (torch.bfloat16, torch.float16)
 SIZES = (64, 128, 256)
@@ -90,19 +90,19 @@ class FlashInferOps:
         return self._planned(plan, rows, batch, shape, query)(query, (pages.k, pages.v))
 
     def mla_decode(
-        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+        self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute attention over latent rows; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)
         checks.check_lse(lse, query)
-        rest = pages.shape[2] - value_size
-        shape = Shape(query.shape[1], 1, value_size, pages.shape[1], scale, query.dtype, rest=rest)
+        rest = pages.rows.shape[2] - value_size
+        shape = Shape(query.shape[1], 1, value_size, pages.rows.shape[1], scale, query.dtype, rest=rest)
         several = "" if batch.query_start is None else "several queries per row"
-        why_not = several or asked_too_much(batch, lse) or latent_refusal(query, pages, value_size)
+        why_not = several or asked_too_much(batch, lse) or latent_refusal(query, pages.rows, value_size)
         rows = self._taken("mla_decode", why_not, batch, shape)
         if rows is None:
             return self.other.mla_decode(query, pages, batch, scale, value_size, lse)
-        return self._planned(calls.latent, rows, batch, shape, query)(query, pages)
+        return self._planned(calls.latent, rows, batch, shape, query)(query, pages.rows)
 
     def _taken(self, operation: str, why_not: str, batch: Batch, shape: Shape) -> PagedRows | None:
         """Return the batch in FlashInfer's form, or None if the other backend must compute it; `fallbacks` then has the

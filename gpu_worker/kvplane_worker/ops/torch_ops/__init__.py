@@ -13,6 +13,7 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LatentPages,
     LayerAttention,
     StateInputs,
     StatePages,
@@ -70,13 +71,13 @@ class TorchOps:
         checks.check_lse(lse, query)
         return attention.attention(query, pages, batch, rule, lse)
 
-    def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+    def write_latent(self, pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
         """Write latent rows; see `AttentionOps.write_latent`."""
         checks.check_write_latent(pages, latent, slots)
         write.write_latent(pages, latent, slots)
 
     def mla_decode(
-        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+        self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
 from kvplane_worker.ops.torch_ops.write import bits
 
 # Most elements of gathered pages or logits at a time.
@@ -120,14 +120,15 @@ def branches(tree: Tensor, index: Tensor) -> Tensor:
 
 
 def mla_decode(
-    query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
 ) -> Tensor:
     """Compute latent attention as attention with one key-value head, whose values are the first elements of the keys.
 
     query is [queries, q_heads, latent_size]; the result is [queries, q_heads, value_size].
     """
-    keys = pages[:, :, None, :]
-    return attention(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale), lse)
+    keys = pages.rows[:, :, None, :]
+    shared = AttentionPages(keys, keys[..., :value_size], pages.scale, pages.scale)
+    return attention(query, shared, batch, AttentionRule(scale), lse)
 
 
 def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.interface import AttentionPages
+from kvplane_worker.ops.interface import AttentionPages, LatentPages
 
 
 def write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -18,11 +18,14 @@ def write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -
         bits(target)[blocks, offsets] = bits(stored)
 
 
-def write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+def write_latent(pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
     """Write latent rows [tokens, latent_size] into their slots; a slot of -1 skips the token."""
     kept = slots >= 0
-    block_size = pages.shape[1]
-    pages[slots[kept] // block_size, slots[kept] % block_size] = latent[kept]
+    block_size = pages.rows.shape[1]
+    stored = latent[kept]
+    if pages.scale is not None:
+        stored = quantized(stored.unsqueeze(1), pages.scale, pages.rows.dtype).squeeze(1)
+    bits(pages.rows)[slots[kept] // block_size, slots[kept] % block_size] = bits(stored)
 
 
 def quantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.checks import EIGHT_BIT
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
 from kvplane_worker.ops.triton_ops.kernels.arguments import (
     Heads,
     Logits,
@@ -23,7 +24,6 @@ from kvplane_worker.ops.triton_ops.kernels.attention import attention_spans
 from kvplane_worker.ops.triton_ops.kernels.merge import merge_parts
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
-FP8 = torch.float8_e4m3fn
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 256
 MAX_LATENT = 512
@@ -73,6 +73,7 @@ DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
 DECODE_FP8 = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
 DECODE_FP8_NARROW = Tuning(tile_bytes=8 << 10, stages=3, warps=4, residents=4, max_tile=64)
 LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
+LATENT_FP8 = Tuning(tile_bytes=36 << 10, stages=4, warps=8, residents=1)
 LATENT_SEVERAL = Tuning(tile_bytes=36 << 10, stages=3, warps=8, residents=1)
 # Two programs per multiprocessor, one after the other, so that their number is near a multiple of the multiprocessors
 # for any number of heads.
@@ -97,9 +98,11 @@ def refusal(query: Tensor, pages: Tensor, group: int, widths: tuple[int, ...]) -
 
     `group` is the number of query heads per key, `widths` the elements of a key and of a value.
     """
-    if pages.dtype == FP8:
+    if pages.dtype in EIGHT_BIT:
         if query.dtype not in (torch.bfloat16, torch.float16):
             return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
+        if any(place % 2 for place in (pages.data_ptr(), *pages.stride()[:-1])):
+            return "heads of 8-bit elements begin at odd addresses"
     elif query.dtype not in TAKEN or query.dtype != pages.dtype:
         return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
     if any(width % VECTOR for width in widths):
@@ -121,19 +124,19 @@ def pages_refusal(query: Tensor, pages: AttentionPages) -> str:
     return refusal(query, pages.k, query.shape[1] // pages.k.shape[2], widths)
 
 
-def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
+def latent_refusal(query: Tensor, pages: LatentPages, value_size: int) -> str:
     """Return why no kernel supports these latent rows and this query; "" if one does."""
-    rest = pages.shape[2] - value_size
+    rest = pages.rows.shape[2] - value_size
     if value_size > MAX_LATENT or not 0 < rest <= MAX_WIDTH or value_size != power_of_two(value_size):
         return f"a latent of {value_size} + {rest} elements: a power of two up to {MAX_LATENT}, and up to {MAX_WIDTH}"
-    return refusal(query, pages, 1, (value_size, rest))
+    return refusal(query, pages.rows, 1, (value_size, rest))
 
 
 def paged(pages: Tensor, scale: Tensor | None) -> Paged:
-    """Return the kernel argument for pages [blocks, block_size, heads, size], with 8-bit elements as bytes."""
-    data = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+    """Return the kernel argument for pages [blocks, block_size, heads, size], with pairs of 8-bit elements."""
+    data = pages.view(torch.int16) if pages.dtype in EIGHT_BIT else pages
     per_head = scale is not None and scale.numel() > 1
-    return Paged(data, (pages.stride(0), pages.stride(1), pages.stride(2)), scale, int(per_head))
+    return Paged(data, (data.stride(0), data.stride(1), data.stride(2)), scale, int(per_head))
 
 
 def heads(tensor: Tensor) -> Heads:
@@ -158,6 +161,7 @@ class Call:
         group: query heads per program.
         page: tokens of a page.
         width_k: elements of a key.
+        dtype: element type of the pages.
         rest: for latent rows, whose first elements are also the value: number of elements that belong only to the key;
             otherwise 0.
     """
@@ -172,18 +176,19 @@ class Call:
     group: int
     page: int
     width_k: int
+    dtype: torch.dtype
     rest: int = 0
 
     @property
     def token_bytes(self) -> int:
         """The number of bytes of one token's keys and values for one group of heads."""
         elements = self.width_k + (self.rest or self.out.shape[2])
-        return elements * self.keys.data.element_size()
+        return elements * self.dtype.itemsize
 
     @property
     def is_fp8(self) -> bool:
         """Whether pages hold 8-bit elements."""
-        return self.keys.data.dtype == torch.uint8
+        return self.dtype in EIGHT_BIT
 
     def shape(self, tuning: Tuning, queries: int, chip: Chip) -> Shape:
         """Return the compile-time parameters of the kernel."""
@@ -198,7 +203,7 @@ class Call:
             window=self.rule.window,
             chunk=self.rule.chunk,
             soft_cap=self.rule.soft_cap,
-            fp8=chip.fp8 if self.is_fp8 else 0,
+            fp8=chip.fp8(self.dtype),
             upcast=chip.interpreted,
             tile=tuning.tile(self.token_bytes, chip),
             stages=tuning.stages,
@@ -225,7 +230,7 @@ def decode_tuning(call: Call, chip: Chip) -> Tuning:
     if chip.interpreted:
         return INTERPRETED
     if call.rest:
-        return LATENT
+        return LATENT_FP8 if call.is_fp8 else LATENT
     if call.is_fp8:
         return DECODE_FP8_NARROW if call.width_k <= NARROW else DECODE_FP8
     return DECODE
@@ -238,7 +243,7 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return INTERPRETED, LATENT_ROWS if call.rest else most
     if call.rest:
         return LATENT_SEVERAL, LATENT_ROWS
-    if call.keys.data.dtype == torch.float32:
+    if call.dtype == torch.float32:
         return PREFILL_SHORT, PREFILL_ROWS_SMALL
     if call.is_fp8 and call.width_k > WIDE:
         return PREFILL_SHORT, PREFILL_ROWS_FEW
@@ -313,26 +318,28 @@ def keys_and_values(
         group=query.shape[1] // pages.k.shape[2],
         page=pages.k.shape[1],
         width_k=pages.k.shape[3],
+        dtype=pages.k.dtype,
     )
 
 
 def latent(
-    query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+    query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
 ) -> Call:
     """Return the attention call for latent rows. A program computes a group of query heads; all groups read the same
     latent rows.
     """
-    view = pages.unsqueeze(2).expand(-1, -1, query.shape[1], -1)
+    rows = paged(pages.rows.unsqueeze(2).expand(-1, -1, query.shape[1], -1), pages.scale)
     return Call(
         query=query,
-        keys=paged(view, None),
-        values=paged(view, None),
+        keys=rows,
+        values=rows,
         batch=batch,
         rule=AttentionRule(scale),
         out=room_for(query, value_size),
         lse=lse,
         group=latent_group(query.shape[1]),
-        page=pages.shape[1],
+        page=pages.rows.shape[1],
         width_k=value_size,
-        rest=pages.shape[2] - value_size,
+        dtype=pages.rows.dtype,
+        rest=pages.rows.shape[2] - value_size,
     )

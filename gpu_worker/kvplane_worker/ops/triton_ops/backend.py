@@ -14,6 +14,7 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    LatentPages,
     LayerAttention,
     PagedOps,
     StateInputs,
@@ -66,10 +67,10 @@ class TritonOps:
         elif slots.numel():
             writes.write_launch(k, v, slots, chip_of(key.device)).run()
 
-    def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+    def write_latent(self, pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
         """Write latent rows; see `AttentionOps.write_latent`."""
         checks.check_write_latent(pages, latent, slots)
-        rows = writes.Written(latent.unsqueeze(1), pages.unsqueeze(2), None)
+        rows = writes.Written(latent.unsqueeze(1), pages.rows.unsqueeze(2), pages.scale)
         if self._refused("write_latent", rows.refusal()):
             self._other.write_latent(pages, latent, slots)
         elif slots.numel():
@@ -94,7 +95,7 @@ class TritonOps:
         return computed(attention.keys_and_values(query, pages, batch, rule, lse))
 
     def mla_decode(
-        self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
+        self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
         checks.check_mla(query, pages, batch, value_size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from kvplane_worker.ops.triton_ops.kernels.numbers import INTEGER_FP8, NATIVE_FP8
+from kvplane_worker.ops.triton_ops.kernels import numbers
 
 HOST = torch.device("cpu")
 
@@ -74,7 +74,7 @@ class Chip:
     Attributes:
         multiprocessors: number of multiprocessors.
         shared_bytes: most shared memory of one program, in bytes.
-        native_fp8: whether the device has instructions that convert float8_e4m3fn (sm_89 and later).
+        native_fp8: whether the device has instructions that convert 8-bit floats (sm_89 and later).
         interpreted: whether there is no device, and Triton's interpreter runs kernels with numpy (see `kernels`).
     """
 
@@ -83,10 +83,13 @@ class Chip:
     native_fp8: bool
     interpreted: bool = False
 
-    @property
-    def fp8(self) -> int:
-        """How kernels convert 8-bit elements: a constant of `kernels.numbers`."""
-        return int((NATIVE_FP8 if self.native_fp8 else INTEGER_FP8).value)
+    def fp8(self, dtype: torch.dtype) -> int:
+        """Return how kernels convert elements of a type: a constant of `kernels.numbers`."""
+        ways = {
+            torch.float8_e4m3fn: (numbers.E4M3_NATIVE, numbers.E4M3_PACKED, numbers.E4M3_INTEGER),
+            torch.float8_e5m2: (numbers.E5M2_NATIVE, numbers.E5M2_PACKED, numbers.E5M2_INTEGER),
+        }.get(dtype, (numbers.NO_FP8,) * 3)
+        return int(ways[2 if self.interpreted else 0 if self.native_fp8 else 1].value)
 
 
 # Few multiprocessors, so that the rows of a test are split over workers.

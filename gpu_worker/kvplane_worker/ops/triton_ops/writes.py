@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvplane_worker.ops.checks import EIGHT_BIT
 from kvplane_worker.ops.triton_ops.kernels.arguments import Heads, Paged, WriteShape, power_of_two
 from kvplane_worker.ops.triton_ops.kernels.writes import write_tokens
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
@@ -36,7 +37,7 @@ class Written:
     def refusal(self) -> str:
         """Return why no kernel supports this write; "" if one does."""
         pages, size = self.pages, self.pages.shape[3]
-        if pages.dtype == torch.float8_e4m3fn:
+        if pages.dtype in EIGHT_BIT:
             if self.tokens.dtype not in COPIED:
                 return f"no kernel rounds {self.tokens.dtype} to {pages.dtype}"
         elif pages.dtype not in COPIED or self.tokens.dtype != pages.dtype:
@@ -54,7 +55,7 @@ class Written:
 
     def target(self) -> Paged:
         """Return the kernel argument for the pages."""
-        kind = torch.uint8 if self.pages.dtype == torch.float8_e4m3fn else RAW[self.pages.dtype]
+        kind = torch.uint8 if self.pages.dtype in EIGHT_BIT else RAW[self.pages.dtype]
         per_head = self.scale is not None and self.scale.numel() > 1
         strides = (self.pages.stride(0), self.pages.stride(1), self.pages.stride(2))
         return Paged(self.pages.view(kind), strides, self.scale, int(per_head))
@@ -70,7 +71,7 @@ def write_launch(key: Written, value: Written | None, slots: Tensor, chip: Chip)
         size_v=value.pages.shape[3] if value else 0,
         width_k=key.width,
         width_v=value.width if value else 0,
-        fp8=chip.fp8 if key.pages.dtype == torch.float8_e4m3fn else 0,
+        fp8=chip.fp8(key.pages.dtype),
         tokens=TILE_ELEMENTS // columns,
         columns=columns,
     )

@@ -19,8 +19,8 @@ class Paged(NamedTuple):
     """Keys, values or latent rows [blocks, block_size, heads, size].
 
     Attributes:
-        data: the elements; 8-bit ones as bytes.
-        strides: strides of a block, a token and a head, in elements.
+        data: the elements; where 8-bit ones are read, pairs of them as int16, where they are written, bytes.
+        strides: strides of a block, a token and a head, in elements of `data`.
         scale: float32, one for all heads or one per head, for 8-bit elements; None for others.
         scale_stride: 1 if `scale` has one entry per head, otherwise 0.
     """
@@ -115,19 +115,24 @@ class Shape:
     scan: int = 256
 
     @property
+    def step(self) -> int:
+        """The elements that are loaded together: 2 of an 8-bit type."""
+        return 2 if self.fp8 else 1
+
+    @property
     def padded_k(self) -> int:
         """The elements of a key, padded to a power of two that a matrix product supports."""
-        return power_of_two(self.width_k)
+        return power_of_two(self.width_k, 16 * self.step)
 
     @property
     def padded_v(self) -> int:
         """The elements of a value, padded as `padded_k`."""
-        return power_of_two(self.width_v)
+        return power_of_two(self.width_v, 16 * self.step)
 
     @property
     def padded_rest(self) -> int:
         """The elements of a latent row that belong only to the key, padded as `padded_k`."""
-        return power_of_two(self.rest)
+        return power_of_two(self.rest, 16 * self.step)
 
     @property
     def lanes(self) -> int:

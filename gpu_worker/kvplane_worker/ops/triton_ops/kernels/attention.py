@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 from kvplane_worker.ops.triton_ops.kernels.arguments import Rows
-from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E
+from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E, NO_FP8
 from kvplane_worker.ops.triton_ops.kernels.softmax import (
     cap,
     load_blocks,
+    load_queries,
     load_scale,
     load_tokens,
+    multiply,
     offsets,
-    query_unit,
-    scale_query,
     store_results,
     weigh,
 )
@@ -32,15 +32,6 @@ from kvplane_worker.ops.triton_ops.kernels.work import (
     span_start,
     units_of_item,
 )
-
-
-@triton.jit
-def load_query(query, index, heads, present, BEGIN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Load elements BEGIN .. BEGIN + WIDTH of queries: [queries x heads, PADDED], 0 where not `present`."""
-    columns = tl.arange(0, PADDED)
-    start = query.data + index.to(tl.int64) * query.strides[0] + heads * query.strides[1] + BEGIN
-    mask = present[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(start[:, None] + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -75,16 +66,11 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
     position = length - count + tile + member // S.lanes
     low = first_needed(length - count + tile, S)
     high = last_needed(length - count + tile, length, S)
-    columns_k = tl.arange(0, S.padded_k)
-    columns_v = tl.arange(0, S.padded_v)
-    columns_rest = tl.arange(0, S.padded_rest)
-    q = load_query(query, index, heads, present, 0, S.width_k, S.padded_k)
-    unit = query_unit(q, S)
-    if S.rest > 0:
-        q_rest = load_query(query, index, heads, present, S.width_k, S.rest, S.padded_rest)
-        unit = tl.maximum(unit, query_unit(q_rest, S))
-        q_rest = scale_query(q_rest, unit, S)
-    q = scale_query(q, unit, S)
+    step: tl.constexpr = S.step
+    columns_k = tl.arange(0, S.padded_k // step)
+    columns_v = tl.arange(0, S.padded_v // step)
+    columns_rest = S.width_k // step + tl.arange(0, S.padded_rest // step)
+    q, q_odd, q_rest, rest_odd, unit = load_queries(query, index, heads, present, S)
     factor = unit * (rule.scale * LOG2_E * load_scale(keys, head, S))
     if rule.slopes is not None:
         slope = tl.load(rule.slopes + heads, mask=present, other=0) * LOG2_E
@@ -93,23 +79,24 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
         branches = tl.load(batch.tree + index, mask=present, other=-1)
     top = tl.full([S.rows], float("-inf"), tl.float32)
     total = tl.full([S.rows], 0.0, tl.float32)
-    acc = tl.full([S.rows, S.padded_v], 0.0, tl.float32)
+    acc = tl.full([S.rows, S.padded_v // step], 0.0, tl.float32)
+    odd = acc
     # Block ids are loaded one step ahead, so that pipelined loads of pages do not wait for them.
     next_block = load_blocks(batch, row, begin, low, high, S)
     for n in tl.range(begin, end, num_stages=S.stages):
         block = next_block
         next_block = load_blocks(batch, row, n + 1, low, high, S)
         offset = offsets(keys, head, block, n, S)
-        k = load_tokens(keys, offset, columns_k, block, S.width_k, S)
-        scores = tl.dot(q, k.T, input_precision="ieee")
+        k, k_odd = load_tokens(keys, offset, columns_k, block, S.width_k // step, S)
+        scores = multiply(q, q_odd, k, k_odd, tl.full([S.rows, S.tile], 0.0, tl.float32), S)
         if S.rest > 0:
-            more = load_tokens(keys, offset, S.width_k + columns_rest, block, S.width_k + S.rest, S)
-            scores = tl.dot(q_rest, more.T, scores, input_precision="ieee")
-            v = k
+            more, more_odd = load_tokens(keys, offset, columns_rest, block, (S.width_k + S.rest) // step, S)
+            scores = multiply(q_rest, rest_odd, more, more_odd, scores, S)
+            v, v_odd = k, k_odd
         else:
             if not S.paired:
                 offset = offsets(values, head, block, n, S)
-            v = load_tokens(values, offset, columns_v, block, S.width_v, S)
+            v, v_odd = load_tokens(values, offset, columns_v, block, S.width_v // step, S)
         scores = cap(scores * factor[:, None], S)
         token = n * S.tile + tl.arange(0, S.tile)
         if rule.slopes is not None:
@@ -119,7 +106,12 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
             inside &= attended(token, position, branches, length - count, S)
         scores = tl.where(inside, scores, float("-inf"))
         weights, top, total, fade = weigh(scores, top, total)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
+        if S.fp8 != NO_FP8:
+            odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    if S.fp8 != NO_FP8:
+        acc = tl.join(acc, odd).reshape(S.rows, S.padded_v)
     return acc * load_scale(values, head, S), top, total
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E, NO_FP8, power_of_two_below, widen
+from kvplane_worker.ops.triton_ops.kernels.numbers import (
+    LOG2_E,
+    NO_FP8,
+    power_of_two_below,
+    unit_of,
+    unpack_fp8,
+    widen,
+)
 
 
 @triton.jit
@@ -25,18 +32,75 @@ def offsets(pages, head, block, tile, S: tl.constexpr):
 
 @triton.jit
 def load_tokens(pages, offset, columns, block, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Load elements [tokens, columns] for products. Tokens of the null block are 0 and are not read from memory."""
+    """Load elements [tokens, columns] for products, of 8-bit types pairs of elements: the even ones, and the odd ones.
+    Of other types both results are the elements. Tokens of the null block are 0 and are not read from memory.
+    """
     mask = (block != 0)[:, None] & (columns < WIDTH)[None, :]
-    return widen(tl.load(pages.data + (offset[:, None] + columns[None, :]), mask=mask, other=0), S.fp8, S.upcast)
+    loaded = tl.load(pages.data + (offset[:, None] + columns[None, :]), mask=mask, other=0)
+    if S.fp8 == NO_FP8:
+        loaded = widen(loaded, S.upcast)
+        return loaded, loaded
+    else:
+        even, odd = unpack_fp8(loaded, S.fp8)
+        return widen(even, S.upcast), widen(odd, S.upcast)
+
+
+@triton.jit
+def multiply(even, odd, keys, odd_keys, scores, S: tl.constexpr):
+    """Add the products of queries and keys to `scores`, [queries, tokens]; in two parts as `load_tokens` returns."""
+    scores = tl.dot(even, keys.T, scores, input_precision="ieee")
+    if S.fp8 != NO_FP8:
+        scores = tl.dot(odd, odd_keys.T, scores, input_precision="ieee")
+    return scores
 
 
 @triton.jit
 def load_scale(pages, head, S: tl.constexpr):
-    """Return the scale of stored values; 1 for pages that are not 8-bit."""
+    """Return the number by which loaded values are to be multiplied; 1 for pages that are not 8-bit."""
     factor = 1.0
     if S.fp8 != NO_FP8:
-        factor = tl.load(pages.scale + head * pages.scale_stride)
+        factor = tl.load(pages.scale + head * pages.scale_stride) * unit_of(S.fp8)
     return factor
+
+
+@triton.jit
+def load_query(query, index, heads, present, BEGIN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, STEP):
+    """Load every STEP-th element, PADDED of them, of BEGIN .. WIDTH of queries: [queries x heads, PADDED], 0 where not
+    `present`.
+    """
+    columns = BEGIN + tl.arange(0, PADDED) * STEP
+    start = query.data + index.to(tl.int64) * query.strides[0] + heads * query.strides[1]
+    mask = present[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(start[:, None] + columns[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load_queries(query, index, heads, present, S: tl.constexpr):
+    """Return the queries as `load_tokens` returns keys, the part for the rest of latent rows likewise (unused without a
+    rest), and the number by which queries were divided.
+    """
+    step: tl.constexpr = S.step
+    size: tl.constexpr = S.padded_k // step
+    even = load_query(query, index, heads, present, 0, S.width_k, size, step)
+    unit = query_unit(even, S)
+    odd = even
+    if S.fp8 != NO_FP8:
+        odd = load_query(query, index, heads, present, 1, S.width_k, size, step)
+        unit = tl.maximum(unit, query_unit(odd, S))
+    more = even
+    more_odd = odd
+    if S.rest > 0:
+        end: tl.constexpr = S.width_k + S.rest
+        rest: tl.constexpr = S.padded_rest // step
+        more = load_query(query, index, heads, present, S.width_k, end, rest, step)
+        unit = tl.maximum(unit, query_unit(more, S))
+        more_odd = more
+        if S.fp8 != NO_FP8:
+            more_odd = load_query(query, index, heads, present, S.width_k + 1, end, rest, step)
+            unit = tl.maximum(unit, query_unit(more_odd, S))
+    even = scale_query(even, unit, S)
+    odd = scale_query(odd, unit, S)
+    return even, odd, scale_query(more, unit, S), scale_query(more_odd, unit, S), unit
 
 
 @triton.jit
