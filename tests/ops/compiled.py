@@ -31,7 +31,11 @@ from kvplane_worker.ops.triton_ops import attention, moves, writes
 from kvplane_worker.ops.triton_ops.kernels import moves as kinds
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
-CHIPS = {80: Chip(108, 163 << 10, False), 90: Chip(132, 227 << 10, True), 100: Chip(148, 227 << 10, True)}
+CHIPS = {
+    80: Chip(108, 163 << 10, False),
+    90: Chip(132, 227 << 10, True),
+    100: Chip(148, 227 << 10, True, has_tensor_memory=True),
+}
 NATIVE_ON_80 = Chip(108, 163 << 10, native_fp8=True)
 
 

@@ -18,13 +18,9 @@ STORING = ("copy", "gather", "scatter", "checked", "zero", "write", "drafts", "l
 MAX_REGISTERS = {"decode bfloat16": 168, "decode float16": 168}
 
 # Known accesses of local memory: (chip, launch) → count.
-KNOWN_SPILLS = {
-    (80, "decode float8_e4m3fn, pages of 16, full"): 6,
-    (80, "decode float8, 16 x 128"): 2,
-    (100, "prefill bfloat16, pages of 16, full"): 26,
-    (100, "prefill float8_e4m3fn, pages of 16, full"): 6,
-    (100, "prefill bfloat16, 2 x 256"): 4,
-}
+KNOWN_SPILLS: dict[tuple[int, str], int] = {}
+# Loads of single bytes that are known: one outside the loop, where products are accumulated in tensor memory.
+KNOWN_NARROW = {100: ("prefill", "drafts", "latent prefill")}
 
 
 def compiled_for(*arguments: object) -> dict[str, Compiled]:
@@ -42,11 +38,13 @@ def compiled_for(*arguments: object) -> dict[str, Compiled]:
 def test_launches_compile_to_wide_accesses_without_spills(arch):
     compiled = compiled_for(arch)
     native_on_80 = compiled.pop("write float8_e4m3fn, native", None)
-    assert len(compiled) == 20
+    assert len(compiled) == 24
     for name, result in compiled.items():
         assert not result.error, f"{name}: {result.error}"
         known = KNOWN_SPILLS.get((arch, name), 0)
         assert result.spills <= known, f"{name}: {result.spills} accesses of local memory, expected at most {known}"
+        allowed = int(name.startswith(KNOWN_NARROW.get(arch, ("none",))))
+        assert result.narrow <= allowed, f"{name}: {result.narrow} loads of bytes or short copies"
         if name.startswith(LOADING):
             assert result.loads > 0, f"{name}: no 128-bit load"
         if name.startswith(STORING):

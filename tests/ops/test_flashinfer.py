@@ -200,10 +200,10 @@ def test_nvcc_is_found_where_flashinfer_looks(monkeypatch, tmp_path):
     assert entry.nvcc() == str(compiler)
 
 
-def test_broken_flashinfer_is_skipped_by_auto_and_an_error_by_name(monkeypatch):
+def test_flashinfer_is_used_only_by_name_and_an_error_if_it_is_broken(monkeypatch):
     assert list(select.BACKENDS) == ["triton", "flashinfer", "torch"]
     why = "needs a CUDA device, not cpu"
-    assert f"flashinfer: {why}" in select.choose(CPU).reasons
+    assert not any(reason.startswith("flashinfer") for reason in select.choose(CPU).reasons)
     with pytest.raises(FailedPrecondition, match=f"flashinfer: {why}"):
         select.choose(CPU, "flashinfer")
     monkeypatch.setattr(entry.FlashInferEntry, "unfit", staticmethod(lambda device: ""))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.interface import Batch
+from kvplane_worker.ops.interface import Batch, HostTables
 
 NO_STATE = 0  # the null block: before the first token the state is zero
 
@@ -51,15 +51,18 @@ class Launch:
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = rows
         self._device = device
-        starts = [0]
-        for row in rows:
-            starts.append(starts[-1] + len(row.tokens))
-        outputs = [at for row, end in zip(rows, starts[1:], strict=True) for at in range(end - row.num_outputs, end)]
-        self.tokens = self._ints([token for row in rows for token in row.tokens])
-        self.positions = self._ints([at for row in rows for at in range(row.start, row.end)])
-        self.outputs = self._ints(outputs)
-        self.query_start = self._ints(starts, torch.int32)
-        self.is_decode = all(len(row.tokens) == 1 for row in rows)
+        counts = torch.tensor([len(row.tokens) for row in rows])
+        self._starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self._row = torch.repeat_interleave(counts)
+        token = torch.arange(len(self._row))
+        first = torch.tensor([row.start for row in rows]) - self._starts[:-1]
+        self._positions = token + first[self._row]
+        outputs = self._starts[1:] - torch.tensor([row.num_outputs for row in rows])
+        self.tokens = self._on_device(torch.tensor([token for row in rows for token in row.tokens]))
+        self.positions = self._on_device(self._positions)
+        self.outputs = self._on_device((token >= outputs[self._row]).nonzero().flatten())
+        self.query_start = self._on_device(self._starts.int())
+        self.is_decode = bool((counts == 1).all())
         self._attention: dict[int, tuple[Tensor, Batch]] = {}
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -70,15 +73,14 @@ class Launch:
         The slots are int64 [tokens], block id * block_size + offset in the block.
         """
         if group not in self._attention:
-            slots = [
-                row.tables[group][at // block_size] * block_size + at % block_size
-                for row in self.rows
-                for at in range(row.start, row.end)
-            ]
-            lengths = self._ints([row.end for row in self.rows], torch.int32)
+            lengths = torch.tensor([row.end for row in self.rows])
+            table = self._table(group, -(-lengths // block_size))
+            block = table[self._row, self._positions // block_size].long()
+            slots = block * block_size + self._positions % block_size
+            host = HostTables(table, lengths, self._starts)
             queries = None if self.is_decode else self.query_start
-            batch = Batch(self._table(group, block_size), lengths, queries)
-            self._attention[group] = self._ints(slots), batch
+            batch = Batch(self._on_device(table), self._on_device(lengths.int()), queries, host=host)
+            self._attention[group] = self._on_device(slots), batch
         return self._attention[group]
 
     def states(self, group: int, block_size: int) -> tuple[Tensor, Tensor]:
@@ -89,18 +91,20 @@ class Launch:
         state is not stored.
         """
         if group not in self._states:
-            read = [row.states[group] for row in self.rows]
+            read = torch.tensor([row.states[group] for row in self.rows], dtype=torch.int32)
             write = [block for row in self.rows for block in kept_states(row, group, block_size)]
-            self._states[group] = self._ints(read, torch.int32), self._ints(write, torch.int32)
+            self._states[group] = self._on_device(read), self._on_device(torch.tensor(write, dtype=torch.int32))
         return self._states[group]
 
-    def _table(self, group: int, block_size: int) -> Tensor:
-        used = [row.tables[group][: -(-row.end // block_size)] for row in self.rows]
-        width = max(map(len, used))
-        return self._ints([[*blocks, *[0] * (width - len(blocks))] for blocks in used], torch.int32)
+    def _table(self, group: int, used: Tensor) -> Tensor:
+        """Return the block table of a group on the host, int32 [rows, most blocks]; 0 after a row's last block."""
+        table = torch.zeros((len(self.rows), int(used.max())), dtype=torch.int32)
+        for line, row, count in zip(table, self.rows, used.tolist(), strict=True):
+            line[:count] = torch.tensor(row.tables[group][:count], dtype=torch.int32)
+        return table
 
-    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+    def _on_device(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
 
 
 def kept_states(row: Row, group: int, block_size: int) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AttentionPages:
     """The keys and values of one layer, as views of the page buffer.
 
@@ -41,7 +41,7 @@ class AttentionPages:
     v_scale: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LatentPages:
     """The latent rows of one layer, as a view of the page buffer. Element types as in `AttentionPages`.
 
@@ -84,6 +84,21 @@ class GroupPages:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTables:
+    """The tables of a batch in host memory, for backends that plan there. Values as in `Batch`.
+
+    Attributes:
+        block_table: int32 [rows, max_blocks].
+        seq_lens: int64 [rows].
+        query_start: int64 [rows + 1].
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Batch:
     """The rows of a launch, and the pages that they read.
 
@@ -98,12 +113,22 @@ class Batch:
         tree: int64 [queries], for trees of drafts: bit i of a query's mask = it attends to query i of its row, if that
             precedes it. Earlier tokens of the row are attended to as always. At most 64 queries of a row are
             distinguished; -1 = all. Needs `query_start`. None = no tree.
+        host: the same tables in host memory; without them a backend that plans on the host waits for the device.
     """
 
     block_table: Tensor
     seq_lens: Tensor
     query_start: Tensor | None = None
     tree: Tensor | None = None
+    host: HostTables | None = None
+
+    def on_host(self) -> HostTables:
+        """Return the tables in host memory: those that were given, or copies from the device, which wait for it."""
+        if self.host is not None:
+            return self.host
+        lengths = self.seq_lens.cpu().long()
+        starts = torch.arange(len(lengths) + 1) if self.query_start is None else self.query_start.cpu().long()
+        return HostTables(self.block_table.cpu(), lengths, starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ BACKENDS: dict[str, str] = {
     "torch": "torch_ops:TorchOps",
 }
 REFERENCE = "torch"
+# Not tried by "auto": no device has judged FlashInfer yet.
+ONLY_BY_NAME = ("flashinfer",)
 
 # Arguments: "module:class", device, operations to check (empty = all).
 Prover = Callable[[str, torch.device, Collection[str]], Proof]
@@ -85,7 +87,7 @@ def choose(
         raise InvalidArgument(f"there is no backend {asked!r}", field="backend", remedy=f"give one of {known}")
     device = torch.device(device)
     reasons: list[str] = []
-    for name in BACKENDS if asked == AUTO else (asked,):
+    for name in [one for one in BACKENDS if one not in ONLY_BY_NAME] if asked == AUTO else (asked,):
         ops, why = considered(name, device, operations, prove)
         if ops is not None:
             return Choice(ops, (*reasons, f"{name}: chosen{', requested by name' if asked == name else ''}{why}"))

@@ -14,9 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvplane.base.layer_spec import DType
 from kvplane_worker.pages.buffers import PageBuffers
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
+EIGHT_BIT = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2)
 SMALLEST = 2.0**-60  # of a head whose sample values are all 0
 
 
@@ -42,5 +44,6 @@ class Calibration:
             InvalidArgument: a layer has pages without scales, or values that are not finite.
         """
         for layer, largest in self._largest.items():
-            limit = torch.finfo(TORCH_DTYPES[buffers.layer(layer).spec.dtype]).max
+            stored = buffers.layer(layer).spec.precision
+            limit = torch.finfo(TORCH_DTYPES[stored]).max if stored in EIGHT_BIT else 1.0  # refused below
             buffers.set_scales(layer, *(part.clamp(min=SMALLEST) * (margin / limit) for part in largest))

@@ -44,10 +44,10 @@ class PagedRows:
 def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
     """Convert a batch, or return why FlashInfer does not support it. `block_size` and `window` are in tokens.
 
-    Waits for the device, since the block table and the lengths are copied from it.
+    Waits for the device unless the batch has host tables.
     """
-    table, seq_lens = batch.block_table.cpu(), batch.seq_lens.cpu().long()
-    starts = torch.arange(len(seq_lens) + 1) if batch.query_start is None else batch.query_start.cpu().long()
+    host = batch.on_host()
+    table, seq_lens, starts = host.block_table, host.seq_lens, host.query_start
     queries = starts.diff()
     works = (seq_lens > 0) & (queries > 0)
     if not works.any():

@@ -6,6 +6,7 @@ their values are set to 0 as well, because 0 x NaN is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,39 +85,71 @@ def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) ->
 
 
 def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Compute attention row by row, because rows differ in queries and length; long rows in pieces.
+    """Compute attention for different numbers of queries per row: many rows at a time, padded to the longest of them.
 
-    query is [queries, q_heads, head_size]; the results are [queries, q_heads, head_size_v], and log-sum-exps.
+    query is [queries, q_heads, head_size]; the results are [queries, q_heads, head_size_v], and log-sum-exps. Waits for
+    the device unless the batch has host tables.
     """
     assert batch.query_start is not None
-    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+    host = batch.on_host()
+    starts, lengths = host.query_start, host.seq_lens
     out, lse = results_for(query, pages)
-    for row, seq_len in enumerate(seq_lens):
-        queries_at_once = max(1, PIECE_ELEMENTS // max(1, seq_len * query.shape[1]))
-        for start in range(starts[row], starts[row + 1], queries_at_once):
-            end = min(start + queries_at_once, starts[row + 1])
-            position = torch.arange(start, end)[None] + (
-                seq_len - starts[row + 1]
-            )  # on the host, since shapes depend on it
-            first_column = int(first_attended(rule, position[:, :1])) // pages.k.shape[1]
-            end_column = int(position[0, -1]) // pages.k.shape[1] + 1
-            column = torch.arange(first_column, end_column, device=query.device)[None]
-            position = position.to(query.device)
-            context = gathered(pages, batch.block_table[row : row + 1], column, position[:, -1], query.dtype)
-            if batch.tree is not None:
-                first = seq_len - (starts[row + 1] - starts[row])
-                context = replace(context, seen=branches(batch.tree[start:end], context.position[0] - first))
-            found, sums = attended(query[None, start:end], context, position, rule)
-            out[start:end], lse[start:end] = found[0], sums[0]
+    for rows, first, count in pieces(starts.diff(), lengths, query.shape[1]):
+        begin, width = starts[:-1][rows] + first, int(count.max())
+        offset = torch.arange(width)[None]
+        used = offset < count[:, None]
+        index = torch.where(used, begin[:, None] + offset, begin[:, None])
+        end = lengths[rows] - starts.diff()[rows] + first
+        position = torch.where(used, end[:, None] + offset, -1)
+        column = columns_of(rule, end, position.amax(1), pages.k.shape[1])
+        rows, index, used, position, column, end = (
+            part.to(query.device) for part in (rows, index, used, position, column, end)
+        )
+        context = gathered(pages, batch.block_table[rows], column, position.amax(1), query.dtype)
+        if batch.tree is not None:
+            first_query = (end - first)[:, None]
+            context = replace(context, seen=branches(batch.tree[index], context.position - first_query))
+        found, sums = attended(query[index], context, position, rule)
+        out[index[used]], lse[index[used]] = found[used], sums[used].to(lse.dtype)
     return out, lse
 
 
-def branches(tree: Tensor, index: Tensor) -> Tensor:
-    """Return the mask [1, queries, tokens] of the tokens that the masks `tree` [queries] permit.
+def pieces(counts: Tensor, lengths: Tensor, q_heads: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Yield (rows, number of their first query, numbers of queries): rows of similar size, up to PIECE_ELEMENTS logits.
 
-    `index` [tokens] is the number of the token among the row's queries, negative before them.
+    `counts` and `lengths` are int64 on the host. Rows with more queries than fit are in several pieces.
     """
-    return (index < 0) | ((tree[:, None] >> index.clamp(0, 63)) & 1).bool()[None]
+    sizes = list(zip(counts.tolist(), lengths.tolist(), strict=True))
+    order = sorted((row for row, (queries, _) in enumerate(sizes) if queries), key=sizes.__getitem__)
+    while order:
+        least, (queries, tokens) = sizes[order[0]][0], sizes[order[0]]
+        taken = 1
+        for row in order[1:]:
+            wider = sizes[row][0], max(tokens, sizes[row][1])
+            if wider[0] > 2 * least or (taken + 1) * wider[0] * wider[1] * q_heads > PIECE_ELEMENTS:
+                break
+            taken, (queries, tokens) = taken + 1, wider
+        rows, order = torch.tensor(order[:taken]), order[taken:]
+        at_once = max(1, PIECE_ELEMENTS // max(1, taken * tokens * q_heads))
+        for first in range(0, queries, at_once):
+            some = rows[counts[rows] > first]
+            yield some, first, (counts[some] - first).clamp(max=at_once)
+
+
+def columns_of(rule: AttentionRule, first: Tensor, last: Tensor, block_size: int) -> Tensor:
+    """Return the columns of the table, [rows, columns], to which queries from position `first` to `last` attend."""
+    low = first_attended(rule, first.clamp(min=0)) // block_size
+    width = int((last.clamp(min=0) // block_size - low).max()) + 1
+    return low[:, None] + torch.arange(width)
+
+
+def branches(tree: Tensor, index: Tensor) -> Tensor:
+    """Return the mask [rows, queries, tokens] of the tokens that the masks `tree` [rows, queries] permit.
+
+    `index` [rows, tokens] is the number of the token among the row's queries, negative before them.
+    """
+    index = index[:, None]
+    return (index < 0) | ((tree[:, :, None] >> index.clamp(0, 63)) & 1).bool()
 
 
 def mla_decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from kvplane_worker.ops.triton_ops.kernels.arguments import (
     Logits,
     MergeShape,
     Paged,
-    Parts,
     Results,
     Rows,
     Shape,
@@ -22,7 +22,8 @@ from kvplane_worker.ops.triton_ops.kernels.arguments import (
 )
 from kvplane_worker.ops.triton_ops.kernels.attention import attention_spans
 from kvplane_worker.ops.triton_ops.kernels.merge import merge_parts
-from kvplane_worker.ops.triton_ops.launch import Chip, Launch
+from kvplane_worker.ops.triton_ops.kernels.work import NUMBERS_PER_WORKER
+from kvplane_worker.ops.triton_ops.launch import Chip, Fixed, Launch, current
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 256
@@ -139,15 +140,10 @@ def paged(pages: Tensor, scale: Tensor | None) -> Paged:
     return Paged(data, (data.stride(0), data.stride(1), data.stride(2)), scale, int(per_head))
 
 
-def heads(tensor: Tensor) -> Heads:
-    """Return a tensor of queries or results [rows, heads, size] with its strides, as the kernels take it."""
-    return Heads(tensor, (tensor.stride(0), tensor.stride(1)))
-
-
 def rows(batch: Batch) -> Rows:
     """Return the kernel argument for a batch."""
     table = batch.block_table
-    return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start, batch.tree)
+    return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.shape[0], batch.query_start, batch.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +152,10 @@ class Call:
 
     Attributes:
         query, keys, values, batch, rule: the arguments of the call.
-        out: [queries, q_heads, size], written by the launches.
         lse: float32 [queries, q_heads], written by the launches; None = not wanted.
         group: query heads per program.
         page: tokens of a page.
-        width_k: elements of a key.
+        width_k, width_v: elements of a key and of a value.
         dtype: element type of the pages.
         rest: for latent rows, whose first elements are also the value: number of elements that belong only to the key;
             otherwise 0.
@@ -171,18 +166,18 @@ class Call:
     values: Paged
     batch: Batch
     rule: AttentionRule
-    out: Tensor
     lse: Tensor | None
     group: int
     page: int
     width_k: int
+    width_v: int
     dtype: torch.dtype
     rest: int = 0
 
     @property
     def token_bytes(self) -> int:
         """The number of bytes of one token's keys and values for one group of heads."""
-        elements = self.width_k + (self.rest or self.out.shape[2])
+        elements = self.width_k + (self.rest or self.width_v)
         return elements * self.dtype.itemsize
 
     @property
@@ -195,7 +190,7 @@ class Call:
         return Shape(
             page=self.page,
             width_k=self.width_k,
-            width_v=self.out.shape[2],
+            width_v=self.width_v,
             group=self.group,
             queries=queries,
             rest=self.rest,
@@ -249,29 +244,79 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return PREFILL_SHORT, PREFILL_ROWS_FEW
     if call.is_fp8 and call.width_k <= NARROW and not chip.native_fp8:
         return PREFILL_SHORT, most
-    return PREFILL, most
+    return PREFILL_SHORT if chip.has_tensor_memory else PREFILL, most
+
+
+class Prepared:
+    """The two launches of calls that differ in numbers of rows and queries, lengths and addresses alone: attention over
+    spans of units, then the merge of what several spans share.
+    """
+
+    def __init__(self, call: Call, chip: Chip) -> None:
+        tuning, queries = tuning_of(call, chip)
+        shape = call.shape(tuning, queries, chip)
+        self.keys, self.values, self.rule = call.keys, call.values, call.rule
+        self._logits = Logits(call.rule.scale, call.rule.sinks, call.rule.slopes)
+        self._q_heads, self._width = call.query.shape[1], call.width_v
+        self._device = call.query.device
+        # Triton's interpreter rounds to bfloat16 incorrectly.
+        self._dtype = torch.float32 if chip.interpreted else call.query.dtype
+        page_heads = self._q_heads // call.group
+        workers = max(1, tuning.programs(call.token_bytes, chip) // page_heads)
+        self._room = workers * (2 * page_heads * shape.rows * (shape.width_v + 2) + int(NUMBERS_PER_WORKER.value))
+        merge = merge_shape(shape, chip)
+        self._grids = (page_heads, workers, 1), (workers, page_heads, -(-queries * shape.lanes // merge.merged))
+        self._spans = Fixed(attention_spans, {"S": shape}, tuning.warps)
+        self._merge = Fixed(merge_parts, {"S": merge}, 4)
+
+    def arguments(
+        self, query: Tensor, batch: Rows, lse: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...]]:
+        """Return memory for the result, and the arguments of both launches; `kernels.work` describes the second
+        allocation.
+        """
+        heads, width, device = self._q_heads, self._width, self._device
+        out = torch.empty((query.shape[0], heads, width), dtype=self._dtype, device=device)
+        parts = torch.empty(self._room, dtype=torch.float32, device=device)
+        results = Results(out, (heads * width, width), lse, heads)
+        spans = (
+            Heads(query, (query.stride(0), query.stride(1))),
+            self.keys,
+            self.values,
+            *batch,
+            self._logits,
+            results,
+            parts,
+        )
+        return out, spans, (self._logits, results, parts)
+
+    def run(self, query: Tensor, batch: Rows, lse: Tensor | None) -> Tensor:
+        """Compute attention. The caller guarantees that the kernels which the first call compiled suit this one."""
+        out, spans, merge = self.arguments(query, batch, lse)
+        if query.shape[0]:
+            with current(self._device):
+                self._spans(self._grids[0], *spans)
+                self._merge(self._grids[1], *merge)
+        return out if out.dtype is query.dtype else out.to(query.dtype)
+
+    def launches(self, query: Tensor, batch: Rows, lse: Tensor | None) -> tuple[Launch, Launch]:
+        """Return the launches as values, to compile or to inspect them."""
+        _, spans, merge = self.arguments(query, batch, lse)
+        return self._spans.launch(self._grids[0], spans), self._merge.launch(self._grids[1], merge)
 
 
 def launches(call: Call, chip: Chip) -> tuple[Launch, Launch]:
-    """Return the two launches of a call: attention over spans of units, then the merge of what several spans share."""
-    tuning, queries = tuning_of(call, chip)
-    shape = call.shape(tuning, queries, chip)
-    q_heads = call.out.shape[1]
-    page_heads = q_heads // call.group
-    workers = max(1, tuning.programs(call.token_bytes, chip) // page_heads)
-    room = (workers, 2, page_heads, shape.rows)
-    parts = Parts(
-        call.out.new_empty((*room, shape.width_v), dtype=torch.float32),
-        call.out.new_empty((*room, 2), dtype=torch.float32),
-        call.out.new_empty((workers, 4), dtype=torch.int32),
-    )
-    rule = Logits(call.rule.scale, call.rule.sinks, call.rule.slopes)
-    out = Results(call.out, (call.out.stride(0), call.out.stride(1)), call.lse, q_heads)
-    arguments = (heads(call.query), call.keys, call.values, *rows(call.batch), rule, out, parts)
-    spans = Launch(attention_spans, (page_heads, workers), arguments, {"S": shape}, tuning.warps)
-    merge = merge_shape(shape, chip)
-    pieces = -(-queries * shape.lanes // merge.merged)
-    return spans, Launch(merge_parts, (workers, page_heads, pieces), (rule, out, parts), {"S": merge})
+    """Return the two launches of a call."""
+    return Prepared(call, chip).launches(call.query, rows(call.batch), call.lse)
+
+
+def kind_of(query: Tensor, batch: Batch) -> int:
+    """Return what selects the sizes of tiles: 0 if each row has one query, else the queries per row on average, rounded
+    up to a power of two; beyond the largest tile there is no difference.
+    """
+    if batch.query_start is None:
+        return 0
+    return min(PREFILL_ROWS, power_of_two(-(-query.shape[0] // max(1, batch.seq_lens.shape[0])), 1))
 
 
 def merge_shape(shape: Shape, chip: Chip) -> MergeShape:
@@ -295,14 +340,6 @@ def latent_group(q_heads: int) -> int:
     return next(group for group in range(min(16, q_heads), 0, -1) if q_heads % group == 0)
 
 
-def room_for(query: Tensor, size: int) -> Tensor:
-    """Return memory for the result, in the query's type; float32 in Triton's interpreter, which rounds to bfloat16
-    incorrectly.
-    """
-    dtype = query.dtype if query.is_cuda else torch.float32
-    return query.new_empty((*query.shape[:2], size), dtype=dtype)
-
-
 def keys_and_values(
     query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
 ) -> Call:
@@ -313,11 +350,11 @@ def keys_and_values(
         values=paged(pages.v, pages.v_scale),
         batch=batch,
         rule=rule,
-        out=room_for(query, pages.v.shape[3]),
         lse=lse,
         group=query.shape[1] // pages.k.shape[2],
         page=pages.k.shape[1],
         width_k=pages.k.shape[3],
+        width_v=pages.v.shape[3],
         dtype=pages.k.dtype,
     )
 
@@ -335,11 +372,11 @@ def latent(
         values=rows,
         batch=batch,
         rule=AttentionRule(scale),
-        out=room_for(query, value_size),
         lse=lse,
         group=latent_group(query.shape[1]),
         page=pages.rows.shape[1],
         width_k=value_size,
+        width_v=value_size,
         dtype=pages.rows.dtype,
         rest=pages.rows.shape[2] - value_size,
     )

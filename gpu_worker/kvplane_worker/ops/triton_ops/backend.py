@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import chip_of
 from kvplane_worker.ops.triton_ops.link import HostLink
+from kvplane_worker.ops.triton_ops.remembered import Batches, ByForm, form_of, form_of_rule, form_of_sums
 
 MAX_LAYER_TABLES = 256
 
@@ -44,6 +45,9 @@ class TritonOps:
         compiles.WATCH.install()
         self.fallbacks: dict[str, str] = {}
         self._other: PagedOps = TorchOps()
+        self._attention: ByForm[attention.Prepared] = ByForm()
+        self._writes: ByForm[writes.PreparedWrite] = ByForm()
+        self._batches = Batches()
         self._tables: dict[object, moves.LayerTable] = {}
         self._links: dict[torch.device, HostLink] = {}
         self._warmed: WarmUp | None = None
@@ -60,21 +64,34 @@ class TritonOps:
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write keys and values of new tokens; see `AttentionOps.write_kv`."""
-        checks.check_write_kv(pages, key, value, slots)
-        k, v = writes.Written(key, pages.k, pages.k_scale), writes.Written(value, pages.v, pages.v_scale)
-        if self._refused("write_kv", k.refusal() or v.refusal()):
-            self._other.write_kv(pages, key, value, slots)
-        elif slots.numel():
-            writes.write_launch(k, v, slots, chip_of(key.device)).run()
+        form = form_of(key), form_of(value), form_of(slots), key.shape[0] == value.shape[0] == slots.shape[0]
+        prepared = self._writes.get(pages, form)
+        if prepared is None:
+            checks.check_write_kv(pages, key, value, slots)
+            k, v = writes.Written(key, pages.k, pages.k_scale), writes.Written(value, pages.v, pages.v_scale)
+            if self._refused("write_kv", k.refusal() or v.refusal()):
+                return self._other.write_kv(pages, key, value, slots)
+            prepared = writes.PreparedWrite(k, v, chip_of(key.device))
+            self._writes.keep(pages, form, prepared)
+        if slots.shape[0]:
+            prepared.run(key, value, slots)
+        return None
 
     def write_latent(self, pages: LatentPages, latent: Tensor, slots: Tensor) -> None:
         """Write latent rows; see `AttentionOps.write_latent`."""
-        checks.check_write_latent(pages, latent, slots)
-        rows = writes.Written(latent.unsqueeze(1), pages.rows.unsqueeze(2), pages.scale)
-        if self._refused("write_latent", rows.refusal()):
-            self._other.write_latent(pages, latent, slots)
-        elif slots.numel():
-            writes.write_launch(rows, None, slots, chip_of(latent.device)).run()
+        form = form_of(latent), form_of(slots), latent.shape[0] == slots.shape[0]
+        prepared = self._writes.get(pages, form)
+        rows = latent.unsqueeze(1)
+        if prepared is None:
+            checks.check_write_latent(pages, latent, slots)
+            written = writes.Written(rows, pages.rows.unsqueeze(2), pages.scale)
+            if self._refused("write_latent", written.refusal()):
+                return self._other.write_latent(pages, latent, slots)
+            prepared = writes.PreparedWrite(written, None, chip_of(latent.device))
+            self._writes.keep(pages, form, prepared)
+        if slots.shape[0]:
+            prepared.run(rows, rows, slots)
+        return None
 
     def decode_attention(
         self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
@@ -87,22 +104,44 @@ class TritonOps:
         self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
     ) -> Tensor:
         """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
-        checks.check_attention(query, pages, batch, rule)
-        checks.check_lse(lse, query)
-        operation = "decode_attention" if batch.query_start is None else "prefill_attention"
-        if self._refused(operation, attention.pages_refusal(query, pages)):
-            return self._other.prefill_attention(query, pages, batch, rule, lse)
-        return computed(attention.keys_and_values(query, pages, batch, rule, lse))
+        form = form_of_rule(rule), form_of_sums(lse, query), *self._form_of(query, batch)
+        rows, prepared = self._batches.get(batch, query), self._attention.get(pages, form)
+        if rows is None or prepared is None:
+            checks.check_attention(query, pages, batch, rule)
+            checks.check_lse(lse, query)
+            operation = "decode_attention" if batch.query_start is None else "prefill_attention"
+            if self._refused(operation, attention.pages_refusal(query, pages)):
+                return self._other.prefill_attention(query, pages, batch, rule, lse)
+            call = attention.keys_and_values(query, pages, batch, rule, lse)
+            prepared, rows = self._prepare(pages, form, call), self._batches.keep(batch, query)
+        return prepared.run(query, rows, lse)
 
     def mla_decode(
         self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
-        checks.check_mla(query, pages, batch, value_size)
-        checks.check_lse(lse, query)
-        if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
-            return self._other.mla_decode(query, pages, batch, scale, value_size, lse)
-        return computed(attention.latent(query, pages, batch, scale, value_size, lse))
+        form = scale, value_size, form_of_sums(lse, query), *self._form_of(query, batch)
+        rows, prepared = self._batches.get(batch, query), self._attention.get(pages, form)
+        if rows is None or prepared is None:
+            checks.check_mla(query, pages, batch, value_size)
+            checks.check_lse(lse, query)
+            if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
+                return self._other.mla_decode(query, pages, batch, scale, value_size, lse)
+            call = attention.latent(query, pages, batch, scale, value_size, lse)
+            prepared, rows = self._prepare(pages, form, call), self._batches.keep(batch, query)
+        return prepared.run(query, rows, lse)
+
+    @staticmethod
+    def _form_of(query: Tensor, batch: Batch) -> tuple[Hashable, ...]:
+        return form_of(query), attention.kind_of(query, batch), batch.tree is None
+
+    def _prepare(self, pages: AttentionPages | LatentPages, form: Hashable, call: attention.Call) -> attention.Prepared:
+        """Return the launches for a form: those that were kept, or new ones."""
+        prepared = self._attention.get(pages, form)
+        if prepared is None:
+            prepared = attention.Prepared(call, chip_of(call.query.device))
+            self._attention.keep(pages, form, prepared)
+        return prepared
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
         """Advance recurrent states with the PyTorch backend: there is no Triton kernel for them. See
@@ -242,11 +281,3 @@ class TritonOps:
         if reason:
             self.fallbacks[operation] = reason
         return bool(reason)
-
-
-def computed(call: attention.Call) -> Tensor:
-    """Run an attention call and return the result in the query's type."""
-    if call.query.shape[0]:
-        for launch in attention.launches(call, chip_of(call.query.device)):
-            launch.run()
-    return call.out.to(call.query.dtype)

@@ -49,6 +49,40 @@ class Launch:
             self.kernel.warmup(*self.arguments, **self.constants, grid=self.grid, num_warps=self.num_warps)
 
 
+class Fixed:
+    """A kernel with a fixed grid and constants, for launches whose other arguments differ only in numbers for which
+    Triton compiles no other kernel.
+
+    The first call finds the compiled kernel as any launch does. Later ones skip Triton's binder, which looks at every
+    argument and costs tens of microseconds. This is safe only as long as types, alignments and divisibilities of all
+    arguments stay as in the first call: the caller keeps one object for each combination.
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], num_warps: int) -> None:  # noqa: ANN401
+        self.kernel = kernel
+        self.constants = constants
+        self.num_warps = num_warps
+        self._values = tuple(constants.values())
+        self._compiled: Any = None
+        self._run: Any = None
+        self._grid = (0, 0, 0)
+
+    def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Launch:
+        """Return a launch as a value."""
+        return Launch(self.kernel, grid, arguments, self.constants, self.num_warps)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:  # noqa: ANN401
+        """Launch the kernel on the current stream of the current device, which is that of the tensors."""
+        if self._compiled is not None:
+            if grid != self._grid:
+                self._grid, self._run = grid, self._compiled[grid]
+            self._run(*arguments, *self._values)
+        elif is_interpreted():
+            self.kernel[grid](*arguments, **self.constants, num_warps=self.num_warps)
+        else:
+            self._compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.num_warps)
+
+
 def device_of(arguments: Iterable[Any]) -> torch.device:
     """Return the device of the first CUDA tensor among the arguments, also inside tuples; the host if there is none."""
     for argument in arguments:
@@ -76,12 +110,15 @@ class Chip:
         shared_bytes: most shared memory of one program, in bytes.
         native_fp8: whether the device has instructions that convert 8-bit floats (sm_89 and later).
         interpreted: whether there is no device, and Triton's interpreter runs kernels with numpy (see `kernels`).
+        has_tensor_memory: whether products are accumulated in tensor memory (sm_100, sm_103), from which all threads
+            load them again.
     """
 
     multiprocessors: int
     shared_bytes: int
     native_fp8: bool
     interpreted: bool = False
+    has_tensor_memory: bool = False
 
     def fp8(self, dtype: torch.dtype) -> int:
         """Return how kernels convert elements of a type: a constant of `kernels.numbers`."""
@@ -107,5 +144,10 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    has_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
-    return Chip(found["multiprocessor_count"], found["max_shared_mem"], has_fp8)
+    capability = torch.cuda.get_device_capability(device)
+    return Chip(
+        multiprocessors=found["multiprocessor_count"],
+        shared_bytes=found["max_shared_mem"],
+        native_fp8=capability >= (8, 9),
+        has_tensor_memory=capability[0] == 10,
+    )

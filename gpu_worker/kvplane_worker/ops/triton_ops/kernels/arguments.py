@@ -64,21 +64,6 @@ class Results(NamedTuple):
     q_heads: int
 
 
-class Parts(NamedTuple):
-    """Memory for the partial results of items that several workers share (see `work`).
-
-    Attributes:
-        acc: float32 [workers, 2, heads of pages, rows, width], results that are not normalized.
-        stats: float32 [workers, 2, heads of pages, rows, 2], maximum and sum of the softmax.
-        owners: int32 [workers, 4]: first query of the item to merge that begins in the worker's span (-1 = there is
-            none), end of the row's queries, last unit of the item, and number of all units.
-    """
-
-    acc: Tensor
-    stats: Tensor
-    owners: Tensor
-
-
 @dataclass(frozen=True)
 class Shape:
     """Compile-time constants of the attention kernels.

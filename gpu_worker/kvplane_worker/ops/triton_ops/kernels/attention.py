@@ -24,12 +24,15 @@ from kvplane_worker.ops.triton_ops.kernels.softmax import (
     weigh,
 )
 from kvplane_worker.ops.triton_ops.kernels.work import (
+    NUMBERS_PER_WORKER,
     count_units,
     find_row,
     first_needed,
     last_needed,
+    owners_of,
     row_at,
     span_start,
+    stats_of,
     units_of_item,
 )
 
@@ -88,7 +91,7 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
         next_block = load_blocks(batch, row, n + 1, low, high, S)
         offset = offsets(keys, head, block, n, S)
         k, k_odd = load_tokens(keys, offset, columns_k, block, S.width_k // step, S)
-        scores = multiply(q, q_odd, k, k_odd, tl.full([S.rows, S.tile], 0.0, tl.float32), S)
+        scores = multiply(q, q_odd, k, k_odd, None, S)
         if S.rest > 0:
             more, more_odd = load_tokens(keys, offset, columns_rest, block, (S.width_k + S.rest) // step, S)
             scores = multiply(q_rest, rest_odd, more, more_odd, scores, S)
@@ -116,15 +119,15 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
 
 
 @triton.jit
-def store_part(parts, slot, acc, top, total, S: tl.constexpr):
+def store_part(parts, stats, slot, acc, top, total, S: tl.constexpr):
     """Store the partial result of an item that several programs share."""
     member = tl.arange(0, S.rows)
     columns = tl.arange(0, S.padded_v)
     place = slot * S.rows + member
     mask = (member < S.queries * S.lanes)[:, None] & (columns < S.width_v)[None, :]
-    tl.store(parts.acc + place[:, None] * S.width_v + columns[None, :], acc, mask=mask)
-    tl.store(parts.stats + place * 2, top)
-    tl.store(parts.stats + place * 2 + 1, total)
+    tl.store(parts + place[:, None] * S.width_v + columns[None, :], acc, mask=mask)
+    tl.store(stats + place * 2, top)
+    tl.store(stats + place * 2 + 1, total)
 
 
 # The rows are separate parameters: Triton would compile another kernel for some numbers of rows, widths of the table
@@ -154,7 +157,7 @@ def attention_spans(
     worker = tl.program_id(1)
     workers = tl.num_programs(1)
     total_units = count_units(batch, S)
-    owned = parts.owners + worker * 4
+    owned = owners_of(parts, workers, page_heads, S) + worker * NUMBERS_PER_WORKER
     if head == 0:
         tl.store(owned, -1)
         tl.store(owned + 3, total_units)
@@ -176,7 +179,8 @@ def attention_spans(
                 store_results(out, rule, first_query + tile, first_query + count, head, member, acc, top, total, S)
             else:
                 begins = tl.where(skipped == 0, 1, 0)
-                store_part(parts, (worker * 2 + begins) * page_heads + head, acc, top, total, S)
+                stats = stats_of(parts, workers, page_heads, S)
+                store_part(parts, stats, (worker * 2 + begins) * page_heads + head, acc, top, total, S)
                 if (begins == 1) & (head == 0):
                     tl.store(owned, first_query + tile)
                     tl.store(owned + 1, first_query + count)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvplane_worker.ops.triton_ops.kernels.softmax import store_results
-from kvplane_worker.ops.triton_ops.kernels.work import worker_of
+from kvplane_worker.ops.triton_ops.kernels.work import NUMBERS_PER_WORKER, owners_of, stats_of, worker_of
 
 
 @triton.jit
@@ -16,12 +16,14 @@ def merge_parts(rule, out, parts, S: tl.constexpr):
     """
     owner = tl.program_id(0)
     head = tl.program_id(1)
-    owned = parts.owners + owner * 4
+    workers, page_heads = tl.num_programs(0), tl.num_programs(1)
+    owned = owners_of(parts, workers, page_heads, S) + owner * NUMBERS_PER_WORKER
     first_query = tl.load(owned)
     if first_query < 0:
         return
     end_query = tl.load(owned + 1)
-    last = worker_of(tl.load(owned + 2), tl.load(owned + 3), tl.num_programs(0))
+    last = worker_of(tl.load(owned + 2), tl.load(owned + 3), workers)
+    stats = stats_of(parts, workers, page_heads, S)
     member = tl.program_id(2) * S.merged + tl.arange(0, S.merged)
     if first_query + tl.min(member) // S.lanes >= end_query:
         return
@@ -31,13 +33,13 @@ def merge_parts(rule, out, parts, S: tl.constexpr):
     acc = tl.full([S.merged, S.padded_v], 0.0, tl.float32)
     for start in range(owner, last + 1, S.parts):
         worker = start + tl.arange(0, S.parts)
-        slot = (worker * 2 + tl.where(worker == owner, 1, 0)) * tl.num_programs(1) + head
+        slot = (worker * 2 + tl.where(worker == owner, 1, 0)) * page_heads + head
         place = slot[:, None] * S.rows + member[None, :]
         mask = (worker <= last)[:, None] & (member < S.queries * S.lanes)[None, :]
-        tops = tl.load(parts.stats + place * 2, mask=mask, other=float("-inf"))
-        totals = tl.load(parts.stats + place * 2 + 1, mask=mask, other=0)
+        tops = tl.load(stats + place * 2, mask=mask, other=float("-inf"))
+        totals = tl.load(stats + place * 2 + 1, mask=mask, other=0)
         whole = mask[:, :, None] & (columns < S.width_v)[None, None, :]
-        partial = tl.load(parts.acc + place[:, :, None] * S.width_v + columns[None, None, :], mask=whole, other=0)
+        partial = tl.load(parts + place[:, :, None] * S.width_v + columns[None, None, :], mask=whole, other=0)
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         fade = tl.exp2(top - base)

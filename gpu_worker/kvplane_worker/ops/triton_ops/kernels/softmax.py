@@ -47,8 +47,13 @@ def load_tokens(pages, offset, columns, block, WIDTH: tl.constexpr, S: tl.conste
 
 @triton.jit
 def multiply(even, odd, keys, odd_keys, scores, S: tl.constexpr):
-    """Add the products of queries and keys to `scores`, [queries, tokens]; in two parts as `load_tokens` returns."""
-    scores = tl.dot(even, keys.T, scores, input_precision="ieee")
+    """Return `scores` (None = 0) plus the products of queries and keys, [queries, tokens], in parts as `load_tokens`
+    returns.
+    """
+    if scores is None:
+        scores = tl.dot(even, keys.T, input_precision="ieee")
+    else:
+        scores = tl.dot(even, keys.T, scores, input_precision="ieee")
     if S.fp8 != NO_FP8:
         scores = tl.dot(odd, odd_keys.T, scores, input_precision="ieee")
     return scores
