@@ -22,7 +22,7 @@ lock() {
         --output-file "locks/$name.txt" "$@"
 }
 
-lock service --generate-hashes --extra service --extra cli pyproject.toml
+lock service --generate-hashes --extra service --extra cli --extra fleet pyproject.toml
 lock build --generate-hashes - <<<"$(.venv/bin/python -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")')"

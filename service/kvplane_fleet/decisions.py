@@ -16,8 +16,10 @@ the first one will the third hit. What that saves later is subtracted, as far as
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -33,10 +35,13 @@ from kvplane_fleet.work import Booking, Work
 DELAY_WEIGHT = 2.0
 EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
 PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
+DOUBTS, DOUBTED_S = 3, 60.0  # unexplained differences within a time, after which a cache is learned again
 SHARED_MEMORY = 0.02  # weight of a prompt in the mean of what recent prompts share
 _UNKNOWN_OUTPUT = 200  # tokens that are generated for a prompt that does not say
 
 Keys = Mapping[Domain, Sequence[int]]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class Decisions:
         self._bookings: dict[str, Booking] = {}
         self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
         self._shared = 0.5  # part of recent prompts that some group of some place had: how probably a later one shares
+        self._doubts: dict[str, deque[float]] = {}
         self.work: dict[str, Work] = {}
 
     @property
@@ -255,7 +261,22 @@ class Decisions:
             return ""
         followed = self._fleet.followed.get(one.place)
         seen = (followed.place.stores, followed.place.removals) if followed else one.seen
-        return self.work_of(one.place).learn(one, event.cached, seen)
+        cause = self.work_of(one.place).learn(one, event.cached, seen)
+        if cause != "equal":
+            claimed = f"{one.expected} of {one.num_tokens} tokens claimed"
+            _log.debug("%s at %s: %s, %d cached: %s", one.name, one.place, claimed, event.cached, cause)
+        if cause == "unexplained" and followed is not None:
+            self._doubt(one.place, followed)
+        return cause
+
+    def _doubt(self, place: str, followed: Followed) -> None:
+        """Learn an engine's cache again if its hits contradict its events repeatedly."""
+        doubts = self._doubts.setdefault(place, deque(maxlen=DOUBTS))
+        doubts.append(self._clock())
+        if len(doubts) == DOUBTS and doubts[-1] - doubts[0] <= DOUBTED_S:
+            doubts.clear()
+            _log.warning("the hits of %s contradict its events: its cache is learned again", place)
+            followed.source.learn_again()
 
     def _expect_until(self, name: str, at_s: float) -> None:
         if name in self._expected:

@@ -43,6 +43,7 @@ class Fault(Enum):
     FRAMES_LOST = "frames_lost"
     FRAMES_GONE = "frames_gone"
     LIFE_ENDED = "life_ended"
+    HITS_CONTRADICT = "hits_contradict"
     QUEUE_FULL = "queue_full"
     REPLAY_ORDER = "replay_order"
     REPLAY_TOO_LONG = "replay_too_long"

@@ -12,9 +12,10 @@ here once more, over a column that says for each hash block of the prompt whethe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import ClassVar, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvplane_fleet.native import NativeIndex
 from kvplane_service.core.lookup import PrefixLookup
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.questions import Query
+from kvplane_service.core.setup import replay_boundaries
 
 Column = NDArray[np.bool_]
 ColumnOf = Callable[[tuple[int, ...]], Column]
@@ -82,16 +84,17 @@ class _Rule:
         limit = min(query.max_tokens, len(query.digests) * self.hash_size)
         return [[] for _ in query.groups], self._length(self._column_of(query.groups), limit, query)
 
-    def kept(self, num_tokens: int) -> range:
-        """Return the hash blocks whose keys the group has once a prompt of this length was computed."""
-        step = self.block_size // self.hash_size
-        blocks = num_tokens // self.block_size
-        first = max(blocks - self._num_kept(), 0)
-        return range((first + 1) * step - 1, blocks * step, step)
+    def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
+        """Return the hash blocks whose keys the group has once a prompt of this length was computed; `hits`: where
+        later hits can end, in tokens. All full blocks by default.
+        """
+        del hits
+        return self._units(0, num_tokens // self.block_size)
 
-    def _num_kept(self) -> int:
-        """Return how many of its last blocks a prompt keeps; all by default."""
-        return _NO_HORIZON
+    def _units(self, first: int, end: int) -> range:
+        """Return the hash blocks that have the keys of the group's blocks [first, end)."""
+        step = self.block_size // self.hash_size
+        return range((max(first, 0) + 1) * step - 1, end * step, step)
 
     def _length(self, column: Column, limit: int, query: Query) -> int:
         raise NotImplementedError
@@ -137,9 +140,12 @@ class _Window(_Rule):
     def _needed(self, drop: int) -> int:
         return max(-(-(self.spec.window - 1) // self.block_size) + drop, 1)
 
-    def _num_kept(self) -> int:
-        # One more than a hit needs: a repeated prompt computes its last token, so its hit may end a block earlier.
-        return self._needed(int(self.spec.drops_last_block)) + 1
+    def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
+        drop = int(self.spec.drops_last_block)
+        needed = -(-(self.spec.window - 1) // self.block_size) + drop
+        ends = [hit // self._unit * self._unit // self.block_size + drop for hit in hits]
+        last = num_tokens // self.block_size
+        return chain.from_iterable(self._units(end - needed, min(end, last)) for end in ends)
 
     def _length(self, column: Column, limit: int, query: Query) -> int:
         drop = int(query.drops_last_block)
@@ -179,12 +185,17 @@ class _State(_Rule):
     def drop_margin(self) -> int:
         return 0
 
-    def _num_kept(self) -> int:
-        return 2  # as for windows
+    def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
+        size = self._stride()
+        return [end // self.hash_size - 1 for hit in hits if (end := hit // self._unit * self._unit // size * size)]
+
+    def _stride(self) -> int:
+        """Return the tokens of which a hit's length is a multiple."""
+        unit, size = self._unit, self.block_size
+        return unit if unit < size and size % unit == 0 else math.lcm(size, unit)
 
     def _length(self, column: Column, limit: int, query: Query) -> int:
-        unit, size = self._unit, self.block_size
-        stride = unit if unit < size and size % unit == 0 else math.lcm(size, unit)
+        stride = self._stride()
         step = stride // self.hash_size
         ends = np.flatnonzero(column[step - 1 :: step][: max(limit, 0) // stride])
         return (int(ends[-1]) + 1) * stride if len(ends) else 0
@@ -193,8 +204,9 @@ class _State(_Rule):
 class _Never(_Rule):
     """A group that is never cached; no look-up asks it."""
 
-    def _num_kept(self) -> int:
-        return 0
+    def kept(self, num_tokens: int, hits: Sequence[int]) -> Iterable[int]:
+        del num_tokens, hits
+        return ()
 
 
 _RULES: dict[GroupKind, type[_Rule]] = {
@@ -240,11 +252,17 @@ class HitRule:
         # Safe: a look-up uses no other members of a manager than those of _Rule.
         self._lookup = PrefixLookup(spec, cast(Sequence[GroupManager], rules), _NoKeys())
 
-    def kept(self, num_tokens: int) -> list[range]:
-        """Return, by group, the hash blocks whose keys the engine has once it has computed a prompt of this length,
-        if it evicts none of them.
+    def kept(self, num_tokens: int, single_group: int = 0) -> list[list[int]]:
+        """Return, by group, the hash blocks whose keys the engine has once it has computed a prompt of this length, if
+        it evicts none of them. `single_group`: tokens that one group alone hit of the prompt, if it is more than all.
+
+        Windows and states are kept where a later prompt can begin: that is the last token if the prompt is repeated.
         """
-        return [rule.kept(num_tokens) for rule in self._rules]
+        spec = self._spec
+        drops = any(group.drops_last_block for group in spec.groups)
+        hits = [*replay_boundaries(num_tokens, spec.scheduler_block_size, drops, spec.keep_divergence_boundary)]
+        hits += [single_group] if single_group else []
+        return [sorted(set(rule.kept(num_tokens, hits))) for rule in self._rules]
 
     @cached_property
     def native(self) -> object:

@@ -214,11 +214,9 @@ class Place:
         """Expect the entries that a prompt will leave, until `expected.forget(name)`: where it ends, and where the hit
         of a single group ended. Raises the errors of `layout`.
         """
-        layout, units = self.layout(), dict[int, set[int]]()
-        for length in (num_tokens, single_group):
-            for group, kept in zip(layout.groups, layout.rule.kept(length), strict=True):
-                units.setdefault(group, set()).update(at for at in kept if at < len(keys))
-        self.expected.add(name, {group: [keys[at] for at in sorted(ats)] for group, ats in units.items()})
+        layout = self.layout()
+        kept = zip(layout.groups, layout.rule.kept(num_tokens, single_group), strict=True)
+        self.expected.add(name, {group: [keys[at] for at in units if at < len(keys)] for group, units in kept})
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Return how many entries a prompt of this length leaves. Raises the errors of `layout`."""

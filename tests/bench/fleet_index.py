@@ -24,6 +24,7 @@ from kvplane_fleet.native import NativeIndex
 
 PLACES, BLOCK, KEYS = 96, 16, 15_000
 REPEATS = 30
+COPIED = 8  # one run of keys in this number is stored twice
 
 
 def rule_of(num_groups: int) -> HitRule:
@@ -47,6 +48,13 @@ def cpu_ms(work: Callable[[], object]) -> tuple[float, float]:
     return min(times), median(times)
 
 
+def cpu_s(work: Callable[[], object]) -> float:
+    """Return the CPU time of a call, in seconds."""
+    begun_s = time.thread_time()
+    work()
+    return time.thread_time() - begun_s
+
+
 def fill(index: Index | NativeIndex, prompt: list[int], num_groups: int, rng: Random) -> list[list[int]]:
     """Give each place a part of the prompt; returns the cells of each place."""
     cells = [[index.new_cell() for _ in range(num_groups)] for _ in range(PLACES)]
@@ -66,21 +74,31 @@ def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int) -> 
         rng, index, rule = Random(1), make(), rule_of(num_groups)
         prompt = [rng.getrandbits(64) for _ in range(KEYS)]
         cells = fill(index, prompt, num_groups, rng)
-        before_kb, keys, spent_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0
+        before_kb, keys = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+        spent_s, removed_s, removed = 0.0, 0.0, 0
         for of_place in cells:
-            for _ in range(blocks // 32):
+            last = list[int]()
+            for number in range(blocks // 32):
                 run = [rng.getrandbits(64) for _ in range(32)]
-                begun_s = time.thread_time()
-                index.add(of_place[0], run)
-                spent_s += time.thread_time() - begun_s
+                spent_s += cpu_s(partial(index.add, of_place[0], run))
+                if number % COPIED == 0:
+                    index.add(of_place[0], run)
+                    last = run
+                elif number % COPIED == 1:  # a copy of each of the last, then a key whole
+                    removed_s += cpu_s(partial(index.remove, of_place[0], last))
+                    removed_s += cpu_s(partial(index.remove, of_place[0], last))
+                    removed += 64
+                    index.add(of_place[0], last)
+                    index.add(of_place[0], last[:16])  # half of the copies stay
                 keys += 32
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) * 1024 / max(keys, 1)
         asked = [Asked(rule, of_place) for of_place in cells]
         least, middle = cpu_ms(partial(claims, index, prompt, KEYS * BLOCK, asked))
         print(
             f"{name}, {num_groups} groups: look-up {least:.2f} ms, median {middle:.2f}; {keys / spent_s / 1e6:.2f} M "
-            f"stored blocks/s in runs of 32; process grew by at most {grown:.0f} bytes per key; "
-            f"{index.num_keys} keys in {index.num_sets} sets",
+            f"stored blocks/s in runs of 32, {removed / removed_s / 1e6:.2f} M removed; process grew by at most "
+            f"{grown:.0f} bytes per key, one in {2 * COPIED} has a copy; {index.num_keys} keys, {index.num_sets} sets; "
+            f"clear of a place {1e6 * cpu_s(partial(index.clear, cells[0][0])):.0f} us",
             flush=True,
         )
 

@@ -239,6 +239,7 @@ class Outcome:
     claimed: int = 0
     real: int = 0
     over: int = 0  # requests of which more was claimed than hit
+    full: int = 0  # tokens that full attention alone claims at the chosen place
     generated: int = 0
     last_s: float = 0.0
 
@@ -292,7 +293,7 @@ class Router:
             followed.place.use(spec)
         self._scheme, self._domain = HashScheme.of(spec), followed.place.domain
         self._forms = [GroupFormat(group.kind.value, group.block_size, group.window) for group in spec.groups]
-        self._open: dict[str, tuple[str, int, float]] = {}  # by request: decision, claimed tokens, arrival
+        self._open: dict[str, tuple[str, int, int, float]] = {}  # by request: decision, claims, arrival
 
     def route(self, request: TraceRequest) -> str:
         """Return the place of a request, and book it there."""
@@ -309,7 +310,9 @@ class Router:
             decision = self._decisions.score(replace(ask, policy=Policy(self._policy)), known)
             place, claimed = decision.places[0].claim.place, decision.places[0].claim.expected
         self._history.send(place, known[self._domain])
-        self._open[request.name] = decision.name, claimed, request.arrival_s
+        claim = decision.places[0].claim.claim
+        assert claim is not None
+        self._open[request.name] = decision.name, claimed, claim.alone[0], request.arrival_s
         return place
 
     def _by_other_claims(self, ask: Ask, known: Mapping[Domain, Sequence[int]]) -> tuple[str, int]:
@@ -341,11 +344,12 @@ class Router:
 
     def first_token(self, at_s: float, request: LiveRequest) -> None:
         """The first token of a request."""
-        name, claimed, arrival_s = self._open[request.request_id]
+        name, claimed, full, arrival_s = self._open[request.request_id]
         outcome, hit = self.outcome, request.hits[0]
         outcome.first_token_s.append(at_s - arrival_s)
         outcome.prompt, outcome.real = outcome.prompt + request.num_prompt, outcome.real + hit
         outcome.claimed, outcome.over = outcome.claimed + claimed, outcome.over + (claimed > hit)
+        outcome.full += full
         self.time.later(at_s, lambda: self._decisions.first_token(name, Event(at_s, hit)))
 
     def ended(self, at_s: float, request: LiveRequest) -> None:

@@ -10,6 +10,8 @@ import re
 import pytest
 import yaml
 
+from kvplane_fleet import settings
+from kvplane_fleet.router.process import check_keys
 from kvplane_service.config import load
 from tests.helm.charts import (
     CHART,
@@ -316,6 +318,23 @@ def test_given_annotations_labels_and_variables_are_where_the_values_say(helm):
     assert found == {
         "StatefulSet": ({"s", "sl"}, {"B"}), "DaemonSet": ({"w", "wl"}, {"A"}), "Deployment": (set(), set()),
     }  # fmt: skip
+
+
+def test_routers_read_their_places_and_settings(tmp_path):
+    objects = Helm4().objects(values_of("router"))
+    (files,) = (one["data"] for one in objects if one["kind"] == "ConfigMap" and "places.yaml" in one["data"])
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    places = settings.load(tmp_path / "places.yaml")
+    assert [place.name for place in places.places] == ["engine-0", "engine-1", "replica-0"]
+    assert places.router.warm_up_s == 20
+    loaded = load({}, {}, tmp_path / "router.yaml")
+    check_keys(loaded)
+    assert (loaded.config.listen, loaded.config.tls_cert) == ("0.0.0.0:9002", "/etc/kvplane/tls/tls.crt")
+    spec = the(objects, "Deployment")["spec"]["template"]["spec"]
+    mounts = {one["mountPath"] for one in spec["containers"][0]["volumeMounts"]}
+    assert mounts == {"/etc/kvplane/router", "/etc/kvplane/tls"}
+    assert {one["name"] for one in spec["volumes"]} == {"router", "tls"}
 
 
 def test_a_changed_configuration_changes_the_pods():

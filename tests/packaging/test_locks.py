@@ -18,7 +18,7 @@ EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 CLIENT = PYPROJECT["project"]["dependencies"]
 ASKED = {
     "build": PYPROJECT["build-system"]["requires"],
-    "service": [*CLIENT, *EXTRAS["service"], *EXTRAS["cli"]],
+    "service": [*CLIENT, *EXTRAS["service"], *EXTRAS["cli"], *EXTRAS["fleet"]],
     "dev": [*CLIENT, *(line for one in ("service", "cli", "worker", "dev", "fleet", "plot") for line in EXTRAS[one])],
 }
 PINNED_BY_SETUP = {"torch"}

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
+from kvplane.base.groups import GroupKind
+from kvplane.base.hashing import HashScheme, RequestHasher
 from kvplane_fleet.decisions import Event
+from kvplane_fleet.domains import keys_of
+from kvplane_fleet.faults import Fault
+from kvplane_fleet.hits import HitRule
 from kvplane_fleet.policies import Policy
+from kvplane_replay.workloads import Span, TokenSource, TraceRequest
+from tests.bench.policies import replay
 from tests.router.fleets import BLOCK, GROUPS, Scene, chosen, tokens
+from tests.router.tables import draw_spec
 
 
 def test_a_prompt_is_sent_to_the_place_that_has_it():
@@ -44,7 +55,8 @@ def test_a_booked_prompt_is_expected_where_it_went_until_it_expires(groups):
     place, _ = scene.book(prompt)
     again = scene.score([*prompt, *tokens(2, 1)])
     assert chosen(again) == place
-    assert again.places[0].claim.expected == 40 * BLOCK
+    # A repeated prompt computes its last token, so windows are kept for a hit that ends a block earlier.
+    assert again.places[0].claim.expected == (40 if len(groups) == 1 else 39) * BLOCK
     assert again.places[0].claim.tokens == 0
     scene.clock.now_s += 60
     assert all(one.claim.expected == 0 for one in scene.score(prompt).places)
@@ -104,8 +116,45 @@ def test_what_a_hybrid_is_expected_to_have_is_what_it_then_stores():
     scene, prompt = Scene("a", groups=GROUPS), tokens(1, 40)
     scene.book(prompt)
     expected = scene.score(prompt).places[0].claim.expected
-    scene.stores("a", prompt)
+    scene.stores("a", prompt, only=0)
+    scene.stores("a", prompt[: 39 * BLOCK], only=1)
     assert expected == scene.score(prompt).places[0].claim.tokens == 39 * BLOCK
+
+
+def computed(spec, length):
+    """The keys that each group of a replica has once it has computed a prompt, and the keys of the prompt."""
+    spec = replace(spec, num_blocks=1000, max_in_flight_tokens=8192)
+    prompt = TokenSource((Span(1, 0, length),))
+    output = TokenSource((Span(1, 0, 1, generated=True),))
+    engine = replay(spec, [TraceRequest("one", 0.0, "", prompt, output)])
+    pool = engine._session.replica.coordinator.pool  # type: ignore[attr-defined]
+    held = [set[int]() for _ in spec.groups]
+    for block in range(pool.num_blocks):
+        key = pool.key_of(block)
+        if key is not None:
+            held[key[1]].add(int.from_bytes(key[2][-8:], "big"))
+    scheme = HashScheme.of(spec)
+    return held, keys_of(RequestHasher(scheme).append(prompt.packed()), scheme.digest.size)
+
+
+def test_what_replicas_keep_of_a_prompt_is_what_is_expected_there():
+    """Prompts of whole blocks, and of a token more and less. A replica publishes no state that its owner may still
+    overwrite, and this one ends with its prompt, so replicas with states are left out.
+    """
+    found = 0
+    for seed in range(200):
+        rng = Random(seed)
+        spec = draw_spec(rng)
+        if any(group.kind is GroupKind.MAMBA for group in spec.groups):
+            continue
+        length = rng.choice([1, 2, 5, 8]) * spec.scheduler_block_size + rng.choice([-1, 0, 1])
+        held, keys = computed(spec, length)
+        kept = HitRule(spec).kept(length)
+        for group, units in enumerate(kept):
+            expected = {keys[unit] for unit in units if unit < len(keys)}
+            assert expected <= held[group], f"seed {seed}: group {group} of {spec}"
+            found += len(expected)
+    assert found > 500
 
 
 def test_an_engine_life_that_ends_takes_expectations_with_it_and_gives_its_cells_back():
@@ -165,6 +214,19 @@ def test_claims_are_compared_with_what_the_engine_had_by_cause():
     assert cause("partial", 9 * BLOCK) == "incomplete"
     assert cause("", 4 * BLOCK) == "unexplained"
     assert cause("removed", 6 * BLOCK) == "unexplained"
+
+
+def test_a_place_whose_hits_contradict_its_events_three_times_in_a_minute_is_learned_again():
+    scene, prompt = Scene("a"), tokens(1, 10)
+    place = scene.place("a")
+    scene.stores("a", prompt)
+    for seconds in (0, 50, 50, 5):
+        scene.clock.now_s += seconds
+        assert place.entries == 10
+        name = scene.book(prompt)[1]
+        assert scene.decisions.ended(name, Event(scene.clock(), BLOCK)) == "unexplained"
+    assert (place.entries, scene.fleet.followed["a"].state) == (0, "partial")
+    assert place.faults.counts[Fault.HITS_CONTRADICT] == 1
 
 
 def test_regret_is_the_time_by_which_the_best_other_place_was_predicted_earlier():

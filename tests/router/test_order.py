@@ -172,6 +172,15 @@ def test_a_lost_last_frame_is_noticed_after_a_silence(rig):
     assert rig.whole
 
 
+def test_what_is_learned_again_is_the_same_life_from_its_first_frame(rig):
+    rig.order.learn_again()
+    assert rig.sink.payloads == []
+    rig.replay()
+    assert rig.whole
+    assert not rig.order.partial
+    assert rig.order.lives == 1
+
+
 def test_a_connection_during_a_replay_checks_again(rig):
     rig.order.check()
     rig.order.connected()

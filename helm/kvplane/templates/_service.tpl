@@ -50,6 +50,15 @@
 {{- if include "kvplane.sealSecret" . }}
 - {name: store-keys, mountPath: "{{ $dir }}/store-keys", readOnly: true}
 {{- end }}
+{{- include "kvplane.accessMounts" . }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Files by which calls are admitted, for the service and the router; each line begins with a line end. */}}
+{{- define "kvplane.accessMounts" -}}
+{{- $dir := include "kvplane.dir" . -}}
 {{- if .Values.tls.enabled }}
 - {name: tls, mountPath: "{{ $dir }}/tls", readOnly: true}
 {{- if ne .Values.tls.clientAuth "none" }}
@@ -62,8 +71,29 @@
 {{- if include "kvplane.auth" . }}
 - {name: auth, mountPath: "{{ $dir }}/auth", readOnly: true}
 {{- end }}
-{{- with .Values.extraVolumeMounts }}
-{{ toYaml . }}
+{{- end }}
+
+{{- define "kvplane.accessVolumes" -}}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ include "kvplane.tlsSecret" . | quote }}, defaultMode: 0440}
+{{- if ne .Values.tls.clientAuth "none" }}
+- name: client-ca
+  secret:
+    secretName: {{ .Values.tls.clientCA.existingSecret | default (include "kvplane.tlsSecret" .) | quote }}
+    items: [{key: {{ .Values.tls.clientCA.key | quote }}, path: {{ .Values.tls.clientCA.key | quote }}}]
+{{- end }}
+{{- end }}
+{{- if and .Values.metrics.enabled .Values.metrics.token.existingSecret }}
+- name: metrics-token
+  secret:
+    secretName: {{ .Values.metrics.token.existingSecret | quote }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.metrics.token.key | quote }}, path: token}]
+{{- end }}
+{{- if include "kvplane.auth" . }}
+- name: auth
+  secret: {secretName: {{ .Values.auth.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 
@@ -86,27 +116,7 @@
     defaultMode: 0440
     items: [{key: {{ $.Values.store.sealing.key | quote }}, path: keys}]
 {{- end }}
-{{- if .Values.tls.enabled }}
-- name: tls
-  secret: {secretName: {{ include "kvplane.tlsSecret" . | quote }}, defaultMode: 0440}
-{{- if ne .Values.tls.clientAuth "none" }}
-- name: client-ca
-  secret:
-    secretName: {{ .Values.tls.clientCA.existingSecret | default (include "kvplane.tlsSecret" .) | quote }}
-    items: [{key: {{ .Values.tls.clientCA.key | quote }}, path: {{ .Values.tls.clientCA.key | quote }}}]
-{{- end }}
-{{- end }}
-{{- if and .Values.metrics.enabled .Values.metrics.token.existingSecret }}
-- name: metrics-token
-  secret:
-    secretName: {{ .Values.metrics.token.existingSecret | quote }}
-    defaultMode: 0440
-    items: [{key: {{ .Values.metrics.token.key | quote }}, path: token}]
-{{- end }}
-{{- if include "kvplane.auth" . }}
-- name: auth
-  secret: {secretName: {{ .Values.auth.existingSecret | quote }}, defaultMode: 0440}
-{{- end }}
+{{- include "kvplane.accessVolumes" . }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

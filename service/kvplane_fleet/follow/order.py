@@ -80,6 +80,13 @@ class SourceOrder:
         if self._can_replay and not self.replaying:
             self._request()
 
+    def learn_again(self) -> None:
+        """Drop all entries, and learn them from the replay: the engine's hits contradict them."""
+        self._faults.count(Fault.HITS_CONTRADICT)
+        self._forget()
+        if self._can_replay and not self.replaying:
+            self._request()
+
     # -- live frames -------------------------------------------------------------------------------------------------
 
     def live(self, frame: Frame) -> None:

@@ -51,6 +51,7 @@ class ReplicaSource:
         self._services, self._replica, self._sink = services, replica, sink
         self.is_connected = self.partial = False
         self.seq = 0
+        self._is_doubted = False
         self._forms: dict[int, GroupFormat] = {}
         self._changed = asyncio.Event()
 
@@ -64,6 +65,10 @@ class ReplicaSource:
                     self.is_connected = False
                     self._sink.clear(life_ended=True)
                     await asyncio.sleep(RETRY_S)
+
+    def learn_again(self) -> None:
+        """Follow the replica from the beginning at its next batch: its hits contradict the entries."""
+        self._is_doubted = True
 
     async def wait_until(self, seq: int) -> None:
         """Wait until the batch with a number is applied; batch 0 is applied once the service answers."""
@@ -82,6 +87,10 @@ class ReplicaSource:
         self.is_connected, self.seq, self.partial = True, 0, False
         self._changed.set()
         async for batch in client.subscribe(self._replica, after_seq=0):
+            if self._is_doubted:
+                self._is_doubted = False
+                self._sink.clear(life_ended=True)
+                return
             self._take(batch)
             self._changed.set()
 

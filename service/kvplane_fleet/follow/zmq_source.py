@@ -74,6 +74,11 @@ class ZmqSource:
                 subscriber.disable_monitor()
                 self.is_connected = False
 
+    def learn_again(self) -> None:
+        """See SourceOrder."""
+        self._order.learn_again()
+        self._changed.set()
+
     async def wait_until_current(self) -> None:
         """Wait until the connection is up and no replay is under way."""
         while not self.is_connected or self._order.replaying:
