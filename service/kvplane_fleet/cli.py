@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
-from kvplane_service.cli.options import TABLE, ConfigFile, Listen, Output, Settings, given_access, load_config
-from kvplane_service.cli.output import columns, show
+from kvplane_service.cli.options import TABLE, ConfigFile, Listen, Output, Settings, Watch, given_access, load_config
+from kvplane_service.cli.output import columns, repeat, show
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -85,12 +85,16 @@ def list_places(
     places: Places = None,
     within: Within = 30.0,
     output: Output = TABLE,
+    watch: Watch = None,
 ) -> None:
     """List the engines with their entries, groups, kind of hashes, and faults of their events."""
     from kvplane.v1 import routing_pb2 as pb
 
-    answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(model=model), router, places, within))
-    show(answer, output, table=lambda: columns([_HEADING, *map(_row, answer.places)]))
+    def one() -> None:
+        answer = cast("pb.ListPlacesResponse", _ask(pb.ListPlacesRequest(model=model), router, places, within))
+        show(answer, output, table=lambda: columns([_HEADING, *map(_row, answer.places)]))
+
+    repeat(watch, one)
 
 
 @app.command()

@@ -2,9 +2,10 @@
 
     claims ─▶ costs ─▶ policy ─▶ booking ─▶ reports ─▶ fitted costs, claimed against real tokens
 
-A miss is computed while others wait, so its time counts for the prompts in flight too: twice their number at the place
-with this one, at most their mean number per place. With its own time alone a fleet that runs short of memory spreads
-prefixes over all engines, and computes them repeatedly; with the mean alone an idle engine is never given a prompt.
+A miss is computed while others wait, so its time counts for the prompts in flight too, as far as some place has what is
+missed: twice their number at the place with this one, at most their mean number per place. With its own time alone a
+fleet that runs short of memory spreads prefixes over all engines, and computes them repeatedly; with the mean alone an
+idle engine is never given a prompt.
 
 A claim is multiplied by the share of the place's recent claims that came true: content for which a prompt waits long in
 a queue may be evicted before it is computed.
@@ -80,11 +81,13 @@ class Around:
     Attributes:
         in_flight: mean number of prompts in flight at a place.
         longest: tokens that the place with the longest hit is expected to hit.
+        known: tokens that some group of some place has: the others are computed wherever the prompt is sent.
         now_s: the router's time.
     """
 
     in_flight: float
     longest: int
+    known: int
     now_s: float
 
 
@@ -157,6 +160,7 @@ class Decisions:
         around = Around(
             sum(self.work_of(name).in_flight for name in claims) / len(claims),
             max(one.expected for one in claims.values()),
+            max(max(one.expected, one.single_group) for one in claims.values()),
             now_s,
         )
         options = [self._option(claims[name], ask, around) for name in allowed]
@@ -177,11 +181,12 @@ class Decisions:
         output = ask.output_tokens or _UNKNOWN_OUTPUT
         evicted = self._evicted(claim, num_tokens)
         delay = DELAY_WEIGHT * min(around.in_flight, work.in_flight + 1)
+        unknown_s = work.costs.prefill_s(max(num_tokens - around.known, 1), around.known)
         later, probable = max(claim.single_group - around.longest, 0), work.trust * self._shared
         cost = Cost(
             queue_s=work.queue_s(around.now_s),
             miss_s=miss_s,
-            delay_s=delay * miss_s,
+            delay_s=delay * max(miss_s - unknown_s, 0.0),
             displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,

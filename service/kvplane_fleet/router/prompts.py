@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -19,6 +19,7 @@ from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_service.runtime.executors import Busy, Executor
 
 TIMEOUT_S = 2.0
+MOST_ENGINES = 2  # that are asked for one prompt
 MAX_ANSWER_BYTES = 64 << 20
 _CHAT = (
     "messages",
@@ -31,6 +32,7 @@ _CHAT = (
 _TEXT = ("prompt", "add_special_tokens")
 _CHARACTERS_PER_TOKEN = 4  # of a prompt that is not tokenized
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,7 @@ class Prompts:
     def __init__(self, fleet: Fleet, threads: int = 8) -> None:
         self._fleet = fleet
         self._offload = Executor("tokenizing by engines", threads=threads)
+        self._turn = 0
 
     async def of_body(self, model: str, body: Mapping[str, Any], num_bytes: int) -> Prompt:
         """Return the prompt of a request; one of about its length, of which nothing is cached, if it has no tokens."""
@@ -59,16 +62,26 @@ class Prompts:
         if not isinstance(body.get(names[0]), str | list):
             return None
         asked = {"model": model, **{name: body[name] for name in names if name in body}}
-        for one in self._fleet.of_model(model).values():
+        engines = [
+            one
+            for one in self._fleet.of_model(model).values()
+            if one.source.is_connected and one.place.settings.endpoint
+        ]
+        self._turn += 1
+        for one in _rotated(engines, self._turn)[:MOST_ENGINES]:
             endpoint = one.place.settings.endpoint
-            if not endpoint or not one.source.is_connected:
-                continue
             url = f"{endpoint if '://' in endpoint else f'http://{endpoint}'}/tokenize"
             try:
                 return await self._offload(partial(_tokenize, url, json.dumps(asked).encode()))
             except (OSError, URLError, ValueError, Busy) as error:
                 _log.warning("%s does not tokenize: %s", url, error)
         return None
+
+
+def _rotated(items: list[_T], turns: int) -> list[_T]:
+    """Return the items in order, beginning with another one at each turn."""
+    first = turns % max(len(items), 1)
+    return [*items[first:], *items[:first]]
 
 
 def _tokenize(url: str, body: bytes, opened: Callable[..., Any] = urlopen) -> Sequence[int]:
