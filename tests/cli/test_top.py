@@ -64,6 +64,12 @@ def test_top_once_prints_a_sorted_and_filtered_table(service, kvplane):
     assert "--sort: 'size' is no column (use one of replica, state, " in errors
 
 
+def test_top_without_a_terminal_names_once(service, kvplane):
+    code, out, errors = kvplane("top", "--service", service.address)
+    assert (code, out) == (2, "")
+    assert errors == "kvplane: kvplane top: there is no terminal to draw on (give --once, which prints the table)\n"
+
+
 def test_top_of_a_service_without_replicas(kvplane):
     with running() as service:
         assert kvplane("top", "--once", "--service", service.address)[1] == "no replica is registered\n"

@@ -203,6 +203,14 @@ def test_writer_is_free_once_its_process_exited(here: World):
     assert (writer.pid, open_files()) == (0, before - 1)
 
 
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
+def test_run_dir_that_cannot_be_made_is_refused(tmp_path: Path, place: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="cannot be made: ") as refused:
+        RunDir(tmp_path / place)
+    assert refused.value.field == "run_dir"
+
+
 def test_run_dir_in_use_is_not_cleaned(tmp_path: Path):
     mine = RunDir(tmp_path / "r")
     mine.write_state(5)

@@ -70,7 +70,8 @@ class RunDir:
         Raises:
             WorkerExists: a running worker has the lock; `metadata["pid"]` is its process.
             PermissionDenied: the directory belongs to another user, or other users can enter it.
-            InvalidArgument: the path is too long for a Unix socket, or has a character that gRPC parses (%, ?, #).
+            InvalidArgument: the directory cannot be made; or its path is too long for a Unix socket, or has a character
+                that gRPC parses (%, ?, #).
         """
         path = path.resolve()  # the service reads it, from a directory of its own
         if not is_socket_path(str(path / SOCKET)):
@@ -177,14 +178,14 @@ def _make_private(path: Path) -> None:
 
     The parent must belong to this user or to root: any other owner could replace the directory.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make(path.parent, parents=True)
     if path.parent.stat().st_uid not in (0, os.getuid()):
         raise PermissionDenied(
             f"{path.parent} belongs to another user, who could replace the directory {path.name} in it",
             field="run_dir",
             remedy="choose a run_dir whose parent belongs to this user or to root",
         )
-    path.mkdir(mode=0o700, exist_ok=True)
+    _make(path, parents=False)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionDenied(
@@ -192,6 +193,14 @@ def _make_private(path: Path) -> None:
             field="run_dir",
             remedy="choose another run_dir, or remove the access of other users (chmod 700)",
         )
+
+
+def _make(path: Path, parents: bool) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    except OSError as error:
+        what = f"the directory {path} cannot be made: {error.strerror}"
+        raise InvalidArgument(what, field="run_dir", remedy="choose a run_dir below a writable directory") from None
 
 
 def _write_private(path: Path, text: str) -> None:

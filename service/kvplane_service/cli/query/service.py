@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from kvplane.base.errors import Unavailable
+from kvplane.base.errors import InvalidArgument, Unavailable
 from kvplane_service.cli.client import address_remedy, client_of, described, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, FAILED, TABLE, Grpcurl, Output, Service, Watch, given_access
 from kvplane_service.cli.output import age, columns, repeat, show, store_word, text_of, word
@@ -140,6 +140,9 @@ def top_command(
         from kvplane_service.cli.views.top_app import Top
 
         client.status()  # raises Unavailable before the screen is taken over
+        if svg is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+            remedy = "give --once, which prints the table"
+            raise InvalidArgument("there is no terminal to draw on", field="kvplane top", remedy=remedy)
         app = Top(client, service, interval, order)
         app.run() if svg is None else app.save_picture(svg)
 
