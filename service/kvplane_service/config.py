@@ -107,10 +107,11 @@ class Config(BaseModel):
     """Memory that this process may use. `max_total_blocks` and `log_bytes` follow from it where they are not set.
     0 = the limit of its control group, or else half of the machine's memory.
     """
-    eviction: Literal["lru", "window_tail", "turn_tail"] = "lru"
+    eviction: Literal["lru", "window_tail", "turn_tail", "hazard"] = "lru"
     """Eviction policy of new replicas that are registered by a model or by layers and name none: lru; window_tail,
-    which evicts the blocks first that left the window of a request; or turn_tail, which also evicts states first that a
-    later turn superseded. A registered replica keeps its policy.
+    which evicts the blocks first that left the window of a request; turn_tail, which also evicts states first that a
+    later turn superseded; or hazard, which learns from the traffic what is least worth its place. A registered replica
+    keeps its policy.
     """
     max_requests: Count = 65536
     """Largest number of open requests per replica that unary calls have created."""

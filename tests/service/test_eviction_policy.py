@@ -42,7 +42,7 @@ def test_an_unknown_policy_is_refused_by_name():
         request = pb.RegisterReplicaRequest(replica="r", **wire.encode_source(source))
         kind = request.WhichOneof("source")
         getattr(request, kind).eviction = 9
-        with pytest.raises(InvalidArgument, match=r"9 is not a value.*EVICTION_POLICY_WINDOW_TAIL") as refused:
+        with pytest.raises(InvalidArgument, match=r"9 is not a value.*EVICTION_POLICY_HAZARD") as refused:
             plan_source(request)
         assert refused.value.field == f"{kind}.eviction"
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import ALL_GROUPS, Orders
-from kvplane_service.core.eviction import make_free_list
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import Need
+from kvplane_service.core.policies import make_free_list, note_admitted
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import FastPathBounds, Requests
 from kvplane_service.core.setup import is_cached, replay_boundaries, states_for_drafts
@@ -88,7 +88,7 @@ class Coordinator:
         self.spec = spec
         self.requests = requests
         self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
-        self.pool.free = make_free_list(spec.eviction, spec.num_blocks)
+        self.pool.free = make_free_list(spec, self.pool)
         self._orders = Orders()
         self.managers: tuple[GroupManager, ...] = tuple(
             make_manager(GroupSetup(number, group, spec, self.pool, requests, self._orders))
@@ -198,6 +198,7 @@ class Coordinator:
         self.requests.computed[slot] = total  # where the first chunk starts
         if spec.eviction is not EvictionPolicy.LRU:
             self.requests.hit_end[slot] = local
+            note_admitted(self.pool, self.requests, slot, local)
         self._adopt(admission, local, total)
         new = [manager.allocate(slot, num_slots, num_main, admission.num_encoder) for manager in self.managers]
         if admission.num_external and admission.delay_caching and spec.commit is CommitRule.SAFE:

@@ -40,12 +40,6 @@ if TYPE_CHECKING:
     from kvplane_service.core.managers.base import GroupManager
 
 
-def make_free_list(policy: EvictionPolicy, num_blocks: int) -> FreeList:
-    """Return the list of the free blocks of a pool, in the order of the policy."""
-    lists = {EvictionPolicy.WINDOW_TAIL: WindowTailList, EvictionPolicy.TURN_TAIL: TurnTailList}
-    return lists.get(policy, FreeList)(num_blocks)
-
-
 def split_left(
     manager: GroupManager, slot: int, indices: Sequence[int], blocks: Sequence[int]
 ) -> tuple[list[int], list[int]]:
@@ -54,6 +48,7 @@ def split_left(
 
     `indices`: their places in the slot's table.
     """
+    manager.pool.free.note_owner(slot, indices, blocks, manager.block_size)
     if manager.has_window:
         kept = kept_indices(manager, slot)
         first = [index not in kept for index in indices]

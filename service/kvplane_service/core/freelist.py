@@ -106,6 +106,12 @@ class FreeList:
         """Put blocks with a key that left the window of a running request; LRU does not distinguish them."""
         self.append(blocks)
 
+    def note_owner(self, slot: int, indices: Sequence[int], blocks: Sequence[int], block_size: int) -> None:
+        """Record that a request is the last user of blocks, which are at these places of its table; LRU records
+        nothing.
+        """
+        del slot, indices, blocks, block_size
+
     def forget(self, blocks: Iterable[int]) -> None:
         """Forget what the policy recorded of blocks that lose their keys; LRU records nothing."""
         del blocks

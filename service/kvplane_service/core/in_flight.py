@@ -24,6 +24,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
 from kvplane_service.core.eviction import renew_states
 from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.policies import note_released
 
 SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
 
@@ -280,6 +281,7 @@ class InFlightTracker:
         self._note_use(slot)
         if self._blocks.spec.eviction is EvictionPolicy.TURN_TAIL:
             renew_states(self._blocks.managers, slot)
+        note_released(self._blocks.managers, slot)
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
         else:
@@ -290,6 +292,7 @@ class InFlightTracker:
         cannot be cancelled.
         """
         self._note_use(slot)
+        note_released(self._blocks.managers, slot)
         self.held[slot] = self.held.pop(slot, []) + self._blocks.take_all(slot)[::-1]
 
     def load_is_over(self, slot: int, fence: int = 0) -> int:

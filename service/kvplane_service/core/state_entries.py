@@ -18,6 +18,7 @@ from kvplane_service.core.counters import Counters, Residency
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
+from kvplane_service.core.policies import HazardList
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
 from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
@@ -120,8 +121,9 @@ def _policy_state(replica: Replica) -> tuple[Any, ...] | None:
     free = replica.coordinator.pool.free
     if not isinstance(free, WindowTailList):
         return None
-    superseded = (dict(free.superseded),) if isinstance(free, TurnTailList) else ()
-    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end), *superseded
+    own = [dict(free.superseded)] if isinstance(free, TurnTailList) else []
+    own = free.state() if isinstance(free, HazardList) else own
+    return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end), *own
 
 
 def _request_columns(requests: Requests) -> dict[str, list[Any]]:
@@ -226,6 +228,8 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
         pool.free.rebuild(entries["free"][0], num_first)
         if isinstance(pool.free, TurnTailList):
             (pool.free.superseded,) = others
+        elif isinstance(pool.free, HazardList):
+            pool.free.load(others)
     else:
         pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}

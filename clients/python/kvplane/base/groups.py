@@ -57,12 +57,15 @@ class EvictionPolicy(Enum):
     LRU: the block that was used least recently, the end of a prefix before its beginning, as in vLLM. WINDOW_TAIL: the
     blocks that left the window of a running request (or its chunk), except those that a repeat or a continuation of its
     prompt needs; then as LRU. TURN_TAIL: as WINDOW_TAIL, and where hits can end inside blocks, what a later turn of a
-    conversation supersedes goes first too, and states rest with the other blocks of their request.
+    conversation supersedes goes first too, and states rest with the other blocks of their request. HAZARD: as
+    WINDOW_TAIL; then the blocks that are least worth their place until their next use, as the replica learns it from
+    its traffic, while that hits more than LRU.
     """
 
     LRU = "lru"
     WINDOW_TAIL = "window_tail"
     TURN_TAIL = "turn_tail"
+    HAZARD = "hazard"
 
 
 class Planner(Enum):

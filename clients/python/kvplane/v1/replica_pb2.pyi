@@ -38,6 +38,7 @@ class EvictionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_POLICY_LRU: _ClassVar[EvictionPolicy]
     EVICTION_POLICY_WINDOW_TAIL: _ClassVar[EvictionPolicy]
     EVICTION_POLICY_TURN_TAIL: _ClassVar[EvictionPolicy]
+    EVICTION_POLICY_HAZARD: _ClassVar[EvictionPolicy]
 
 class Planner(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -86,6 +87,7 @@ EVICTION_POLICY_UNSPECIFIED: EvictionPolicy
 EVICTION_POLICY_LRU: EvictionPolicy
 EVICTION_POLICY_WINDOW_TAIL: EvictionPolicy
 EVICTION_POLICY_TURN_TAIL: EvictionPolicy
+EVICTION_POLICY_HAZARD: EvictionPolicy
 PLANNER_UNSPECIFIED: Planner
 PLANNER_REFERENCE: Planner
 PLANNER_BEST: Planner

@@ -31,7 +31,7 @@ def replay_command(
     ] = 0,
     eviction: Annotated[
         EvictionPolicy | None,
-        typer.Option(help="Eviction: lru, window_tail or turn_tail. Default: as the service is configured."),
+        typer.Option(help="Eviction: lru, window_tail, turn_tail or hazard. Default: as the service is configured."),
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
