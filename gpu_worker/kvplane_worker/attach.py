@@ -8,6 +8,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from kvplane.base.job_table import JobTable
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.v1 import worker_pb2 as pb
@@ -50,6 +51,11 @@ class Attached:
     def records(self) -> memoryview:
         """The memory for the records of the engine's keys (`KeyRecords`), of an opaque plan; zeroes in new memory."""
         return self.holdings.records
+
+    @property
+    def jobs(self) -> JobTable | None:
+        """The job table of the worker's movers; None if the replica has no tiers."""
+        return self.holdings.jobs
 
     @property
     def staging(self) -> Tensor:

@@ -31,6 +31,7 @@ from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import AUTO, Choice, choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
+from kvplane_worker.tiers import start_movers
 
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.05  # poll interval of a leaving worker: has the engine exited?
@@ -164,10 +165,12 @@ class WorkerProcess:
         if self._service is None:
             self._served.allocate = partial(Holdings.allocate, device=options.device, place=run_dir, staging_bytes=0)
         else:
-            plan = self._first_assignment(self._service).plan
-            holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes)
+            assignment = self._first_assignment(self._service)
+            plan, tiers = assignment.plan, assignment.tiers
+            holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes, bool(tiers))
             self._warm_up(holdings)
             self._served.memory = holdings
+            self._served.movers = start_movers(holdings, tiers, self._backend.ops) if tiers else None
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
         self._server = WorkerServer(self._servicer, run_dir.path)
@@ -228,6 +231,8 @@ class WorkerProcess:
         lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
+        if self._served is not None and self._served.movers is not None:
+            self._served.movers.close()
         if self._served is not None and self._served.memory is not None:
             self._served.memory.close(lent)
         self._run_dir.leave()

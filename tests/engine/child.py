@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 
 import kvplane
+from kvplane.base.step import RowFlag
 from kvplane_worker.engine.config import MIXED, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
@@ -44,7 +45,8 @@ def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) 
     ops = TorchOps()
     memory = attach_ranks(workers, ops)
     model = Model(made.model, draw_weights(made.model), [one.pages for one in memory], ops)
-    return made.kind(partial(client.lasting_session, replica), memory, model, SchedulerConfig(token_budget=64))
+    config = SchedulerConfig(token_budget=64, admit_flags=RowFlag.LOAD if memory[0].jobs else RowFlag.NONE)
+    return made.kind(partial(client.lasting_session, replica), memory, model, config)
 
 
 def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:

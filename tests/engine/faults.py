@@ -18,6 +18,7 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.tiers import HostSlots, Movers
 
 MakeMover = Callable[[pages.PageBuffers, PagedOps, int], PageMover]
 
@@ -42,6 +43,8 @@ class Fault:
     mover: MakeMover = sound_mover
     stamps: type[StampTable] = StampTable
     ops: type[TorchOps] | None = None
+    movers: type[Movers] = Movers
+    slots: type[HostSlots] = HostSlots
     raises: str = ""
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane_worker.attach import describe
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.weights import draw_weights
 from tests.engine import child
@@ -24,15 +27,21 @@ Ended = tuple[int, list[int], list[int]]  # number, hits, output
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[World]:
     with world(tmp_path) as it:
-        source = POOL.source
-        it.register(
-            num_ranks=MIXED.num_ranks,
-            layers=source.layers,
-            num_blocks=source.num_blocks,
-            max_model_len=source.max_model_len,
-            max_batched_tokens=source.max_batched_tokens,
-        )
+        register(it, POOL)
         yield it
+
+
+def register(here: World, pool: Pool) -> None:
+    source = pool.source
+    here.register(
+        num_ranks=MIXED.num_ranks,
+        namespace=b"MIXED",
+        layers=source.layers,
+        num_blocks=source.num_blocks,
+        max_model_len=source.max_model_len,
+        max_batched_tokens=source.max_batched_tokens,
+        tiers=source.tiers,
+    )
 
 
 def prompts(seed: int) -> list[Prompt]:
@@ -72,3 +81,25 @@ def test_killed_engine_leaves_its_cache_to_the_next(here: World):
             assert kept_keys > 0
             assert hits[0] == [96], "100 tokens, up to the last hash boundary"
         assert life > 0 or hits[0] == [0]
+
+
+def test_killed_engine_leaves_the_host_tier_to_the_next(tmp_path: Path):
+    """The next engine loads what the device has evicted; workers in processes of their own move it."""
+    with world(tmp_path) as here:
+        register(here, replace(POOL, tiers=(TierSpec(TierKind.HOST, 900),)))
+        workers = [here.worker(rank)[1] for rank in range(MIXED.num_ranks)]
+        sent = [(([(seed + at) % 251 for at in range(150)]), 3) for seed in range(0, 240, 20)]
+        for life in range(2):
+            engine = here.start(child.engine, here.service.address, "r", workers)
+            engine.receive()
+            engine.connection.send(sent)
+            ended = serve_until(engine, len(sent))
+            assert count_wrong(sent, ended) == 0
+            if life:
+                assert sum(hits[0] > 0 for _, hits, _ in ended) > len(sent) // 2
+            engine.kill()
+        for address in workers:
+            (tier,) = describe(address).tiers
+            assert tier.num_blocks == 900
+            assert tier.saved_blocks > tier.loaded_blocks > 0
+            assert tier.refused_blocks == 0

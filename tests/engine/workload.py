@@ -92,6 +92,35 @@ class LongPrompts(Requests):
         return [BOS, *self._text(self._rng.randrange(self._max_len // 3, self._max_len - 20))]
 
 
+class Returning(Requests):
+    """Many conversations that come back in turn, more than a small pool has room for: mostly the next turn, or the same
+    prompt again; one that is too long begins again.
+    """
+
+    CONVERSATIONS = 24
+
+    def __init__(self, max_len: int, seed: int) -> None:
+        super().__init__(max_len, seed)
+        self._texts = [self._fresh_text() for _ in range(self.CONVERSATIONS)]
+        self._at = 0
+
+    def next(self) -> Request:
+        rng = self._rng
+        self._at = rng.choice([(self._at + 1) % self.CONVERSATIONS] * 4 + [rng.randrange(self.CONVERSATIONS)])
+        text = self._texts[self._at]
+        max_new = rng.choice([1, 2, 3, 8])
+        if len(text) + max_new + 8 > self._max_len:
+            text = self._fresh_text()
+        elif rng.random() < 0.6:
+            text = text + self._text(rng.randrange(1, 8))
+        self._texts[self._at] = text
+        self._number += 1
+        return Request(f"q{self._number}", text, max_new, keep_logits=True)
+
+    def _fresh_text(self) -> list[int]:
+        return [BOS, *self._text(self._rng.randrange(self._max_len // 2, 3 * self._max_len // 4))]
+
+
 class Answers(Requests):
     """Triples: a prompt, the same prompt in another domain, and the next turn of the second.
 

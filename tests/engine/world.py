@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvplane.base.groups import CommitRule
+from kvplane.base.groups import CommitRule, TierSpec
+from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.session import SessionTransport
 from kvplane.base.sources import LayerSource
@@ -35,6 +36,7 @@ from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
+from kvplane_worker.tiers import MoverMemory, Movers
 from tests.engine.backends import Place
 from tests.engine.faults import Fault
 from tests.engine.twin import Twin
@@ -47,7 +49,7 @@ class Pool:
     Attributes:
         num_blocks: blocks of the pool; small pools evict and preempt.
         batches: most steps in flight.
-        retention_interval, watermark, block_outermost, commit: as in `LayerSource`.
+        retention_interval, watermark, block_outermost, commit, tiers: as in `LayerSource`.
     """
 
     model: ModelConfig = MIXED
@@ -59,6 +61,7 @@ class Pool:
     watermark: float = 0.0
     block_outermost: bool = False
     commit: CommitRule = CommitRule.SAFE
+    tiers: tuple[TierSpec, ...] = ()
 
     @property
     def source(self) -> LayerSource:
@@ -72,6 +75,7 @@ class Pool:
             watermark=self.watermark,
             block_outermost=self.block_outermost,
             commit=self.commit,
+            tiers=self.tiers,
         )
 
     @property
@@ -92,7 +96,15 @@ def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
     pages, fault = PageBuffers(plan, world.place.allocate(allocation_bytes(plan))), world.fault
     buffer = bytearray(table_bytes(plan.num_blocks))
     stamps = fault.stamps.create(buffer, plan.num_blocks, incarnation=draw_nonce() | 1)
-    return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank))
+    jobs = None
+    if world.pool.tiers:
+        num_rows = rows_for(plan.num_blocks)
+        jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
+        width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
+        slots = [world.fault.slots(tier, width, world.place.device) for tier in world.pool.tiers]
+        place = MoverMemory(pages, stamps, slots, IDENTITY)
+        world.movers.append(world.fault.movers(place, world.ops, jobs))
+    return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank), jobs)
 
 
 class LossyModel(Model):
@@ -111,6 +123,7 @@ class LossyModel(Model):
         return super().logits(launch)
 
 
+IDENTITY = b"the engine, rank"
 SOUND = Fault("none", "")
 
 
@@ -124,6 +137,7 @@ class World:
         lose_every: launches after which one fails; 0 = never.
         place: device and allocating process of the pages.
         memory: memory by rank; outlives the engines.
+        movers: of the tiers, by rank, if the pool has any; as long as the memory.
         engine: the engine of the current engine life.
     """
 
@@ -138,7 +152,9 @@ class World:
 
     def __post_init__(self) -> None:
         request = pb.RegisterReplicaRequest(replica=self.name, layers=encode_layer_source(self.pool.source))
-        self.registry.register(self.name, Registration(plan_source(request).spec, self.pool.model.num_ranks))
+        spec = plan_source(request).spec
+        self.registry.register(self.name, Registration(spec, self.pool.model.num_ranks, namespace_digest=b"engine"))
+        self.movers: list[Movers] = []
         plan = self.pool.rank_plan
         self.ops = self.fault.ops() if self.fault.ops else self.ops
         self.memory = [poisoned_memory(plan, rank, self) for rank in range(self.pool.model.num_ranks)]
@@ -166,5 +182,7 @@ class World:
         return InProcessTransport(lambda name: self.registry.get(name).host)
 
     def check(self) -> None:
-        """Check the invariants of the core."""
+        """Check the invariants of the core, and stop the movers."""
+        for movers in self.movers:
+            movers.close()
         inspect.check(self.host.replica.reference())

@@ -83,10 +83,10 @@ class World:
         self.device = "cpu"
         self.children: list[Child] = []
 
-    def register(self, name: str = "r", num_ranks: int = 1, **source: Any) -> None:
+    def register(self, name: str = "r", num_ranks: int = 1, namespace: bytes = b"", **source: Any) -> None:
         given = {"layers": LAYERS, "num_blocks": BLOCKS, "max_model_len": 256, "max_batched_tokens": 256, **source}
         with connect(self.service.address) as client:
-            client.register_replica(name, LayerSource(**given), num_ranks=num_ranks)
+            client.register_replica(name, LayerSource(**given), num_ranks=num_ranks, namespace_digest=namespace)
 
     def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
         run_dir = self.folder / (folder or f"{replica}-{rank}")

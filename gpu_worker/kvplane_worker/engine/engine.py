@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from kvplane.base.errors import KvplaneError
@@ -10,11 +11,14 @@ from kvplane.blocking.session import Session
 from kvplane.rank import Rank, RankGroup
 from kvplane.scheduling import Counts
 from kvplane.session.reopening import Revival
+from kvplane.tier_jobs import TierJobs
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
+
+IDLE_WAIT_S = 0.05
 
 OpenSession = Callable[[Callable[[], Revival]], Session]
 
@@ -55,6 +59,8 @@ class Engine:
         self._model = model
         self._ranks = [Rank(one.stamps, one.mover) for one in memory]
         self._group = RankGroup([one.stamps for one in memory])
+        tables = [one.jobs for one in memory if one.jobs is not None]
+        self._jobs = TierJobs(tables) if len(tables) == len(memory) else None
         self._known_requests: Callable[[], tuple[News, tuple[int, ...]]] = _none_yet
         self._known_image: Callable[[], Resume | None] = _no_image_yet
         self._session = open_session(self.revival)
@@ -64,6 +70,8 @@ class Engine:
         self._known_requests, self._known_image = self._scheduler.known_requests, self._scheduler.resume
         self._report_lag = config.report_lag
         self._reported = 0
+        self._load_deadline_s = config.load_deadline_s
+        self._waits_since: dict[int, float] = {}  # by number of a load: when it was ordered
 
     @property
     def has_work(self) -> bool:
@@ -96,12 +104,17 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one scheduler iteration and return the requests that ended in it."""
-        part = self._scheduler.plan()
-        answer = self._session.apply(part, executed_through=self._executed_through())
+        self._give_up_late_loads()
+        part, executed = self._scheduler.plan(), self._executed_through()
+        if self._jobs is not None:
+            self._jobs.report(part.cache, executed)
+        answer = self._session.apply(part, executed_through=executed)
         (result,) = answer.parts
         self._claim(answer.seq)
         self._carry_out(answer)
         scheduled = self._scheduler.apply_result(part, result)
+        if self._jobs is not None and not scheduled and self._scheduler.loading:
+            self._jobs.wait(IDLE_WAIT_S)  # nothing to compute before a load ends
         try:
             self._compute(scheduled)
         except LaunchFailed:
@@ -118,6 +131,16 @@ class Engine:
         if self._epoch != self._session.epoch:
             self._epoch = self._session.epoch
             self._group.claim(self._epoch, next_seq)
+            if self._jobs is not None:
+                self._jobs.begin(self._epoch, self._session.busy_blocks)
+
+    def _give_up_late_loads(self) -> None:
+        """Compute what was not loaded within the deadline."""
+        now, waits = time.monotonic(), self._scheduler.loading
+        self._waits_since = {one.load: self._waits_since.get(one.load, now) for one in waits}
+        for request in waits:
+            if now - self._waits_since[request.load] > self._load_deadline_s:
+                self._scheduler.give_up_load(request)
 
     def revival(self) -> Revival:
         """Return what the session sends to a restarted service: stamps (version numbers of the pages' contents),
@@ -127,7 +150,10 @@ class Engine:
         news, running = self._known_requests()
         group, image = self._group, self._known_image()
         stamps = group.agreed_stamps()
-        return Revival(stamps, group.incarnation, news, running, resume=image, owner_epoch=group.owner_epoch)
+        busy = self._jobs.blocks_loading if self._jobs is not None else ()
+        return Revival(
+            stamps, group.incarnation, news, running, resume=image, busy_blocks=busy, owner_epoch=group.owner_epoch
+        )
 
     def _executed_through(self) -> int:
         """Return the number of the last step that all ranks have executed, minus `report_lag`; never less than an
@@ -141,6 +167,9 @@ class Engine:
         for rank in self._ranks:
             for number, part in enumerate(answer.parts, answer.part):
                 rank.carry_out(self._session.epoch, answer.seq, number, part.orders)
+        for number, part in enumerate(answer.parts, answer.part):
+            if self._jobs is not None:
+                self._jobs.order(answer.seq, number, part)
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
         """Run the forward pass of the scheduled rows and sample their next tokens."""

@@ -25,6 +25,7 @@ class SchedulerConfig(Limits):
     Attributes:
         report_lag: number of steps by which the engine delays its report of executed steps, to imitate several steps in
             flight: at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
+        load_deadline_s: after this time a request waits no longer for its load from a tier, and computes its hit.
     """
 
     max_running: int = 8
@@ -34,6 +35,7 @@ class SchedulerConfig(Limits):
     drafter: Drafter = draft
     commits: bool = True
     report_lag: int = 0
+    load_deadline_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

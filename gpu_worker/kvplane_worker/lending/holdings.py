@@ -11,17 +11,25 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvplane.base.errors import FailedPrecondition, OutOfMemory
+from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.key_records import RECORD_BYTES, records_bytes
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import HEADER_BYTES, STAMP_BYTES, StampTable, table_bytes
 from kvplane_worker.lending.rundir import RunDir
-from kvplane_worker.memory import Memory, SharedMemory, allocate_memory, free_bytes, open_memory
+from kvplane_worker.memory import (
+    Memory,
+    SharedMemory,
+    allocate_memory,
+    free_bytes,
+    open_memory,
+    pin_host_memory,
+)
 from kvplane_worker.memory.handle import MemoryHandle
 from kvplane_worker.memory.shared import CPU
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
 
-PAGES, STAMPS, STAGING = "pages", "stamps", "staging"
+PAGES, STAMPS, STAGING, JOBS = "pages", "stamps", "staging", "jobs"
 
 
 def stamps_bytes(plan: RankPlan) -> int:
@@ -38,6 +46,7 @@ class Handles:
     pages: MemoryHandle
     stamps: MemoryHandle
     staging: MemoryHandle
+    jobs: MemoryHandle | None = None
 
 
 @dataclass(slots=True)
@@ -48,19 +57,23 @@ class Holdings:
         buffers: tensor views of the pages.
         stamps: the stamp table of the pages: the version number of each page's content.
         staging: staging buffer, uint8 [bytes] in host memory.
-        handles: the handles with which another process maps pages, stamp table and staging buffer.
+        handles: the handles with which another process maps pages, stamp table, staging buffer and job table.
+        jobs: the job table of the movers of the replica's tiers; None without tiers.
     """
 
     buffers: PageBuffers
     stamps: StampTable
     staging: Tensor
     handles: Handles
+    jobs: JobTable | None
     _memories: tuple[Memory, ...] = field(repr=False)
 
     @classmethod
-    def allocate(cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int) -> Holdings:
-        """Allocate zeroed pages, a stamp table (page version numbers) and a staging buffer, with a new incarnation (a
-        random number that identifies the memory).
+    def allocate(
+        cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, has_tiers: bool = False
+    ) -> Holdings:
+        """Allocate zeroed pages, a stamp table (page version numbers), a staging buffer and, with tiers, a job table,
+        with a new incarnation (a random number that identifies the memory).
 
         Raises:
             OutOfMemory: the device or the host has too little memory; `metadata` has the bytes needed and free, and the
@@ -77,13 +90,19 @@ class Holdings:
             cleanup.callback(stamps.close)
             staging = SharedMemory.create(place.shared_path(STAGING), staging_bytes)
             cleanup.callback(staging.close)
+            num_rows = rows_for(plan.num_blocks)
+            shared = [SharedMemory.create(place.shared_path(JOBS), job_table_bytes(num_rows))] if has_tiers else []
+            for one in shared:
+                cleanup.callback(one.close)
             buffers = PageBuffers(plan, pages.tensor())
+            pin_host_memory(staging.tensor(), device)
             cleanup.pop_all()
         incarnation = secrets.randbits(64) or 1
         buffers.write_incarnation(incarnation)
         table = StampTable.create(stamps.view, plan.num_blocks, incarnation)
-        handles = Handles(pages.handle, stamps.handle, staging.handle)
-        return cls(buffers, table, staging.tensor(), handles, (pages, stamps, staging))
+        handles = Handles(pages.handle, stamps.handle, staging.handle, *(one.handle for one in shared))
+        jobs = JobTable.create(shared[0].view, num_rows) if shared else None
+        return cls(buffers, table, staging.tensor(), handles, jobs, (pages, stamps, staging, *shared))
 
     @classmethod
     def map(cls, plan: RankPlan, handles: Handles) -> Holdings:
@@ -96,12 +115,14 @@ class Holdings:
         """
         pages = open_memory(handles.pages)
         stamps, staging = SharedMemory.open(handles.stamps), SharedMemory.open(handles.staging)
+        shared = [SharedMemory.open(handles.jobs)] if handles.jobs else []
         holdings = cls(
             PageBuffers(plan, pages.tensor()),
             StampTable(stamps.view),
             staging.tensor(),
             handles,
-            (pages, stamps, staging),
+            JobTable(shared[0].view) if shared else None,
+            (pages, stamps, staging, *shared),
         )
         holdings.check_incarnation()
         return holdings
@@ -109,7 +130,7 @@ class Holdings:
     @property
     def records(self) -> memoryview:
         """The memory behind the stamp table, for the key records of an opaque plan; empty for other plans."""
-        _, stamps, _ = self._memories
+        stamps = self._memories[1]
         assert isinstance(stamps, SharedMemory)
         return stamps.view[table_bytes(self.stamps.num_blocks) :]
 
@@ -141,13 +162,15 @@ class Holdings:
         With `lent`, the process that allocated the memory frees nothing, because a running process still maps it.
         """
         self.stamps.release()
+        if self.jobs is not None:
+            self.jobs.release()
         for memory in self._memories:
             memory.close(lent)
 
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
     """Raise OutOfMemory if the pages do not fit, before anything is allocated."""
-    host = stamps_bytes(plan) + staging_bytes
+    host = stamps_bytes(plan) + staging_bytes  # a job table is small compared with them
     needs = {device: allocation_bytes(plan)}
     needs[CPU] = needs.get(CPU, 0) + host
     for where, asked in needs.items():

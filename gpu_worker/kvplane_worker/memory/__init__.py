@@ -7,8 +7,16 @@ kinds   one interface for both
 """
 
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
-from kvplane_worker.memory.kinds import Memory, allocate_memory, check_device, free_bytes, open_memory, use_device
-from kvplane_worker.memory.shared import SharedMemory
+from kvplane_worker.memory.kinds import (
+    Memory,
+    allocate_memory,
+    check_device,
+    free_bytes,
+    open_memory,
+    pin_host_memory,
+    use_device,
+)
+from kvplane_worker.memory.shared import SharedMemory, free_host_bytes
 
 __all__ = [
     "Memory",
@@ -18,6 +26,8 @@ __all__ = [
     "allocate_memory",
     "check_device",
     "free_bytes",
+    "free_host_bytes",
     "open_memory",
+    "pin_host_memory",
     "use_device",
 ]

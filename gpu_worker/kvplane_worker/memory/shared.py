@@ -103,5 +103,10 @@ def free_shared_bytes() -> int:
     fewer.
     """
     found = os.statvfs(SHM_FOLDER)
+    return min(found.f_bavail * found.f_frsize, free_host_bytes())
+
+
+def free_host_bytes() -> int:
+    """Return the number of bytes that are free on the machine."""
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return min(found.f_bavail * found.f_frsize, int(available.split()[1]) * 1024)
+    return int(available.split()[1]) * 1024

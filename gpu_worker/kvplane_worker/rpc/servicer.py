@@ -31,6 +31,7 @@ from kvplane_worker.memory import free_bytes
 from kvplane_worker.ops.select import Choice
 from kvplane_worker.rpc import wire
 from kvplane_worker.rpc.callers import Caller
+from kvplane_worker.tiers import Movers
 
 MAX_THREADS = 8
 THREADS_FOR_CLAIMS = 2
@@ -47,6 +48,7 @@ class ServedRank:
         memory: pages, stamp table and staging buffer; None until an engine has given its plan.
         backend: backend of page operations.
         allocate: allocates memory for the plan of an engine; None if the worker's plan comes from a service.
+        movers: of the tiers of the replica; None if it has none.
     """
 
     replica: str
@@ -55,6 +57,7 @@ class ServedRank:
     memory: Holdings | None
     backend: Choice
     allocate: Callable[[RankPlan], Holdings] | None = None
+    movers: Movers | None = None
 
     @property
     def holdings(self) -> Holdings:
@@ -158,8 +161,13 @@ class WorkerServicer:
             backend_reasons=served.backend.explained,
             attached_pid=self.attached_pid,
             staging_rows=[served.holdings.rows(group) for group in groups],
-            busy=wire.encode_blocks(list(dict.fromkeys(chain.from_iterable(list(self._accepted))))),
+            busy=wire.encode_blocks(list(dict.fromkeys(chain(*list(self._accepted), self._loaded())))),
+            tiers=wire.encode_tiers(served.movers.tiers) if served.movers is not None else (),
         )
+
+    def _loaded(self) -> tuple[int, ...]:
+        """Return the blocks that loads from the tiers are writing."""
+        return self._served.movers.written if self._served.movers is not None else ()
 
     def Attach(self, request: pb.AttachRequest, caller: Caller) -> Message:  # noqa: N802
         """Lend the pages to the calling process, or only the stamp table; see worker.proto."""
@@ -254,9 +262,14 @@ class WorkerServicer:
         """Make a new engine life (epoch) the owner of the pages, the only one that may write them; see worker.proto."""
         self._check_token(request.token)
         self._check_worker(request.worker_id)
+        served = self._served
         with self._one_at_a_time:
-            self._served.holdings.stamps.begin_life(request.epoch)
-            return wire.encode_claimed(self._served.holdings, self._written)
+            if served.movers is not None:
+                loaded = served.movers.claim(request.epoch)
+            else:
+                loaded = ()
+                served.holdings.stamps.begin_life(request.epoch)
+            return wire.encode_claimed(served.holdings, tuple(dict.fromkeys((*self._written, *loaded))))
 
     def _check_worker(self, worker_id: int) -> None:
         if worker_id not in (0, self._served.info.worker_id):

@@ -8,10 +8,12 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
-from kvplane.wire.columns import U32, pack, unpack
-from kvplane.wire.spec import decode_enum
+from kvplane.v1.replica_pb2 import TierKind
+from kvplane.wire.columns import U32, build, pack, unpack
+from kvplane.wire.spec import decode_enum, encode_enum
 from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
+from kvplane_worker.tiers import Slots
 from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
@@ -66,12 +68,15 @@ def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
     if not stamps_only:
         message.pages.CopyFrom(encode_handle(handles.pages))
         message.staging.CopyFrom(encode_handle(handles.staging))
+        if handles.jobs is not None:
+            message.jobs.CopyFrom(encode_handle(handles.jobs))
     return message
 
 
 def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
     """Return the memory layout and the handles in an `Attach` response."""
-    handles = Handles(*(decode_handle(one) for one in (message.pages, message.stamps, message.staging)))
+    shared = [message.pages, message.stamps, message.staging, *([message.jobs] if message.HasField("jobs") else [])]
+    handles = Handles(*map(decode_handle, shared))
     return wire.decode_plan(message.plan), handles
 
 
@@ -91,6 +96,27 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
         message.part,
         message.load_after,
     )
+
+
+def encode_tiers(tiers: Sequence[Slots]) -> list[pb.WorkerTier]:
+    """Return the messages of a worker's tiers."""
+    return [
+        build(
+            pb.WorkerTier,
+            f"tiers[{number}]",
+            {
+                "kind": encode_enum(TierKind, "TIER_KIND", tier.spec.kind),
+                "num_blocks": tier.spec.num_blocks,
+                "slot_bytes": tier.slot_bytes,
+                "saved_blocks": tier.counts.saved,
+                "loaded_blocks": tier.counts.loaded,
+                "loaded_bytes": tier.counts.loaded_bytes,
+                "discarded_blocks": tier.counts.discarded,
+                "refused_blocks": tier.counts.refused,
+            },
+        )
+        for number, tier in enumerate(tiers)
+    ]
 
 
 def encode_transferred(outcome: Outcome) -> pb.TransferResponse:

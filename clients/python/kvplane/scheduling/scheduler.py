@@ -1,25 +1,10 @@
-"""A scheduler for engines with continuous batching: a state machine without I/O.
-
-    scheduler = Scheduler(session.spec, Limits(token_budget=2048))
-    scheduler.add(Request("r-1", prompt, max_new_tokens=64))
-    while scheduler.has_work:
-        part = scheduler.plan()
-        result = session.apply(part).parts[0]
-        for row in scheduler.update(part, result):         # the rows of one launch
-            scheduler.finish_row(row, sample(row))         # one token after each of the last `num_outputs` tokens
-        finished = scheduler.take_finished()
-
-It manages the queues, prompt chunks, drafts, preemptions, aborts and block tables that every engine needs. The service
-decides which blocks each request gets and how many tokens it computes; the engine provides the order of requests, its
-limits and the sampled tokens. A launch must be complete before the next step is planned. An engine that hashes tokens
-itself overrides `Request.news_row`, `append` and `content`.
-"""
+"""The scheduler: queues, the rows of the next step, and what its result changes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from kvplane.base.errors import InternalError, InvalidArgument
@@ -37,173 +22,12 @@ from kvplane.base.step import (
     Resume,
     RowFlag,
 )
-from kvplane.session.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
+from kvplane.scheduling.requests import NO_SLOT, Counts, Limits, Request, Scheduled
+from kvplane.session.rows import AdmitRow, FactRow, ResumeRow, Row, RunRow, part_of, resume_of
 from kvplane.session.tables import BlockTables
 
-NO_SLOT = -1
 MAX_IDLE_STEPS = 8
 MAX_NEWS_TOKENS = 1 << 21  # prompt tokens after which a step announces no further request, to bound its message
-
-Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, most drafts) -> proposed next tokens
-
-
-def no_drafts(tokens: Sequence[int], most: int) -> list[int]:
-    """Return no drafts: the drafter of an engine without speculative decoding."""
-    del tokens, most
-    return []
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of an engine.
-
-    Attributes:
-        max_running: most requests that run at the same time.
-        token_budget: most tokens that a step computes.
-        chunk_tokens: most tokens of one prompt that a step computes.
-        admit_rows: most waiting requests that a step asks to admit, from the head of the queue.
-        num_drafts: most draft tokens per request and step; with recurrent states at most GroupSpec.speculative_blocks.
-        drafter: proposes the next tokens of a request.
-        lookahead: token positions that each row asks for in addition to its drafts.
-        commits: report accepted drafts as committed, so that other requests can hit their blocks one step earlier.
-        admit_flags: flags of each admit row.
-    """
-
-    max_running: int = 256
-    token_budget: int = 8192
-    chunk_tokens: int = UNLIMITED
-    admit_rows: int = 8
-    num_drafts: int = 0
-    drafter: Drafter = no_drafts
-    lookahead: int = 0
-    commits: bool = False
-    admit_flags: RowFlag = RowFlag.NONE
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A generation request, from its prompt to its last token.
-
-    Attributes:
-        request_id: id that the service uses in explanations and traces.
-        prompt: token ids.
-        max_new_tokens: most tokens to generate; a stop token may end the request earlier.
-        domain: requests share blocks only within a domain.
-        stop_token_ids: the request ends with any of these tokens.
-        tokens: the prompt and the generated tokens.
-        slot: the request's number at the service; NO_SLOT before it is announced.
-        computed: number of leading tokens whose keys, values and states are in pages.
-        launch_end: number of tokens after the last launch, rejected drafts included.
-        drafts: proposed next tokens.
-        hits: number of cached tokens that each admission found.
-        error: why the request ended without its last token; "" if it did not.
-    """
-
-    request_id: str
-    prompt: Sequence[int]
-    max_new_tokens: int
-    domain: str = ""
-    stop_token_ids: Container[int] = ()
-    tokens: list[int] = field(init=False)
-    slot: int = field(default=NO_SLOT, init=False)
-    computed: int = field(default=0, init=False)
-    launch_end: int = field(default=0, init=False)
-    drafts: list[int] = field(default_factory=list, init=False)
-    hits: list[int] = field(default_factory=list, init=False)
-    error: str = field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        """Raise InvalidArgument if the prompt is empty or `max_new_tokens` is below 1."""
-        self.tokens = list(self.prompt)
-        if not self.tokens or self.max_new_tokens < 1:
-            raise InvalidArgument(
-                f"the request has {len(self.tokens)} prompt tokens and asks for {self.max_new_tokens} new ones",
-                field="max_new_tokens" if self.tokens else "prompt",
-                remedy="give 1 or more of each",
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the prompt and generated so far."""
-        return len(self.tokens)
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens that the request can have: its prompt and `max_new_tokens`."""
-        return len(self.prompt) + self.max_new_tokens
-
-    @property
-    def output(self) -> list[int]:
-        """The generated tokens."""
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the request has its last token."""
-        count = self.num_tokens - len(self.prompt)
-        return count >= self.max_new_tokens or (count > 0 and self.tokens[-1] in self.stop_token_ids)
-
-    def news_row(self) -> NewsRow:
-        """Return the row that announces the request, with all its tokens, to the service."""
-        return NewsRow(
-            self.slot, self.tokens, request_id=self.request_id, domain=self.domain, max_tokens=self.max_tokens
-        )
-
-    def append(self, token: int) -> None:
-        """Append a generated token to the request."""
-        self.tokens.append(token)
-
-    def content(self, num_appended: int) -> FactRow:
-        """Return the row that reports the last `num_appended` tokens to the service."""
-        return FactRow(self.slot, tokens=self.tokens[len(self.tokens) - num_appended :])
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One row of a launch: `num_tokens` tokens of one request from position `start`: known tokens, then drafts.
-
-    Attributes:
-        num_outputs: number of last tokens after each of which the engine samples one.
-        tables: block ids of each group, in token order.
-        is_admission: whether this step admitted the request.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int
-    num_outputs: int
-    tables: Sequence[Sequence[int]]
-    is_admission: bool = False
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + self.num_tokens
-
-    @property
-    def tokens(self) -> list[int]:
-        """The token ids to compute."""
-        return [*self.request.tokens, *self.request.drafts][self.start : self.end]
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters of one scheduler since its start. They never decrease."""
-
-    steps: int = 0
-    completed: int = 0
-    refused: int = 0
-    aborted: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    copies: int = 0
-    preempted: int = 0
-    deferred: int = 0
-    accepted_drafts: int = 0
-    rejected_drafts: int = 0
-    lost_steps: int = 0
 
 
 class Scheduler:
@@ -280,6 +104,21 @@ class Scheduler:
             self._facts.remove(pending)
         self._end(request, replace(pending or FactRow(request.slot), end=End.FREE))
 
+    @property
+    def loading(self) -> list[Request]:
+        """The running requests that wait for a load from a tier."""
+        return [request for request in self._running if request.load]
+
+    def give_up_load(self, request: Request) -> None:
+        """Let a request wait no longer for its load, between two steps: it returns to the head of the queue, and
+        computes what is not on the device. Its blocks stay with the load until the end of the job is reported.
+        """
+        if request.load:
+            self._facts.append(FactRow(request.slot, end=End.PREEMPTED))
+            self._preempt([request.slot])
+            request.may_load = False
+            self.counts.loads_given_up += 1
+
     def known_requests(self) -> tuple[News, tuple[int, ...]]:
         """Return the announced requests with their current tokens, and the slots of the running ones, for a reopened
         session.
@@ -289,7 +128,8 @@ class Scheduler:
         return news, tuple(request.slot for request in self._running)
 
     def resume(self) -> Resume | None:
-        """Return the running requests with the blocks that they hold, for a service that continues with them.
+        """Return the running requests with the blocks that they hold, for a service that continues with them. Those
+        that wait for a load are left out, and so preempted: the new service does not know the job.
 
         Returns None while a failed launch is unreported: the service decides which requests have used that launch's
         pages.
@@ -300,6 +140,7 @@ class Scheduler:
             [
                 ResumeRow(one.slot, one.computed, self._tables[one.slot], len(one.prompt), launch_end=one.launch_end)
                 for one in self._running
+                if not one.load
             ]
         )
 
@@ -335,7 +176,8 @@ class Scheduler:
                 announced += request.num_tokens
                 self._take_slot(request)
                 yield request.news_row()
-            yield AdmitRow(request.slot, cap=limits.chunk_tokens, lookahead=limits.lookahead, flags=limits.admit_flags)
+            flags = limits.admit_flags if request.may_load else limits.admit_flags & ~RowFlag.LOAD
+            yield AdmitRow(request.slot, cap=limits.chunk_tokens, lookahead=limits.lookahead, flags=flags)
 
     def _take_slot(self, request: Request) -> None:
         if not self._free_slots:
@@ -349,6 +191,7 @@ class Scheduler:
     def update(self, part: Part, result: PartResult) -> list[Scheduled]:
         """Apply the result of a planned part. Returns the rows to compute, running requests first."""
         self._tables.update(part, result)
+        self._end_loads(part.cache)
         self._has_unreported_loss = False
         self.counts.steps += 1
         self.counts.copies += len(result.orders.copy_src)
@@ -359,8 +202,14 @@ class Scheduler:
         ]
         self._preempt(result.preempted)
         scheduled += self._admit(part, result)
-        self._check_progress(bool(scheduled or result.preempted or part.facts.slot) or not self.has_work)
+        has_progress = bool(scheduled or result.preempted or part.facts.slot or self.loading)
+        self._check_progress(has_progress or not self.has_work)
         return scheduled
+
+    def _end_loads(self, cache: Cache) -> None:
+        over = {*cache.jobs_done, *cache.jobs_failed}
+        for request in self.loading if over else ():
+            request.load = 0 if request.load in over else request.load
 
     def _request(self, slot: int) -> Request:
         request = self._by_slot[slot]
@@ -370,7 +219,7 @@ class Scheduler:
     def _admit(self, part: Part, result: PartResult) -> Iterator[Scheduled]:
         """Move admitted requests from the queue to the running ones, and yield a row for each that computes tokens."""
         rows = zip(part.admit.slot, result.admit_status, result.admit_hit, result.admit_granted, strict=True)
-        for slot, status, hit, granted in rows:
+        for row, (slot, status, hit, granted) in enumerate(rows):
             request = self._request(slot)
             if status == AdmitStatus.GRANTED:
                 self._waiting.remove(request)
@@ -379,8 +228,9 @@ class Scheduler:
                 request.hits.append(hit)
                 self.counts.hits += hit > 0
                 self.counts.hit_tokens += hit
+                self._note_admission(request, row, result)
                 if granted:
-                    yield self._schedule(request, granted, is_admission=True)
+                    yield self._schedule(request, granted)
             elif status == AdmitStatus.NEVER_FITS:
                 self._waiting.remove(request)
                 request.error = f"{request.num_tokens} tokens need more blocks than the pool has"
@@ -389,6 +239,13 @@ class Scheduler:
             elif status == AdmitStatus.DEFERRED:
                 self.counts.deferred += 1
 
+    def _note_admission(self, request: Request, row: int, result: PartResult) -> None:
+        request.may_load = request.is_admitted = True
+        request.load = result.admit_job[row] if result.admit_job else 0
+        if request.load:
+            self.counts.loads += 1
+            self.counts.loaded_tokens += result.admit_tier_tokens[row]
+
     def _preempt(self, slots: list[int]) -> None:
         """Move preempted requests to the head of the queue. They keep their tokens, of which none counts as
         computed.
@@ -396,11 +253,12 @@ class Scheduler:
         for slot in slots:
             request = self._request(slot)
             self._running.remove(request)
-            request.computed, request.drafts = 0, []
+            request.computed, request.drafts, request.load = 0, [], 0
             self._waiting.appendleft(request)
             self.counts.preempted += 1
 
-    def _schedule(self, request: Request, count: int, is_admission: bool = False) -> Scheduled:
+    def _schedule(self, request: Request, count: int) -> Scheduled:
+        is_admission, request.is_admitted = request.is_admitted, False
         num_outputs = max(0, request.computed + count - (request.num_tokens - 1))
         tables = self._tables[request.slot]
         return Scheduled(request, request.computed, count, num_outputs, tables, is_admission)

@@ -1,0 +1,303 @@
+"""The movers of a rank: threads that carry out the jobs of its tiers, concurrently with the worker's calls and the
+engine's steps.
+
+    load   slot ─ seal verified ─▶ page       only under the epoch of its engine life, checked before every piece
+    save   page ─ same stamp before and after ─▶ slot, sealed
+    move   slot ─ seal verified ─▶ slot of another tier, sealed
+
+No lock is held while bytes move. A claim raises the epoch under the lock of these checks: afterwards no load of an
+earlier engine life begins another piece, and the pieces that are being written are known (`written`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kvplane.base.errors import FailedPrecondition
+from kvplane.base.job_table import JobKind, JobRow, JobTable
+from kvplane.base.stamp_table import StampTable
+from kvplane_worker.memory import use_device
+from kvplane_worker.ops.interface import PageOps
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.tiers.seal import Content
+from kvplane_worker.tiers.slots import Slots
+
+NUM_THREADS = 2
+PIECE_BYTES = 4 << 20  # a claim waits for no more than the pieces under way
+BUSY_POLL_S, IDLE_POLL_S = 0.0002, 0.005  # between looks at the job table, while jobs wait and while there are none
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MoverMemory:
+    """The memory of a rank between which movers move.
+
+    Attributes:
+        pages: the pages.
+        stamps: their stamp table.
+        tiers: slots of each tier of the replica, in its order.
+        identity: 16 bytes that name the meaning of the bytes, as in `Content`.
+    """
+
+    pages: PageBuffers
+    stamps: StampTable
+    tiers: Sequence[Slots]
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All rows of a job."""
+
+    rows: tuple[JobRow, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of the job."""
+        return self.rows[0].job
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the engine life that ordered it."""
+        return self.rows[0].epoch
+
+
+class Movers:
+    """The threads that carry out the jobs of one job table."""
+
+    def __init__(self, place: MoverMemory, ops: PageOps, table: JobTable, num_threads: int = NUM_THREADS) -> None:
+        """Start the threads."""
+        self._place = place
+        self._ops = ops
+        self._table = table
+        self._lock = threading.Condition()
+        self._half: list[JobRow] = []  # rows of a job whose last row is not there yet
+        self._loads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()  # saves and moves
+        self._working: list[Job] = []
+        self._written: list[tuple[int, ...]] = []  # blocks of the pieces that are being written
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvplane-mover-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def claim(self, epoch: int) -> tuple[int, ...]:
+        """Make a new engine life the owner of the pages (`StampTable.begin_life`), and return the blocks that loads of
+        earlier lives are still writing. Waits for no transfer. Raises StaleEpoch.
+        """
+        with self._lock:
+            self._place.stamps.begin_life(epoch)
+            return self._blocks_written()
+
+    @property
+    def tiers(self) -> Sequence[Slots]:
+        """The slots of each tier."""
+        return self._place.tiers
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The blocks that loads are writing."""
+        with self._lock:
+            return self._blocks_written()
+
+    def close(self) -> None:
+        """Stop the threads, each after its job, and release the slots. Jobs that are left never end."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for tier in self._place.tiers:
+            tier.close()
+
+    def _blocks_written(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(chain.from_iterable(self._written)))
+
+    # -- which job is next ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        use_device(str(self._place.pages.memory.device))
+        with self._a_stream():
+            while (job := self._next()) is not None:
+                is_done = False
+                try:
+                    is_done = self._carry_out(job)
+                except Exception:  # the outermost shell of the thread: the job has failed, others follow
+                    _log.exception("job %d failed", job.number)
+                self._end(job, is_done)
+
+    def _end(self, job: Job, is_done: bool) -> None:
+        with self._lock:
+            self._working.remove(job)
+            self._table.end(job.number, is_done)
+            self._lock.notify_all()  # jobs of a new engine life wait for it
+
+    def _a_stream(self) -> AbstractContextManager[object]:
+        device = self._place.pages.memory.device
+        if device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def _next(self) -> Job | None:
+        """Wait for the next job that may begin; None after `close`."""
+        with self._lock:
+            while not self._is_closed:
+                self._take()
+                job = self._first()
+                if job is not None:
+                    self._working.append(job)
+                    return job
+                self._lock.wait(BUSY_POLL_S if self._loads or self._writes else IDLE_POLL_S)
+            return None
+
+    def _take(self) -> None:
+        """Take new jobs from the table; end those of other engine lives than the owner's, which will not begin."""
+        owner, new = self._place.stamps.owner_epoch, self._table.take()
+        for row in new:
+            self._half.append(row)
+            if not row.left:
+                job, self._half = Job(tuple(self._half)), []
+                (self._loads if row.kind == JobKind.LOAD else self._writes).append(job)
+        if self._table.life != owner or any(row.epoch != owner for row in new):
+            self._loads, self._writes = self._of_life(owner, self._loads), self._of_life(owner, self._writes)
+            self._half = [row for row in self._half if row.epoch == owner]
+        if self._table.life != owner and not any(job.epoch != owner for job in self._working):
+            self._table.begin_life(owner)
+
+    def _of_life(self, owner: int, jobs: deque[Job]) -> deque[Job]:
+        """Return the jobs of this engine life; end the others."""
+        for job in jobs:
+            if job.epoch != owner:
+                self._table.end(job.number, is_done=False)
+        return deque(job for job in jobs if job.epoch == owner)
+
+    def _first(self) -> Job | None:
+        """Remove and return the first job that may begin, loads before others. No job begins while one of an earlier
+        engine life is worked on, which may have the same slots.
+        """
+        if self._table.life != self._place.stamps.owner_epoch:
+            return None
+        for job in self._loads:
+            if self._may_begin(job):
+                self._loads.remove(job)
+                return job
+        return self._writes.popleft() if self._writes else None
+
+    def _may_begin(self, load: Job) -> bool:
+        """Whether no launch and no order of an earlier step writes the pages of a load any more, on this rank."""
+        first = load.rows[0]
+        try:
+            self._place.stamps.check_load(first.epoch, first.seq, first.part, first.after)
+        except FailedPrecondition:
+            return False
+        return True
+
+    # -- what it does --------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, job: Job) -> bool:
+        """Do a job; returns whether all is where it should be, and verified."""
+        first = job.rows[0]
+        if first.kind == JobKind.LOAD:
+            return all(self._load(piece) for piece in self._pieces(job.rows))
+        return self._save(first) if first.kind == JobKind.SAVE else self._move(first)
+
+    def _pieces(self, rows: Sequence[JobRow]) -> Iterator[list[JobRow]]:
+        """Yield runs of rows of one group in consecutive slots of one tier, of at most PIECE_BYTES."""
+        piece: list[JobRow] = []
+        for row in sorted(rows, key=lambda row: (row.tier, row.group, row.slot)):
+            most = PIECE_BYTES // max(1, self._place.pages.group(row.group).bytes_per_block)
+            place = (row.tier, row.group, row.slot)
+            if piece and (len(piece) >= most or place != (piece[-1].tier, piece[-1].group, piece[-1].slot + 1)):
+                yield piece
+                piece = []
+            piece.append(row)
+        yield piece
+
+    def _load(self, piece: list[JobRow]) -> bool:
+        first, stamps = piece[0], self._place.stamps
+        tier, pages = self._place.tiers[first.tier], self._place.pages.group(first.group)
+        contents = [self._content(row.tier, row.slot, row.group, row.version) for row in piece]
+        rows = tier.read(contents, pages.bytes_per_block)
+        if rows is None:
+            _log.warning("tier %d: slots %d to %d are not what they should be", first.tier, first.slot, piece[-1].slot)
+            tier.counts.refused += len(piece)
+            return False
+        blocks = tuple(row.block for row in piece)
+        with self._writing(first.epoch, blocks) as may_write:
+            if not may_write or any(stamps.read(row.block) != row.stamp for row in piece):
+                tier.counts.discarded += len(piece)
+                return False
+            if pages.layers:
+                self._ops.scatter(pages, blocks, rows)
+                self._wait()
+        tier.counts.loaded += len(piece)
+        tier.counts.loaded_bytes += rows.numel()
+        return True
+
+    @contextmanager
+    def _writing(self, epoch: int, blocks: tuple[int, ...]) -> Iterator[bool]:
+        """Whether this engine life owns the pages; if it does, `written` has the blocks until the end."""
+        with self._lock:
+            may_write = self._place.stamps.owner_epoch == epoch
+            self._written.append(blocks if may_write else ())
+        try:
+            yield may_write
+        finally:
+            with self._lock:
+                self._written.remove(blocks if may_write else ())
+
+    def _save(self, row: JobRow) -> bool:
+        tier, pages, stamps = self._place.tiers[row.tier], self._place.pages.group(row.group), self._place.stamps
+
+        def fill(target: Tensor) -> bool:
+            if stamps.read(row.block) != row.stamp:
+                return False
+            if pages.layers:
+                self._ops.gather(pages, [row.block], target)
+                self._wait()
+            return stamps.read(row.block) == row.stamp
+
+        content = self._content(row.tier, row.slot, row.group, row.job)
+        is_good = tier.write(content, pages.bytes_per_block, fill)
+        tier.counts.saved += is_good
+        tier.counts.discarded += not is_good
+        return is_good
+
+    def _move(self, row: JobRow) -> bool:
+        source, target = self._place.tiers[row.tier], self._place.tiers[row.block]
+        group, num_bytes = source.held(row.slot)
+        payload = source.read([self._content(row.tier, row.slot, group, row.version)], num_bytes)
+        if payload is None:
+            source.counts.refused += 1
+            return False
+        content = self._content(row.block, row.stamp, group, row.job)
+
+        def fill(to: Tensor) -> bool:
+            to.copy_(payload)
+            return True
+
+        is_good = target.write(content, num_bytes, fill)
+        target.counts.saved += is_good
+        return is_good
+
+    def _content(self, tier: int, slot: int, group: int, version: int) -> Content:
+        return Content(self._place.identity, tier, slot, group, version)
+
+    def _wait(self) -> None:
+        """Wait until the device has copied: on a GPU, operations are asynchronous."""
+        device = self._place.pages.memory.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

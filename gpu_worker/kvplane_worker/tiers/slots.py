@@ -1,0 +1,123 @@
+"""The slots of one tier of a worker: each holds the bytes of one block of any group on this rank, under a seal."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvplane.base.errors import OutOfMemory
+from kvplane.base.groups import TierSpec
+from kvplane_worker.memory import free_host_bytes, pin_host_memory
+from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content, held_in
+
+ALIGNMENT_BYTES = 4096
+MOST_OF_FREE = 0.8  # share of the free host memory that a tier may take
+
+
+@dataclass(slots=True)
+class SlotCounts:
+    """What movers did with one tier, in blocks unless stated otherwise."""
+
+    saved: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    discarded: int = 0  # the page or the engine life changed meanwhile
+    refused: int = 0  # the slot did not hold what the job names, or was damaged
+
+
+class Slots(Protocol):
+    """A tier. A slot is written by one thread at a time, and by none while another one reads it: the core sees to it.
+
+    Attributes:
+        spec: kind and number of slots.
+        slot_bytes: room for the payload of a slot.
+        counts: what happened.
+    """
+
+    spec: TierSpec
+    slot_bytes: int
+    counts: SlotCounts
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        """Let `fill` write the payload, uint8 [1, num_bytes], and seal it if the result is True. Until then the slot
+        holds nothing. Returns the result.
+        """
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        """Return the payloads of consecutive slots, uint8 [len(contents), num_bytes], or None if one of them is not
+        what it should be. Valid until the next `read` of the same thread.
+        """
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """Return group and bytes of what the slot says that it holds, unverified."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
+
+class HostSlots:
+    """A tier in host memory. See `Slots`."""
+
+    def __init__(self, spec: TierSpec, slot_bytes: int, device: str) -> None:
+        """Allocate the slots, zeroed; a GPU `device` copies from and to them without the processor.
+
+        Raises:
+            OutOfMemory: they do not fit into the free memory of the host.
+        """
+        self.spec = spec
+        self.slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.counts = SlotCounts()
+        size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
+        if size > free:
+            raise OutOfMemory(
+                f"the host tier needs {size} bytes, {free} bytes are {MOST_OF_FREE:.0%} of what is free",
+                field="tiers",
+                remedy=f"register the replica with a host tier of at most {free // self.slot_bytes} blocks",
+                metadata={"asked": str(size), "free": str(free), "num_blocks": str(free // self.slot_bytes)},
+            )
+        self._memory = mmap.mmap(-1, size)
+        self._view = memoryview(self._memory)
+        self._rows = torch.frombuffer(self._view, dtype=torch.uint8).view(spec.num_blocks, self.slot_bytes)
+        self._headers = bytearray(spec.num_blocks * HEADER_BYTES)
+        pin_host_memory(self._rows, device)
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        """See `Slots.write`."""
+        self._set_header(content.slot, UNSEALED)
+        is_good = fill(self._rows[content.slot : content.slot + 1, :num_bytes])
+        if is_good:
+            self._set_header(content.slot, content.seal(self._payload(content.slot, num_bytes)))
+        return is_good
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        """See `Slots.read`."""
+        if num_bytes > self.slot_bytes:
+            return None
+        for content in contents:
+            if self._header(content.slot) != content.seal(self._payload(content.slot, num_bytes)):
+                return None
+        first = contents[0].slot
+        return self._rows[first : first + len(contents), :num_bytes]
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """See `Slots.held`."""
+        return held_in(self._header(slot))
+
+    def close(self) -> None:
+        """See `Slots.close`."""
+        del self._rows  # the memory is unmapped with the last view of it
+
+    def _payload(self, slot: int, num_bytes: int) -> memoryview:
+        first = slot * self.slot_bytes
+        return self._view[first : first + num_bytes]
+
+    def _header(self, slot: int) -> bytes:
+        return bytes(self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES])
+
+    def _set_header(self, slot: int, header: bytes) -> None:
+        self._headers[slot * HEADER_BYTES : (slot + 1) * HEADER_BYTES] = header

@@ -1,0 +1,119 @@
+"""The engine's side of tiers: a job counts when every rank has ended it, and what earlier lives left is ended once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.job_table import JobKind, JobTable, job_table_bytes
+from kvplane.base.step import Cache, Orders, PartResult
+from kvplane.tier_jobs import TierJobs
+
+EPOCH = 5
+JOB = EPOCH << 32
+
+
+@pytest.fixture
+def tables():
+    return [JobTable.create(bytearray(job_table_bytes(8)), 8) for _ in range(2)]
+
+
+@pytest.fixture
+def jobs(tables):
+    jobs = TierJobs(tables)
+    jobs.begin(EPOCH, ())
+    return jobs
+
+
+def load(job, blocks, after=0):
+    orders = Orders(
+        load_job=[job] * len(blocks),
+        load_tier=[0] * len(blocks),
+        load_slot=list(range(len(blocks))),
+        load_version=[1] * len(blocks),
+        load_block=blocks,
+        load_group=[0] * len(blocks),
+        load_stamp=[9] * len(blocks),
+    )
+    return PartResult(admit_job=[job], admit_load_after=[after], orders=orders)
+
+
+def save(job, block):
+    return PartResult(
+        orders=Orders(save_job=[job], save_block=[block], save_group=[0], save_stamp=[9], save_tier=[0], save_slot=[3])
+    )
+
+
+def reported(jobs, executed=0):
+    cache = Cache()
+    jobs.report(cache, executed)
+    return cache
+
+
+def test_rows_of_a_job_say_what_follows_and_when_it_may_begin(jobs, tables):
+    jobs.order(7, 1, load(JOB + 1, [4, 6], after=6))
+    for table in tables:
+        rows = table.take()
+        assert [(row.job, row.kind, row.left, row.block) for row in rows] == [(JOB + 1, 1, 1, 4), (JOB + 1, 1, 0, 6)]
+        assert {(row.epoch, row.seq, row.part, row.after) for row in rows} == {(EPOCH, 7, 1, 6)}
+    jobs.order(8, 0, save(JOB + 2, 3))
+    (row,) = tables[0].take()
+    assert (row.kind, row.slot, row.version, row.block, row.stamp) == (JobKind.SAVE, 3, JOB + 2, 3, 9)
+
+
+def test_a_job_is_done_when_every_rank_says_so(jobs, tables):
+    jobs.order(1, 0, load(JOB + 1, [4, 6]))
+    assert jobs.blocks_loading == (4, 6)
+    tables[0].end(JOB + 1, is_done=True)
+    assert reported(jobs).jobs_done == []
+    tables[1].end(JOB + 1, is_done=True)
+    assert reported(jobs).jobs_done == [JOB + 1]
+    assert (jobs.num_moving, jobs.blocks_loading) == (0, ())
+
+
+def test_a_job_that_one_rank_fails_is_failed_when_no_rank_works_on_it(jobs, tables):
+    jobs.order(1, 0, load(JOB + 1, [4]))
+    tables[0].end(JOB + 1, is_done=False)
+    assert reported(jobs) == Cache()
+    tables[1].end(JOB + 1, is_done=True)
+    assert reported(jobs) == Cache(jobs_failed=[JOB + 1])
+
+
+def test_a_load_is_reported_when_the_step_before_it_is_executed(jobs, tables):
+    jobs.order(4, 0, load(JOB + 1, [4], after=3))
+    for table in tables:
+        table.end(JOB + 1, is_done=True)
+    assert reported(jobs, executed=2) == Cache()
+    assert reported(jobs, executed=3).jobs_done == [JOB + 1]
+
+
+def test_where_a_table_is_full_the_jobs_fail(jobs, tables):
+    jobs.order(1, 0, load(JOB + 1, list(range(1, 9))))
+    tables[0].take()
+    jobs.order(2, 0, save(JOB + 2, 3))
+    assert [row.job for row in tables[0].take()] == [JOB + 2]
+    assert reported(jobs) == Cache()  # rank 0 works on it
+    tables[0].end(JOB + 2, is_done=True)
+    assert reported(jobs).jobs_failed == [JOB + 2]
+
+
+def test_a_new_life_ends_what_earlier_ones_left_once_no_mover_works_on_it(jobs, tables):
+    jobs.order(1, 0, save(JOB + 1, 3))
+    jobs.begin(EPOCH + 1, (4, 6))
+    assert jobs.blocks_loading == (4, 6)
+    for table in tables:
+        assert reported(jobs) == Cache()
+        table.begin_life(EPOCH + 1)
+        table.end(JOB + 1, is_done=True)
+    assert reported(jobs) == Cache(jobs_before=(EPOCH + 1) << 32, loads_over=[4, 6])
+    assert reported(jobs) == Cache()
+    assert jobs.blocks_loading == ()
+
+
+def test_waiting_ends_with_a_job(jobs, tables):
+    tables[0].begin_life(EPOCH)
+    tables[1].begin_life(EPOCH)
+    reported(jobs)
+    jobs.order(1, 0, save(JOB + 1, 3))
+    jobs.wait(0.001)
+    tables[0].end(JOB + 1, is_done=True)
+    jobs.wait(60)

@@ -1,0 +1,58 @@
+"""The engine with a host tier equals the dense model, whatever its movers do.
+
+`python -m tests.engine.tiers` is the large run.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from kvplane.base.groups import GroupKind
+from tests.engine.stress import Report
+from tests.engine.tiers import BORNE, FAULTS, KINDS, MIXES, Loads, of, run
+
+REQUESTS = 40
+SEED = 1
+
+
+@cache
+def report_of(name: str) -> tuple[Report, Loads]:
+    return run(of(name), REQUESTS, SEED)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_tokens_with_a_host_tier_equal_the_dense_model(mix):
+    report, loads = report_of(mix.name)
+    assert report.complaints == []
+    assert report.requests == report.counts.completed == REQUESTS
+    assert loads.jobs == report.counts.loads > 0
+
+
+def test_most_hits_are_loaded_and_from_every_kind_of_group():
+    counts, kinds = Report().counts, set[GroupKind]()
+    for mix in KINDS:
+        report, loads = report_of(mix.name)
+        counts.hit_tokens += report.counts.hit_tokens
+        counts.loaded_tokens += report.counts.loaded_tokens
+        kinds.update(*loads.of_kinds)
+    assert counts.loaded_tokens > 0.6 * counts.hit_tokens
+    assert kinds == {GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA}
+
+
+@pytest.mark.parametrize("fault", BORNE, ids=lambda fault: fault.name)
+def test_tokens_equal_the_dense_model_with_bad_movers(fault):
+    report, _ = run(of(fault.mix), REQUESTS, SEED, fault)
+    assert report.complaints == []
+    assert report.counts.completed >= REQUESTS
+    if "slot" in fault.name or "write" in fault.name:
+        assert report.counts.preempted > 0, "no load failed"
+    if "never" in fault.name:
+        assert report.counts.loads_given_up > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_of_tiers_is_caught(fault):
+    report, _ = run(of(fault.mix), 4 * REQUESTS, SEED, fault)
+    assert report.complaints

@@ -1,0 +1,300 @@
+"""python -m tests.engine.tiers --requests 300: the stress on replicas with a host tier, a line per mix.
+
+Conversations come back in turn, and the device has room for a few of them: most hits are loaded. Movers are threads of
+this process; faults make them slow, forgetful, or damage what they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvplane.base.groups import GroupKind, TierKind, TierSpec
+from kvplane.base.job_table import JobKind, JobRow
+from kvplane.base.step import RowFlag, StepResult
+from kvplane.tier_jobs import TierJobs
+from kvplane_service.core.tiers import behind
+from kvplane_worker.engine.config import EVEN, AttentionLayer, ModelConfig, StateLayer
+from kvplane_worker.engine.engine import Engine
+from kvplane_worker.ops.interface import GroupPages
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.tiers import HostSlots, Movers
+from kvplane_worker.tiers.movers import Job
+from kvplane_worker.tiers.seal import UNSEALED, Content
+from tests.engine.__main__ import line
+from tests.engine.faults import Fault
+from tests.engine.stress import DENSE, FULL, STATE, Mix, Report, run_mix, tuned
+from tests.engine.workload import Returning
+from tests.engine.world import SOUND, Pool
+
+HOST = (TierSpec(TierKind.HOST, 900),)
+
+
+def tiered(name: str, layers: tuple[AttentionLayer | StateLayer, ...], num_blocks: int, **changes: object) -> Mix:
+    pool = Pool(
+        ModelConfig(layers, num_ranks=int(changes.pop("num_ranks", 1))),  # type: ignore[call-overload]
+        num_blocks=num_blocks,
+        max_model_len=300,
+        max_batched_tokens=160,
+        batches=4,
+        tiers=HOST,
+        **changes.pop("pool", {}),  # type: ignore[arg-type]
+    )
+    config = tuned(token_budget=160, admit_flags=RowFlag.LOAD, **changes.pop("config", {}))  # type: ignore[arg-type]
+    return Mix(name, pool, config, requests=Returning, **{"max_open": 4, **changes})  # type: ignore[arg-type]
+
+
+WINDOW = AttentionLayer(kv_heads=2, block_size=16, window=40)
+CHUNK = AttentionLayer(kv_heads=2, block_size=16, chunk=160)
+KINDS = (
+    tiered("full", (FULL, FULL), 70),
+    tiered("window and full", (WINDOW, FULL), 110),
+    tiered("chunk and full", (CHUNK, FULL), 110),
+    tiered("states and full", (STATE, FULL), 120, pool=DENSE),
+    tiered("all kinds", (STATE, FULL, *EVEN.layers[::3]), 170, pool=DENSE),
+)
+OTHERS = (
+    tiered("two ranks", (WINDOW, FULL), 110, num_ranks=2),
+    tiered("block outermost", (STATE, FULL, WINDOW), 150, pool={**DENSE, "block_outermost": True}),
+    tiered("late reports", (WINDOW, FULL), 120, config={"report_lag": 3}),
+    tiered("restarts", (STATE, FULL, WINDOW), 150, pool=DENSE, restart_every=5),
+    tiered("restarts, given up", (WINDOW, FULL), 150, config={"load_deadline_s": 0.05}, restart_every=5),
+    tiered("lost launches", (CHUNK, FULL), 110, lose_every=9),
+    tiered("preemption", (WINDOW, FULL), 60, max_open=9),
+)
+MIXES = (*KINDS, *OTHERS)
+
+
+@dataclass
+class Loads:
+    """What was ordered: jobs that load, by what they load."""
+
+    jobs: int = 0
+    rows: int = 0
+    with_device: int = 0  # the device had a part of the hit
+    of_kinds: Counter[frozenset[GroupKind]] = field(default_factory=Counter)
+    refused: int = 0  # rows that movers refused
+    discarded: int = 0
+
+    def only(self, kind: GroupKind) -> int:
+        return self.of_kinds[frozenset({kind})]
+
+
+LOADS = Loads()  # of the run that is under way
+
+
+class CountingEngine(Engine):
+    """Counts the loads that are ordered."""
+
+    def _carry_out(self, answer: StepResult) -> None:
+        super()._carry_out(answer)
+        groups = self._session.spec.groups
+        for part in answer.parts:
+            rows = list(zip(part.orders.load_job, part.orders.load_group, strict=True))
+            for job in dict.fromkeys(part.orders.load_job):
+                LOADS.of_kinds[frozenset(groups[group].kind for one, group in rows if one == job)] += 1
+            LOADS.jobs += len(set(part.orders.load_job))
+            LOADS.rows += len(rows)
+            for at, job in enumerate(part.admit_job):
+                LOADS.with_device += bool(job) and part.admit_hit[at] > part.admit_tier_tokens[at]
+
+
+# -- faults that a sound engine survives ------------------------------------------------------------------------------
+
+
+class Damaged(HostSlots):
+    """Damages a part of what it holds: a bit of the payload or of the header, or another slot's bytes."""
+
+    share = 0.2
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        is_good = super().write(content, num_bytes, fill)
+        rng = Random(content.version)
+        if is_good and rng.random() < self.share:
+            self._damage(content.slot, num_bytes, rng)
+        return is_good
+
+    def _damage(self, slot: int, num_bytes: int, rng: Random) -> None:
+        how = rng.choice(["payload", "header", "cut", "swapped"])
+        if how == "payload":
+            self._rows[slot, rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
+        elif how == "cut":
+            self._rows[slot, rng.randrange(num_bytes) : num_bytes] = 0xAA
+        elif how == "swapped":
+            other = rng.randrange(self.spec.num_blocks)
+            self._rows[slot] = self._rows[other]
+            self._set_header(slot, self._header(other))
+        else:
+            header = bytearray(self._header(slot))
+            header[rng.randrange(len(header))] ^= 1 << rng.randrange(8)
+            self._set_header(slot, bytes(header))
+
+
+class Forgetful(HostSlots):
+    """Some writes are lost without an error, as those of a disk can be: the slot keeps what it had."""
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        if Random(content.version).random() < 0.3:
+            return True
+        return super().write(content, num_bytes, fill)
+
+
+class Slow(HostSlots):
+    """Every read takes a while, longer than a few steps."""
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        rows = super().read(contents, num_bytes)
+        time.sleep(Random(contents[0].version).choice([0, 0.003, 0.02]))
+        return rows
+
+
+class LateCopies(TorchOps):
+    """Pages are written long after all was checked."""
+
+    def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
+        time.sleep(0.02)
+        super().scatter(group, blocks, staging)
+
+
+class NeverEnding(Movers):
+    """The end of some loads is never reported."""
+
+    def _end(self, job: Job, is_done: bool) -> None:
+        if job.rows[0].kind == JobKind.LOAD and job.number % 3 == 0:
+            with self._lock:
+                self._working.remove(job)
+            return
+        super()._end(job, is_done)
+
+
+# -- faults that must be caught ---------------------------------------------------------------------------------------
+
+
+class Unverified(Damaged):
+    """The seal is not compared."""
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        first = contents[0].slot
+        return self._rows[first : first + len(contents), :num_bytes]
+
+
+class AnyVersion(Forgetful):
+    """The seal is compared, but for whatever version the slot has."""
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        for content in contents:
+            if self._header(content.slot) == UNSEALED:
+                return None
+        first = contents[0].slot
+        return self._rows[first : first + len(contents), :num_bytes]
+
+
+class AnyEpoch(Movers):
+    """Loads of an earlier engine life continue, and the movers say that they have stopped."""
+
+    def _take(self) -> None:
+        super()._take()
+        self._table.begin_life(self._place.stamps.owner_epoch)
+
+    @contextmanager
+    def _writing(self, epoch: int, blocks: tuple[int, ...]) -> Iterator[bool]:
+        del epoch, blocks
+        yield True
+
+
+class AnyRank(CountingEngine):
+    """A job counts as done when the first rank has done it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self._jobs is not None
+        self._jobs.__class__ = FirstEnd
+
+
+class FirstEnd(TierJobs):
+    def _end(self, rank: int, job: int, is_done: bool) -> None:
+        if job in self._moving:
+            self._moving[job].ranks.intersection_update({rank})
+        super()._end(rank, job, is_done)
+
+
+class NextRow(Movers):
+    """The rows of a load go one block too far."""
+
+    def _load(self, piece: list[JobRow]) -> bool:
+        turned = zip(piece, piece[1:] + piece[:1], strict=True)
+        return super()._load([row._replace(block=other.block, stamp=other.stamp) for row, other in turned])
+
+
+SOUND_TIERS = replace(SOUND, engine=CountingEngine)
+BORNE = (
+    Fault("damaged slots", "window and full", engine=CountingEngine, slots=Damaged),
+    Fault("lost writes", "all kinds", engine=CountingEngine, slots=Forgetful),
+    Fault("late copies", "restarts", engine=CountingEngine, ops=LateCopies),
+    Fault("slow movers", "restarts", engine=CountingEngine, slots=Slow),
+    Fault("loads that never end", "restarts, given up", engine=CountingEngine, movers=NeverEnding),
+)
+FAULTS = (
+    Fault("the seal is not compared", "window and full", engine=CountingEngine, slots=Unverified),
+    Fault("the version is not compared", "full", engine=CountingEngine, slots=AnyVersion),
+    Fault("done on one rank is done", "two ranks", engine=AnyRank, slots=Slow),
+    Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LateCopies),
+    Fault("rows go to another block", "window and full", engine=CountingEngine, movers=NextRow),
+)
+
+
+def run(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND_TIERS) -> tuple[Report, Loads]:
+    """The stress on one mix. So small pools look at half their blocks for what to save."""
+    global LOADS
+    LOADS = Loads()
+    before, behind.AHEAD_SHARE = behind.AHEAD_SHARE, 2
+    try:
+        report = run_mix(mix, num_requests, seed, fault)
+    finally:
+        behind.AHEAD_SHARE = before
+    return report, LOADS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.tiers", description=__doc__)
+    parser.add_argument("--requests", type=int, default=300, help="of each mix")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mix", help="this one only")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    failed = 0
+    for mix, fault in [*((mix, SOUND_TIERS) for mix in MIXES), *((of(fault.mix), fault) for fault in BORNE)]:
+        if given.mix not in (None, mix.name, fault.name):
+            continue
+        started = time.monotonic()
+        report, loads = run(mix, given.requests, given.seed, fault)
+        counts = report.counts
+        name = mix.name if fault is SOUND_TIERS else f"{mix.name}, {fault.name}"
+        print(line(name, report, time.monotonic() - started))
+        share, windows = counts.loaded_tokens / max(1, counts.hit_tokens), loads.only(GroupKind.SLIDING_WINDOW)
+        print(
+            f"    {counts.loads} loads of {loads.rows} rows, {share:.0%} of the hit tokens; the device had a part of"
+            f" {loads.with_device}, windows alone {windows}, states alone {loads.only(GroupKind.MAMBA)}; "
+            f"{'; '.join(report.complaints) or 'nothing differs'}",
+            flush=True,
+        )
+        failed += bool(report.complaints)
+    return 1 if failed else 0
+
+
+def of(name: str) -> Mix:
+    return next(mix for mix in MIXES if mix.name == name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

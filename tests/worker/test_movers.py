@@ -1,0 +1,260 @@
+"""Movers: what is loaded is what was saved, or the job fails and no page changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import OutOfMemory, StaleEpoch
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane_service.core.planner import Layout
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.tiers import HostSlots
+from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content
+from tests.worker.tier_rig import EPOCH, IDENTITY, STAMP, WAIT_S, Rig
+
+CORRUPTIONS = 300
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.movers.close()
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_loaded_pages_are_equal_to_the_saved_ones(layout):
+    rig = Rig(layout)
+    for group in range(rig.pages.num_groups):
+        saved = {block: rig.page(group, block) for block in (3, 1, 7, 8)}
+        for at, block in enumerate(saved):
+            rig.save(group * 100 + at + 1, block, at, group)
+        assert all(rig.until(group * 100 + at + 1) for at in range(4))
+        rig.load(group * 100 + 50, [(at, group * 100 + at + 1, 12 + at) for at in range(4)], group)
+        assert rig.until(group * 100 + 50)
+        assert [rig.page(group, 12 + at) for at in range(4)] == list(saved.values())
+    assert rig.slots.counts.loaded == rig.slots.counts.saved == 4 * rig.pages.num_groups
+    rig.movers.close()
+
+
+def test_a_save_of_a_page_that_changed_is_discarded(rig: Rig):
+    rig.save(1, 3, 0, stamp=STAMP)
+    assert not rig.until(1)
+    assert rig.slots.held(0) == (0, 0)
+    assert rig.slots.counts.discarded == 1
+
+
+def test_a_save_of_a_page_that_changes_meanwhile_is_discarded():
+    class Hasty(TorchOps):
+        def gather(self, group, blocks, staging):
+            super().gather(group, blocks, staging)
+            made.stamps.write(blocks, [999])
+
+    made = Rig(ops=Hasty())
+    made.save(1, 3, 0)
+    assert not made.until(1)
+    made.load(2, [(0, 1, 9)])
+    assert not made.until(2)
+    made.movers.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"version": 2}, {"slot": 1}, {"group": 1}, {"stamp": 5}, {"epoch": EPOCH - 1}, {"epoch": EPOCH + 1}]
+)
+def test_a_load_of_anything_else_than_was_saved_changes_no_page(rig: Rig, changes):
+    rig.save(1, 3, 0)
+    rig.save(7, 4, 1)
+    assert rig.until(1)
+    assert rig.until(7)
+    before = rig.pages.memory.clone()
+    rig.load(2, [(0, 1, 9)], **changes)
+    assert not rig.until(2)
+    assert rig.pages.memory.equal(before)
+
+
+@pytest.mark.parametrize("seed", range(0, CORRUPTIONS, 100))
+def test_a_damaged_slot_is_never_scattered(rig: Rig, seed):
+    count_unscattered(rig, range(seed, seed + 100))
+
+
+def count_unscattered(rig: Rig, seeds: range) -> int:
+    """Damage the slot of a saved page in one way per seed, and load it; returns how many loads failed: all."""
+    for seed in seeds:
+        rng, job = Random(seed), 10 * (seed + 1)
+        group = rng.randrange(rig.pages.num_groups)
+        num_bytes = rig.pages.group(group).bytes_per_block
+        rig.save(job, rng.randrange(1, 12), 0, group)
+        rig.save(job + 1, rng.randrange(1, 12), 1, group)
+        assert rig.until(job)
+        assert rig.until(job + 1)
+        damage(rig.slots, rng, num_bytes)
+        before = rig.pages.memory.clone()
+        rig.load(job + 2, [(0, job, 20)], group)
+        assert not rig.until(job + 2), f"seed {seed}: the damaged slot was loaded"
+        assert rig.pages.memory.equal(before), f"seed {seed}: a page changed"
+    return len(seeds)
+
+
+def damage(slots: HostSlots, rng: Random, num_bytes: int) -> None:
+    """Flip bits of payload or header, cut, take another slot's bytes, header or both, or an older content."""
+    row, other = slots._rows[0], slots._rows[1]
+    how = rng.randrange(7)
+    if how == 0:
+        row[rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        header = bytearray(slots._header(0))
+        header[rng.randrange(HEADER_BYTES)] ^= 1 << rng.randrange(8)
+        slots._set_header(0, bytes(header))
+    elif how == 2:
+        row[rng.randrange(num_bytes) : num_bytes] ^= 0xFF
+    elif how == 3:
+        row.copy_(other)
+        row[0] ^= 1  # the other page may be the same one
+    elif how == 4:
+        slots._set_header(0, slots._header(1))
+    elif how == 5:
+        row.copy_(other)
+        slots._set_header(0, slots._header(1))
+    else:
+        slots._set_header(0, UNSEALED)
+
+
+def test_the_seal_names_everything_that_gives_the_bytes_their_meaning():
+    payload = memoryview(bytes(range(100)))
+    content = Content(IDENTITY, 0, 3, 1, 9)
+    others = [
+        Content(b"another identity", 0, 3, 1, 9),
+        Content(IDENTITY, 1, 3, 1, 9),
+        Content(IDENTITY, 0, 4, 1, 9),
+        Content(IDENTITY, 0, 3, 2, 9),
+        Content(IDENTITY, 0, 3, 1, 10),
+    ]
+    seals = [content.seal(payload), content.seal(payload[:99]), *(other.seal(payload) for other in others)]
+    assert len(set(seals)) == len(seals)
+    assert content.seal(payload) == seals[0]
+
+
+def test_a_load_waits_for_the_step_before_it(rig: Rig):
+    rig.save(1, 3, 0)
+    assert rig.until(1)
+    rig.step(2)
+    rig.load(2, [(0, 1, 9)], seq=2, after=1)
+    rig.load(3, [(0, 1, 10)])  # another one need not wait
+    assert rig.until(3)
+    assert 2 not in rig.ended
+    rig.stamps.set_executed(1)
+    assert rig.until(2)
+
+
+def test_a_load_waits_for_orders_that_the_device_carries_out(rig: Rig):
+    rig.save(1, 3, 0)
+    assert rig.until(1)
+    rig.stamps.begin(2, 0)
+    rig.stamps.finish(moving=True)
+    rig.load(2, [(0, 1, 9)], seq=2)
+    rig.save(3, 4, 1)
+    assert rig.until(3)
+    assert 2 not in rig.ended
+    rig.stamps.moves_ended(2)
+    assert rig.until(2)
+
+
+# -- engine lives ----------------------------------------------------------------------------------------------------
+
+
+class Stopping(TorchOps):
+    """The second write of pages stops until `go` is set."""
+
+    def __init__(self) -> None:
+        self.go, self.reached, self.writes = threading.Event(), threading.Event(), 0
+
+    def scatter(self, group, blocks, staging):
+        self.writes += 1
+        if self.writes == 2:
+            self.reached.set()
+            assert self.go.wait(WAIT_S)
+        super().scatter(group, blocks, staging)
+
+
+@pytest.fixture
+def stopped() -> Iterator[tuple[Rig, Stopping]]:
+    """A load of three pieces that stops in the second one."""
+    ops = Stopping()
+    rig = Rig(ops=ops)
+    for at in range(3):
+        rig.save(at + 1, 3 + at, 2 * at)  # no two slots follow each other
+        assert rig.until(at + 1)
+    rig.load(9, [(2 * at, at + 1, 15 + at) for at in range(3)])
+    assert ops.reached.wait(WAIT_S)
+    yield rig, ops
+    ops.go.set()
+    rig.movers.close()
+
+
+def test_a_claim_waits_for_no_load_and_lists_what_is_being_written(stopped):
+    rig, ops = stopped
+    last = rig.page(0, 17)
+    assert rig.movers.claim(EPOCH + 1) == (16,)
+    assert rig.movers.written == (16,)
+    assert rig.table.life == EPOCH
+    ops.go.set()
+    assert not rig.until(9)
+    assert rig.page(0, 17) == last, "a piece began after the claim"
+    until(lambda: rig.table.life == EPOCH + 1)
+    assert rig.movers.written == ()
+    with pytest.raises(StaleEpoch):
+        rig.movers.claim(EPOCH + 1)
+
+
+def test_no_job_of_a_new_life_begins_while_a_mover_works_for_an_earlier_one(stopped):
+    rig, ops = stopped
+    rig.movers.claim(EPOCH + 1)
+    rig.save(20, 5, 1, epoch=EPOCH + 1)
+    rig.save(21, 5, 3, epoch=EPOCH)
+    assert not rig.until(21)  # of the earlier life: it does not begin
+    assert 20 not in rig.ended
+    ops.go.set()
+    assert rig.until(20)
+    assert rig.ended[9] is False
+
+
+def test_rows_of_an_earlier_life_whose_job_is_not_whole_are_dropped(rig: Rig):
+    """The engine was killed between two rows of a table that its rank wrote in pieces."""
+    rig.load(5, [(0, 1, 9)], left=3)
+    until(lambda: not rig.table.take())
+    rig.movers.claim(EPOCH + 1)
+    until(lambda: rig.table.life == EPOCH + 1)
+    rig.save(6, 3, 0, epoch=EPOCH + 1)
+    assert rig.until(6)
+
+
+def test_a_bug_in_a_job_fails_it_and_the_next_one_runs():
+    class Broken(TorchOps):
+        def gather(self, group, blocks, staging):
+            if blocks == [3]:
+                raise RuntimeError("a bug")
+            super().gather(group, blocks, staging)
+
+    rig = Rig(ops=Broken(), num_threads=1)
+    rig.save(1, 3, 0)
+    rig.save(2, 4, 1)
+    assert (rig.until(1), rig.until(2)) == (False, True)
+    rig.movers.close()
+
+
+def test_a_tier_that_does_not_fit_is_refused():
+    with pytest.raises(OutOfMemory, match="of what is free") as refused:
+        HostSlots(TierSpec(TierKind.HOST, 1 << 22), 1 << 30, "cpu")
+    assert 0 < int(refused.value.metadata["num_blocks"]) < 1 << 22
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)

@@ -1,0 +1,76 @@
+"""Pages, stamps, a host tier and its movers in this process, without an engine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.job_table import JobKind, JobRow, JobTable, job_table_bytes
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane_service.core.planner import Layout
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.tiers import HostSlots, MoverMemory, Movers
+from tests.worker.test_page_buffers import BLOCKS, rank_plan
+
+SLOTS, WAIT_S, EPOCH, STAMP = 40, 30, 3, 100
+IDENTITY = b"sixteen byte id."
+
+
+class Rig:
+    """The stamp of block b is STAMP + b; pages have random bytes.
+
+    Attributes:
+        ended: jobs that ended, with whether they are done.
+    """
+
+    def __init__(self, layout: Layout = Layout.LAYER_OUTERMOST, ops: TorchOps | None = None, num_threads: int = 2):
+        self.pages = PageBuffers.allocate(rank_plan(layout))
+        noise = torch.randint(0, 256, self.pages.memory.shape, generator=torch.manual_seed(1))
+        self.pages.memory.copy_(noise.to(torch.uint8))
+        self.stamps = StampTable.create(bytearray(table_bytes(BLOCKS)), BLOCKS, incarnation=1)
+        self.stamps.write(range(1, BLOCKS), range(STAMP + 1, STAMP + BLOCKS))
+        self.stamps.claim(EPOCH)
+        self.stamps.launches_ended()
+        self.step(1)
+        self.table = JobTable.create(bytearray(job_table_bytes(4096)), 4096)
+        groups = range(self.pages.num_groups)
+        width = max(self.pages.group(group).bytes_per_block for group in groups)
+        self.slots = HostSlots(TierSpec(TierKind.HOST, SLOTS), width, "cpu")
+        memory = MoverMemory(self.pages, self.stamps, [self.slots], IDENTITY)
+        self.movers = Movers(memory, ops or TorchOps(), self.table, num_threads)
+        self.ended: dict[int, bool] = {}
+        self._position = 0
+
+    def step(self, seq: int) -> None:
+        """The orders of a step were carried out; its launch runs."""
+        self.stamps.begin(seq, 0)
+        self.stamps.finish()
+
+    def page(self, group: int, block: int) -> bytes:
+        return b"".join(bytes(layer[block].tolist()) for layer in self.pages.group(group).layers)
+
+    def save(self, job: int, block: int, slot: int, group: int = 0, **changes: int) -> None:
+        row = JobRow(job, JobKind.SAVE, 0, EPOCH, 1, 0, 0, 0, slot, job, block, STAMP + block, group)
+        assert self.table.order([row._replace(**changes)])
+
+    def load(self, job: int, rows: list[tuple[int, int, int]], group: int = 0, **changes: int) -> None:
+        """`rows`: slot, version, block."""
+        made = [
+            JobRow(job, JobKind.LOAD, len(rows) - at, EPOCH, 1, 0, 0, 0, slot, version, block, STAMP + block, group)
+            for at, (slot, version, block) in enumerate(rows, 1)
+        ]
+        assert self.table.order([row._replace(**changes) for row in made])
+
+    def until(self, job: int) -> bool:
+        """Wait for the end of a job; returns whether it is done."""
+        deadline = time.monotonic() + WAIT_S
+        while job not in self.ended:
+            assert time.monotonic() < deadline, f"job {job} has not ended"
+            ends = self.table.ends_from(self._position)
+            self._position += len(ends)
+            self.ended.update(ends)
+            time.sleep(0.0005)
+        return self.ended[job]
