@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies tiers conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -107,6 +107,14 @@ SEEDS ?= 200
 SEED_BASE ?= 1
 # Number of processes; empty: one per core.
 JOBS ?=
+
+tiers: $(DEV)  ## figures of tiers: bytes and CPU time of loads, an engine with tiers against its model, damaged slots, planted faults (REQUESTS=300 CASES=10000)
+	@$(PYTHON) -m pytest -q tests/service/test_tier_rows.py
+	@$(PYTHON) -m tests.bench.tier_moves
+	@$(PYTHON) -m tests.worker.corruption --cases $(or $(CASES),10000)
+	@$(PYTHON) -m tests.core.tier_campaign --runs 200
+	@$(PYTHON) -m tests.core.tier_campaign --twins
+	@$(PYTHON) -m tests.engine.tiers --requests $(or $(REQUESTS),300)
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
 	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))

@@ -32,6 +32,9 @@ def command(
         typer.Option(help="Private directory for the socket and the token. Default: one per replica and rank."),
     ] = None,
     staging_mib: Annotated[int, typer.Option(help="Size of the host staging buffer for page transfers, in MiB.")] = 16,
+    disk: Annotated[
+        Path | None, typer.Option(help="Folder on a local disk for the disk tier, if the replica has one.")
+    ] = None,
     backend: Annotated[
         str, typer.Option(help="Backend of page operations: auto, triton, flashinfer or torch.")
     ] = "auto",
@@ -57,7 +60,7 @@ def command(
     access = context.find_root().obj  # set by the options before the command
     staging_bytes = staging_mib << 20
     backend = "torch" if opaque else backend  # the engine moves its pages: no kernel needs to be tested
-    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait)
+    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait, disk)
     run(options, _print_address)
 
 

@@ -24,14 +24,14 @@ from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.owners import Owners
 from kvplane_worker.lending.holdings import Holdings
-from kvplane_worker.lending.rundir import RunDir, default_run_dir
+from kvplane_worker.lending.rundir import RunDir, default_run_dir, shared_prefix
 from kvplane_worker.memory import check_device, use_device
 from kvplane_worker.ops.interface import PAGE_OPERATIONS
 from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import AUTO, Choice, choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
-from kvplane_worker.tiers import start_movers
+from kvplane_worker.tiers import TierOptions, start_movers
 
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.05  # poll interval of a leaving worker: has the engine exited?
@@ -57,6 +57,7 @@ class WorkerOptions:
         run_dir: the worker's private directory; None = the default of this replica and rank.
         staging_bytes: size of the staging buffer in bytes; raised to the size of one block if it is smaller.
         backend: name of the backend of page operations; "auto" = the first that works on the device.
+        disk: folder for the files of disk tiers; None = the worker has no disk.
         access: TLS and token for the service.
         wait: whether to retry until the service is reachable and the replica is registered, instead of raising an
             error.
@@ -71,6 +72,7 @@ class WorkerOptions:
     backend: str = AUTO
     access: Access = PLAIN
     wait: bool = False
+    disk: Path | None = None
 
 
 class Stop:
@@ -170,7 +172,9 @@ class WorkerProcess:
             holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes, bool(tiers))
             self._warm_up(holdings)
             self._served.memory = holdings
-            self._served.movers = start_movers(holdings, tiers, self._backend.ops) if tiers else None
+            if tiers:
+                where = TierOptions(tiers, options.disk, shared_prefix(run_dir.path).rstrip("-"))
+                self._served.movers = start_movers(holdings, where, self._backend.ops)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
         self._server = WorkerServer(self._servicer, run_dir.path)

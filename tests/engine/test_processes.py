@@ -83,10 +83,14 @@ def test_killed_engine_leaves_its_cache_to_the_next(here: World):
         assert life > 0 or hits[0] == [0]
 
 
-def test_killed_engine_leaves_the_host_tier_to_the_next(tmp_path: Path):
+HOST, SMALL, DISK = TierSpec(TierKind.HOST, 900), TierSpec(TierKind.HOST, 90), TierSpec(TierKind.DISK, 900)
+
+
+@pytest.mark.parametrize("tiers", [(HOST,), (SMALL, DISK)], ids=["host", "host and disk"])
+def test_killed_engine_leaves_its_tiers_to_the_next(tmp_path: Path, tiers: tuple[TierSpec, ...]):
     """The next engine loads what the device has evicted; workers in processes of their own move it."""
     with world(tmp_path) as here:
-        register(here, replace(POOL, tiers=(TierSpec(TierKind.HOST, 900),)))
+        register(here, replace(POOL, tiers=tiers))
         workers = [here.worker(rank)[1] for rank in range(MIXED.num_ranks)]
         sent = [(([(seed + at) % 251 for at in range(150)]), 3) for seed in range(0, 240, 20)]
         for life in range(2):
@@ -99,7 +103,8 @@ def test_killed_engine_leaves_the_host_tier_to_the_next(tmp_path: Path):
                 assert sum(hits[0] > 0 for _, hits, _ in ended) > len(sent) // 2
             engine.kill()
         for address in workers:
-            (tier,) = describe(address).tiers
-            assert tier.num_blocks == 900
-            assert tier.saved_blocks > tier.loaded_blocks > 0
-            assert tier.refused_blocks == 0
+            held = describe(address).tiers
+            assert [tier.num_blocks for tier in held] == [tier.num_blocks for tier in tiers]
+            assert min(tier.saved_blocks for tier in held) > 0
+            assert held[-1].loaded_blocks > 0
+            assert {tier.refused_blocks for tier in held} == {0}

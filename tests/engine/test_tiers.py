@@ -1,4 +1,4 @@
-"""The engine with a host tier equals the dense model, whatever its movers do.
+"""The engine with tiers equals the dense model, whatever its movers do.
 
 `python -m tests.engine.tiers` is the large run.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from kvplane.base.groups import GroupKind
 from tests.engine.stress import Report
-from tests.engine.tiers import BORNE, FAULTS, KINDS, MIXES, Loads, of, run
+from tests.engine.tiers import BORNE, DISKS, FAULTS, KINDS, MIXES, Loads, of, run
 
 REQUESTS = 40
 SEED = 1
@@ -28,6 +28,13 @@ def test_tokens_with_a_host_tier_equal_the_dense_model(mix):
     assert report.complaints == []
     assert report.requests == report.counts.completed == REQUESTS
     assert loads.jobs == report.counts.loads > 0
+
+
+def test_hits_are_loaded_from_the_disk_too_and_from_both_tiers_at_once():
+    loads = [report_of(mix.name)[1].of_tiers for mix in DISKS]
+    assert sum(one[frozenset({1})] + one[frozenset({0, 1})] for one in loads[:3]) > 10
+    assert sum(one[frozenset({0, 1})] for one in loads) > 0
+    assert loads[3].total() > 0
 
 
 def test_most_hits_are_loaded_and_from_every_kind_of_group():

@@ -1,4 +1,4 @@
-"""python -m tests.engine.tiers --requests 300: the stress on replicas with a host tier, a line per mix.
+"""python -m tests.engine.tiers --requests 300: the stress on replicas with tiers, a line per mix.
 
 Conversations come back in turn, and the device has room for a few of them: most hits are loaded. Movers are threads of
 this process; faults make them slow, forgetful, or damage what they hold.
@@ -38,6 +38,7 @@ from tests.engine.workload import Returning
 from tests.engine.world import SOUND, Pool
 
 HOST = (TierSpec(TierKind.HOST, 900),)
+HOST_AND_DISK = (TierSpec(TierKind.HOST, 90), TierSpec(TierKind.DISK, 900))
 
 
 def tiered(name: str, layers: tuple[AttentionLayer | StateLayer, ...], num_blocks: int, **changes: object) -> Mix:
@@ -47,8 +48,8 @@ def tiered(name: str, layers: tuple[AttentionLayer | StateLayer, ...], num_block
         max_model_len=300,
         max_batched_tokens=160,
         batches=4,
-        tiers=HOST,
-        **changes.pop("pool", {}),  # type: ignore[arg-type]
+        tiers=changes.pop("tiers", HOST),  # type: ignore[arg-type]
+        **changes.pop("pool", {}),
     )
     config = tuned(token_budget=160, admit_flags=RowFlag.LOAD, **changes.pop("config", {}))  # type: ignore[arg-type]
     return Mix(name, pool, config, requests=Returning, **{"max_open": 4, **changes})  # type: ignore[arg-type]
@@ -72,7 +73,13 @@ OTHERS = (
     tiered("lost launches", (CHUNK, FULL), 110, lose_every=9),
     tiered("preemption", (WINDOW, FULL), 60, max_open=9),
 )
-MIXES = (*KINDS, *OTHERS)
+DISKS = (
+    tiered("full, on disk", (FULL, FULL), 70, tiers=HOST_AND_DISK),
+    tiered("window and full, on disk", (WINDOW, FULL), 110, tiers=HOST_AND_DISK),
+    tiered("all kinds, on disk", (STATE, FULL, *EVEN.layers[::3]), 170, tiers=HOST_AND_DISK, pool=DENSE),
+    tiered("disk alone", (WINDOW, FULL), 110, tiers=(TierSpec(TierKind.DISK, 900),)),
+)
+MIXES = (*KINDS, *OTHERS, *DISKS)
 
 
 @dataclass
@@ -82,9 +89,15 @@ class Loads:
     jobs: int = 0
     rows: int = 0
     with_device: int = 0  # the device had a part of the hit
+    of_tiers: Counter[frozenset[int]] = field(default_factory=Counter)
     of_kinds: Counter[frozenset[GroupKind]] = field(default_factory=Counter)
     refused: int = 0  # rows that movers refused
     discarded: int = 0
+
+    @property
+    def tiers(self) -> str:
+        """Loads by the tiers that they read."""
+        return ", ".join(f"{'+'.join(map(str, sorted(tiers)))}: {count}" for tiers, count in self.of_tiers.items())
 
     def only(self, kind: GroupKind) -> int:
         return self.of_kinds[frozenset({kind})]
@@ -100,9 +113,10 @@ class CountingEngine(Engine):
         super()._carry_out(answer)
         groups = self._session.spec.groups
         for part in answer.parts:
-            rows = list(zip(part.orders.load_job, part.orders.load_group, strict=True))
+            rows = list(zip(part.orders.load_job, part.orders.load_group, part.orders.load_tier, strict=True))
             for job in dict.fromkeys(part.orders.load_job):
-                LOADS.of_kinds[frozenset(groups[group].kind for one, group in rows if one == job)] += 1
+                LOADS.of_kinds[frozenset(groups[group].kind for one, group, _ in rows if one == job)] += 1
+                LOADS.of_tiers[frozenset(tier for one, _, tier in rows if one == job)] += 1
             LOADS.jobs += len(set(part.orders.load_job))
             LOADS.rows += len(rows)
             for at, job in enumerate(part.admit_job):
@@ -162,7 +176,7 @@ class LateCopies(TorchOps):
     """Pages are written long after all was checked."""
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        time.sleep(0.02)
+        time.sleep(0.05)
         super().scatter(group, blocks, staging)
 
 
@@ -212,6 +226,21 @@ class AnyEpoch(Movers):
         yield True
 
 
+class LateRank(Movers):
+    """The movers of every second rank that is made load late."""
+
+    made = 0
+
+    def __init__(self, *args: Any) -> None:
+        LateRank.made += 1
+        self.is_late = LateRank.made % 2 == 0
+        super().__init__(*args)
+
+    def _load(self, piece: list[JobRow]) -> bool:
+        time.sleep(0.3 * self.is_late)
+        return super()._load(piece)
+
+
 class AnyRank(CountingEngine):
     """A job counts as done when the first rank has done it."""
 
@@ -247,7 +276,7 @@ BORNE = (
 FAULTS = (
     Fault("the seal is not compared", "window and full", engine=CountingEngine, slots=Unverified),
     Fault("the version is not compared", "full", engine=CountingEngine, slots=AnyVersion),
-    Fault("done on one rank is done", "two ranks", engine=AnyRank, slots=Slow),
+    Fault("done on one rank is done", "two ranks", engine=AnyRank, movers=LateRank),
     Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LateCopies),
     Fault("rows go to another block", "window and full", engine=CountingEngine, movers=NextRow),
 )
@@ -284,8 +313,8 @@ def main() -> int:
         share, windows = counts.loaded_tokens / max(1, counts.hit_tokens), loads.only(GroupKind.SLIDING_WINDOW)
         print(
             f"    {counts.loads} loads of {loads.rows} rows, {share:.0%} of the hit tokens; the device had a part of"
-            f" {loads.with_device}, windows alone {windows}, states alone {loads.only(GroupKind.MAMBA)}; "
-            f"{'; '.join(report.complaints) or 'nothing differs'}",
+            f" {loads.with_device}, windows alone {windows}, states alone {loads.only(GroupKind.MAMBA)};"
+            f" by tier {loads.tiers}; {'; '.join(report.complaints) or 'nothing differs'}",
             flush=True,
         )
         failed += bool(report.complaints)

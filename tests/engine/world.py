@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
-from kvplane.base.groups import CommitRule, TierSpec
+from kvplane.base.groups import CommitRule, TierKind, TierSpec
 from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.session import SessionTransport
@@ -36,7 +38,7 @@ from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
-from kvplane_worker.tiers import MoverMemory, Movers
+from kvplane_worker.tiers import DiskSlots, MoverMemory, Movers, Slots
 from tests.engine.backends import Place
 from tests.engine.faults import Fault
 from tests.engine.twin import Twin
@@ -91,6 +93,12 @@ class Pool:
         return to_rank_plan(plan_cache([Worker(self.model.cache_layers())], options))
 
 
+def slots_of(tier: TierSpec, width: int, world: World) -> Slots:
+    if tier.kind is TierKind.HOST:
+        return world.fault.slots(tier, width, world.place.device)
+    return DiskSlots(tier, width, Path(tempfile.gettempdir()), f"kvplane-test-{draw_nonce():x}")
+
+
 def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
     """Allocate the pages of a rank, filled with NaN: reads before a write or a zero are detected."""
     pages, fault = PageBuffers(plan, world.place.allocate(allocation_bytes(plan))), world.fault
@@ -101,7 +109,7 @@ def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
         num_rows = rows_for(plan.num_blocks)
         jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
         width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
-        slots = [world.fault.slots(tier, width, world.place.device) for tier in world.pool.tiers]
+        slots = [slots_of(tier, width, world) for tier in world.pool.tiers]
         place = MoverMemory(pages, stamps, slots, IDENTITY)
         world.movers.append(world.fault.movers(place, world.ops, jobs))
     return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank), jobs)

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from kvplane.base.groups import NULL_BLOCK, TierKind, TierSpec
-from kvplane.base.step import Admit, News, Part, RowFlag, Step
-from kvplane.v1.allocation_pb2 import RegisterReplicaRequest
-from kvplane.v1.replica_pb2 import ModelSource
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import is_cached
-from kvplane_service.rpc.sources import plan_source
-from tests.core.builders import fake_digest
+from tests.service.tier_rows import rows_of_hit
 
 MIB = 1 << 20
 LENGTHS = (4096, 16384, 32768, 131072)
@@ -29,40 +20,9 @@ BYTES: dict[str, list[tuple[float, float]]] = {
 
 
 def loaded(model, length, on_device=()):
-    """MiB of all blocks, and of the rows that an admission loads, with a hit of about `length` tokens in the host tier.
-
-    `on_device`: kinds of groups whose blocks the device has.
-    """
-    source = ModelSource(model=model, num_blocks=60_000, max_model_len=1 << 18)
-    spec = plan_source(RegisterReplicaRequest(model=source)).spec
-    spec = replace(spec, tiers=(TierSpec(TierKind.HOST, 200_000),), events=False)
-    replica = Replica(spec)
-    pool, tiers, unit = replica.coordinator.pool, replica.coordinator.tiers, spec.hash_block_size
-    tiers.most_loading = spec.num_blocks
-    digests = [fake_digest(number) for number in range(length // unit)]
-    everything = 0
-    for number, group in enumerate(spec.groups):
-        if not is_cached(group):
-            continue
-        size = group.block_size // unit
-        for index in range(size - 1, len(digests), size):
-            everything += group.page_bytes
-            key, num_tokens = ("", number, digests[index]), (index + 1) * unit
-            if group.kind.value in on_device:
-                (block,) = pool.take(1)
-                pool.register(block, key, num_tokens)
-                pool.release([block])
-            else:
-                slot = tiers.each[0].take_slot()
-                assert slot is not None
-                tiers.each[0].store(key, slot, tiers.next_job())
-    news = News([0], [length + 1], num_hashes=[len(digests)], hashes=b"".join(digests))
-    part = Part(news=news, admit=Admit([0], flags=[int(RowFlag.LOAD)]))
-    (result,) = replica.apply(Step(0, 1, [part])).parts
-    orders = result.orders
-    assert NULL_BLOCK not in orders.load_block
-    assert length - spec.scheduler_block_size < result.admit_hit[0] <= length
-    return everything / MIB, sum(spec.groups[group].page_bytes for group in orders.load_group) / MIB
+    """MiB of all blocks, and of the rows that an admission loads."""
+    rows = rows_of_hit(model, length, on_device)
+    return rows.num_bytes(rows.everything) / MIB, rows.num_bytes(rows.needed) / MIB
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -90,7 +90,8 @@ class World:
 
     def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
         run_dir = self.folder / (folder or f"{replica}-{rank}")
-        return WorkerOptions(self.service.address, replica, rank, self.device, run_dir, 1 << 16)
+        disk = self.folder / "disk"
+        return WorkerOptions(self.service.address, replica, rank, self.device, run_dir, 1 << 16, disk=disk)
 
     def start(self, target: Any, *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()

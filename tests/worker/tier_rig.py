@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,7 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
-from kvplane_worker.tiers import HostSlots, MoverMemory, Movers
+from kvplane_worker.tiers import DiskSlots, HostSlots, MoverMemory, Movers, Slots
 from tests.worker.test_page_buffers import BLOCKS, rank_plan
 
 SLOTS, WAIT_S, EPOCH, STAMP = 40, 30, 3, 100
@@ -26,7 +27,13 @@ class Rig:
         ended: jobs that ended, with whether they are done.
     """
 
-    def __init__(self, layout: Layout = Layout.LAYER_OUTERMOST, ops: TorchOps | None = None, num_threads: int = 2):
+    def __init__(
+        self,
+        layout: Layout = Layout.LAYER_OUTERMOST,
+        ops: TorchOps | None = None,
+        num_threads: int = 2,
+        disk: Path | None = None,
+    ) -> None:
         self.pages = PageBuffers.allocate(rank_plan(layout))
         noise = torch.randint(0, 256, self.pages.memory.shape, generator=torch.manual_seed(1))
         self.pages.memory.copy_(noise.to(torch.uint8))
@@ -39,7 +46,11 @@ class Rig:
         groups = range(self.pages.num_groups)
         width = max(self.pages.group(group).bytes_per_block for group in groups)
         self.slots = HostSlots(TierSpec(TierKind.HOST, SLOTS), width, "cpu")
-        memory = MoverMemory(self.pages, self.stamps, [self.slots], IDENTITY)
+        tiers: list[Slots] = [self.slots]
+        if disk is not None:
+            self.disk = DiskSlots(TierSpec(TierKind.DISK, SLOTS), width, disk, "rank")
+            tiers.append(self.disk)
+        memory = MoverMemory(self.pages, self.stamps, tiers, IDENTITY)
         self.movers = Movers(memory, ops or TorchOps(), self.table, num_threads)
         self.ended: dict[int, bool] = {}
         self._position = 0
@@ -63,6 +74,10 @@ class Rig:
             for at, (slot, version, block) in enumerate(rows, 1)
         ]
         assert self.table.order([row._replace(**changes) for row in made])
+
+    def move(self, job: int, slot: int, version: int, to_slot: int) -> None:
+        """Move a slot of the host to the disk."""
+        assert self.table.order([JobRow(job, JobKind.MOVE, 0, EPOCH, 1, 0, 0, 0, slot, version, 1, to_slot, 0)])
 
     def until(self, job: int) -> bool:
         """Wait for the end of a job; returns whether it is done."""

@@ -1,13 +1,15 @@
 """The tiers of a worker: blocks of one rank outside its pages, and the threads that move them.
 
 seal    what a slot says that it holds, with a checksum
-slots   the slots of a tier in host memory
+slots   the slots of a tier, and those in host memory
+disk    the slots in a file
 movers  the threads that carry out the jobs of the job table (`kvplane.base.job_table`)
 start   allocates the tiers of a replica and starts their movers
 """
 
+from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.movers import MoverMemory, Movers
 from kvplane_worker.tiers.slots import HostSlots, Slots
-from kvplane_worker.tiers.start import start_movers
+from kvplane_worker.tiers.start import TierOptions, start_movers
 
-__all__ = ["HostSlots", "MoverMemory", "Movers", "Slots", "start_movers"]
+__all__ = ["DiskSlots", "HostSlots", "MoverMemory", "Movers", "Slots", "TierOptions", "start_movers"]

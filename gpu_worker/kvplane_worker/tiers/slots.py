@@ -60,6 +60,11 @@ class Slots(Protocol):
         """Release the memory."""
 
 
+def aligned(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages of memory and of disks."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class HostSlots:
     """A tier in host memory. See `Slots`."""
 
@@ -70,7 +75,7 @@ class HostSlots:
             OutOfMemory: they do not fit into the free memory of the host.
         """
         self.spec = spec
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.slot_bytes = aligned(slot_bytes)
         self.counts = SlotCounts()
         size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
         if size > free:

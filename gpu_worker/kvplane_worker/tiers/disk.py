@@ -1,0 +1,161 @@
+"""The slots of a tier on a disk: one file of fixed size, which no other worker uses."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
+from kvplane.base.groups import TierSpec
+from kvplane_worker.tiers.seal import HEADER_BYTES, Content, held_in
+from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, SlotCounts, aligned
+
+FAILURES = 3  # in a row, after which the disk is left alone for a while
+PAUSE_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class DiskSlots:
+    """A tier in a file. See `Slots`.
+
+    A slot is a page with the header, then the payload. Nothing is synchronized to the disk: a slot that was not
+    written, or in part, does not have the seal that its reader expects. The file is opened with O_DIRECT where the file
+    system has it, so the page cache holds no second copy.
+    """
+
+    def __init__(self, spec: TierSpec, slot_bytes: int, folder: Path, name: str) -> None:
+        """Create and reserve the file `name` in a folder, which is created if it does not exist.
+
+        Raises:
+            WorkerExists: another worker uses the file.
+            OutOfMemory: the disk has too little room.
+            InvalidArgument: the folder cannot be used.
+        """
+        self.spec = spec
+        self.slot_bytes = aligned(slot_bytes)
+        self.counts = SlotCounts()
+        self._stride = ALIGNMENT_BYTES + self.slot_bytes
+        self._threads = threading.local()
+        self._failures, self._paused_until = 0, 0.0
+        self._path = folder / name
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file, self.is_direct = _open(self._path)
+        except OSError as error:
+            raise InvalidArgument(
+                f"{self._path} cannot be created: {error.strerror}",
+                field="--disk",
+                remedy="give a folder that this user can write",
+            ) from None
+        with ExitStack() as undo:
+            undo.callback(os.close, self._file)
+            self._reserve(spec.num_blocks * self._stride)
+            undo.pop_all()
+
+    def _reserve(self, size: int) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkerExists(
+                f"another worker uses {self._path}", field="--disk", remedy="give each worker a folder of its own"
+            ) from None
+        free = os.statvfs(self._path)
+        room = free.f_bavail * free.f_frsize + os.fstat(self._file).st_blocks * 512
+        try:
+            if size > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._file, size)
+            os.posix_fallocate(self._file, 0, size)
+        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            raise OutOfMemory(
+                f"the disk tier needs {size} bytes in {self._path.parent}, {room} are free: {error.strerror}",
+                field="tiers",
+                remedy=f"register the replica with a disk tier of at most {room // self._stride} blocks",
+                metadata={"asked": str(size), "free": str(room), "num_blocks": str(room // self._stride)},
+            ) from None
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        """See `Slots.write`. False also while the disk fails."""
+        buffer, rows = self._buffer(1, num_bytes)
+        if self._is_paused() or not fill(rows):
+            return False
+        payload = buffer[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
+        buffer[:HEADER_BYTES] = content.seal(payload)
+        return self._does(os.pwritev, [buffer], content.slot * self._stride)
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
+        """See `Slots.read`. None also while the disk fails."""
+        if num_bytes > self.slot_bytes or self._is_paused():
+            return None
+        buffer, rows = self._buffer(len(contents), num_bytes)
+        width = len(buffer) // len(contents)
+        for at, content in enumerate(contents):
+            row = buffer[at * width : (at + 1) * width]
+            if not self._does(os.preadv, [row], content.slot * self._stride):
+                return None
+            payload = row[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
+            if row[:HEADER_BYTES] != content.seal(payload):
+                return None
+        return rows
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """See `Slots.held`."""
+        buffer, _ = self._buffer(1, 0)
+        return held_in(bytes(buffer[:HEADER_BYTES])) if self._does(os.preadv, [buffer], slot * self._stride) else (0, 0)
+
+    def close(self) -> None:
+        """Remove the file: what it holds is named by the pages of this worker."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _buffer(self, count: int, num_bytes: int) -> tuple[memoryview, Tensor]:
+        """Return the buffer of this thread for this number of slots, and the payloads in it."""
+        width = ALIGNMENT_BYTES + aligned(num_bytes)
+        held: mmap.mmap | None = getattr(self._threads, "buffer", None)
+        if held is None or len(held) < count * width:
+            held = self._threads.buffer = mmap.mmap(-1, count * width)
+        view = memoryview(held)[: count * width]
+        rows = torch.frombuffer(view, dtype=torch.uint8).view(count, width)
+        return view, rows[:, ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
+
+    def _does(self, act: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], offset: int) -> bool:
+        """Read or write whole buffers; False, after a warning, if the disk does not."""
+        try:
+            done = act(self._file, buffers, offset)
+            if done != len(buffers[0]):
+                raise OSError(errno.EIO, f"{done} of {len(buffers[0])} bytes")
+        except OSError as error:
+            self._failures += 1
+            _log.warning("%s: %s", self._path, error)
+            if self._failures >= FAILURES:
+                self._paused_until = time.monotonic() + PAUSE_S
+            return False
+        self._failures = 0
+        return True
+
+    def _is_paused(self) -> bool:
+        return self._failures >= FAILURES and time.monotonic() < self._paused_until
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open a file for direct reads and writes where the file system has them; returns whether it does."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o600), False

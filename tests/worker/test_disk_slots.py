@@ -1,0 +1,153 @@
+"""The slots of a disk tier: a file of fixed size, and whatever becomes of its bytes, nothing wrong is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane_worker.tiers import disk
+from kvplane_worker.tiers.disk import FAILURES, DiskSlots
+from kvplane_worker.tiers.seal import HEADER_BYTES
+from kvplane_worker.tiers.slots import ALIGNMENT_BYTES
+from tests.worker.tier_rig import Rig
+
+SPEC = TierSpec(TierKind.DISK, 30)
+DISK, CASES = 1, 120
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(disk=tmp_path)
+    yield made
+    made.movers.close()
+
+
+def test_a_page_that_moved_to_the_disk_is_loaded_from_there(rig: Rig):
+    saved = {block: rig.page(0, block) for block in (3, 1, 7)}
+    for at, block in enumerate(saved):
+        rig.save(at + 1, block, at)
+        assert rig.until(at + 1)
+        rig.move(at + 11, at, at + 1, 20 + at)
+        assert rig.until(at + 11)
+    rig.load(30, [(20 + at, at + 11, 12 + at) for at in range(3)], tier=DISK)
+    assert rig.until(30)
+    assert [rig.page(0, 12 + at) for at in range(3)] == list(saved.values())
+    assert rig.disk.counts.loaded == rig.disk.counts.saved == 3
+
+
+def test_a_move_of_another_version_fails(rig: Rig):
+    rig.save(1, 3, 0)
+    assert rig.until(1)
+    rig.move(2, 0, 9, 20)
+    assert not rig.until(2)
+
+
+def test_no_damage_of_the_file_reaches_a_page(rig: Rig):
+    """Bits are flipped, the end of the slot is lost, or another slot is copied over it."""
+    stride = rig.disk._stride
+    num_bytes, loaded = rig.pages.group(0).bytes_per_block, 0
+    for seed in range(CASES):
+        rng, job = Random(seed), 10 * (seed + 1)
+        rig.save(job, rng.randrange(1, 12), seed % 8, tier=DISK)
+        assert rig.until(job)
+        slot = bytearray(read_aligned(rig.disk, seed % 8))
+        sound = bytes(slot)
+        how = rng.randrange(3)
+        used = [*range(HEADER_BYTES), *range(ALIGNMENT_BYTES, ALIGNMENT_BYTES + num_bytes)]
+        if how == 0:
+            slot[rng.choice(used)] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            first = rng.choice(used)
+            slot[first:] = bytes(stride - first)
+        else:
+            slot[:] = read_aligned(rig.disk, (seed + 1) % 8)
+        write_aligned(rig.disk, slot, seed % 8)
+        before = rig.pages.memory.clone()
+        rig.load(job + 1, [(seed % 8, job, 20)], tier=DISK)
+        if rig.until(job + 1):
+            assert all(slot[at] == sound[at] for at in used), f"seed {seed}"
+            loaded += 1
+        else:
+            assert rig.pages.memory.equal(before), f"seed {seed}"
+    assert loaded < CASES // 10, "nothing was damaged"
+
+
+def read_aligned(slots: DiskSlots, slot: int) -> bytes:
+    view, _ = slots._buffer(1, slots.slot_bytes)
+    os.preadv(slots._file, [view], slot * slots._stride)
+    return bytes(view)
+
+
+def write_aligned(slots: DiskSlots, data: bytes | bytearray, slot: int) -> None:
+    view, _ = slots._buffer(1, slots.slot_bytes)
+    view[:] = data
+    assert os.pwritev(slots._file, [view], slot * slots._stride) == len(data)
+
+
+def test_a_file_that_became_shorter_fails_loads_and_is_left_alone_for_a_while(rig: Rig, monkeypatch):
+    monkeypatch.setattr(disk, "PAUSE_S", 0.0)
+    rig.save(1, 3, 20, tier=DISK)
+    rig.save(2, 4, 0, tier=DISK)
+    assert rig.until(1)
+    assert rig.until(2)
+    os.ftruncate(rig.disk._file, rig.disk._stride)
+    for job in range(10, 10 + FAILURES):
+        rig.load(job, [(20, 1, 9)], tier=DISK)
+        assert not rig.until(job)
+    monkeypatch.setattr(rig.disk, "_paused_until", float("inf"))
+    rig.load(20, [(0, 2, 9)], tier=DISK)
+    assert not rig.until(20)
+    rig.save(21, 5, 0, tier=DISK)
+    assert not rig.until(21)
+    monkeypatch.setattr(rig.disk, "_paused_until", 0.0)
+    rig.load(22, [(0, 2, 9)], tier=DISK)
+    assert rig.until(22)
+
+
+def test_a_file_system_without_direct_access_is_used_through_its_cache(tmp_path: Path, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *args):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "no O_DIRECT")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    rig = Rig(disk=tmp_path)
+    assert not rig.disk.is_direct
+    rig.save(1, 3, 5, tier=DISK)
+    assert rig.until(1)
+    rig.load(2, [(5, 1, 9)], tier=DISK)
+    assert rig.until(2)
+    rig.movers.close()
+
+
+def test_two_workers_do_not_use_one_file(tmp_path: Path):
+    held = DiskSlots(SPEC, 5000, tmp_path / "new", "name")
+    with pytest.raises(WorkerExists, match="folder of its own"):
+        DiskSlots(SPEC, 5000, tmp_path / "new", "name")
+    held.close()
+    again = DiskSlots(SPEC, 5000, tmp_path / "new", "name")
+    assert again.slot_bytes == 8192
+    again.close()
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_disk_without_room_is_refused_with_what_fits(tmp_path: Path):
+    with pytest.raises(OutOfMemory, match="free") as refused:
+        DiskSlots(TierSpec(TierKind.DISK, 1 << 22), 1 << 30, tmp_path, "name")
+    assert int(refused.value.metadata["num_blocks"]) < 1 << 22
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument) as refused:
+        DiskSlots(SPEC, 5000, tmp_path / "file", "name")
+    assert refused.value.field == "--disk"
