@@ -165,7 +165,7 @@ class Side:
         self._since_restart += 1
         self.report.requests += 1
         if request.error:
-            self.report.refused += 1
+            self.report.refused += request.error != "aborted"
             return
         self._requests.done(request)
         if isinstance(self._recall, Recall):

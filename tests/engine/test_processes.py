@@ -83,6 +83,7 @@ def test_killed_engine_leaves_its_cache_to_the_next(here: World):
         assert life > 0 or hits[0] == [0]
 
 
+ROUNDS = 12
 HOST, SMALL, DISK = TierSpec(TierKind.HOST, 900), TierSpec(TierKind.HOST, 90), TierSpec(TierKind.DISK, 900)
 
 
@@ -96,15 +97,21 @@ def test_killed_engine_leaves_its_tiers_to_the_next(tmp_path: Path, tiers: tuple
         for life in range(2):
             engine = here.start(child.engine, here.service.address, "r", workers)
             engine.receive()
-            engine.connection.send(sent)
-            ended = serve_until(engine, len(sent))
-            assert count_wrong(sent, ended) == 0
-            if life:
-                assert sum(hits[0] > 0 for _, hits, _ in ended) > len(sent) // 2
+            for _ in range(ROUNDS):  # how much is saved in time depends on the machine
+                assert count_wrong(sent, serve_all(engine, sent)) == 0
+                held = [tier for address in workers for tier in describe(address).tiers]
+                if life == 0 or all(tier.loaded_blocks for tier in held):
+                    break
             engine.kill()
-        for address in workers:
-            held = describe(address).tiers
-            assert [tier.num_blocks for tier in held] == [tier.num_blocks for tier in tiers]
-            assert min(tier.saved_blocks for tier in held) > 0
-            assert held[-1].loaded_blocks > 0
-            assert {tier.refused_blocks for tier in held} == {0}
+        assert [tier.num_blocks for tier in held] == [tier.num_blocks for tier in tiers] * len(workers)
+        assert min(tier.saved_blocks for tier in held) > 0
+        assert min(tier.loaded_blocks for tier in held) > 0
+        assert {tier.refused_blocks for tier in held} == {0}
+
+
+def serve_all(engine: Child, sent: list[Prompt]) -> list[Ended]:
+    engine.connection.send(sent)
+    ended: list[Ended] = []
+    while (some := engine.receive()) is not None:
+        ended += some
+    return ended

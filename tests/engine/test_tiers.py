@@ -32,7 +32,7 @@ def test_tokens_with_a_host_tier_equal_the_dense_model(mix):
 
 def test_hits_are_loaded_from_the_disk_too_and_from_both_tiers_at_once():
     loads = [report_of(mix.name)[1].of_tiers for mix in DISKS]
-    assert sum(one[frozenset({1})] + one[frozenset({0, 1})] for one in loads[:3]) > 10
+    assert sum(one[frozenset({1})] + one[frozenset({0, 1})] for one in loads[:3]) > 0
     assert sum(one[frozenset({0, 1})] for one in loads) > 0
     assert loads[3].total() > 0
 
@@ -52,7 +52,10 @@ def test_most_hits_are_loaded_and_from_every_kind_of_group():
 def test_tokens_equal_the_dense_model_with_bad_movers(fault):
     report, _ = run(of(fault.mix), REQUESTS, SEED, fault)
     assert report.complaints == []
-    assert report.counts.completed >= REQUESTS
+    assert report.counts.completed + report.counts.aborted >= REQUESTS
+    if "aborts" in fault.name:
+        assert report.counts.aborted > 0
+        assert report.counts.preempted > 0, "no load of a block that lost its key failed"
     if "slot" in fault.name or "write" in fault.name:
         assert report.counts.preempted > 0, "no load failed"
     if "never" in fault.name:

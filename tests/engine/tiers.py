@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvplane.base.groups import GroupKind, TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobRow
-from kvplane.base.step import RowFlag, StepResult
+from kvplane.base.step import Part, RowFlag, StepResult
 from kvplane.tier_jobs import TierJobs
 from kvplane_service.core.tiers import behind
 from kvplane_worker.engine.config import EVEN, AttentionLayer, ModelConfig, StateLayer
@@ -119,8 +119,14 @@ class CountingEngine(Engine):
                 LOADS.of_tiers[frozenset(tier for one, _, tier in rows if one == job)] += 1
             LOADS.jobs += len(set(part.orders.load_job))
             LOADS.rows += len(rows)
+            tables = part.tables.by_row()
             for at, job in enumerate(part.admit_job):
-                LOADS.with_device += bool(job) and part.admit_hit[at] > part.admit_tier_tokens[at]
+                blocks = [
+                    block
+                    for group, table in (tables[len(part.granted) + at].items() if job else ())
+                    for block in table[: part.admit_hit[at] // groups[group].block_size]
+                ]
+                LOADS.with_device += bool(job) and sum(map(bool, blocks)) > sum(one == job for one, *_ in rows)
 
 
 # -- faults that a sound engine survives ------------------------------------------------------------------------------
@@ -170,6 +176,27 @@ class Slow(HostSlots):
         rows = super().read(contents, num_bytes)
         time.sleep(Random(contents[0].version).choice([0, 0.003, 0.02]))
         return rows
+
+
+class Meddling(CountingEngine):
+    """Requests are aborted while they load, blocks that are loaded lose their keys, and the cache is reset."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._rng, self._plan = Random(7), self._scheduler.plan
+        self._scheduler.plan = self._plan_and_meddle  # type: ignore[method-assign]
+
+    def _plan_and_meddle(self) -> Part:
+        rng, loading = self._rng, self._scheduler.loading
+        if loading and rng.random() < 0.2:
+            self._scheduler.abort(rng.choice(loading))
+        part = self._plan()
+        assert self._jobs is not None
+        blocks = self._jobs.blocks_loading
+        if blocks and rng.random() < 0.2:
+            part.cache.evicted = [rng.choice(blocks)]
+        part.cache.reset = rng.random() < 0.02
+        return part
 
 
 class LateCopies(TorchOps):
@@ -271,6 +298,7 @@ BORNE = (
     Fault("lost writes", "all kinds", engine=CountingEngine, slots=Forgetful),
     Fault("late copies", "restarts", engine=CountingEngine, ops=LateCopies),
     Fault("slow movers", "restarts", engine=CountingEngine, slots=Slow),
+    Fault("aborts, evictions and resets", "window and full", engine=Meddling, slots=Slow),
     Fault("loads that never end", "restarts, given up", engine=CountingEngine, movers=NeverEnding),
 )
 FAULTS = (

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from kvplane.base.errors import NotFound
-from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
@@ -32,7 +32,7 @@ from kvplane_service.explain.service import Explanation, Prompt, explain_prompt,
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.hashing import hash_tokens
-from tests.core.builders import chunked, full, replica_spec, state, window
+from tests.core.builders import chunked, digests, full, replica_spec, state, window
 from tests.service.hosts import HostWorld
 from tests.service.rig import Stream, column, running
 
@@ -307,6 +307,20 @@ def test_explain_cached_with_another_image():
     desk.serve("a", "aaaabbbbccccd", extra_keys=picture)
     other = ExtraKeys(multimodal=(Multimodal("dog", 4, 4),))
     assert summary(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NO_STEP)
+
+
+def test_explain_block_that_only_a_tier_has():
+    spec = replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9)))
+    desk = Desk(spec)
+    desk.serve("a", "aaaab")
+    host, disk = (tiers := desk.world.host.replica.reference().coordinator.tiers).each
+    for tier, text in ((disk, "aaaa"), (host, "aaaabbbb"), (disk, "aaaabbbb")):
+        slot = tier.take_slot()
+        assert slot is not None
+        tier.store(("", 0, digests(spec, text)[-1]), slot, tiers.next_job())
+    assert summary(desk.why("aaaabbbbc")) == (Cause.IN_TIER, 4, (0,), (4, 8), "host", 0)
+    desk.step(Part(cache=Cache(evicted=[1])))  # and with its key, what the tiers have of it
+    assert summary(desk.why("aaaabbbbc"))[0] is Cause.DROPPED
 
 
 def test_explain_window_outside_the_retention():

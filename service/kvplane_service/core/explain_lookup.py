@@ -15,6 +15,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.lookup import Hit, LookupClass, PrefixLookup, Search
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
+from kvplane_service.core.tiers.tier import Tier
 
 Found: TypeAlias = list[int] | None
 
@@ -22,13 +23,14 @@ Found: TypeAlias = list[int] | None
 class MissingPrefix(NamedTuple):
     """The cached content that is missing for a longer hit: the KV of tokens [start, end) in one group.
 
-    `num_hashes`: number of hash blocks up to `end`.
+    `num_hashes`: number of hash blocks up to `end`. `tier`: number of the tier that has it; None if none has.
     """
 
     group: int
     start: int
     end: int
     num_hashes: int
+    tier: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,12 @@ class Prefix(NamedTuple):
 class LookupExplainer:
     """Explains look-ups in the prefix cache of a replica, or in any cache that has a `find` function (`over`)."""
 
-    def __init__(self, spec: ReplicaSpec, lookup: PrefixLookup, pool: BlockPool) -> None:
+    def __init__(self, spec: ReplicaSpec, lookup: PrefixLookup, pool: BlockPool, tiers: Sequence[Tier] = ()) -> None:
+        """`tiers`: where blocks that the pool lacks may be."""
         self._spec = spec
         self._lookup = lookup
         self._pool = pool
+        self._tiers = tiers
 
     @classmethod
     def over(cls, spec: ReplicaSpec, find: Callable[[str, Sequence[int], bytes], Found]) -> LookupExplainer:
@@ -123,7 +127,9 @@ class LookupExplainer:
             digest = prefix.digests[end // size - 1]
             for group in ask.one.groups:
                 if self._pool.find(prefix.domain, (group,), digest, prefix.horizon) is None:
-                    return MissingPrefix(group, (end - 1) // block_size * block_size, end, end // size)
+                    key = prefix.domain, group, digest
+                    tier = next((one.number for one in self._tiers if one.find(key) is not None), None)
+                    return MissingPrefix(group, (end - 1) // block_size * block_size, end, end // size, tier)
         return None
 
 

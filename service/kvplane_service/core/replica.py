@@ -251,8 +251,8 @@ class Replica:
 
     def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
         """Explain the length of the hit that `lookup` finds with the same arguments. Changes nothing."""
-        prefix = Prefix(digests, domain, num_tokens - 1, self._horizon)
-        return LookupExplainer(self.spec, self.coordinator.lookup, self._pool).explain(prefix)
+        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.coordinator.tiers.each)
+        return explainer.explain(Prefix(digests, domain, num_tokens - 1, self._horizon))
 
     @property
     def _horizon(self) -> int:

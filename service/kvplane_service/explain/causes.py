@@ -46,6 +46,7 @@ class Cause(StrEnum):
     NEVER_CACHED = "never_cached"
     LAST_BLOCK_DROPPED = "last_block_dropped"
     NOT_RECORDED = "not_recorded"
+    IN_TIER = "in_tier"  # the device lacks it, a tier has it: an admission with LOAD loads it
 
 
 _OF_REMOVAL = {
@@ -66,7 +67,7 @@ class Why:
     Attributes:
         start, end: range of the missing tokens; for DIFFERS, the range that contains the first different token.
         by: name of the request that evicted the block, or name of the other cache domain (requests share blocks only
-            inside one) or adapter for which the content was cached; "" if none.
+            inside one) or adapter for which the content was cached, or kind of the tier that has it; "" if none.
         epoch, seq, at_ns: engine life (number of the epoch), step and time (in nanoseconds) at which the key was
             removed; 0 if the cause is not a removal.
     """
@@ -132,6 +133,9 @@ class Explainer:
             return Why(Cause.NOTHING)
         if account.missing is None:
             return Why(Cause.LAST_BLOCK_DROPPED)
+        if account.missing.tier is not None:
+            tier = self._spec.tiers[account.missing.tier]
+            return Why(Cause.IN_TIER, account.missing.start, account.missing.end, by=tier.kind.value)
         return self._of_block(question, account.missing)
 
     def _of_block(self, question: Question, missing: MissingPrefix) -> Why:

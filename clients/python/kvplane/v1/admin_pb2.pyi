@@ -34,6 +34,7 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_NOT_RECORDED: _ClassVar[MissCause]
     MISS_CAUSE_WITHOUT_STAMPS: _ClassVar[MissCause]
     MISS_CAUSE_LEFT_WINDOW: _ClassVar[MissCause]
+    MISS_CAUSE_IN_TIER: _ClassVar[MissCause]
 MISS_CAUSE_UNSPECIFIED: MissCause
 MISS_CAUSE_NOTHING: MissCause
 MISS_CAUSE_CACHING_OFF: MissCause
@@ -57,6 +58,7 @@ MISS_CAUSE_LAST_BLOCK_DROPPED: MissCause
 MISS_CAUSE_NOT_RECORDED: MissCause
 MISS_CAUSE_WITHOUT_STAMPS: MissCause
 MISS_CAUSE_LEFT_WINDOW: MissCause
+MISS_CAUSE_IN_TIER: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ()

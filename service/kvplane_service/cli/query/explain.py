@@ -46,6 +46,7 @@ _SENTENCES = {
     "differs": "another prompt shares a prefix, then differs; the first different token is in {start}..{end}",
     "never_cached": "tokens {start}..{end} were never computed{alike}",
     "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
+    "in_tier": "tokens {start}..{end} are in the {tier} tier; an admission with LOAD loads them",
     "not_recorded": "not recorded: the decision log does not reach back that far",
 }
 
@@ -113,4 +114,5 @@ def sentence(answer: ExplainResponse) -> str:
         alike=" with its salt and adapter" if answer.admit_seq else "",
         domain=repr(answer.by) if answer.by else "the default one",
         adapter=repr(answer.by) if answer.by else "or none",
+        tier=answer.by,
     )

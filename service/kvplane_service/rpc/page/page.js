@@ -254,6 +254,7 @@ const CAUSES = {
   "other multimodal": "they were computed with other multimodal items",
   differs: "another prompt shares a prefix, then differs",
   "never cached": "they were never computed",
+  "in tier": "a tier has these tokens: an admission with LOAD loads them",
   "last block dropped": "the draft group does not use the last block",
   "not recorded": "the decision log does not reach back that far",
 };
