@@ -92,7 +92,7 @@ FAULTS = [
           "kInside"),
     Fault("a reset proves older stamps", "dropping.h", "reset == 0 || InTime(stamp) > InTime(reset)", "true"),
     Fault("sinks get the stamps of a store", "recovery.h", "recovered.stamp[block] = pool.stamp[block];", ""),
-    Fault("the order of shared keys is lost", "state.h", "record.next != kNoRecord", "false"),
+    Fault("the order of shared keys is lost", "state.h", "record.next != at", "false"),
     Fault("new memory keeps busy blocks", "bind_lives.h", "IsTrue(At(arguments, 3))", "false"),
     Fault("blocks of two requests count twice", "bind_reads.h", "!std::exchange(seen[block], 1)", "true"),
     Fault("grants swap columns", "convert.h", "return one.stay.second;",

@@ -87,8 +87,7 @@ def test_keys_that_a_recovery_loses_are_caught(monkeypatch):
 
 
 def test_a_step_that_falls_back_without_need_is_caught(monkeypatch):
-    monkeypatch.setattr(native, "PLAIN", native.REFUSED)
-    monkeypatch.setattr(native._native, "read", lambda *_: native.REFUSED)
+    monkeypatch.setattr(native._native, "apply", lambda *_: native.REFUSED)
     assert is_seen()
 
 

@@ -16,12 +16,9 @@ from typing import Any
 from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import (
-    Blocks,
     CacheEvent,
     News,
-    Orders,
     Part,
-    PartResult,
     Step,
     StepResult,
 )
@@ -45,7 +42,7 @@ from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of, load_entries
 
 SOURCES = _native.SOURCES
-REFUSED, PLAIN, HAS_TOKENS, RESUMES = range(4)  # kinds of a step that was read
+REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
@@ -118,23 +115,20 @@ class NativeReplica:
         return self._apply(step, True)
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
-        self._changed()
-        if any(part.cache.jobs_done or part.cache.jobs_failed or part.cache.jobs_before for part in step.parts):
-            self.reference().check(step)  # refuses it: a core without tiers orders no jobs
-        kind = _native.read(self._core, step)
-        if kind == REFUSED:
-            self.reference().check(step)  # names the fault
-        if kind in (REFUSED, RESUMES):
-            self._aside = self.reference()
-            result = self._aside.apply(step)
-            self.fallbacks += 1
-            return result
-        made = self._hash(step) if kind == HAS_TOKENS else None
-        executed_through, packed = _native.apply(self._core, None if made is None else made[0], alone)
-        results = [_result(values) for values in packed]
-        if made is not None:
-            for of_part, (facts, news) in zip(results, made[1], strict=True):
+        applied = _native.apply(self._changed(), step, alone)
+        if isinstance(applied, int):
+            if applied == REFUSED:
+                self.reference().check(step)  # names the fault
+            if applied != HAS_TOKENS:
+                self._aside = self.reference()
+                result = self._aside.apply(step)
+                self.fallbacks += 1
+                return result
+            made, logged = self._hash(step)
+            applied = _native.apply_hashed(self._core, made, alone)
+            for of_part, (facts, news) in zip(applied[1], logged, strict=True):
                 of_part.hashed_facts, of_part.hashed_news = facts, news
+        executed_through, results = applied
         return StepResult(step.seq, step.part, results, executed_through)
 
     def _hash(self, step: Step) -> tuple[tuple[Any, ...], list[tuple[list[bytes], list[bytes]]]]:
@@ -466,15 +460,3 @@ class NativeReplica:
     def num_running(self) -> int:
         """Number of requests that hold blocks and may run."""
         return self._aside.num_running if self._aside is not None else _native.numbers(self._core)[5]
-
-
-def _result(values: tuple[Any, ...]) -> PartResult:
-    (
-        granted, preempted, status, hit, admitted, single, load_after, new_blocks, tables, peek_hit, peek_single,
-        peek_blocks, num_hashes, last_hash, reset_done, orders, free_blocks, events, taken_back, went_back,
-    ) = values  # fmt: skip
-    return PartResult(
-        granted, preempted, status, hit, admitted, single, load_after, Blocks(*new_blocks), Blocks(*tables),
-        peek_hit, peek_single, Blocks(*peek_blocks), num_hashes, last_hash, reset_done, Orders(*orders),
-        free_blocks, CacheEvents() if events is None else NativeEvents(events), [], [], taken_back, went_back,
-    )  # fmt: skip

@@ -1,15 +1,26 @@
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from typing_extensions import Buffer
 
-from kvplane.base.step import Step
+from kvplane.base.step import Blocks, Orders, PartResult, Step
+from kvplane_service.core.cache_events import CacheEvents
 
 SOURCES: str  # digest of the C++ files
 
 def new(settings: list[int], groups: list[list[int]], /) -> object: ...
-def read(core: object, step: Step, /) -> int: ...
-def apply(core: object, made: tuple[Any, ...] | None, alone: bool, /) -> tuple[int, list[tuple[Any, ...]]]: ...
+def apply(core: object, step: Step, alone: bool, /) -> int | tuple[int, list[PartResult]]: ...
+def apply_hashed(core: object, made: tuple[Any, ...], alone: bool, /) -> tuple[int, list[PartResult]]: ...
+def answer_with(
+    part: type[PartResult],
+    blocks: type[Blocks],
+    orders: type[Orders],
+    events: type[CacheEvents],
+    ints: type[array[int]],
+    of_tiers: tuple[str, ...],
+    /,
+) -> None: ...
 def events(packed: object, /) -> list[tuple[Any, ...]]: ...
 def dump(core: object, /) -> dict[str, Any]: ...
 def load(core: object, state: dict[str, Any], /) -> None: ...

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "answers.h"
 #include "read_step.h"
 #include "replica.h"
 
@@ -14,6 +15,7 @@ struct Core {
     explicit Core(Spec spec) : replica(std::move(spec)) {}
     Replica replica;
     Step step;  // the last one that was read
+    std::vector<PartResult> results;
     bool has_step = false;
     std::atomic<bool> works_alone = false;  // a thread without the interpreter's lock changes the state
 };

@@ -173,63 +173,6 @@ inline PyObject* ToPy(const KeyBook& keys) {
     return ToPairs([&](auto&& visit) { keys.ForEach(visit); });
 }
 
-inline PyObject* ToPy(const BlockLists& lists) {
-    return Tuple(ToPy(lists.row), ToPy(lists.group), ToPy(lists.count), ToPy(lists.ids));
-}
-
-inline PyObject* ToPy(const Orders& orders) {
-    return Tuple(ToPy(orders.stamp_block), ToPy(orders.stamp), ToPy(orders.copy_src), ToPy(orders.copy_dst),
-                 ToPy(orders.copy_group), ToPy(orders.zero_block), ToPy(orders.zero_group));
-}
-
-// A list with a tuple per event.
-inline PyObject* ToPy(const CacheEvents& events) {
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(events.rows.size()));
-    const uint8_t* byte = events.bytes.data();
-    auto block = events.blocks.begin();
-    auto start = events.starts.begin();
-    Py_ssize_t at = 0;
-    for (const CacheEvents::Row& row : events.rows) {
-        const auto count = static_cast<std::ptrdiff_t>(row.count), starts = row.kind == kStored ? count : 0;
-        PyObject* parent = ToBytes(byte, row.parent_size);
-        PyObject* hashes = ToBytes(byte + row.parent_size, row.count * row.hash_size);
-        PyList_SetItem(
-            list, at++,
-            Tuple(ToPy(Int{row.kind}), ToPy(row.group), hashes, ToPy(row.hash_size),
-                  ToPy(BlockList(block, block + count)),
-                  ToPy(row.kind == kCleared ? std::string() : events.names[row.name]), parent, ToPy(row.block_size),
-                  ToPy(row.slot), ToPy(row.start), ToPy(row.end), ToPy(Column(start, start + starts)),
-                  ToPy(Int{row.reason})));
-        byte += row.parent_size + row.count * row.hash_size;
-        block += count;
-        start += starts;
-    }
-    return list;
-}
-
-constexpr const char* kEvents = "kvplane.events";
-
-inline void DestroyEvents(PyObject* capsule) {
-    delete static_cast<CacheEvents*>(PyCapsule_GetPointer(capsule, kEvents));
-}
-
-// None, or a capsule.
-inline PyObject* EventsToPy(CacheEvents events) {
-    if (events.empty()) return Py_NewRef(Py_None);
-    return PyCapsule_New(new CacheEvents(std::move(events)), kEvents, DestroyEvents);
-}
-
-// Takes the events out of the result.
-inline PyObject* ToPy(PartResult& result) {
-    PyObject* events = EventsToPy(std::move(result.events));
-    return Tuple(ToPy(result.granted), ToPy(result.preempted), ToPy(result.admit_status), ToPy(result.admit_hit),
-                 ToPy(result.admit_granted), ToPy(result.admit_single_group_hit), ToPy(result.admit_load_after),
-                 ToPy(result.new_blocks), ToPy(result.tables), ToPy(result.peek_hit),
-                 ToPy(result.peek_single_group_hit), ToPy(result.peek_blocks), ToPy(result.num_hashes),
-                 ToPy(result.last_hash), PyBool_FromLong(result.reset_done), ToPy(result.orders),
-                 ToPy(result.free_blocks), events, ToPy(result.taken_back), ToPy(result.went_back));
-}
-
 // -- from Python -----------------------------------------------------------------------------------------------------
 
 template <typename T>

@@ -226,10 +226,11 @@ class Coordinator {
         return held;
     }
 
-    Orders TakeOrders() {
+    void TakeOrders(Orders* into) {
         pool.TakeStamped(&orders.stamp_block);
         for (const Block block : orders.stamp_block) orders.stamp.push_back(pool.stamp[block]);
-        return std::exchange(orders, {});
+        std::swap(*into, orders);
+        orders.Clear();
     }
 
     const Spec& spec;

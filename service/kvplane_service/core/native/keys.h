@@ -62,16 +62,14 @@ class Pairs {
 constexpr uint32_t kUnknownDomain = 0x00FFFFFF;  // no key has it
 constexpr uint32_t kNoRecord = 0xFFFFFFFF;
 
-// One key of one block. Records of one key are chained in order of registration.
+// One key of one block. Records of one key are a ring in order of registration: the first one follows the last one.
 struct KeyRecord {
     Key key;  // pair 0: no key
-    Block block = kNullBlock;
     uint32_t next = kNoRecord;
-    uint32_t last = kNoRecord;  // of the first record of a chain: the last one
-    Int tokens = 0;
+    uint32_t tokens = 0;
 };
 
-// Open addressing over the first records of all chains, with linear probing and deletion by shifting back.
+// Open addressing over the last records of all rings, with linear probing and deletion by shifting back.
 class Index {
   public:
     explicit Index(size_t num_keys) : slots_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord) {}
@@ -106,19 +104,25 @@ class Index {
 
   private:
     size_t Mask() const { return slots_.size() - 1; }
-    // All bytes count, with a seed of this process: clients choose digests, and must not choose where they collide.
+    // Clients choose digests, and must not choose where they collide: every bit of the place depends on all bytes and
+    // on secrets of this index.
     size_t Place(const Key& key) const {
-        uint64_t words[kDigestBytes / sizeof(uint64_t)], mixed = Seed() ^ key.pair;
-        std::memcpy(words, key.digest.bytes.data(), sizeof words);
-        for (const uint64_t word : words) {
-            mixed = (mixed ^ word) * 0x9E3779B97F4A7C15u;
-            mixed ^= mixed >> 29;
-        }
-        return static_cast<size_t>(mixed) & Mask();
+        uint64_t word[kDigestBytes / sizeof(uint64_t)];
+        std::memcpy(word, key.digest.bytes.data(), sizeof word);
+        const uint64_t mixed = Fold(word[0] ^ secrets_[0], word[1] ^ secrets_[1]) ^
+                               Fold(word[2] ^ secrets_[2], word[3] ^ secrets_[3]);
+        return static_cast<size_t>(Fold(mixed ^ secrets_[4], key.pair ^ secrets_[5])) & Mask();
     }
-    static uint64_t Seed() {
-        static const uint64_t seed = uint64_t{std::random_device()()} << 32 | std::random_device()();
-        return seed;
+    // The two halves of the product, as one number.
+    static uint64_t Fold(uint64_t a, uint64_t b) {
+        const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+        return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    }
+    static std::array<uint64_t, 6> NewSecrets() {
+        std::random_device random;
+        std::array<uint64_t, 6> secrets;
+        for (uint64_t& one : secrets) one = uint64_t{random()} << 32 | random();
+        return secrets;
     }
     size_t At(const std::vector<KeyRecord>& records, uint32_t record) const {
         size_t at = Place(records[record].key);
@@ -143,6 +147,7 @@ class Index {
 
     std::vector<uint32_t> slots_;
     size_t count_ = 0;
+    std::array<uint64_t, 6> secrets_ = NewSecrets();
 };
 
 }  // namespace kvplane

@@ -42,25 +42,35 @@ PyObject* New(PyObject*, PyObject* arguments) {
     });
 }
 
-enum StepKind : long { kRefusedStep = 0, kPlain = 1, kHasTokens = 2, kResumes = 3 };
+enum StepKind : long { kApplied = 0, kRefusedStep = 1, kHasTokens = 2, kResumes = 3 };
 
-// read(core, step) -> StepKind: whether the core can apply the step, and whether its tokens must be hashed before
-PyObject* Read(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        core.has_step = false;
-        bool resumes = false;
-        try {
-            ReadStep(At(arguments, 1), &core.step, &resumes);
-        } catch (const Unreadable&) {
-            return PyLong_FromLong(kRefusedStep);
-        }
-        if (resumes || !core.replica.Accepts(core.step)) return PyLong_FromLong(resumes ? kResumes : kRefusedStep);
-        core.has_step = true;
-        const auto has_tokens = [](const Part& part) { return part.facts.num_tokens || part.news.num_token_ids; };
-        return PyLong_FromLong(std::any_of(core.step.parts.begin(), core.step.parts.end(), has_tokens) ? kHasTokens
-                                                                                                       : kPlain);
-    });
+StepKind KindOf(Core& core, PyObject* step) {
+    bool resumes = false;
+    core.has_step = false;
+    try {
+        ReadStep(step, &core.step, &resumes);
+    } catch (const Unreadable&) {
+        return kRefusedStep;
+    }
+    if (resumes || !core.replica.Accepts(core.step)) return resumes ? kResumes : kRefusedStep;
+    core.has_step = true;
+    const auto has_tokens = [](const Part& part) { return part.facts.num_tokens || part.news.num_token_ids; };
+    return std::any_of(core.step.parts.begin(), core.step.parts.end(), has_tokens) ? kHasTokens : kApplied;
+}
+
+// Applies the step that was read; `alone`: other threads run Python meanwhile. Returns (executed_through, results).
+PyObject* ApplyRead(Core& core, bool alone) {
+    Require(std::exchange(core.has_step, false), "no step was read");
+    const auto work = [&] { core.replica.Apply(core.step, &core.results); };
+    if (alone) {
+        WorkAlone(core, work);
+    } else {
+        work();
+    }
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(core.results.size()));
+    Py_ssize_t at = 0;
+    for (PartResult& result : core.results) PyList_SetItem(list, at++, ToPy(result));
+    return Tuple(ToPy(core.replica.blocks.pool.executed_through), list);
 }
 
 void ReadMade(PyObject* given, Made* made) {
@@ -70,29 +80,39 @@ void ReadMade(PyObject* given, Made* made) {
     made->given = true;
 }
 
-// apply(made, alone) of the step that was read; made: None, or per part a pair of None or (num_hashes, hashes), of
-// facts and news; alone: whether other threads run Python meanwhile
-PyObject* Apply(PyObject*, PyObject* arguments) {
+// apply(core, step, alone) -> (executed_through, results), or a StepKind: why the step is not applied
+PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&]() -> PyObject* {
+        Check(count == 3);
+        Core& core = CoreOf(arguments[0]);
+        const StepKind kind = KindOf(core, arguments[1]);
+        return kind == kApplied ? ApplyRead(core, arguments[2] == Py_True) : PyLong_FromLong(kind);
+    });
+}
+
+// apply_hashed(core, made, alone) -> (executed_through, results) of the last step that `apply` was given, whose tokens
+// were hashed meanwhile; made: per part a pair of None or (num_hashes, hashes), of facts and news
+PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
         PyObject* made = At(arguments, 1);
-        Require(std::exchange(core.has_step, false), "no step was read");
-        for (size_t number = 0; made != Py_None && number < core.step.parts.size(); ++number) {
+        for (size_t number = 0; number < core.step.parts.size(); ++number) {
             PyObject* of_part = At(made, static_cast<Py_ssize_t>(number));
             ReadMade(At(of_part, 0), &core.step.parts[number].facts_made);
             ReadMade(At(of_part, 1), &core.step.parts[number].news_made);
         }
-        std::vector<PartResult> results;
-        const auto work = [&] { results = core.replica.Apply(core.step); };
-        if (IsTrue(At(arguments, 2))) {
-            WorkAlone(core, work);
-        } else {
-            work();
-        }
-        PyObject* list = PyList_New(static_cast<Py_ssize_t>(results.size()));
+        return ApplyRead(core, IsTrue(At(arguments, 2)));
+    });
+}
+
+// answer_with(types of the objects in answers and names of columns, see Answers)
+PyObject* AnswerWith(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        PyObject** const types[] = {&answers.part, &answers.blocks, &answers.orders, &answers.events,
+                                    &answers.packed_ints, &answers.of_tiers};
         Py_ssize_t at = 0;
-        for (PartResult& result : results) PyList_SetItem(list, at++, ToPy(result));
-        return Tuple(ToPy(core.replica.blocks.pool.executed_through), list);
+        for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
+        Py_RETURN_NONE;
     });
 }
 
@@ -130,8 +150,9 @@ PyObject* Events(PyObject*, PyObject* arguments) {
 
 PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
-    {"read", Read, METH_VARARGS, "Read a step; return its kind."},
-    {"apply", Apply, METH_VARARGS, "Apply the step that was read."},
+    {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
+    {"apply_hashed", ApplyHashed, METH_VARARGS, "Apply the step that was read, with hashes of its tokens."},
+    {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
     {"dump", Dump, METH_VARARGS, "Return the whole state."},
     {"load", Load, METH_VARARGS, "Set the whole state of a new core."},
     {"events", Events, METH_VARARGS, "Return the events of a part."},

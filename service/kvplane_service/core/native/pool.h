@@ -32,9 +32,7 @@ class BlockPool {
           index(static_cast<size_t>(spec.num_blocks)),
           keys_of_group(spec.groups.size()),
           evicted_keys(spec.groups.size()),
-          is_stamped_(spec.num_blocks) {
-        for (size_t block = 0; block < records.size(); ++block) records[block].block = static_cast<Block>(block);
-    }
+          is_stamped_(static_cast<size_t>(spec.num_blocks)) {}
 
     // -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -122,16 +120,19 @@ class BlockPool {
 
     // Returns the first block registered under the key by a step up to `horizon`; the null block if there is none.
     Block Find(const Key& key, Int horizon) const {
-        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next) {
-            if (key_step[records[at].block] <= horizon) return records[at].block;
-        }
+        const uint32_t last = index.Find(records, key);
+        if (last == kNoRecord) return kNullBlock;
+        uint32_t at = last;
+        do {
+            at = records[at].next;
+            if (key_step[BlockOf(at)] <= horizon) return BlockOf(at);
+        } while (at != last);
         return kNullBlock;
     }
 
     BlockList BlocksOf(const Key& key) const {
         BlockList found;
-        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next)
-            found.push_back(records[at].block);
+        for (const uint32_t record : RecordsOf(key)) found.push_back(BlockOf(record));
         return found;
     }
 
@@ -161,7 +162,7 @@ class BlockPool {
             num_evictable += references[block] == 0;
         }
         records[record].key = key;
-        records[record].tokens = num_tokens;
+        records[record].tokens = static_cast<uint32_t>(num_tokens);
         Link(record);
     }
 
@@ -230,7 +231,7 @@ class BlockPool {
         }
         stamp[block] = stamp_base_ + ++counter;
         if (!is_stamped_[block]) {
-            is_stamped_[block] = 1;
+            is_stamped_[block] = true;
             stamped.push_back(block);
         }
     }
@@ -273,26 +274,21 @@ class BlockPool {
 
     // Puts the blocks of a key, which all have it, into this order of registration.
     void Reorder(const Key& key, const BlockList& blocks) {
-        std::vector<uint32_t> chain;
-        for (uint32_t at = index.Find(records, key); at != kNoRecord; at = records[at].next) chain.push_back(at);
+        const std::vector<uint32_t> ring = RecordsOf(key);
         std::vector<uint32_t> wanted;
         for (const Block block : blocks) {
             const auto found =
-                std::find_if(chain.begin(), chain.end(), [&](uint32_t one) { return records[one].block == block; });
-            Require(found != chain.end(), "a block does not have a shared key");
+                std::find_if(ring.begin(), ring.end(), [&](uint32_t one) { return BlockOf(one) == block; });
+            Require(found != ring.end(), "a block does not have a shared key");
             wanted.push_back(*found);
         }
-        Require(wanted.size() == chain.size() && !chain.empty(), "a shared key has other blocks");
-        index.Replace(records, chain.front(), wanted.front());
-        for (size_t at = 0; at < wanted.size(); ++at) {
-            records[wanted[at]].next = at + 1 < wanted.size() ? wanted[at + 1] : kNoRecord;
-            records[wanted[at]].last = kNoRecord;
-        }
-        records[wanted.front()].last = wanted.back();
+        Require(wanted.size() == ring.size() && !ring.empty(), "a shared key has other blocks");
+        index.Replace(records, ring.back(), wanted.back());
+        for (size_t at = 0; at < wanted.size(); ++at) records[wanted[at]].next = wanted[(at + 1) % wanted.size()];
     }
 
     void TakeStamped(BlockList* blocks) {
-        for (const Block block : stamped) is_stamped_[block] = 0;
+        for (const Block block : stamped) is_stamped_[block] = false;
         blocks->swap(stamped);
         stamped.clear();
     }
@@ -305,6 +301,7 @@ class BlockPool {
         std::swap(more_keys, other.more_keys);
         std::swap(keys_of_group, other.keys_of_group);
         std::swap(free_records_, other.free_records_);
+        std::swap(further_blocks_, other.further_blocks_);
         std::swap(stamp, other.stamp);
         std::swap(free, other.free);
         num_evictable = other.num_evictable;
@@ -395,51 +392,62 @@ class BlockPool {
         uint32_t record = static_cast<uint32_t>(records.size());
         if (free_records_.empty()) {
             records.emplace_back();
+            further_blocks_.push_back(block);
         } else {
             record = free_records_.back();
             free_records_.pop_back();
+            further_blocks_[record - static_cast<uint32_t>(num_blocks)] = block;
         }
-        records[record].block = block;
         return record;
     }
 
+    Block BlockOf(uint32_t record) const {
+        return record < num_blocks ? record : further_blocks_[record - static_cast<uint32_t>(num_blocks)];
+    }
+
+    // The records of a key, in order of registration.
+    std::vector<uint32_t> RecordsOf(const Key& key) const {
+        std::vector<uint32_t> found;
+        const uint32_t last = index.Find(records, key);
+        if (last == kNoRecord) return found;
+        for (uint32_t at = records[last].next; at != last; at = records[at].next) found.push_back(at);
+        found.push_back(last);
+        return found;
+    }
+
+    // Makes the record the last one of its key.
     void Link(uint32_t record) {
-        records[record].next = kNoRecord;
-        const uint32_t first = index.Find(records, records[record].key);
-        if (first == kNoRecord) {
-            records[record].last = record;
+        const uint32_t last = index.Find(records, records[record].key);
+        if (last == kNoRecord) {
+            records[record].next = record;
             index.Add(records, record);
             ++keys_of_group[static_cast<size_t>(pairs.Group(records[record].key.pair))];
         } else {
-            records[records[first].last].next = record;
-            records[first].last = record;
+            records[record].next = std::exchange(records[last].next, record);
+            index.Replace(records, last, record);
         }
     }
 
     void Unlink(uint32_t record) {
         KeyRecord& gone = records[record];
-        const uint32_t first = index.Find(records, gone.key);
-        Require(first != kNoRecord, "a key is not in the index");
-        if (first != record) {
-            uint32_t before = first;
-            while (records[before].next != record) before = records[before].next;
-            records[before].next = gone.next;
-            if (records[first].last == record) records[first].last = before;
-        } else if (gone.next != kNoRecord) {
-            records[gone.next].last = gone.last;
-            index.Replace(records, record, gone.next);
-        } else {
+        const uint32_t last = index.Find(records, gone.key);
+        Require(last != kNoRecord, "a key is not in the index");
+        if (gone.next == record) {
             index.Remove(records, record);
             --keys_of_group[static_cast<size_t>(pairs.Group(gone.key.pair))];
+        } else {
+            uint32_t before = last;
+            while (records[before].next != record) before = records[before].next;
+            records[before].next = gone.next;
+            if (record == last) index.Replace(records, record, before);
         }
-        gone.key = Key();
-        gone.tokens = 0;
-        gone.next = gone.last = kNoRecord;
+        gone = KeyRecord();
     }
 
     uint64_t stamp_base_ = 0;
-    std::vector<uint8_t> is_stamped_;
+    std::vector<bool> is_stamped_;
     std::vector<uint32_t> free_records_;
+    BlockList further_blocks_;  // of the records behind those of the primary keys
     BlockList unkeyed_, keyed_;
     std::vector<Key> removed_;
     bool open_run_ = false;  // whether further removals can join the last event

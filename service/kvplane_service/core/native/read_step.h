@@ -67,6 +67,9 @@ inline void ReadCache(PyObject* object, Cache* cache) {
     COLUMN(object, *cache, released);
     COLUMN(object, *cache, loads_over);
     cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
+    cache->names_jobs = IsTrue(ATTRIBUTE(object, "jobs_done").get()) ||
+                        IsTrue(ATTRIBUTE(object, "jobs_failed").get()) ||
+                        IsTrue(ATTRIBUTE(object, "jobs_before").get());
 }
 
 inline void ReadNews(PyObject* object, News* news) {

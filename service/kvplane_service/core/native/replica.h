@@ -19,20 +19,21 @@ class Replica {
     bool Accepts(const Step& step) { return validator_.Accepts(step); }
 
     // Applies a step that was accepted.
-    std::vector<PartResult> Apply(const Step& step) {
+    void Apply(const Step& step, std::vector<PartResult>* results) {
         seq = std::max(seq, step.seq);
         blocks.pool.step = step.seq;
         tracker.Executed(step.executed_through);
-        std::vector<PartResult> results(step.parts.size());
-        for (size_t number = 0; number < step.parts.size(); ++number)
-            ApplyPart(step.parts[number], step.seq, step.part == 0 && number == 0, &results[number]);
+        results->resize(step.parts.size());
+        for (size_t number = 0; number < step.parts.size(); ++number) {
+            (*results)[number].Clear();
+            ApplyPart(step.parts[number], step.seq, step.part == 0 && number == 0, &(*results)[number]);
+        }
         if (step.last) {
             tracker.CloseStep(step.seq);
             ++counters.steps;
-            results.back().free_blocks = blocks.pool.num_free();
+            results->back().free_blocks = blocks.pool.num_free();
         }
         SweepDomains();
-        return results;
     }
 
     // -- engine lives ------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ class Replica {
         counters.unaligned_chunks += applier.unaligned_chunks;
         counters.starved_chunks += applier.starved_chunks;
         counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
-        result->orders = blocks.TakeOrders();
+        blocks.TakeOrders(&result->orders);
         result->events = blocks.pool.TakeEvents();
         result->free_blocks = blocks.pool.num_free();
     }

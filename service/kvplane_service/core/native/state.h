@@ -176,7 +176,7 @@ inline void DumpKeys(const Replica& replica, const Dumper& dump) {
     std::vector<std::pair<Key, BlockList>> shared;
     const auto note = [&](uint32_t at) {
         const KeyRecord& record = pool.records[at];
-        if (pool.index.Find(pool.records, record.key) == at && record.next != kNoRecord)
+        if (pool.index.Find(pool.records, record.key) == at && record.next != at)
             shared.emplace_back(record.key, pool.BlocksOf(record.key));
     };
     for (Block block = 0; block < pool.num_blocks; ++block) {
@@ -189,7 +189,7 @@ inline void DumpKeys(const Replica& replica, const Dumper& dump) {
         }
         const KeyRecord& record = pool.records[block];
         pairs[block] = record.key.pair;
-        tokens[block] = static_cast<uint32_t>(record.tokens);
+        tokens[block] = record.tokens;
         sizes.push_back(record.key.digest.size);
         digests.insert(digests.end(), record.key.digest.bytes.begin(),
                        record.key.digest.bytes.begin() + record.key.digest.size);

@@ -23,7 +23,7 @@ struct Facts {
 
 struct Cache {
     Column failed_steps, evicted, released, loads_over;
-    bool reset = false;
+    bool reset = false, names_jobs = false;
 };
 
 struct News {
@@ -92,6 +92,11 @@ struct BlockLists {
         ids.insert(ids.end(), blocks.begin(), blocks.end());
     }
 
+    void Clear() {
+        for (Column* column : {&row, &group, &count}) column->clear();
+        ids.clear();
+    }
+
     void RemoveRow(Int number) {
         BlockLists rest;
         auto at = ids.begin();
@@ -114,6 +119,16 @@ struct PartResult {
     Int free_blocks = 0;
     CacheEvents events;
     Int taken_back = 0, went_back = 0;
+
+    void Clear() {
+        for (Column* column : {&granted, &preempted, &admit_status, &admit_hit, &admit_granted, &admit_single_group_hit,
+                               &admit_load_after, &peek_hit, &peek_single_group_hit, &num_hashes})
+            column->clear();
+        for (BlockLists* blocks : {&new_blocks, &tables, &peek_blocks}) blocks->Clear();
+        last_hash.clear();
+        reset_done = false;
+        free_blocks = taken_back = went_back = 0;
+    }
 };
 
 inline Int Entry(const Column& column, size_t row, Int otherwise) { return column.empty() ? otherwise : column[row]; }

@@ -153,6 +153,13 @@ struct Orders {
     std::vector<uint64_t> stamp;
     BlockList copy_src, copy_dst, zero_block;
     Column copy_group, zero_group;
+
+    bool empty() const { return stamp_block.empty() && copy_src.empty() && zero_block.empty(); }
+    void Clear() {
+        for (BlockList* column : {&stamp_block, &copy_src, &copy_dst, &zero_block}) column->clear();
+        for (Column* column : {&copy_group, &zero_group}) column->clear();
+        stamp.clear();
+    }
 };
 
 }  // namespace kvplane

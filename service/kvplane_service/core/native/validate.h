@@ -174,6 +174,7 @@ class StepValidator {
     }
 
     bool AcceptsCache(const Cache& cache, Int seq) {
+        if (cache.names_jobs) return false;  // a core without tiers orders no jobs
         for (const Int failed : cache.failed_steps) {
             if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
         }

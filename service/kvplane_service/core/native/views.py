@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, overload
 
 from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.hashing import split_hashes
-from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane.base.packed_ints import PackedInts
+from kvplane.base.step import (
+    LOAD_COLUMNS,
+    MOVE_COLUMNS,
+    SAVE_COLUMNS,
+    Blocks,
+    CacheEvent,
+    EventKind,
+    Orders,
+    PartResult,
+    RemoveReason,
+)
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.native import _native
 from kvplane_service.core.requests import MAX_SLOTS
@@ -77,6 +89,26 @@ class NativeGroup:
         return self.spec.kind in _DOWNWARD_CLOSED
 
 
+class NativePart(PartResult):
+    """The answer to a part, of which blocks, orders and events without entries are made when they are read."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> object:
+        factory = _WITHOUT_ENTRIES.get(name)
+        if factory is None:
+            raise AttributeError(name)
+        value = factory()
+        setattr(self, name, value)
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another answer, by any core, is the same."""
+        if not isinstance(other, PartResult):
+            return NotImplemented
+        return all(getattr(self, one.name) == getattr(other, one.name) for one in fields(PartResult) if one.compare)
+
+
 class NativeEvents(CacheEvents):
     """The events of a part, which become Python objects when they are read."""
 
@@ -91,6 +123,13 @@ class NativeEvents(CacheEvents):
         self.runs = [_event(values) for values in _native.events(self._packed)]
         self._packed = None
         return self.runs
+
+
+_WITHOUT_ENTRIES: dict[str, Callable[[], Any]] = {
+    one.name: one.default_factory for one in fields(PartResult) if one.default_factory is not MISSING
+}
+_WITHOUT_ENTRIES["events"] = CacheEvents
+_native.answer_with(NativePart, Blocks, Orders, NativeEvents, PackedInts, (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS))
 
 
 def _event(values: tuple[Any, ...]) -> CacheEvent:
