@@ -26,8 +26,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 
 from kvplane_worker.ops.checks import EIGHT_BIT
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages, LatentPages
-from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    GroupPages,
+    LatentPages,
+    StateInputs,
+    StatePages,
+    StateWeights,
+)
+from kvplane_worker.ops.triton_ops import attention, moves, states, writes
 from kvplane_worker.ops.triton_ops.kernels import moves as kinds
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
@@ -47,6 +56,7 @@ class Compiled:
         loads: 128-bit loads from global memory, to registers or to shared memory.
         stores: 128-bit stores to global memory.
         spills: accesses of local memory.
+        products: instructions of tensor cores.
         narrow: loads of single bytes, and copies to shared memory of less than 16 bytes per thread.
         error: why it cannot be compiled; "" = it can.
     """
@@ -57,6 +67,7 @@ class Compiled:
     stores: int = 0
     spills: int = 0
     narrow: int = 0
+    products: int = 0
     registers: int = 0
     shared_bytes: int = 0
     error: str = ""
@@ -96,6 +107,7 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
         loads=sum(n for op, n in wide.items() if op.startswith(("LDG", "LDGSTS"))),
         stores=sum(n for op, n in wide.items() if op.startswith("STG")),
         spills=sum(n for op, n in counts.items() if op.startswith(("LDL", "STL"))),
+        products=sum(n for op, n in counts.items() if re.match(r"(H|HG|UTCH|UTCQ|Q)MMA|UTC", op)),
         narrow=sum(n for op, n in counts.items() if is_narrow(op)),
         registers=kernel_registers(kernel.asm["cubin"]),
         shared_bytes=kernel.metadata.shared,
@@ -219,6 +231,19 @@ def latent_launch(queries: int, chip: Chip, dtype: torch.dtype = torch.bfloat16)
     return attention.launches(call, chip)[0]
 
 
+def state_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
+    """Four rows of a layer of Mamba-2 with 8 heads per rank, 64 x 128 each."""
+    heads, size, state, rows = 8, 64, 128, 4
+    channels = heads * size + 2 * state
+    ints = torch.zeros(max(tokens, rows + 1), dtype=torch.int32)
+    pages = StatePages(torch.zeros((5, channels, 3)).bfloat16(), torch.zeros((5, heads, size, state)))
+    x, dt = torch.zeros((tokens, channels)).bfloat16(), torch.zeros((tokens, heads))
+    inputs = StateInputs(ints[: rows + 1], ints[:rows], ints[:tokens], x, dt)
+    weights = StateWeights(torch.zeros((channels, 4)), torch.zeros(channels), torch.zeros(heads), torch.zeros(heads))
+    for launch in states.launches(pages, inputs, weights, chip)[1]:
+        yield f"{launch.kernel.__name__.replace('_', ' ')}, {tokens // rows} tokens per row", launch
+
+
 def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     """The launches that must compile for a chip."""
     yield from move_launches(4096, "copy gather scatter zero checked")
@@ -236,6 +261,8 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     yield "latent decode", latent_launch(0, chip)
     yield "latent prefill", latent_launch(64, chip)
     yield "latent decode float8_e4m3fn", latent_launch(0, chip, torch.float8_e4m3fn)
+    yield from state_launches(2048, chip)
+    yield from state_launches(4, chip)
 
 
 def matrix(arch: int) -> Iterator[Compiled]:

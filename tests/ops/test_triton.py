@@ -15,6 +15,7 @@ SEEDS = {
     "decode_attention": (40, 18),
     "prefill_attention": (40, 18),
     "mla_decode": (20, 9),
+    "state_step": (30, 15),
     "copy_pages": (60, 35),
     "zero_pages": (60, 35),
     "gather": (60, 35),
@@ -55,8 +56,4 @@ def test_400_random_cases_in_the_interpreter(operation):
 
 
 def test_every_operation_is_checked():
-    assert set(SEEDS) | {"state_step"} == set(CHECKS)
-
-
-def test_state_step_uses_the_torch_backend():
-    assert not run(SUBJECTS["triton"]("cpu"), "state_step", range(20))
+    assert set(SEEDS) == set(CHECKS)

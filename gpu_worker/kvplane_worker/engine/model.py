@@ -7,9 +7,17 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import AttentionLayer, ModelConfig, layer_name
+from kvplane_worker.engine.config import AttentionLayer, ModelConfig, StateLayer, layer_name
 from kvplane_worker.engine.weights import AttentionWeights, SelectiveWeights, Weights, share_of
-from kvplane_worker.ops.interface import AttentionRule, LayerAttention, PagedOps, StateInputs, StateWeights, WarmUp
+from kvplane_worker.ops.interface import (
+    AttentionRule,
+    LayerAttention,
+    LayerStates,
+    PagedOps,
+    StateInputs,
+    StateWeights,
+    WarmUp,
+)
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
@@ -29,17 +37,15 @@ class RankModel:
     def warm_up(self) -> WarmUp:
         """Compile the kernels with which this rank attends, writes, zeroes and copies."""
         groups = [self._pages.group(group) for group in range(self._pages.num_groups)]
-        layers = [
-            LayerAttention(
-                self._pages.attention(layer_name(number)),
-                self._config.q_heads // self._config.num_ranks,
-                TORCH_DTYPES[self._config.dtype],
-                _rule(self._config, layer),
-            )
-            for number, layer in enumerate(self._config.layers)
-            if isinstance(layer, AttentionLayer)
-        ]
+        layers = [self._use(number, layer) for number, layer in enumerate(self._config.layers)]
         return self._ops.warm_up([group for group in groups if group.layers], ("copy_pages", "zero_pages"), layers)
+
+    def _use(self, number: int, layer: AttentionLayer | StateLayer) -> LayerAttention | LayerStates:
+        name, dtype = layer_name(number), TORCH_DTYPES[self._config.dtype]
+        if isinstance(layer, StateLayer):
+            return LayerStates(self._pages.state(name), dtype)
+        heads = self._config.q_heads // self._config.num_ranks
+        return LayerAttention(self._pages.attention(name), heads, dtype, _rule(self._config, layer))
 
     def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
         """Compute this rank's part of a layer's output, [tokens, width], and write the tokens' keys and values, or

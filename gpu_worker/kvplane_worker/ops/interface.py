@@ -175,6 +175,19 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerStates:
+    """Layers with recurrent states of equal shape.
+
+    Attributes:
+        pages: the pages of one of these layers.
+        dtype: element type of new tokens and weights.
+    """
+
+    pages: StatePages
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class WarmUp:
     """What a warm-up did.
 
@@ -323,8 +336,11 @@ class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
     name: str
 
     def warm_up(
-        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+        self,
+        groups: Sequence[GroupPages],
+        operations: Collection[str],
+        layers: Sequence[LayerAttention | LayerStates] = (),
     ) -> WarmUp:
-        """Compile the kernels that these operations need on the pages of these groups, and attention and writes of
-        these layers, so that no later call waits for a compiler. `operations` are names of methods of `PageOps`.
+        """Compile the kernels that these operations need on the pages of these groups, and attention, writes and steps
+        of these layers, so that no later call waits for a compiler. `operations` are names of methods of `PageOps`.
         """

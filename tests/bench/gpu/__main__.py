@@ -1,7 +1,11 @@
-"""Figures of the kernels on one GPU, within 8 minutes.
+"""Figures of the kernels on one GPU, in parts that fit into short leases of a machine.
 
-python -m tests.bench.gpu            checks every operation, measures, writes tests/bench/results/gpu.{md,json}
-python -m tests.bench.gpu --tiny     the same at tiny size, on a CPU in Triton's interpreter: no figure means anything
+python -m tests.bench.gpu --only correct            every operation against float64, in several processes
+python -m tests.bench.gpu --only moving decoding    some figures; kernels are compiled first, several at a time
+python -m tests.bench.gpu                           checks, measures, writes tests/bench/results/gpu.{md,json}
+python -m tests.bench.gpu --tiny                    the same on a CPU in Triton's interpreter: no figure means anything
+
+Results are written after each figure. --cache keeps compiled kernels in a folder for the next lease.
 """
 
 from __future__ import annotations
@@ -9,19 +13,26 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import triton
 
+from kvplane_worker.ops.triton_ops import compiles
+from kvplane_worker.ops.triton_ops.launch import Launch
 from tests.bench.gpu import correct, decoding, limits, moving, together
-from tests.bench.gpu.figures import FULL, TINY, Figure
-from tests.bench.gpu.timing import Clock
+from tests.bench.gpu.figures import FULL, TINY, Figure, Sizes
+from tests.bench.gpu.timing import Clock, DryClock
 
+MEASURED = {"moving": moving, "decoding": decoding, "together": together}
+PARTS = ("correct", *MEASURED)
 INTERPRETED = "CPU, interpreted: NO FIGURE COUNTS"
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -29,24 +40,65 @@ RESULTS = Path(__file__).parents[1] / "results"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="on a CPU, with TRITON_INTERPRET=1 in the environment")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run, in this order")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels, kept between runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.md and gpu.json")
     asked = parser.parse_args()
     if not asked.tiny and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --tiny tries the script on a CPU")
     sizes, device = (TINY, torch.device("cpu")) if asked.tiny else (FULL, torch.device("cuda:0"))
-    begun = time.monotonic()
-    if wrong := correct.failures(device, sizes):
+    if asked.cache:
+        os.environ["TRITON_CACHE_DIR"] = str(asked.cache.absolute())
+    if "correct" in asked.only and (wrong := correct.failures(device, sizes)):
         print("\n".join(["WRONG RESULTS, nothing is measured:", *wrong]), file=sys.stderr)
         return 1
-    clock = Clock(device, *((1, 1) if asked.tiny else (10, 5)))
-    machine = limits.measure(clock, sizes)
-    figures = []
-    for part in (moving, decoding, together):
-        for figure in part.figures(clock, sizes, machine):
+    parts = [MEASURED[name] for name in asked.only if name in MEASURED]
+    if parts:
+        measure(parts, Run(device, sizes, asked.out, (1, 1) if asked.tiny else (10, 5)))
+    return 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how much is measured: device, sizes, folder of results, runs and rounds."""
+
+    device: torch.device
+    sizes: Sizes
+    out: Path
+    repeats: tuple[int, int]
+
+
+def measure(parts: Sequence[ModuleType], run: Run) -> None:
+    """Compile the kernels of all parts, then measure; the tables are written after each figure."""
+    begun = time.monotonic()
+    clock, figures = Clock(run.device, *run.repeats), []
+    if run.device.type == "cuda":
+        print(f"{compiled_first(parts, run)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
+    machine = limits.measure(clock, run.sizes)
+    for part in parts:
+        for figure in part.figures(clock, run.sizes, machine):
             print(figure.row, flush=True)
             figures.append(figure)
-    write(asked.out, device, machine, figures, time.monotonic() - begun)
-    return 0
+            write(run.out, run.device, machine, figures, time.monotonic() - begun)
+
+
+def compiled_first(parts: Sequence[ModuleType], run: Run) -> int:
+    """Go through the figures once without running a kernel: each launch is only compiled, several at a time."""
+    dry = DryClock(run.device, 1, 1)
+    ran, Launch.run = Launch.run, Launch.compile  # type: ignore[method-assign]
+    try:
+        with (
+            compiles.WATCH.warming() as kernels,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+            triton.AsyncCompileMode(pool),
+        ):
+            machine = limits.measure(dry, run.sizes)
+            for part in parts:
+                for _ in part.figures(dry, run.sizes, machine):
+                    pass
+    finally:
+        Launch.run = ran  # type: ignore[method-assign]
+    return len(kernels)
 
 
 def write(out: Path, device: torch.device, machine: limits.Limits, figures: list[Figure], seconds: float) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
 import torch
 
 from kvplane_worker.ops.triton_ops import writes
@@ -10,15 +14,25 @@ from tests.bench.gpu.figures import Sizes
 from tests.ops.contract import CHECKS, run
 from tests.ops.subjects import SUBJECTS
 
+# Each has a context on the GPU, about half a GiB.
+PROCESSES = 8
+
 
 def failures(device: torch.device, sizes: Sizes) -> list[str]:
-    """A line for each case that is wrong."""
-    found = []
-    for backend in ("triton", "torch"):
-        subject = SUBJECTS[backend](str(device))
-        for operation in CHECKS:
-            found += run(subject, operation, range(sizes.seeds))
+    """A line for each case that is wrong. Operations are checked by several processes on a GPU, so that their kernels
+    are compiled at the same time.
+    """
+    tasks = [(backend, operation, str(device), sizes.seeds) for backend in ("triton", "torch") for operation in CHECKS]
+    if device.type != "cuda":
+        return [line for task in tasks for line in wrong_cases(*task)]
+    with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        found = [line for lines in pool.map(wrong_cases, *zip(*tasks, strict=True)) for line in lines]
     return found + different_bytes(device)
+
+
+def wrong_cases(backend: str, operation: str, device: str, seeds: int) -> list[str]:
+    """The cases of one operation that are wrong."""
+    return run(SUBJECTS[backend](device), operation, range(seeds))
 
 
 def different_bytes(device: torch.device) -> list[str]:

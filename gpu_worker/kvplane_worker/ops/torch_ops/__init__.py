@@ -15,6 +15,7 @@ from kvplane_worker.ops.interface import (
     GroupPages,
     LatentPages,
     LayerAttention,
+    LayerStates,
     StateInputs,
     StatePages,
     StateWeights,
@@ -43,7 +44,10 @@ class TorchOps:
         return ""
 
     def warm_up(
-        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+        self,
+        groups: Sequence[GroupPages],
+        operations: Collection[str],
+        layers: Sequence[LayerAttention | LayerStates] = (),
     ) -> WarmUp:
         """Return at once: PyTorch's kernels are compiled already."""
         del groups, operations, layers

@@ -16,6 +16,7 @@ from kvplane_worker.ops.interface import (
     GroupPages,
     LatentPages,
     LayerAttention,
+    LayerStates,
     PagedOps,
     StateInputs,
     StatePages,
@@ -23,7 +24,7 @@ from kvplane_worker.ops.interface import (
     WarmUp,
 )
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
+from kvplane_worker.ops.triton_ops import attention, compiles, moves, states, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import chip_of
 from kvplane_worker.ops.triton_ops.link import HostLink
@@ -53,7 +54,10 @@ class TritonOps:
         self._warmed: WarmUp | None = None
 
     def warm_up(
-        self, groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention] = ()
+        self,
+        groups: Sequence[GroupPages],
+        operations: Collection[str],
+        layers: Sequence[LayerAttention | LayerStates] = (),
     ) -> WarmUp:
         """Compile kernels; see `PagedOps.warm_up`."""
         device = groups[0].layers[0].device if groups else torch.device("cpu")
@@ -144,10 +148,15 @@ class TritonOps:
         return prepared
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-        """Advance recurrent states with the PyTorch backend: there is no Triton kernel for them. See
-        `StateOps.state_step`.
-        """
-        return self._other.state_step(pages, inputs, weights)
+        """Advance recurrent states; see `StateOps.state_step`."""
+        checks.check_state(pages, inputs, weights)
+        if self._refused("state_step", states.refusal(pages, inputs)):
+            return self._other.state_step(pages, inputs, weights)
+        y, launches = states.launches(pages, inputs, weights, chip_of(inputs.x.device))
+        if inputs.x.shape[0]:
+            for launch in launches:
+                launch.run()
+        return y.to(inputs.x.dtype)
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks; see `PageOps.copy_pages`."""

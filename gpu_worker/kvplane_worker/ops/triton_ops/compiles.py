@@ -18,8 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
-from kvplane_worker.ops.interface import Batch, GroupPages, LayerAttention, WarmUp
-from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.interface import (
+    Batch,
+    GroupPages,
+    LayerAttention,
+    LayerStates,
+    StateInputs,
+    StateWeights,
+    WarmUp,
+)
+from kvplane_worker.ops.triton_ops import attention, moves, states, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
@@ -99,10 +107,16 @@ def warm_up(launches: Iterable[Launch], threads: int = 0) -> WarmUp:
 
 
 def launches_of(
-    groups: Sequence[GroupPages], operations: Collection[str], layers: Sequence[LayerAttention], chip: Chip
+    groups: Sequence[GroupPages],
+    operations: Collection[str],
+    layers: Sequence[LayerAttention | LayerStates],
+    chip: Chip,
 ) -> Iterator[Launch]:
     """Return a launch of every kernel that `TritonOps.warm_up` compiles."""
     for layer in layers:
+        if isinstance(layer, LayerStates):
+            yield from step_launches(layer, chip)
+            continue
         if not attention.pages_refusal(query_of(layer, 1), layer.pages):
             for queries in QUERIES:
                 yield from attention.launches(call_of(layer, queries), chip)
@@ -117,6 +131,22 @@ def launches_of(
                     yield move_of(group, kind)
                     if kind in STAGED:
                         yield move_of(group, kind, background=True)
+
+
+def step_launches(layer: LayerStates, chip: Chip) -> Iterator[Launch]:
+    """Return the launches of steps of a layer with states: of one token, and of many."""
+    pages, device = layer.pages, layer.pages.ssm.device
+    channels, heads = pages.conv.shape[1], pages.ssm.shape[1]
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=layer.dtype, device=device)
+
+    weights = StateWeights(empty(channels, pages.conv.shape[2] + 1), empty(channels), empty(heads), empty(heads))
+    for count in (1, states.CHUNK):
+        ints = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        inputs = StateInputs(ints[:2], ints[:1], ints[:count], empty(count, channels), empty(count, heads))
+        if not states.refusal(pages, inputs):
+            yield from states.launches(pages, inputs, weights, chip)[1]
 
 
 def query_of(layer: LayerAttention, queries: int) -> Tensor:

@@ -146,6 +146,82 @@ class MergeShape:
     parts: int
 
 
+class StateTokens(NamedTuple):
+    """The tokens of `StateInputs`, with the strides of a token of x and dt."""
+
+    starts: Tensor
+    read: Tensor
+    write: Tensor
+    x: Tensor
+    x_stride: int
+    dt: Tensor
+    dt_stride: int
+
+
+class StateMemory(NamedTuple):
+    """The pages of `StatePages`, with the strides of a block, in elements."""
+
+    conv: Tensor
+    conv_stride: int
+    ssm: Tensor
+    ssm_stride: int
+
+
+class StateVectors(NamedTuple):
+    """The weights of `StateWeights`, contiguous."""
+
+    conv: Tensor
+    bias: Tensor
+    a: Tensor
+    d: Tensor
+
+
+class HeldStates(NamedTuple):
+    """Copies of what rows read: whether another row overwrites a row's block, int32 [rows]; the inputs of convolutions
+    [rows, channels, width - 1]; and states [rows, heads, head_size, state_size], written only where one does.
+    """
+
+    is_shared: Tensor
+    conv: Tensor
+    ssm: Tensor
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Compile-time constants of the kernels of recurrent states.
+
+    Attributes:
+        heads, head_size, state_size: see `StatePages`; width: tokens that the convolution covers.
+        chunk: tokens of a step of the scan.
+        padded_v: elements of a head per program; padded_n: elements of a state, padded for products.
+        round_bfloat16: whether states must be rounded before they are stored.
+        tokens, columns: size of a tile of the convolution; piece: elements copied by a program.
+        scan, scan_rows: tokens and rows that are looked at in one step.
+        precision: of the products of states: float32 in three products of tensor cores; precision_y: of those of y.
+    """
+
+    heads: int
+    head_size: int
+    state_size: int
+    width: int
+    chunk: int
+    padded_v: int
+    padded_n: int
+    round_bfloat16: bool
+    tokens: int
+    columns: int
+    piece: int
+    precision: str
+    precision_y: str
+    scan: int = 1024
+    scan_rows: int = 32
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: inputs of all heads, B and C."""
+        return self.heads * self.head_size + 2 * self.state_size
+
+
 @dataclass(frozen=True)
 class WriteShape:
     """Compile-time constants of the kernel that writes tokens.

@@ -1,0 +1,209 @@
+"""Recurrent states in the form of Mamba-2: the convolution, and a scan over chunks of tokens by matrix products.
+
+The scan goes through a row chunk by chunk, S.chunk tokens each. Within a chunk the recurrence is written as products
+(Dao and Gu, "Transformers are SSMs", 2024): with s[i] = the sum of dt a up to token i,
+
+    y[i]    = sum over j <= i of (C[i] . B[j]) exp(s[i] - s[j]) dt[j] v[j]  +  exp(s[i]) h C[i]  +  d v[i]
+    h after = exp(s[n]) h + sum over j <= n of exp(s[n] - s[j]) dt[j] v[j] B[j]^T
+
+A state is stored after any token n of a chunk by the second line. All states are read before any is written: a first
+launch copies what other rows overwrite, and the inputs of convolutions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E
+
+
+@triton.jit
+def is_written_elsewhere(block, write, begin, end, num_tokens, S: tl.constexpr):
+    """Return whether a token outside begin .. end stores its state in the block."""
+    found = begin * 0
+    for start in range(0, num_tokens, S.scan):
+        token = start + tl.arange(0, S.scan)
+        outside = ((token < begin) | (token >= end)) & (token < num_tokens)
+        target = tl.load(write + token, mask=outside, other=0)
+        found = tl.maximum(found, tl.max((target == block).to(tl.int32)))
+    return found
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def hold_states(tokens, pages, held, num_tokens, S: tl.constexpr):
+    """Copy the inputs of a row's convolution, and its state if another row overwrites it; store whether one does. The
+    grid is (rows, pieces of S.piece elements).
+    """
+    row = tl.program_id(0)
+    begin = tl.load(tokens.starts + row)
+    end = tl.load(tokens.starts + row + 1)
+    block = tl.load(tokens.read + row)
+    is_shared = begin * 0
+    if block != 0:
+        is_shared = is_written_elsewhere(block, tokens.write, begin, end, num_tokens, S)
+    place = tl.program_id(1) * S.piece + tl.arange(0, S.piece)
+    if tl.program_id(1) == 0:
+        tl.store(held.is_shared + row, is_shared)
+    inside = place < S.channels * (S.width - 1)
+    conv = pages.conv + block.to(tl.int64) * pages.conv_stride + place
+    old = tl.load(conv, mask=inside & (block != 0), other=0)
+    tl.store(held.conv + row.to(tl.int64) * (S.channels * (S.width - 1)) + place, old, mask=inside)
+    if is_shared != 0:
+        size: tl.constexpr = S.heads * S.head_size * S.state_size
+        inside = place < size
+        state = tl.load(pages.ssm + block.to(tl.int64) * pages.ssm_stride + place, mask=inside)
+        tl.store(held.ssm + row.to(tl.int64) * size + place, state, mask=inside)
+
+
+@triton.jit
+def row_of(starts, token, num_rows, S: tl.constexpr):
+    """Return the rows of tokens."""
+    row = token * 0
+    for start in range(0, num_rows, S.scan_rows):
+        index = start + tl.arange(0, S.scan_rows)
+        ends = tl.load(starts + index + 1, mask=index < num_rows, other=2147483647)
+        row += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
+    return row
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def convolve_tokens(tokens, weights, held, out, num_tokens, num_rows, S: tl.constexpr):
+    """Compute silu(conv(x)) of a tile of tokens and channels, float32 [tokens, channels]. The grid is (token tiles,
+    channel tiles).
+    """
+    token = tl.program_id(0) * S.tokens + tl.arange(0, S.tokens)
+    channel = tl.program_id(1) * S.columns + tl.arange(0, S.columns)
+    row = row_of(tokens.starts, token, num_rows, S)
+    real = token < num_tokens
+    first = tl.load(tokens.starts + row, mask=real, other=0)
+    mask = real[:, None] & (channel < S.channels)[None, :]
+    total = tl.load(weights.bias + channel, mask=channel < S.channels, other=0).to(tl.float32)[None, :]
+    total = tl.broadcast_to(total, (S.tokens, S.columns))
+    width: tl.constexpr = S.width
+    for tap in tl.static_range(width):
+        source = token - (S.width - 1) + tap
+        is_old = source < first
+        x = tokens.x + source.to(tl.int64)[:, None] * tokens.x_stride + channel[None, :]
+        new = tl.load(x, mask=mask & ~is_old[:, None], other=0).to(tl.float32)
+        before = held.conv + row.to(tl.int64)[:, None] * (S.channels * (S.width - 1))
+        before += channel[None, :] * (S.width - 1) + (source - first + S.width - 1)[:, None]
+        old = tl.load(before, mask=mask & is_old[:, None], other=0).to(tl.float32)
+        weight = tl.load(weights.conv + channel * S.width + tap, mask=channel < S.channels, other=0).to(tl.float32)
+        total += (new + old) * weight[None, :]
+    value = total / (1 + tl.exp2(-total * LOG2_E))
+    tl.store(out + token.to(tl.int64)[:, None] * S.channels + channel[None, :], value, mask=mask)
+
+
+@triton.jit
+def next_kept(kept, index, after, S: tl.constexpr):
+    """Return the first index above `after` whose state is stored; S.chunk if there is none."""
+    return tl.min(tl.where(kept & (index > after), index, S.chunk))
+
+
+@triton.jit
+def at(values, index, place):
+    """Return the element of a vector at a place."""
+    return tl.sum(tl.where(index == place, values, 0))
+
+
+@triton.jit
+def keep_inputs(tokens, pages, held, S: tl.constexpr):
+    """Store the last inputs of the convolution after each token whose state is stored, in the order of tokens. The grid
+    is (rows, channel tiles).
+    """
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * S.columns + tl.arange(0, S.columns)
+    begin = tl.load(tokens.starts + row)
+    end = tl.load(tokens.starts + row + 1)
+    index = tl.arange(0, S.chunk)
+    inside = channel < S.channels
+    taps: tl.constexpr = S.width - 1
+    for start in range(begin, end, S.chunk):
+        block = tl.load(tokens.write + start + index, mask=start + index < end, other=0)
+        place = next_kept(block != 0, index, -1, S)
+        while place < S.chunk:
+            token = start + place
+            target = pages.conv + at(block, index, place).to(tl.int64) * pages.conv_stride + channel * (S.width - 1)
+            for tap in tl.static_range(taps):
+                source = token - (S.width - 2) + tap
+                if source >= begin:
+                    x = tl.load(tokens.x + source.to(tl.int64) * tokens.x_stride + channel, mask=inside)
+                    tl.store(target + tap, x, mask=inside)
+                else:
+                    before = held.conv + row.to(tl.int64) * (S.channels * (S.width - 1)) + channel * (S.width - 1)
+                    old = tl.load(before + source - begin + S.width - 1, mask=inside)
+                    tl.store(target + tap, old, mask=inside)
+            place = next_kept(block != 0, index, place, S)
+
+
+@triton.jit
+def rounded(state, S: tl.constexpr):
+    """Round a float32 state to bfloat16 in the interpreter, whose conversion truncates; elsewhere stores round."""
+    if S.round_bfloat16:
+        bits = state.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return state
+
+
+@triton.jit
+def grown(state, v, b, step, decay, until, last, index, S: tl.constexpr):
+    """Return the state after the chunk's tokens up to index `last`, where the decay is `until`."""
+    weight = tl.where(index <= last, tl.exp2(tl.minimum(until - decay, 0.0) * LOG2_E) * step, 0.0)
+    more = tl.dot((v * weight[:, None]).T, b, input_precision=S.precision)
+    return state * tl.exp2(until * LOG2_E) + more
+
+
+@triton.jit
+def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
+    """Advance one head's state over a row's tokens. The grid is (rows, heads, tiles of S.padded_v elements of a head).
+
+    inputs is the result of `convolve_tokens`; y is [tokens, heads, head_size].
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(tokens.starts + row)
+    end = tl.load(tokens.starts + row + 1)
+    read = tl.load(tokens.read + row)
+    index = tl.arange(0, S.chunk)
+    part = tl.program_id(2) * S.padded_v + tl.arange(0, S.padded_v)
+    n = tl.arange(0, S.padded_n)
+    in_state = (part < S.head_size)[:, None] & (n < S.state_size)[None, :]
+    place = (head * S.head_size + part)[:, None] * S.state_size + n[None, :]
+    if tl.load(held.is_shared + row) != 0:
+        size: tl.constexpr = S.heads * S.head_size * S.state_size
+        state = tl.load(held.ssm + row.to(tl.int64) * size + place, mask=in_state, other=0).to(tl.float32)
+    else:
+        source = pages.ssm + read.to(tl.int64) * pages.ssm_stride + place
+        state = tl.load(source, mask=in_state & (read != 0), other=0).to(tl.float32)
+    tl.debug_barrier()  # a row may store into the block that it read
+    a = tl.load(weights.a + head).to(tl.float32)
+    d = tl.load(weights.d + head).to(tl.float32)
+    b_start: tl.constexpr = S.heads * S.head_size
+    for start in range(begin, end, S.chunk):
+        token = start + index
+        real = token < end
+        line = inputs + token.to(tl.int64)[:, None] * S.channels
+        in_v = real[:, None] & (part < S.head_size)[None, :]
+        in_n = real[:, None] & (n < S.state_size)[None, :]
+        v = tl.load(line + (head * S.head_size + part)[None, :], mask=in_v, other=0)
+        b = tl.load(line + (b_start + n)[None, :], mask=in_n, other=0)
+        c = tl.load(line + (b_start + S.state_size + n)[None, :], mask=in_n, other=0)
+        step = tl.load(tokens.dt + token.to(tl.int64) * tokens.dt_stride + head, mask=real, other=0).to(tl.float32)
+        decay = tl.cumsum(step * a, axis=0)
+        between = tl.where(index[:, None] >= index[None, :], decay[:, None] - decay[None, :], float("-inf"))
+        weight = tl.exp2(between * LOG2_E) * step[None, :]
+        mixed = tl.dot(tl.dot(c, b.T, input_precision=S.precision_y) * weight, v, input_precision=S.precision_y)
+        mixed += tl.dot(c, state.T, input_precision=S.precision_y) * tl.exp2(decay * LOG2_E)[:, None] + d * v
+        out = y + (token.to(tl.int64)[:, None] * S.heads + head) * S.head_size + part[None, :]
+        tl.store(out, mixed, mask=in_v)
+        block = tl.load(tokens.write + token, mask=real, other=0)
+        kept = next_kept(block != 0, index, -1, S)
+        while kept < S.chunk:
+            stored = rounded(grown(state, v, b, step, decay, at(decay, index, kept), kept, index, S), S)
+            target = pages.ssm + at(block, index, kept).to(tl.int64) * pages.ssm_stride + place
+            tl.store(target, stored, mask=in_state)
+            kept = next_kept(block != 0, index, kept, S)
+        state = grown(state, v, b, step, decay, at(decay, index, S.chunk - 1), S.chunk - 1, index, S)
