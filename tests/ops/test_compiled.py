@@ -20,6 +20,11 @@ MAX_REGISTERS = {"decode bfloat16": 168, "decode float16": 168}
 # Known accesses of local memory: (chip, launch) → count.
 # The scan over chunks of 64 tokens: each product is three, of halves of its operands, which stay in registers.
 KNOWN_SPILLS = {(arch, "scan rows, 512 tokens per row"): count for arch, count in ((80, 846), (90, 40), (100, 73))}
+KNOWN_SPILLS |= {
+    (80, "prefill float8, 16 x 128"): 8,
+    (100, "decode float32, 2 x 64"): 6,
+    (100, "prefill float32, 4 x 128"): 8,
+}
 # Loads of single bytes that are known: one outside the loop, where products are accumulated in tensor memory.
 KNOWN_NARROW = {100: ("prefill", "drafts", "latent prefill", "scan")}
 

@@ -93,7 +93,7 @@ def test_every_multiprocessor_has_an_equal_share(batch):
     kv_heads, lengths, queries = BATCHES[batch]
     spans, _ = attention.launches(call_of(kv_heads, lengths, queries), H200)
     total = sum(units_by_row(lengths, queries, spans.constants["S"]))
-    heads, workers = spans.grid
+    heads, workers, _ = spans.grid
     shares = [total // workers + (worker < total % workers) for worker in range(workers)]
     assert heads == kv_heads
     assert heads * sum(share > 0 for share in shares) >= H200.multiprocessors

@@ -102,6 +102,7 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
         end = lengths[rows] - starts.diff()[rows] + first
         position = torch.where(used, end[:, None] + offset, -1)
         column = columns_of(rule, end, position.amax(1), pages.k.shape[1])
+        column = column[:, : batch.block_table.shape[1]]  # none in the table of a batch without tokens
         rows, index, used, position, column, end = (
             part.to(query.device) for part in (rows, index, used, position, column, end)
         )

@@ -244,7 +244,9 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return PREFILL_SHORT, PREFILL_ROWS_FEW
     if call.is_fp8 and call.width_k <= NARROW and not chip.native_fp8:
         return PREFILL_SHORT, most
-    return PREFILL_SHORT if chip.has_tensor_memory else PREFILL, most
+    if chip.has_tensor_memory:
+        return PREFILL_SHORT, min(most, PREFILL_ROWS_SMALL) if call.width_k > WIDE else most
+    return PREFILL, most
 
 
 class Prepared:
