@@ -28,7 +28,7 @@ def step(lengths: list[int], keep_every: int = 7) -> Step:
     pages = StatePages(normal(BLOCKS, channels, WIDTH - 1), normal(BLOCKS, HEADS, SIZE, STATE))
     write, begin = torch.zeros(count, dtype=torch.int32), 0
     for row, length in enumerate(lengths):
-        write[begin + keep_every : begin + length : keep_every] = rows + 1 + row  # again and again: the last one counts
+        write[begin + keep_every : begin + length : keep_every] = rows + 1 + row  # the same block: the last one counts
         write[begin + length - 1] = 1 + row
         begin += length
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
