@@ -22,6 +22,7 @@ MAX_REGISTERS = {"decode bfloat16": 168, "decode float16": 168}
 KNOWN_SPILLS = {(arch, "scan rows, 512 tokens per row"): count for arch, count in ((80, 846), (90, 40), (100, 73))}
 KNOWN_SPILLS |= {
     (80, "prefill float8, 16 x 128"): 8,
+    (90, "prefill float32, 4 x 128"): 10,
     (100, "decode float32, 2 x 64"): 6,
     (100, "prefill float32, 4 x 128"): 8,
 }
