@@ -14,10 +14,12 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvplane.base.errors import InvalidArgument, Unavailable
+from kvplane.base.errors import InternalError, InvalidArgument, Unavailable
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
+from kvplane_service.core.state import export_state, load_state
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.rpc.encode import encode_summary
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
 from tests.service.guarded import replace
@@ -273,3 +275,20 @@ def test_a_deregistered_replica_leaves_no_series():
         assert 'replica="r"' in get(f"{url}/metrics")[0]
         service.in_loop(lambda: service.app.registry.remove("r"))
         until(lambda: 'replica="r"' not in get(f"{url}/metrics")[0])  # the first page is kept for a second
+
+
+def test_the_values_of_a_replica_whose_core_has_failed_are_still_read():
+    """Its other calls are refused until it is registered again; the values of other replicas do not end with it."""
+    watched = Watched(partial_hits=False)
+    engine = Engine(watched.host)
+    engine.step(Part(news=prompt(0, 2 * BLOCK), admit=Admit([0])))
+    inside = load_state(watched.host.replica.spec, export_state(watched.host.replica))
+    inside.coordinator.pool.references[inside.coordinator.tables(0)[0][0]] = 0
+    watched.host.replica.adopt(inside)
+    with pytest.raises(AssertionError, match="without"):
+        engine.step(Part(facts=Facts([0], end=[int(End.FREE)])))
+    with pytest.raises(InternalError, match="an earlier step broke") as caught:
+        engine.step(Part())
+    assert "register the replica again" in caught.value.remedy
+    assert watched.value("kvplane_admitted_requests_total") == 1
+    assert encode_summary(watched.host).free_blocks == watched.host.replica.free_blocks

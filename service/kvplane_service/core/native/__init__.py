@@ -80,7 +80,15 @@ class NativeReplica:
         """Make a core with the state of a replica."""
         made = cls.__new__(cls)
         made.fallbacks = 0
-        made._take_over(replica)
+        made._make(replica.spec)
+        made._keeps_keys, made._shown = replica._keeps_keys, replica._shown
+        entries: dict[str, list[Any]] = {}
+        for name, value in replica.state_entries():
+            entries.setdefault(name, []).append(value)
+        _native.load(made._core, state_of(entries, made.spec))
+        made._hashers = {
+            slot: hasher_of(hasher, made._scheme) for slot, _, hasher in entries.get("content", ()) if hasher
+        }
         return made
 
     def _make(self, spec: ReplicaSpec) -> None:
@@ -92,15 +100,9 @@ class NativeReplica:
         self._copy: Replica | None = None
 
     def _take_over(self, replica: Replica) -> None:
-        self._make(replica.spec)
-        self._keeps_keys, self._shown = replica._keeps_keys, replica._shown
-        entries: dict[str, list[Any]] = {}
-        for name, value in replica.state_entries():
-            entries.setdefault(name, []).append(value)
-        _native.load(self._core, state_of(entries, self.spec))
-        self._hashers = {
-            slot: hasher_of(hasher, self._scheme) for slot, _, hasher in entries.get("content", ()) if hasher
-        }
+        fallbacks = self.fallbacks
+        vars(self).update(vars(NativeReplica.of(replica)))
+        self.fallbacks = fallbacks
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ PyObject* ColumnToPy(const std::vector<T>& column) {
     auto* into = reinterpret_cast<Stored*>(PyBytes_AsString(bytes.get()));
     std::transform(column.begin(), column.end(), into, [](T value) { return static_cast<Stored>(value); });
     static PyObject* const codes[] = {PyUnicode_FromString("I"), PyUnicode_FromString("Q")};
-    return PyObject_CallFunctionObjArgs(answers.packed_ints, codes[sizeof(Stored) == 8], bytes.get(), nullptr);
+    PyObject* const code = codes[sizeof(Stored) == 8];
+    return NotNull(PyObject_CallFunctionObjArgs(answers.packed_ints, code, bytes.get(), nullptr));
 }
 
 // Sets a slot of a new object. Takes over the reference.
@@ -37,7 +38,7 @@ inline void SetSlot(PyObject* object, PyObject* name, PyObject* value) {
     }(), value)
 
 inline PyObject* NewObject(PyObject* type) {
-    return PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr);
+    return NotNull(PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr));
 }
 
 inline PyObject* ToPy(const BlockLists& lists) {
@@ -65,7 +66,7 @@ inline PyObject* ToPy(const Orders& orders) {
 
 // A list with a tuple per event.
 inline PyObject* ToPy(const CacheEvents& events) {
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(events.rows.size()));
+    Owned list(PyList_New(static_cast<Py_ssize_t>(events.rows.size())));
     const uint8_t* byte = events.bytes.data();
     auto block = events.blocks.begin();
     auto start = events.starts.begin();
@@ -75,7 +76,7 @@ inline PyObject* ToPy(const CacheEvents& events) {
         PyObject* parent = ToBytes(byte, row.parent_size);
         PyObject* hashes = ToBytes(byte + row.parent_size, row.count * row.hash_size);
         PyList_SetItem(
-            list, at++,
+            list.get(), at++,
             Tuple(ToPy(Int{row.kind}), ToPy(row.group), hashes, ToPy(row.hash_size),
                   ToPy(BlockList(block, block + count)),
                   ToPy(row.kind == kCleared ? std::string() : events.names[row.name]), parent, ToPy(row.block_size),
@@ -85,7 +86,7 @@ inline PyObject* ToPy(const CacheEvents& events) {
         block += count;
         start += starts;
     }
-    return list;
+    return list.Release();
 }
 
 constexpr const char* kEvents = "kvplane.events";
@@ -97,7 +98,7 @@ inline void DestroyEvents(PyObject* capsule) {
 // None, or a capsule.
 inline PyObject* EventsToPy(CacheEvents events) {
     if (events.empty()) return Py_NewRef(Py_None);
-    return PyCapsule_New(new CacheEvents(std::move(events)), kEvents, DestroyEvents);
+    return Capsule(std::make_unique<CacheEvents>(std::move(events)), kEvents, DestroyEvents);
 }
 
 // Takes the events out of the result. Slots that are not set stand for no entries.

@@ -17,12 +17,15 @@ struct Core {
     Step step;  // the last one that was read
     std::vector<PartResult> results;
     bool has_step = false;
+    bool is_broken = false;  // a change has failed in its middle
     std::atomic<bool> works_alone = false;  // a thread without the interpreter's lock changes the state
 };
 
+struct HalfChanged {};
+
 // The core of a capsule, once no thread changes it. The interpreter's lock, which the caller has until it returns to
-// Python, then keeps other threads from the core.
-inline Core& CoreOf(PyObject* capsule) {
+// Python, then keeps other threads from the core. The state may be half changed: counts of it may be read, no more.
+inline Core& AnyCoreOf(PyObject* capsule) {
     void* found = PyCapsule_GetPointer(capsule, kName);
     if (found == nullptr) Owned::Fail();
     Core& core = *static_cast<Core*>(found);
@@ -34,22 +37,67 @@ inline Core& CoreOf(PyObject* capsule) {
     return core;
 }
 
-// Runs `work` on the core without the interpreter's lock, and raises what it raises with the lock. `work` touches
-// nothing of Python.
+// As AnyCoreOf, of a core whose state is whole.
+inline Core& CoreOf(PyObject* capsule) {
+    Core& core = AnyCoreOf(capsule);
+    if (core.is_broken) throw HalfChanged();
+    return core;
+}
+
+// Changes a core, and returns an answer. Where that fails, the core has a state that no step leaves, and is not used
+// any more.
 template <typename F>
-void WorkAlone(Core& core, F&& work) {
+auto Change(Core& core, F&& change) {
+    try {
+        return change(core.replica);
+    } catch (...) {
+        core.is_broken = true;
+        throw;
+    }
+}
+
+// Runs `work`, which touches nothing of Python, without the interpreter's lock. Raises what it raises, with the lock.
+template <typename F>
+void WithoutLock(F&& work) {
     std::exception_ptr error;
-    core.works_alone = true;
     PyThreadState* const thread = PyEval_SaveThread();
     try {
         work();
     } catch (...) {
         error = std::current_exception();
     }
-    core.works_alone = false;
-    core.works_alone.notify_all();
     PyEval_RestoreThread(thread);
     if (error) std::rethrow_exception(error);
+}
+
+// Does that with `work` on a core, which other threads wait for.
+template <typename F>
+void WorkAlone(Core& core, F&& work) {
+    struct Alone {
+        explicit Alone(Core& one) : core(one) { core.works_alone = true; }
+        ~Alone() {
+            core.works_alone = false;
+            core.works_alone.notify_all();
+        }
+        Core& core;
+    } const alone(core);
+    WithoutLock(work);
+}
+
+inline void RaiseHalfChanged() {
+    try {
+        const Owned errors(PyImport_ImportModule("kvplane.base.errors"));
+        const Owned type(PyObject_GetAttrString(errors.get(), "InternalError"));
+        const std::string what = "an earlier call failed in the middle of a change of the replica";
+        const Owned arguments(Tuple(ToPy(what)));
+        const Owned named(PyDict_New()), remedy(ToPy(std::string("register the replica again, or load its state")));
+        Check(PyDict_SetItemString(named.get(), "remedy", remedy.get()) == 0);
+        const Owned error(PyObject_Call(type.get(), arguments.get(), named.get()));
+        PyErr_SetObject(type.get(), error.get());
+    } catch (const Unreadable&) {
+        PyErr_SetString(PyExc_AssertionError, "the state is half changed");
+    } catch (const Raised&) {
+    }
 }
 
 // Runs `body`; a C++ exception becomes a Python one.
@@ -57,8 +105,13 @@ template <typename F>
 PyObject* Guarded(F&& body) {
     try {
         return body();
+    } catch (const Raised&) {
     } catch (const Unreadable&) {
         PyErr_SetString(PyExc_ValueError, "a value has another type or range than the core reads");
+    } catch (const HalfChanged&) {
+        RaiseHalfChanged();
+    } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
     } catch (const std::exception& broken) {
         PyErr_SetString(PyExc_AssertionError, broken.what());
     }

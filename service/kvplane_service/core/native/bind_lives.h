@@ -14,30 +14,45 @@ inline void DestroyPool(PyObject* capsule) { delete static_cast<BlockPool*>(PyCa
 // abandon(core, begins, most requests, most blocks) -> whether requests are left to release
 inline PyObject* Abandon(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        InFlightTracker& tracker = CoreOf(At(arguments, 0)).replica.tracker;
-        if (IsTrue(At(arguments, 1))) tracker.NoteUnderLoad();
-        return PyBool_FromLong(tracker.AbandonSome(Number(At(arguments, 2)), Number(At(arguments, 3))));
+        Core& core = CoreOf(At(arguments, 0));
+        const bool begins = IsTrue(At(arguments, 1));
+        const Int most = Number(At(arguments, 2)), most_blocks = Number(At(arguments, 3));
+        Check(most > 0 && most_blocks > 0);
+        return Change(core, [&](Replica& replica) {
+            if (begins) replica.tracker.NoteUnderLoad();
+            return PyBool_FromLong(replica.tracker.AbandonSome(most, most_blocks));
+        });
     });
 }
 
 // drop_keys(core, first, count, stamps of the memory or None) -> the block to go on with
 inline PyObject* DropKeys(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        KeyDropper dropper(CoreOf(At(arguments, 0)).replica.blocks.pool);
+        Core& core = CoreOf(At(arguments, 0));
         const Int first = Number(At(arguments, 1)), count = Number(At(arguments, 2));
-        if (At(arguments, 3) == Py_None) return ToPy(dropper.DropAll(first, count));
-        const Buffer<uint64_t> shown(At(arguments, 3));
-        return ToPy(dropper.DropUnproven(first, count, Shown{shown.data, shown.size}));
+        Check(first >= 0 && first <= core.replica.spec.num_blocks && count > 0 && count <= kMaxTokens);
+        std::optional<Buffer<uint64_t>> shown;
+        if (At(arguments, 3) != Py_None) shown.emplace(At(arguments, 3));
+        return Change(core, [&](Replica& replica) {
+            KeyDropper dropper(replica.blocks.pool);
+            return ToPy(shown ? dropper.DropUnproven(first, count, Shown{shown->data, shown->size})
+                              : dropper.DropAll(first, count));
+        });
     });
 }
 
 // put_unkeyed_first(core, begins, count) -> whether blocks are left
 inline PyObject* PutUnkeyedFirst(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        const auto has_key = [&](Block block) { return pool.HasKey(block); };
-        const auto count = static_cast<size_t>(Number(At(arguments, 2)));
-        return PyBool_FromLong(pool.free.PutUnkeyedFirst(IsTrue(At(arguments, 1)), count, has_key));
+        Core& core = CoreOf(At(arguments, 0));
+        const bool begins = IsTrue(At(arguments, 1));
+        const Int count = Number(At(arguments, 2));
+        Check(count > 0);
+        return Change(core, [&](Replica& replica) {
+            BlockPool& pool = replica.blocks.pool;
+            const auto has_key = [&](Block block) { return pool.HasKey(block); };
+            return PyBool_FromLong(pool.free.PutUnkeyedFirst(begins, static_cast<size_t>(count), has_key));
+        });
     });
 }
 
@@ -46,10 +61,16 @@ inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         BlockList busy;
         FromPy(At(arguments, 2), &busy);
-        Replica& replica = CoreOf(At(arguments, 0)).replica;
-        for (const Block block : busy) Check(block < replica.spec.num_blocks);
-        replica.EnterEpoch(Number(At(arguments, 1)), busy, IsTrue(At(arguments, 3)));
-        Py_RETURN_NONE;
+        Core& core = CoreOf(At(arguments, 0));
+        for (const Block block : busy) Check(block < core.replica.spec.num_blocks);
+        const Int epoch = Number(At(arguments, 1));
+        Check(epoch >= 0 && epoch < Int{1} << kEpochBits);
+        Require(static_cast<uint64_t>(epoch) > core.replica.blocks.pool.epoch, "stamps would repeat");
+        const bool memory_is_new = IsTrue(At(arguments, 3));
+        return Change(core, [&](Replica& replica) {
+            replica.EnterEpoch(epoch, busy, memory_is_new);
+            return Py_NewRef(Py_None);
+        });
     });
 }
 
@@ -77,17 +98,9 @@ inline PyObject* Prepare(PyObject*, PyObject* arguments) {
         Check(pair.size == block.size && digests.size == block.size * found.digest_size &&
               found.digest_size <= kDigestBytes && tokens.size == num_blocks && stamp.size == num_blocks &&
               following.size == num_blocks + 1);
-        PyThreadState* const thread = PyEval_SaveThread();
         std::unique_ptr<BlockPool> pool;
-        std::string fault;
-        try {
-            pool = MakeRecovered(spec, found);
-        } catch (const std::exception& broken) {
-            fault = broken.what();
-        }
-        PyEval_RestoreThread(thread);
-        Require(pool != nullptr, fault.c_str());
-        return PyCapsule_New(pool.release(), kPool, DestroyPool);
+        WithoutLock([&] { pool = MakeRecovered(spec, found); });
+        return Capsule(std::move(pool), kPool, DestroyPool);
     });
 }
 
@@ -96,15 +109,23 @@ inline PyObject* InstallPool(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         auto* prepared = static_cast<BlockPool*>(PyCapsule_GetPointer(At(arguments, 1), kPool));
         if (prepared == nullptr) Owned::Fail();
-        Install(CoreOf(At(arguments, 0)).replica.blocks.pool, *prepared);
-        Py_RETURN_NONE;
+        Core& core = CoreOf(At(arguments, 0));
+        Check(prepared->num_blocks == core.replica.spec.num_blocks &&
+              prepared->keys_of_group.size() == core.replica.spec.groups.size());
+        Require(core.replica.blocks.pool.index.count() == 0, "only an unused pool can recover");
+        return Change(core, [&](Replica& replica) {
+            Install(replica.blocks.pool, *prepared);
+            return Py_NewRef(Py_None);
+        });
     });
 }
 
 // take_events(core) -> the events since the last part, or None
 inline PyObject* TakeEvents(PyObject*, PyObject* arguments) {
-    return Guarded(
-        [&]() -> PyObject* { return EventsToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.TakeEvents()); });
+    return Guarded([&]() -> PyObject* {
+        return Change(CoreOf(At(arguments, 0)),
+                      [](Replica& replica) { return EventsToPy(replica.blocks.pool.TakeEvents()); });
+    });
 }
 
 // add_cleared(core): appends the event that no key is left
@@ -119,7 +140,7 @@ inline PyObject* AddCleared(PyObject*, PyObject* arguments) {
 inline PyObject* StoreEmptyRanges(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         for (const auto& one : CoreOf(At(arguments, 0)).replica.blocks.managers) one->stores_empty_ranges = true;
-        Py_RETURN_NONE;
+        return Py_NewRef(Py_None);
     });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bind.h"
+#include "column_view.h"
 #include "state.h"
 
 namespace kvplane {
@@ -50,22 +51,31 @@ inline PyObject* PeekSlot(PyObject*, PyObject* arguments) {
     });
 }
 
-// column(core, name) -> memoryview of a column of the requests, one entry per slot; the caller keeps the core
+// column(core, name) -> a column of the requests
 inline PyObject* ColumnOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
         std::string wanted;
         FromPy(At(arguments, 1), &wanted);
-        const auto view = [](void* data, size_t size) {
-            return PyMemoryView_FromMemory(static_cast<char*>(data), static_cast<Py_ssize_t>(size), PyBUF_READ);
-        };
         for (auto& [name, flags] : requests.Flags()) {
-            if (wanted == name) return view(flags->data(), flags->size());
+            if (wanted == name) return NewColumnView(At(arguments, 0), flags, nullptr);
         }
         for (auto& [name, numbers] : requests.Numbers()) {
-            if (wanted == name) return view(numbers->data(), numbers->size() * sizeof(Int));
+            if (wanted == name) return NewColumnView(At(arguments, 0), nullptr, numbers);
         }
         Owned::Fail();
+    });
+}
+
+// live(core) -> the slots that have a request, ascending
+inline PyObject* LiveSlots(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
+        Column slots;
+        for (Int slot = 0; slot < requests.size(); ++slot) {
+            if (requests.live[slot]) slots.push_back(slot);
+        }
+        return ToPy(slots);
     });
 }
 
@@ -105,15 +115,19 @@ inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
         const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
         BlockList blocks;
         FromPy(At(arguments, 1), &blocks);
-        PyObject* list = PyList_New(static_cast<Py_ssize_t>(blocks.size()));
+        Owned list(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
         Py_ssize_t at = 0;
         for (const Block block : blocks) {
             Require(block < pool.num_blocks, "a block is beyond the pool");
-            PyList_SetItem(list, at++,
+            PyList_SetItem(list.get(), at++,
                            Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block))));
         }
-        return list;
+        return list.Release();
     });
+}
+
+inline bool IsGroup(const BlockPool& pool, Int group) {
+    return group >= 0 && group < static_cast<Int>(pool.keys_of_group.size());
 }
 
 // blocks(core, domain, group, digest) -> (blocks that have the key, step that registered it at the first)
@@ -125,8 +139,10 @@ inline PyObject* BlocksOf(PyObject*, PyObject* arguments) {
         uint32_t id = kUnknownDomain;
         FromPy(At(arguments, 1), &domain);
         FromPy(At(arguments, 3), &digest);
+        const Int group = Number(At(arguments, 2));
+        Check(IsGroup(pool, group));
         pool.pairs.Known(domain, &id);
-        const BlockList blocks = pool.BlocksOf(Key{pool.pairs.Of(id, Number(At(arguments, 2))), digest});
+        const BlockList blocks = pool.BlocksOf(Key{pool.pairs.Of(id, group), digest});
         return Tuple(ToPy(blocks), ToPy(blocks.empty() ? Int{0} : pool.key_step[blocks.front()]));
     });
 }
@@ -145,6 +161,7 @@ inline PyObject* FirstBlocks(PyObject*, PyObject* arguments) {
         const Int horizon = Number(At(arguments, 4));
         pool.pairs.Known(domain, &id);
         BlockList found;
+        for (const Int group : groups) Check(IsGroup(pool, group));
         for (const Int group : groups) {
             const Block block = pool.Find(Key{pool.pairs.Of(id, group), digest}, horizon);
             if (block == kNullBlock) return Py_NewRef(Py_None);
@@ -154,13 +171,15 @@ inline PyObject* FirstBlocks(PyObject*, PyObject* arguments) {
     });
 }
 
+inline bool IsPosition(Int tokens) { return tokens >= 0 && tokens <= kMaxTokens; }
+
 // can_rewind(core, slot, computed)
 inline PyObject* CanRewind(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
-        const Int slot = Number(At(arguments, 1));
-        if (!blocks.requests.IsLive(slot)) return PyBool_FromLong(0);
-        return PyBool_FromLong(blocks.CanRewind(slot, Number(At(arguments, 2))));
+        const Int slot = Number(At(arguments, 1)), computed = Number(At(arguments, 2));
+        Check(IsPosition(computed));
+        return PyBool_FromLong(blocks.requests.IsLive(slot) && blocks.CanRewind(slot, computed));
     });
 }
 
@@ -169,15 +188,16 @@ inline PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
         const Int slot = Number(At(arguments, 1));
-        Check(blocks.requests.IsLive(slot));
-        return ToPy(AlignChunk(blocks, slot, Number(At(arguments, 2)), Number(At(arguments, 3))));
+        const Int start = Number(At(arguments, 2)), wanted = Number(At(arguments, 3));
+        Check(blocks.requests.IsLive(slot) && IsPosition(start) && IsPosition(wanted));
+        return ToPy(AlignChunk(blocks, slot, start, wanted));
     });
 }
 
 // numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, number of domains)
 inline PyObject* Numbers(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
         const BlockPool& pool = replica.blocks.pool;
         return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
                      ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running));
@@ -188,7 +208,7 @@ inline PyObject* Numbers(PyObject*, PyObject* arguments) {
 // flight, counters, slots that load, names of domains by number)
 inline PyObject* Books(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        Replica& replica = CoreOf(At(arguments, 0)).replica;
+        Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
         std::vector<std::pair<Int, Int>> groups, granted;
         for (const auto& one : replica.blocks.managers) groups.emplace_back(one->allocated, one->adopted);
         for (const auto& [step, grants] : replica.tracker.grants)
@@ -204,7 +224,7 @@ inline PyObject* Books(PyObject*, PyObject* arguments) {
 // counts(core) -> per group (blocks in tables, blocks with a primary key, evicted keys)
 inline PyObject* Counts(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
         const BlockPool& pool = replica.blocks.pool;
         std::vector<Column> counts(replica.blocks.managers.size(), Column(3, 0));
         std::vector<uint8_t> seen(static_cast<size_t>(pool.num_blocks), 0);
@@ -228,7 +248,7 @@ inline PyObject* Counts(PyObject*, PyObject* arguments) {
 // residency(core) -> the three histograms
 inline PyObject* ResidencyOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Residency& found = CoreOf(At(arguments, 0)).replica.blocks.pool.residency;
+        const Residency& found = AnyCoreOf(At(arguments, 0)).replica.blocks.pool.residency;
         return Tuple(ToPy(found.lifetime), ToPy(found.idle_before_evict), ToPy(found.reuse_gap));
     });
 }
@@ -236,7 +256,7 @@ inline PyObject* ResidencyOf(PyObject*, PyObject* arguments) {
 // common_blocks(core) -> per group, how many leading blocks are the same in the tables of all running requests
 inline PyObject* CommonBlocks(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Coordinator& blocks = AnyCoreOf(At(arguments, 0)).replica.blocks;
         Column common;
         for (const auto& one : blocks.managers) {
             const BlockList* first = nullptr;

@@ -1,4 +1,5 @@
-// Converts values between Python and C++. A failed conversion throws Unreadable, with Python's error cleared.
+// Converts values between Python and C++. A failed conversion throws Unreadable, with Python's error cleared; where
+// Python is out of memory, it throws Raised.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
@@ -10,6 +11,7 @@
 namespace kvplane {
 
 struct Unreadable {};
+struct Raised {};  // Python's error is set
 
 // A reference to a Python object that ends with this value.
 class Owned {
@@ -19,10 +21,12 @@ class Owned {
     }
     Owned(const Owned&) = delete;
     Owned& operator=(const Owned&) = delete;
-    ~Owned() { Py_DECREF(object_); }
+    ~Owned() { Py_XDECREF(object_); }
     PyObject* get() const { return object_; }
+    PyObject* Release() { return std::exchange(object_, nullptr); }
 
     [[noreturn]] static void Fail() {
+        if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_MemoryError)) throw Raised();
         PyErr_Clear();
         throw Unreadable();
     }
@@ -33,6 +37,12 @@ class Owned {
 
 inline void Check(bool holds) {
     if (!holds) Owned::Fail();
+}
+
+// An object that Python has made; there is none when it is out of memory.
+inline PyObject* NotNull(PyObject* object) {
+    if (object == nullptr) throw Raised();
+    return object;
 }
 
 // Declared before their use in each other: lookup by argument does not find them for types of the standard library.
@@ -80,24 +90,24 @@ void FromPy(PyObject* object, ByStep<T>* values);
 template <typename T>
     requires std::is_integral_v<T>
 PyObject* ToPy(const T& value) {
-    if constexpr (std::is_same_v<T, uint64_t>) return PyLong_FromUnsignedLongLong(value);
-    return PyLong_FromLongLong(static_cast<long long>(value));
+    if constexpr (std::is_same_v<T, uint64_t>) return NotNull(PyLong_FromUnsignedLongLong(value));
+    return NotNull(PyLong_FromLongLong(static_cast<long long>(value)));
 }
 inline PyObject* ToPy(const std::string& text) {
-    return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass");
+    return NotNull(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass"));
 }
 inline PyObject* ToBytes(const uint8_t* data, size_t size) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(size));
+    return NotNull(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data), static_cast<Py_ssize_t>(size)));
 }
 inline PyObject* ToPy(const Digest& digest) { return ToBytes(digest.bytes.data(), digest.size); }
 inline PyObject* ToPy(const std::vector<uint8_t>& bytes) { return ToBytes(bytes.data(), bytes.size()); }
 
 template <typename Range>
 PyObject* ToList(const Range& values) {
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.size()));
+    Owned list(PyList_New(static_cast<Py_ssize_t>(values.size())));
     Py_ssize_t at = 0;
-    for (const auto& value : values) PyList_SetItem(list, at++, ToPy(value));
-    return list;
+    for (const auto& value : values) PyList_SetItem(list.get(), at++, ToPy(value));
+    return list.Release();
 }
 template <typename T>
 PyObject* ToPy(const std::vector<T>& values) {
@@ -119,10 +129,16 @@ PyObject* ToPy(const std::array<T, N>& values) {
 // Steals the references.
 template <typename... T>
 PyObject* Tuple(T*... values) {
-    PyObject* tuple = PyTuple_New(sizeof...(values));
+    PyObject* tuple = NotNull(PyTuple_New(sizeof...(values)));
     Py_ssize_t at = 0;
     (PyTuple_SetItem(tuple, at++, values), ...);
     return tuple;
+}
+
+// Steals the reference to the item.
+inline void Append(const Owned& list, PyObject* item) {
+    const Owned one(item);
+    if (PyList_Append(list.get(), one.get()) != 0) throw Raised();
 }
 
 inline PyObject* ToPy(const Key& key) { return Tuple(ToPy(key.pair), ToPy(key.digest)); }
@@ -145,13 +161,9 @@ PyObject* ToPy(const std::pair<A, B>& value) {
 // A list of pairs from what `for_each` visits with a key and a value.
 template <typename F>
 PyObject* ToPairs(F&& for_each) {
-    PyObject* list = PyList_New(0);
-    for_each([&](const auto& key, const auto& value) {
-        PyObject* one = Tuple(ToPy(key), ToPy(value));
-        PyList_Append(list, one);
-        Py_DECREF(one);
-    });
-    return list;
+    Owned list(PyList_New(0));
+    for_each([&](const auto& key, const auto& value) { Append(list, Tuple(ToPy(key), ToPy(value))); });
+    return list.Release();
 }
 template <typename K, typename V>
 PyObject* ToPy(const std::map<K, V>& values) {
@@ -171,6 +183,14 @@ PyObject* ToPy(const Ordered<K, V>& values) {
 }
 inline PyObject* ToPy(const KeyBook& keys) {
     return ToPairs([&](auto&& visit) { keys.ForEach(visit); });
+}
+
+// A capsule that owns the value.
+template <typename T>
+PyObject* Capsule(std::unique_ptr<T> value, const char* name, PyCapsule_Destructor destroy) {
+    PyObject* capsule = NotNull(PyCapsule_New(value.get(), name, destroy));
+    value.release();
+    return capsule;
 }
 
 // -- from Python -----------------------------------------------------------------------------------------------------
@@ -319,6 +339,10 @@ class Buffer {
   public:
     explicit Buffer(PyObject* object) {
         Check(PyObject_GetBuffer(object, &view_, PyBUF_C_CONTIGUOUS) == 0);
+        if (view_.itemsize != sizeof(T)) {
+            PyBuffer_Release(&view_);
+            Owned::Fail();
+        }
         data = static_cast<const T*>(view_.buf);
         size = static_cast<size_t>(view_.len) / sizeof(T);
     }

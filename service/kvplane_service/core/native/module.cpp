@@ -6,6 +6,20 @@
 namespace kvplane {
 namespace {
 
+// Whether no size is one by which the core cannot divide, or that has no room in its columns.
+bool IsSound(const Spec& spec) {
+    const auto is_size = [](Int size) { return size > 0 && size <= kMaxTokens; };
+    const auto fits = [&](const GroupSpec& group) {
+        const Int least = group.kind == kChunked ? 1 : 0;
+        return is_size(group.block_size) && group.chunk >= least && group.sink_blocks >= 0 &&
+               group.sink_blocks < spec.num_blocks;
+    };
+    const auto num_groups = static_cast<Int>(spec.groups.size());
+    return spec.num_blocks >= 2 && is_size(spec.num_blocks) && num_groups >= 1 && num_groups <= kMaxGroups &&
+           is_size(spec.max_model_len) && is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) &&
+           spec.digest_size > 0 && std::all_of(spec.groups.begin(), spec.groups.end(), fits);
+}
+
 PyObject* New(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Column values;
@@ -37,8 +51,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
             spec.groups.push_back({group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7],
                                    group[8], group[9], group[10], group[11], group[12], group[13]});
         }
-        Check(spec.num_blocks >= 2 && !spec.groups.empty());
-        return PyCapsule_New(new Core(std::move(spec)), kName, Destroy);
+        Check(IsSound(spec));
+        return Capsule(std::make_unique<Core>(std::move(spec)), kName, Destroy);
     });
 }
 
@@ -52,8 +66,10 @@ StepKind KindOf(Core& core, PyObject* step) {
     } catch (const Unreadable&) {
         return kRefusedStep;
     }
-    if (resumes || !core.replica.Accepts(core.step)) return resumes ? kResumes : kRefusedStep;
-    core.has_step = true;
+    if (resumes) return kResumes;
+    // A validator that fails keeps what it notes of a step.
+    core.has_step = Change(core, [&](Replica& replica) { return replica.Accepts(core.step); });
+    if (!core.has_step) return kRefusedStep;
     const auto has_tokens = [](const Part& part) { return part.facts.num_tokens || part.news.num_token_ids; };
     return std::any_of(core.step.parts.begin(), core.step.parts.end(), has_tokens) ? kHasTokens : kApplied;
 }
@@ -61,16 +77,18 @@ StepKind KindOf(Core& core, PyObject* step) {
 // Applies the step that was read; `alone`: other threads run Python meanwhile. Returns (executed_through, results).
 PyObject* ApplyRead(Core& core, bool alone) {
     Require(std::exchange(core.has_step, false), "no step was read");
-    const auto work = [&] { core.replica.Apply(core.step, &core.results); };
-    if (alone) {
-        WorkAlone(core, work);
-    } else {
-        work();
-    }
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(core.results.size()));
-    Py_ssize_t at = 0;
-    for (PartResult& result : core.results) PyList_SetItem(list, at++, ToPy(result));
-    return Tuple(ToPy(core.replica.blocks.pool.executed_through), list);
+    return Change(core, [&](Replica& replica) {
+        const auto work = [&] { replica.Apply(core.step, &core.results); };
+        if (alone) {
+            WorkAlone(core, work);
+        } else {
+            work();
+        }
+        Owned list(PyList_New(static_cast<Py_ssize_t>(core.results.size())));
+        Py_ssize_t at = 0;
+        for (PartResult& result : core.results) PyList_SetItem(list.get(), at++, ToPy(result));
+        return Tuple(ToPy(replica.blocks.pool.executed_through), list.Release());
+    });
 }
 
 void ReadMade(PyObject* given, Made* made) {
@@ -119,11 +137,12 @@ PyObject* AnswerWith(PyObject*, PyObject* arguments) {
 PyObject* Dump(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
-        const Dumper dump{PyDict_New()};
+        Owned state(PyDict_New());
+        const Dumper dump{state.get()};
         VisitState(dump, core.replica);
         DumpKeys(core.replica, dump);
         dump.Set("managers", DumpManagers(core.replica));
-        return dump.into;
+        return state.Release();
     });
 }
 
@@ -131,11 +150,15 @@ PyObject* Load(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
         const Loader load{At(arguments, 1)};
-        VisitState(load, core.replica);
-        LoadKeys(load, core.replica);
-        LoadManagers(load.Get("managers"), core.replica);
-        core.replica.blocks.pool.ForgetStamped();
-        Py_RETURN_NONE;
+        return Change(core, [&](Replica& replica) {
+            VisitState(load, replica);
+            LoadKeys(load, replica);
+            LoadManagers(load.Get("managers"), replica);
+            LoadedState(replica).Check();
+            replica.blocks.requests.InvalidateAllFastPaths();
+            replica.blocks.pool.ForgetStamped();
+            return Py_NewRef(Py_None);
+        });
     });
 }
 
@@ -158,7 +181,8 @@ PyMethodDef kMethods[] = {
     {"events", Events, METH_VARARGS, "Return the events of a part."},
     {"find", Find, METH_VARARGS, "Find a cached prefix."},
     {"peek", PeekSlot, METH_VARARGS, "Find the cached prefix of a request."},
-    {"column", ColumnOf, METH_VARARGS, "Return a view of a column of the requests."},
+    {"column", ColumnOf, METH_VARARGS, "Return a column of the requests."},
+    {"live", LiveSlots, METH_VARARGS, "Return the slots that have a request."},
     {"request", RequestOf, METH_VARARGS, "Return what is known of a request besides the columns."},
     {"keys", KeysOf, METH_VARARGS, "Return stamps and keys of blocks."},
     {"blocks", BlocksOf, METH_VARARGS, "Return the blocks of a key."},

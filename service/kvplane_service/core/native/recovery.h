@@ -32,13 +32,16 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
         const Key key{pairs[found.pair[row]], Digest(found.digests.data() + row * size, size)};
         pool->AddKey(block, key, found.key_tokens[block]);
     }
-    for (const auto& [block, name] : found.further) pool->Register(block, Key{pairs.at(name.first), name.second}, 0);
+    for (const auto& [block, name] : found.further) {
+        Require(block < spec.num_blocks && name.first < pairs.size(), "a recovered key is beyond the pool");
+        pool->Register(block, Key{pairs[name.first], name.second}, 0);
+    }
     pool->registered.clear();
     pool->stamp.assign(found.stamp.begin(), found.stamp.end());
     BlockList order;
     const auto sentinel = static_cast<Block>(spec.num_blocks);
     for (Block at = found.following[sentinel]; at != sentinel; at = found.following[at]) {
-        Require(at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
+        Require(at != kNullBlock && at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
         order.push_back(at);
     }
     pool->free.Rebuild(order);

@@ -2,6 +2,7 @@
 // of it.
 #pragma once
 
+#include "loaded.h"
 #include "read_step.h"
 
 namespace kvplane {
@@ -61,18 +62,18 @@ struct Dumper {
     }
     template <typename T>
     void PerSlot(const char* name, const std::vector<T>& column, const Requests& requests) const {
-        PyObject* list = PyList_New(requests.size());
+        Owned list(PyList_New(requests.size()));
         for (Int slot = 0; slot < requests.size(); ++slot)
-            PyList_SetItem(list, slot, ToPy(column[static_cast<size_t>(slot)]));
-        Set(name, list);
+            PyList_SetItem(list.get(), slot, ToPy(column[static_cast<size_t>(slot)]));
+        Set(name, list.Release());
     }
     template <typename T>
     void PerBlock(const char* name, const std::vector<T>& column) const {
         Set(name, ToBytes(reinterpret_cast<const uint8_t*>(column.data()), column.size() * sizeof(T)));
     }
     void Set(const char* name, PyObject* value) const {
-        PyDict_SetItemString(into, name, value);
-        Py_XDECREF(value);
+        const Owned owned(value);
+        if (PyDict_SetItemString(into, name, value) != 0) throw Raised();
     }
 };
 
@@ -128,15 +129,13 @@ inline void LoadStates(PyObject* state, GroupManager& manager) {
 }
 
 inline PyObject* DumpManagers(const Replica& replica) {
-    PyObject* list = PyList_New(0);
+    Owned list(PyList_New(0));
     for (const auto& one : replica.blocks.managers) {
-        PyObject* state = Tuple(ToPy(one->table), ToPy(one->num_cached), ToPy(one->partial_hit), ToPy(one->copies),
-                                PyBool_FromLong(one->stores_empty_ranges), ToPy(one->allocated), ToPy(one->adopted),
-                                DumpStates(*one));
-        PyList_Append(list, state);
-        Py_DECREF(state);
+        Append(list, Tuple(ToPy(one->table), ToPy(one->num_cached), ToPy(one->partial_hit), ToPy(one->copies),
+                           PyBool_FromLong(one->stores_empty_ranges), ToPy(one->allocated), ToPy(one->adopted),
+                           DumpStates(*one)));
     }
-    return list;
+    return list.Release();
 }
 
 inline void LoadManagers(PyObject* list, Replica& replica) {
@@ -223,6 +222,7 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
     const auto num_blocks = static_cast<size_t>(pool.num_blocks);
     Check(pairs.size == num_blocks && tokens.size == num_blocks && order.size < num_blocks);
     for (const std::string& name : domains) pool.pairs.DomainOf(name);
+    LoadedState::CheckFree({order.data, order.size}, pool.num_blocks);
     pool.free.Rebuild(BlockList(order.data, order.data + order.size));
     const Int num_evictable = pool.num_evictable;
     const Column steps = pool.key_step;

@@ -10,6 +10,7 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <set>
 #include <span>
@@ -36,6 +37,7 @@ constexpr Int kAnyHit = -1;
 constexpr Int kNotTracked = -1;
 constexpr Int kMaxTokens = Int{1} << 30;
 constexpr Int kMaxSlots = Int{1} << 14;
+constexpr Int kMaxGroups = 64;
 constexpr Int kMaxLookahead = 4096;
 constexpr size_t kDigestBytes = 32;
 

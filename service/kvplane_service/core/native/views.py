@@ -28,15 +28,15 @@ _DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL
 
 
 class NativeRequests:
-    """Columns of all requests, which are views of the compiled core's."""
+    """Columns of all requests, which are those of the compiled core."""
 
     def __init__(self, core: object) -> None:
-        self._core = core  # the views are valid as long as the core lives
-        self.running = _native.column(core, "running").cast("?")
-        self.held = _native.column(core, "held_slots").cast("?")
-        self.num_tokens = _native.column(core, "num_tokens").cast("q")
-        self.computed = _native.column(core, "computed").cast("q")
-        self._live = _native.column(core, "live").cast("?")
+        self._core = core
+        self.running: Sequence[bool] = _native.column(core, "running")
+        self.held: Sequence[bool] = _native.column(core, "held_slots")
+        self.num_tokens: Sequence[int] = _native.column(core, "num_tokens")
+        self.computed: Sequence[int] = _native.column(core, "computed")
+        self._live: Sequence[bool] = _native.column(core, "live")
         self.request_id = _RequestIds(core)
 
     @property
@@ -50,7 +50,7 @@ class NativeRequests:
 
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
-        return [slot for slot, live in enumerate(self._live) if live]
+        return _native.live(self._core)
 
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""

@@ -1,0 +1,336 @@
+"""The compiled core checks what its callers did not, keeps what it lends, and is not used after a failure."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+import threading
+from array import array
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import InternalError, KvplaneError
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest, export_state
+from tests.core.builders import full, replica_spec
+from tests.core.test_page_contents import run
+
+native = pytest.importorskip(
+    "kvplane_service.core.native",
+    reason="the core is not compiled: install g++ and install kvplane again",
+    exc_type=ImportError,
+)
+_native = native._native
+
+
+def with_request(spec, tokens=8, num_steps=1):
+    """A replica with one running request."""
+    replica = Replica(spec)
+    news = News([0], [tokens], list(range(tokens)))
+    replica.apply(Step(0, 1, [Part(news=news, admit=Admit([0]), budget=Budget(tokens))]))
+    for seq in range(2, num_steps + 1):
+        replica.apply(Step(0, seq, [Part()], executed_through=seq - 1))
+    return replica
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_column_keeps_the_core_that_it_reads():
+    column = native.NativeReplica.of(with_request(replica_spec(full()))).requests.num_tokens
+    gc.collect()
+    others = [native.NativeReplica(replica_spec(full())) for _ in range(3)]
+    assert (len(column), column[0], column[-1]) == (1 << 14, 8, 0)
+    assert not any(one.requests.num_tokens[0] for one in others)
+    with pytest.raises(IndexError):
+        column[1 << 14]
+
+
+def test_an_entry_of_a_column_is_read_after_the_step_that_runs():
+    """The interpreter runs the reader only while the step has given up its lock, or after the step."""
+    count = 4 * 4096
+    replica = native.NativeReplica.of(with_request(replica_spec(full(), num_blocks=5000, max_model_len=1 << 20), count))
+    replica.apply(Step(0, 2, [Part(news=News([1], [count], list(range(count))))], executed_through=1))
+    ended: list[int] = []
+    column, seen, begun = replica.requests.num_tokens, [], threading.Event()
+
+    def read():
+        begun.wait()
+        seen.append((column[0], list(ended)))
+
+    interval = sys.getswitchinterval()
+    for seq in range(3, 13):
+        part = Part(facts=Facts([0], appended=[1], tokens=[1]), peek=Peek([1] * 100))
+        reader = threading.Thread(target=read)
+        reader.start()
+        sys.setswitchinterval(1000)
+        try:
+            begun.set()
+            replica.apply_concurrently(Step(0, seq, [part]))
+            ended.append(seq)
+        finally:
+            sys.setswitchinterval(interval)
+        reader.join()
+        begun.clear()
+        assert seen.pop() == (count + len(ended), ended)
+
+
+# -- failures in the middle of a change ------------------------------------------------------------------------------
+
+
+def fails_in_its_middle(replica, seq=2):
+    """Frees the request, whose block has no reference."""
+    replica.apply(Step(0, seq, [Part(facts=Facts([0], end=[int(End.FREE)]))], executed_through=seq - 1))
+
+
+def broken():
+    given = with_request(replica_spec(full()))
+    given.coordinator.pool.references[given.coordinator.tables(0)[0][0]] = 0
+    replica = native.NativeReplica.of(given)
+    with pytest.raises(AssertionError, match="without references"):
+        fails_in_its_middle(replica)
+    return replica
+
+
+def test_a_core_that_failed_in_a_change_answers_nothing_but_counts():
+    replica = broken()
+    column = replica.requests.computed
+    calls = [
+        lambda: replica.apply(Step(0, 3, [Part()], executed_through=2)),
+        lambda: replica.apply_concurrently(Step(0, 3, [Part()], executed_through=2)),
+        lambda: replica.lookup([b"d" * 32], "", 100),
+        lambda: replica.peek_slot(0),
+        lambda: column[0],
+        lambda: replica.requests.slots(),
+        lambda: replica.entries(),
+        lambda: list(replica.stored_events()),
+        lambda: replica.blocks_of("", 0, b"d" * 32),
+        lambda: replica.can_rewind(0, 0),
+        lambda: replica.take_events(),
+        lambda: replica.begin_epoch(1),
+        lambda: replica.enter_epoch(1),
+        lambda: replica.store_empty_ranges(),
+        lambda: export_state(replica),
+        lambda: replica.reference(),
+    ]
+    for call in calls:
+        with pytest.raises(InternalError, match="failed in the middle") as caught:
+            call()
+        assert caught.value.remedy == "register the replica again, or load its state"
+    assert replica.counters.admitted == 1
+    assert sum(replica.block_counts) == 100
+    assert len(replica.group_counters()) == len(replica.common_prefix_blocks()) == 1
+
+
+def test_a_core_that_failed_takes_over_a_state():
+    replica = broken()
+    replica.adopt(with_request(replica.spec))
+    fails_in_its_middle(replica)
+    assert replica.num_running == 0
+
+
+def test_a_state_that_cannot_be_loaded_leaves_the_core_as_it_was():
+    replica = native.NativeReplica.of(with_request(replica_spec(full())))
+    before, damaged = digest(replica), with_request(replica.spec)
+    damaged.coordinator.pool.stamp = damaged.coordinator.pool.stamp[:-1]
+    with pytest.raises(ValueError, match="type or range"):
+        replica._take_over(damaged)
+    assert digest(replica) == before
+
+
+@contextmanager
+def little_memory(more):
+    """Lets this process allocate this many bytes more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer reserves all memory")
+def test_a_core_without_memory_in_a_step_raises_memory_error_and_is_not_used_again():
+    spec = replica_spec(full(), num_blocks=20_001, max_model_len=1 << 20)
+    replica = native.NativeReplica.of(with_request(spec, 80_000, 2))
+    content = list(replica.requests.hashes(0))
+    step = Step(
+        0, 3, [Part(news=News([1], [80_000], num_hashes=[len(content)], hashes=b"".join(content)),
+                    peek=Peek([1] * 5000, with_blocks=True))], executed_through=2,
+    )  # fmt: skip
+    with little_memory(100 << 20), pytest.raises(MemoryError):
+        replica.apply(step)  # the hits have 100 million blocks
+    with pytest.raises(InternalError, match="failed in the middle"):
+        replica.apply(replace(step, parts=[Part()]))
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def capsule(*groups, **changes):
+    return native.NativeReplica.of(with_request(replica_spec(*(groups or (full(),)), **changes)))._core
+
+
+def recovered(core, **changes):
+    """The arguments of `prepare` for a pool of 101 blocks with one key."""
+    given = {
+        "pairs": [("", 0)], "pair": array("I", [0]), "block": array("I", [1]), "digests": b"d" * 32, "size": 32,
+        "key_tokens": array("I", [0, 4] + [0] * 99), "stamp": array("Q", [0] * 101),
+        "following": array("I", [0, *range(2, 102), 1]), "further": [],
+    }  # fmt: skip
+    return core, *{**given, **changes}.values()
+
+
+SPEC_OF_50: tuple[list[int], list[list[int]]] = (
+    native.settings(replica_spec(full(), num_blocks=50), 32),
+    [native.of_group(full())],
+)
+ARGUMENTS = {
+    "drop_keys of a block before the first": lambda core: _native.drop_keys(core, -1, 10, None),
+    "drop_keys of a block behind the last": lambda core: _native.drop_keys(core, 102, 10, None),
+    "drop_keys of no block": lambda core: _native.drop_keys(core, 0, 0, None),
+    "drop_keys of more blocks than there are numbers": lambda core: _native.drop_keys(core, 1, (1 << 63) - 1, None),
+    "drop_keys with stamps of another size": lambda core: _native.drop_keys(core, 0, 10, array("I", [0] * 101)),
+    "put_unkeyed_first of no block": lambda core: _native.put_unkeyed_first(core, True, -1),
+    "abandon of no request": lambda core: _native.abandon(core, True, 0, 10),
+    "enter_epoch with a number of 25 bits": lambda core: _native.enter_epoch(core, 1 << 24, [], False),
+    "enter_epoch with a negative number": lambda core: _native.enter_epoch(core, -1, [], False),
+    "enter_epoch with a block behind the last": lambda core: _native.enter_epoch(core, 1, [101], False),
+    "can_rewind to a negative position": lambda core: _native.can_rewind(core, 0, -5),
+    "can_rewind to a position of 2^62": lambda core: _native.can_rewind(core, 0, 1 << 62),
+    "align_chunk of a slot without a request": lambda core: _native.align_chunk(core, 5, 0, 1),
+    "align_chunk of a negative length": lambda core: _native.align_chunk(core, 0, 0, -1),
+    "first_blocks of a group that is not there": lambda core: _native.first_blocks(core, "", [1], b"d" * 32, 0),
+    "blocks of a negative group": lambda core: _native.blocks(core, "", -1, b"d" * 32),
+    "prepare with a further key of a block behind the last":
+        lambda core: _native.prepare(*recovered(core, further=[(101, (0, b"d" * 32))])),
+    "prepare with a further key of no group":
+        lambda core: _native.prepare(*recovered(core, further=[(1, (1, b"d" * 32))])),
+    "prepare with a key of a block behind the last":
+        lambda core: _native.prepare(*recovered(core, block=array("I", [101]))),
+    "prepare with a group that is not there": lambda core: _native.prepare(*recovered(core, pairs=[("", 1)])),
+    "prepare with stamps of few blocks": lambda core: _native.prepare(*recovered(core, stamp=array("Q", [0]))),
+    "prepare with stamps of another size": lambda core: _native.prepare(*recovered(core, stamp=array("I", [0] * 202))),
+    "prepare with a free list that has the null block":
+        lambda core: _native.prepare(*recovered(core, following=array("I", [1, *range(2, 102), 0]))),
+    "prepare with a free list that is no ring":
+        lambda core: _native.prepare(*recovered(core, following=array("I", [1] * 102))),
+    "install of a pool of another size":
+        lambda core: _native.install(_native.new(*SPEC_OF_50), _native.prepare(*recovered(core))),
+    "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]]),
+    "new with hashes of 0 tokens": lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1]),
+    "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_no_caller_checked_is_refused_and_changes_nothing(name):
+    core = capsule()
+    before = _native.dump(core)
+    with pytest.raises((ValueError, AssertionError)):
+        ARGUMENTS[name](core)
+    assert _native.dump(core) == before
+
+
+def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name():
+    core = capsule()
+    assert _native.prepare(*recovered(core)) is not None
+    _native.new(*SPEC_OF_50)
+    assert _native.drop_keys(core, 0, 101, array("Q", [0] * 101)) == 101
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+EXTREME = (-1, 101, 1 << 14, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 61, (1 << 63) - 1)
+
+
+def places(value, path=()):
+    """The places of all numbers in a state, and of the columns that are bytes."""
+    if isinstance(value, dict | list | tuple):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(one, (*path, key))
+    elif isinstance(value, int | bytes | array) and value != b"":
+        yield path
+
+
+def changed(value, path, rng):
+    """The value with an extreme number at a place."""
+    if not path:
+        number = rng.choice(EXTREME)
+        if isinstance(value, int):
+            return number
+        at = rng.randrange(len(value))
+        if isinstance(value, bytes):
+            return value[:at] + bytes([number & 0xFF]) + value[at + 1 :]
+        of_type = number if value.typecode == "q" else number & ((1 << 8 * value.itemsize) - 1)
+        return value[:at] + array(value.typecode, [of_type]) + value[at + 1 :]
+    one = changed(value[path[0]], path[1:], rng)
+    if isinstance(value, dict):
+        return value | {path[0]: one}
+    return type(value)([*value[: path[0]], one, *value[path[0] + 1 :]])
+
+
+def use(spec, core):
+    """Does what can be done with a state; returns how many calls failed."""
+    replica, errors = native.NativeReplica(spec), 0
+    replica._core, replica._requests = core, native.NativeRequests(core)
+    slots = replica.requests.slots()
+    running = [slot for slot in slots if replica.requests.running[slot]]
+    seq, tokens = replica.seq, array("I", [7] * 40)
+    parts = [
+        Part(facts=Facts(running, appended=[1] * len(running), num_hashes=[0] * len(running)), run=Run(running)),
+        Part(news=News([5000], [40], tokens), admit=Admit([5000])),
+        Part(facts=Facts(slots, end=[int(End.FREE)] * len(slots))),
+        Part(cache=Cache(reset=True)),
+    ]
+    calls = [lambda: [replica.peek_slot(slot) for slot in slots], lambda: replica.entries(), replica.group_counters]
+    calls += [lambda: list(replica.stored_events()), lambda: [replica.can_rewind(slot, 1) for slot in slots]]
+    calls += [lambda: replica.reference(), replica.common_prefix_blocks]
+    calls += [
+        lambda at=at, part=part: replica.apply(Step(replica.epoch, seq + at, [part], executed_through=seq + at - 1))
+        for at, part in enumerate(parts, 1)
+    ]
+    calls += [lambda: replica.begin_epoch(replica.epoch + 1), lambda: export_state(replica)]
+    for call in calls:
+        try:
+            call()
+        except (AssertionError, InternalError):
+            errors += 1
+        except (KvplaneError, ValueError, LookupError, TypeError):
+            pass
+    return errors
+
+
+@pytest.mark.parametrize("mix", ["window and full", "checkpoints and drafts", "three sizes, hits inside blocks"])
+def test_a_damaged_state_is_refused_or_harms_nobody(mix):
+    rng, engine = Random(mix), run(mix, 3)
+    spec, entries, kinds = engine.spec, dict[str, list[object]](), dict[object, list[tuple[object, ...]]]()
+    for name, value in engine.replica.state_entries():
+        entries.setdefault(name, []).append(value)
+    state = native.state_of(entries, spec)
+    for path in places(state):
+        kinds.setdefault(tuple(one if isinstance(one, str) else "" for one in path), []).append(path)
+    made = [
+        native.settings(spec, native.NativeReplica(spec).digest_size),
+        [native.of_group(one) for one in spec.groups],
+    ]
+    _native.load(core := _native.new(*made), state)
+    assert use(spec, core) == 0
+    refused = 0
+    for path in [path for found in kinds.values() for path in rng.choices(found, k=2)]:
+        core = _native.new(*made)
+        try:
+            _native.load(core, changed(state, path, rng))
+        except (ValueError, AssertionError):
+            refused += 1
+        else:
+            use(spec, core)
+    assert refused > len(kinds) // 2
