@@ -24,6 +24,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.step_applier import PATIENT_ROWS
+from kvplane_service.replicas import cores
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
@@ -32,7 +33,7 @@ from tests.store.test_writer import Away
 
 CHECKS = [
     "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "state",
-    "loads", "chunks", "prompts", "drafts", "hashes",
+    "loads", "chunks", "prompts", "drafts", "cores", "hashes",
 ]  # fmt: skip
 
 
@@ -170,6 +171,14 @@ def rejecting_engine(service: Service) -> Iterator[None]:
 
 
 @contextmanager
+def core_that_leaves_work(service: Service) -> Iterator[None]:
+    service.register()
+    replica = service.in_loop(lambda: service.app.registry.get("r").host.replica)
+    vars(replica)["fallbacks"] = 7
+    yield
+
+
+@contextmanager
 def wrong_choice_of_hashes(service: Service) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(native.VARIABLE, "yes")
@@ -190,6 +199,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "chunks": small_budget,
     "prompts": decodes_in_front,
     "drafts": rejecting_engine,
+    "cores": core_that_leaves_work,
     "hashes": wrong_choice_of_hashes,
 }
 
@@ -242,3 +252,10 @@ def test_describe_counts_the_blocks_under_old_loads(kvplane):
     assert code == 0
     assert "2 of 40 blocks held by 0 running requests" in out
     assert "2 of them under loads of earlier engine lives" in out
+
+
+def test_describe_names_the_core_and_what_it_left_to_the_other_one(kvplane):
+    with running() as service, core_that_leaves_work(service):
+        code, out, _ = kvplane("describe", "r", "--service", service.address)
+    assert code == 0
+    assert f"core: {cores.describe()}, 7 steps and look-ups left to the Python core" in out

@@ -21,6 +21,8 @@ from kvplane_service.replicas import cores
 from tests.core import page_engine
 from tests.core.builders import Engine, chunked, full, replica_spec, ring, state, window
 from tests.core.core_version import files
+from tests.core.fallbacks import FellBack
+from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.test_page_contents import MIXES, run
 
 native = pytest.importorskip(
@@ -172,6 +174,12 @@ def test_a_refused_step_changes_nothing_and_names_its_field():
         assert caught.value.field.startswith("parts[0].run.")
     assert export_state(replica) == before
     assert replica.fallbacks == 0
+
+
+def test_work_that_is_left_to_the_python_core_fails_a_test():
+    replica = native.NativeReplica(replica_spec(full()))
+    with pytest.raises(FellBack):
+        replica.lookup([b"a" * 32, b"b" * 16], "", 100)
 
 
 class Forgetful:

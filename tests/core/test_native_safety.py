@@ -310,7 +310,7 @@ def use(spec, core):
 
 
 @pytest.mark.parametrize("mix", ["window and full", "checkpoints and drafts", "three sizes, hits inside blocks"])
-def test_a_damaged_state_is_refused_or_harms_nobody(mix):
+def test_a_damaged_state_is_refused_or_does_no_harm(mix):
     rng, engine = Random(mix), run(mix, 3)
     spec, entries, kinds = engine.spec, dict[str, list[object]](), dict[object, list[tuple[object, ...]]]()
     for name, value in engine.replica.state_entries():

@@ -19,6 +19,7 @@ from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas import cores
 from kvplane_service.rpc.encode import encode_summary
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
@@ -268,6 +269,15 @@ def test_metrics_of_leases_and_lapses():
     engine.step()
     assert world.value("kvplane_lives_total") == 1
     assert world.value("kvplane_decisions") == 2
+
+
+def test_metrics_name_the_core_and_count_what_it_left_to_the_other_one():
+    watched = Watched()
+    core = cores.core_of(watched.host.replica)
+    assert watched.value("kvplane_core_info", core=core) == 1
+    assert watched.value("kvplane_core_fallbacks_total") == 0
+    watched.host.replica.lookup([b"a" * 32, b"b" * 16], "", 100)  # hashes of two sizes
+    assert watched.value("kvplane_core_fallbacks_total") == (1 if core == "native" else 0)
 
 
 def test_a_deregistered_replica_leaves_no_series():

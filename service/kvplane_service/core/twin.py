@@ -143,6 +143,11 @@ class TwinReplica(_Base):
             self._made().install_recovered(state)
         return self.first.install_recovered(state)
 
+    @property
+    def fallbacks(self) -> int:
+        """Number of steps and look-ups that the present second core left to a `Replica`."""
+        return getattr(self._second, "fallbacks", 0)
+
     def _exported(self) -> bytes:
         pool = self.first.coordinator.pool
         return b"" if pool.stamped or pool.events else export_state(self.first)

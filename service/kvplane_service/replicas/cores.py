@@ -66,6 +66,12 @@ def core_of(replica: ReplicaCore) -> str:
     return "python" if isinstance(replica, Replica) else "native"
 
 
+def fallbacks_of(replica: ReplicaCore) -> int:
+    """Return how many steps and look-ups a compiled core left to the Python one; 0 for a Python core."""
+    count: int = getattr(replica, "fallbacks", 0)
+    return count
+
+
 def _select(
     spec: ReplicaSpec, python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]
 ) -> ReplicaCore:

@@ -20,6 +20,7 @@ from kvplane_service.decisions.ghost import MissCurve
 from kvplane_service.decisions.log import Decision
 from kvplane_service.explain.service import Explanation
 from kvplane_service.registry import Entry
+from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.runtime.reports import StoreReport, StoreState
@@ -156,6 +157,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
         miss_curve=encode_curve(host.ghost.curve(replica)),
+        core=pb.CoreStatus(name=cores.core_of(replica), fallbacks=cores.fallbacks_of(replica)),
     )
 
 

@@ -22,6 +22,7 @@ from kvplane_service.core.setup import is_cached
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.decisions.ghost import SIZES
 from kvplane_service.registry import Entry, Registry
+from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry.holds import BOUNDS_S, Holds
@@ -93,6 +94,10 @@ def _keys(host: ReplicaHost) -> Values:
     return _by_kind(host, lambda group: host.replica.count_keys_of(group.group))
 
 
+def _core(host: ReplicaHost) -> Values:
+    return [((cores.core_of(host.replica),), 1)]
+
+
 _FAMILIES = (
     Family(
         GaugeMetricFamily,
@@ -103,6 +108,18 @@ _FAMILIES = (
         _blocks,
     ),
     Family(GaugeMetricFamily, "kvplane_keys", "Distinct keys of the prefix cache.", ("group_kind",), _keys),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_core_info",
+        "Always 1; the label is what applies the steps: python, native (compiled) or twin.",
+        ("core",),
+        _core,
+    ),
+    _counter(
+        "kvplane_core_fallbacks",
+        "Steps and look-ups that the compiled core left to the Python one.",
+        lambda host: cores.fallbacks_of(host.replica),
+    ),
     _gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
     _counter("kvplane_steps", "Steps applied.", lambda host: host.replica.counters.steps),
     _counter(

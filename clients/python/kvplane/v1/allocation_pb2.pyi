@@ -179,7 +179,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,7 @@ class DescribeReplicaResponse(_message.Message):
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MIRROR_FIELD_NUMBER: _ClassVar[int]
     MISS_CURVE_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -245,7 +246,8 @@ class DescribeReplicaResponse(_message.Message):
     busy_blocks: int
     mirror: MirrorStatus
     miss_curve: MissCurve
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ...) -> None: ...
+    core: CoreStatus
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ...) -> None: ...
 
 class MissCurve(_message.Message):
     __slots__ = ("queried_tokens", "sizes")
@@ -262,6 +264,14 @@ class SizeHits(_message.Message):
     blocks: int
     hit_tokens: int
     def __init__(self, blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class CoreStatus(_message.Message):
+    __slots__ = ("name", "fallbacks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fallbacks: int
+    def __init__(self, name: _Optional[str] = ..., fallbacks: _Optional[int] = ...) -> None: ...
 
 class MirrorStatus(_message.Message):
     __slots__ = ("lag_steps", "lag_ms", "hidden", "images", "divergences", "diverged_seq", "diverged")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -64,10 +65,22 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _chunks(replicas),
             _starved(replicas),
             _drafts(replicas),
+            _cores(replicas),
             _hashes(),
         ]
     finally:
         client.close()
+
+
+def _cores(replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Check that no compiled core leaves work to the Python one."""
+    counts = Counter(one.core.name for one in replicas)
+    left = [f"{one.replica} ({one.core.fallbacks})" for one in replicas if one.core.fallbacks]
+    seen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no replica"
+    if left:
+        seen += f"; work left to the Python core: {', '.join(left)}"
+    remedy = "results are right, and slower: report this bug, with a recording of the replica (`kvplane record`)"
+    return Finding("cores", not left, seen, remedy)
 
 
 def _hashes() -> Finding:

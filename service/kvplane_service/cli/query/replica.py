@@ -63,6 +63,9 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     yield f"store: {', '.join(_store(answer.store))}"
     if answer.HasField("mirror"):
         yield from _mirror(answer.mirror)
+    if answer.core.name:
+        left = f", {answer.core.fallbacks} steps and look-ups left to the Python core" if answer.core.fallbacks else ""
+        yield f"core: {answer.core.name}{left}"
     yield ""
     yield _groups(answer)
     yield ""

@@ -64,7 +64,8 @@ class NativeReplica:
     continues requests runs on it.
 
     Attributes:
-        fallbacks: number of steps that were applied by a `Replica` because they continue requests (`Part.resume`).
+        fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
+            continue requests (`Part.resume`) are no part of its work and do not count.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -101,8 +102,7 @@ class NativeReplica:
 
     def _take_over(self, replica: Replica) -> None:
         fallbacks = self.fallbacks
-        vars(self).update(vars(NativeReplica.of(replica)))
-        self.fallbacks = fallbacks
+        vars(self).update(vars(NativeReplica.of(replica)), fallbacks=fallbacks)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -121,17 +121,19 @@ class NativeReplica:
         if isinstance(applied, int):
             if applied == REFUSED:
                 self.reference().check(step)  # names the fault
+                self._fall_back()
             if applied != HAS_TOKENS:
                 self._aside = self.reference()
-                result = self._aside.apply(step)
-                self.fallbacks += 1
-                return result
+                return self._aside.apply(step)
             made, logged = self._hash(step)
             applied = _native.apply_hashed(self._core, made, alone)
             for of_part, (facts, news) in zip(applied[1], logged, strict=True):
                 of_part.hashed_facts, of_part.hashed_news = facts, news
         executed_through, results = applied
         return StepResult(step.seq, step.part, results, executed_through)
+
+    def _fall_back(self) -> None:
+        self.fallbacks += 1
 
     def _hash(self, step: Step) -> tuple[tuple[Any, ...], list[tuple[list[bytes], list[bytes]]]]:
         """Hash the tokens of new requests, which may raise InvalidArgument, then those of running ones.
@@ -245,7 +247,7 @@ class NativeReplica:
         assert self.spec == other.spec, "the replicas have different specs"
         if not isinstance(other, NativeReplica):
             other = NativeReplica.of(other.reference())
-        vars(self).update(vars(other))
+        vars(self).update(vars(other), fallbacks=self.fallbacks + other.fallbacks)
 
     def take_events(self) -> CacheEvents:
         """Return and clear the cache events that `begin_epoch` caused."""
@@ -283,8 +285,11 @@ class NativeReplica:
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
         """Find the cached prefix that other clients may use, see `Replica.lookup`."""
         size = len(digests[0]) if digests else 0
-        if self._aside is not None or len(set(map(len, digests))) > 1:
+        if self._aside is None and len(set(map(len, digests))) > 1:
+            self._fall_back()
             return self.reference().lookup(digests, domain, num_tokens)
+        if self._aside is not None:
+            return self._aside.lookup(digests, domain, num_tokens)
         tokens, single, blocks = _native.find(self._core, b"".join(digests), size, domain, num_tokens - 1)
         return Hit(tokens, single, tuple(blocks))
 
