@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from kvplane.base.step import Cache, Facts, Part
-from tests.core.builders import REFERENCE, Engine, full
+import pytest
+
+from kvplane.base.step import Cache, End, Facts, Part
+from tests.core.builders import REFERENCE, Engine, full, run_rows, tokens
 
 
 def test_an_evicted_block_of_a_running_request_is_registered_again():
@@ -36,3 +38,24 @@ def test_the_reference_rule_registers_no_evicted_block_again():
     engine.cache(evicted=engine.table(0)[:1])
     engine.run(0, text="d")
     assert engine.keyed() == engine.table(0)[1:2]
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+def test_a_holder_registers_again_what_a_late_end_withdrew(order):
+    """Slots 0 and 1 hold a block with the end of the prompt of slot 0. A step evicts it, both requests register keys of
+    it, and slot 1 ends: the keys that it registered go, and with them the one of slot 0.
+    """
+    text = "abcdefghijklmnopq"
+    engine = Engine(full(8), full(4, lookup_class=1), hash_block_size=4, partial_hits=True)
+    engine.admit(0, text[:13])
+    for letter in text[13:]:
+        engine.run(0, text=letter)
+    assert engine.admit(1, text).hit == 16
+    shared = engine.table(0)[1]
+    assert shared == engine.table(1)[1]
+    engine.run(0, 1, text="rr")
+    facts = Facts([0, 1], appended=[1, 1], tokens=tokens("ss"))
+    evicts = Part(facts=facts, cache=Cache(evicted=[shared]), run=run_rows(*order))
+    engine.step(evicts, Part(facts=Facts([1], end=[int(End.FREE)])))
+    engine.run(0, text="t")
+    assert engine.would_hit(text[:13] + "?").num_tokens == 12

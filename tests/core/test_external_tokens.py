@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvplane.base.step import UNCHANGED, Cache, End, Facts, Part, RowFlag
-from tests.core.builders import DEFERRED, GRANTED, NO_ROOM, REFUSED, STALE_HIT, Engine, full, state, window
+from tests.core.builders import DEFERRED, GRANTED, NO_ROOM, REFERENCE, REFUSED, STALE_HIT, Engine, full, state, window
 
 DELAY = RowFlag.DELAY_CACHING
 PROMPT = "aaaabbbbccccd"
@@ -273,3 +275,13 @@ def test_released_of_a_running_request_frees_no_block():
     engine.cache(released=[0])
     assert engine.table(0) == loading.table[0]
     assert engine.run(0).granted == [1]
+
+
+def test_an_admission_with_external_states_under_the_reference_rule_is_granted_or_refused():
+    """The count of vLLM is too small for some of these, and its allocation fails."""
+    answers = set()
+    for num_blocks, external, drafts in itertools.product(range(6, 14), (1, 4, 5, 8, 9, 13), (0, 2)):
+        engine = Engine(state(speculative_blocks=drafts), full(), commit=REFERENCE, num_blocks=num_blocks)
+        answers.add(engine.admit(0, "a" * 20, external=external).status)
+    assert GRANTED in answers
+    assert len(answers) > 1

@@ -165,6 +165,7 @@ ROWS = {  # field -> parts that are refused for it
         Part(news=News([FREE_SLOT], [4], num_hashes=[1])),
         Part(news=News([FREE_SLOT], [4], hashes=b"h" * 32)),
         Part(news=News([FREE_SLOT], [4], num_hashes=[1], hashes=b"h" * 20)),
+        Part(news=News([FREE_SLOT], [4], num_hashes=[1], hashes=b"h" * 16)),  # as for xxhash
         Part(news=News([FREE_SLOT], [8], num_hashes=[2], hashes=b"h" * 33)),
     ],
     "news.slot[0]": [

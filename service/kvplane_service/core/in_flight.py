@@ -254,12 +254,16 @@ class InFlightTracker:
     def _withdraw(self, stay: Stay, from_step: int) -> list[Stay]:
         """Drop the keys that this stay (use of a slot) registered in steps from `from_step` on; returns the stays that
         adopted these keys.
+
+        Where another request holds such a block, which keys that request has still to register may change.
         """
         pool, adopters = self._blocks.pool, list[Stay]()
         for step in [step for step in self.tentative if step >= from_step]:
             mine = self.tentative[step].pop(stay, [])
             for block, key in mine:
                 if pool.has_key(block, key):
+                    if pool.references[block] > 1:
+                        self._requests.invalidate_all_fast_paths()
                     pool.drop_keys(block, RemoveReason.WITHDRAWN)
                     self._counters.withdrawn_keys += 1
             of_block = self.adoptions.get(step, {})

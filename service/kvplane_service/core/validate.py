@@ -15,6 +15,7 @@ from operator import add, gt, or_
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
+from kvplane.base.hashing import block_digest
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -42,7 +43,6 @@ MAX_TOKEN_ID = (1 << 32) - 1
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
-DIGEST_SIZES = (16, 32)
 _FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
 _NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
 _ADMIT_COLUMNS = (
@@ -457,16 +457,16 @@ class StepValidator:
         )
 
     def _digest_size(self, hashes: bytes, counts: Sequence[int], section: str) -> int:
-        """Return the bytes per digest of a section, 0 if it has no digests; refuses other sizes than 16 and 32."""
+        """Return the bytes per digest of a section, 0 if it has none; a store cannot recover those of another size."""
         if not hashes and not counts:
             return 0
         self._range(counts, 0, MAX_TOKENS, f"{section}.num_hashes")
-        count = sum(counts)
-        size = len(hashes) // count if count else 0
+        count, algorithm = sum(counts), self._spec.hash_algorithm
+        size = block_digest(algorithm).size if count else 0
         self._require(
-            size * count == len(hashes) and (size in DIGEST_SIZES or count == 0),
+            size * count == len(hashes),
             f"{section}.hashes",
-            f"{len(hashes)} bytes for {count} hashes of {' or '.join(map(str, DIGEST_SIZES))} bytes",
+            f"{len(hashes)} bytes for {count} hashes of {size} bytes (hash_algorithm {algorithm.value})",
         )
         return size
 

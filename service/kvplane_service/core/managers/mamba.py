@@ -76,12 +76,17 @@ class AlignedStateManager(GroupManager):
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """Return how many free blocks the allocation takes: a state, a copy's target, and at first the draft states."""
         partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
-        if self._safe and need.total_computed > need.local_computed:
-            new = self._new_states_with_external(need, len(hit), partial)
-        else:
-            checkpoints = int(self._checkpoint(need.slot, need.total_computed, need.num_main) > 0)
-            new = self._new_states(need.slot, need.num_main, len(hit), int(partial), checkpoints)
-        return new + self.pool.count_evictable(hit)
+        has_external, evictable = need.total_computed > need.local_computed, self.pool.count_evictable(hit)
+        if has_external and self._safe:
+            return self._new_states_with_external(need, len(hit), partial) + evictable
+        checkpoints = int(self._checkpoint(need.slot, need.total_computed, need.num_main) > 0)
+        new = self._new_states(need.slot, need.num_main, len(hit), int(partial), checkpoints)
+        if not has_external:
+            return new + evictable
+        # vLLM's count can be too small: its allocation fails then. A replica with its rule refuses.
+        adopted = hit[max(self.skipped_tokens(need.total_computed), 0) // self.block_size :]
+        taken = self._new_states_with_external(need, len(hit), partial) + self.pool.count_evictable(adopted)
+        return max(new + evictable, taken)
 
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
         """Return how many states `adopt`, `allocate_external` and `allocate` take in total; vLLM counts one too few."""

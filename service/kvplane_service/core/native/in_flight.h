@@ -389,6 +389,7 @@ class InFlightTracker {
             const NamedKeys mine = at->second.Pop(stay);
             for (const auto& [block, key] : mine) {
                 if (!pool_.HasThisKey(block, key)) continue;
+                if (pool_.references[block] > 1) requests_.InvalidateAllFastPaths();
                 pool_.DropKeys(block, kWithdrawn);
                 ++counters_.withdrawn_keys;
             }

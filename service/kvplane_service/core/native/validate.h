@@ -82,15 +82,15 @@ class StepValidator {
         return std::all_of(column.begin(), column.end(), [&](Int one) { return (one & ~allowed) == 0; });
     }
 
-    // Bytes per digest, 0 if there are none; false for sizes other than 16 and 32.
-    static bool DigestSize(const Hashes& hashes, const Column& counts, size_t* size) {
+    // Bytes per digest, 0 if there are none; false for another size than that of the replica.
+    bool DigestSize(const Hashes& hashes, const Column& counts, size_t* size) const {
         *size = 0;
         if (!Within(counts, 0, kMaxTokens)) return false;
         size_t count = 0;
         for (const Int one : counts) count += static_cast<size_t>(one);
         if (count == 0) return hashes.size == 0;
-        *size = hashes.size / count;
-        return *size * count == hashes.size && (*size == 16 || *size == 32);
+        *size = static_cast<size_t>(spec_.digest_size);
+        return *size * count == hashes.size;
     }
 
     bool DigestsFit(const Slot& known) const { return known.num_digests <= known.num_tokens / spec_.hash_block_size; }

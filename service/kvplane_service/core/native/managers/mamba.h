@@ -38,14 +38,16 @@ class AlignedStateManager final : public GroupManager {
 
     Int BlocksNeeded(const Need& need, const BlockList& hit) const override {
         const bool partial = EndsInsideBlock(hit, need.local_computed) || partial_hit.contains(need.slot);
-        Int fresh = 0;
-        if (replica.safe && need.total_computed > need.local_computed) {
-            fresh = NewStatesWithExternal(need, Size(hit), partial);
-        } else {
-            fresh = NewStates(need.slot, need.num_main, Size(hit), partial,
-                              Checkpoint(need.slot, need.total_computed, need.num_main) > 0);
-        }
-        return fresh + CountEvictable(hit);
+        const bool has_external = need.total_computed > need.local_computed;
+        const Int evictable = CountEvictable(hit);
+        if (has_external && replica.safe) return NewStatesWithExternal(need, Size(hit), partial) + evictable;
+        const bool checkpoints = Checkpoint(need.slot, need.total_computed, need.num_main) > 0;
+        const Int fresh = NewStates(need.slot, need.num_main, Size(hit), partial, checkpoints);
+        if (!has_external) return fresh + evictable;
+        // vLLM's count can be too small: its allocation fails then. A replica with its rule refuses.
+        const auto first = static_cast<size_t>(std::max<Int>(SkippedTokens(need.total_computed), 0) / block_size);
+        const Int taken = NewStatesWithExternal(need, Size(hit), partial) + CountEvictable(hit, first);
+        return std::max(fresh + evictable, taken);
     }
 
     Int BlocksToExtend(Int slot, Int, Int num_main) const override {
