@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -318,3 +319,14 @@ def test_a_seed_plays_alike_on_both_cores(monkeypatch):
     monkeypatch.setattr(page_engine, "new_replica", lambda spec: TwinReplica(Replica(spec), native.NativeReplica.of))
     played = run(SUPPORTED[0], 5)
     assert digest(played.replica) == digest(expected.replica)
+
+
+def test_a_copy_of_a_compiled_core_goes_on_by_itself():
+    engine = twin_engine(full())
+    engine.admit(0, "aaaabbbbc")
+    other = deepcopy(engine)
+    assert engine.run(0, text="c").granted == other.run(0, text="d").granted == [1]
+    engine.serve(1, "aaaabbbbccccd")
+    assert digest(engine.replica) != digest(other.replica)
+    first = native.NativeReplica.of(engine.replica.first)
+    assert digest(deepcopy(first)) == digest(first)

@@ -26,6 +26,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.state import slices
 from kvplane_service.replicas.host import ReplicaHost
+from tests.core.builders import new_replica
 from tests.core.page_memory import WrongPage
 from tests.sim import history
 from tests.sim.chaos import KINDS, Chaos
@@ -94,7 +95,7 @@ class MirroredLife(EngineLife):
         known = await self._epoch_of_service()
         tables = [rank.memory.table.read_all() for rank in self.ranks]
         self.epoch = max(known, self._owner_epoch(), *map(newest_epoch, tables)) + 1
-        replica, memory = Replica(self.spec), self.ranks[0].memory
+        replica, memory = new_replica(self.spec), self.ranks[0].memory
         records = memory.records if memory.records_of == self.incarnation else None
         replica.recover(self.epoch, tables, [records] if records else [], self.site.busy_blocks())
         replica.take_events()

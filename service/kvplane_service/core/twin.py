@@ -62,6 +62,8 @@ class TwinReplica(_Base):
         self._before, self._steps = b"", list[Step]()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name == "first":
+            raise AttributeError(name)  # of an object that is being copied
         if name in _OTHER_CHANGES:
             self._second = None
         return getattr(self.first, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -267,6 +268,11 @@ class NativeReplica:
         if self._aside is not None:
             return self._aside.state_entries(with_statistics)
         return iter(entries_of(self, _native.dump(self._core), with_statistics))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
+        made = NativeReplica.of(self.reference() if self._aside is None else deepcopy(self._aside, memo))
+        made.fallbacks = self.fallbacks
+        return made
 
     def reference(self) -> Replica:
         """Return a reference implementation with this state, to be read only."""
