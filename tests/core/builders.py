@@ -123,9 +123,14 @@ def most_drafts(spec: ReplicaSpec) -> int:
 
 def new_replica(spec: ReplicaSpec) -> Replica:
     """The Python core, whose inside tests read; with KVPLANE_CORE=twin its steps are also the compiled core's."""
+    return with_twin(Replica(spec))
+
+
+def with_twin(replica: Replica) -> Replica:
+    """A replica with this state, as `new_replica` makes them."""
     if os.environ.get(cores.VARIABLE) != "twin":
-        return Replica(spec)
-    made = cores.new_replica(spec)
+        return replica
+    made = cores.as_selected(replica)
     assert isinstance(made, TwinReplica)
     return made
 

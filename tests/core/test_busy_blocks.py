@@ -56,6 +56,7 @@ def with_a_load(how: Callable[[Engine], object] = lambda engine: None) -> Engine
 
 def failed(engine: Engine) -> None:
     """The request is preempted under its load: its pages stay with that."""
+    engine.replica = engine.replica.reference()  # a twin does not see this change
     engine.replica.tracker.preempt(1, engine.seq)
 
 

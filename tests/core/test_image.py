@@ -20,7 +20,7 @@ from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
-from tests.core.builders import admit_row, full, prompt_and_window, replica_spec, state, tokens
+from tests.core.builders import admit_row, full, prompt_and_window, replica_spec, state, tokens, with_twin
 from tests.core.follower import Followed
 from tests.core.image import Image, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
@@ -37,6 +37,7 @@ def drain(engine: RandomEngine) -> None:
     engine.seq += 1
     engine.executed_through = engine.launched
     (result,) = engine.apply([Part(cache=Cache(evicted=evicted(engine)))])
+    engine.replica = engine.replica.reference()  # a twin does not see the changes that follow
     engine.memory.stamp(result.orders)
     engine.launched = engine.stamped = engine.moved = engine.seq
     requests, coordinator = engine.replica.requests, engine.replica.coordinator
@@ -65,6 +66,7 @@ def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image:
     engine.replica, orders = replica_of(forget(image_of(engine.replica)), engine.epoch, engine.memory.stamps)
     for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
         engine.memory.stamps[block] = stamp
+    engine.replica = with_twin(engine.replica)
     engine.followed = Followed(engine.replica)
     engine.seq = engine.launched = engine.stamped = engine.moved = 1
     engine.executed_through = 0

@@ -59,6 +59,7 @@ class TwinReplica(_Base):
         self._make = second or (lambda replica: load_state(replica.spec, export_state(replica)))
         self._reloads, self._check_every = second is None, check_every
         self._second: ReplicaCore | None = None
+        self._lacks_events = False  # the second core was made after the first one's events
         self._before, self._steps = b"", list[Step]()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
@@ -133,8 +134,11 @@ class TwinReplica(_Base):
     def take_events(self) -> CacheEvents:
         """Return and clear the events of an engine life, which both cores emit in an order of their own."""
         events = self.first.take_events()
-        if self._second is not None:
+        if self._second is not None and not self._lacks_events:
             self._require("events", _by_key(events), _by_key(self._second.take_events()))
+        elif self._second is not None:
+            self._second.take_events()
+        self._lacks_events = False
         return events
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
@@ -156,7 +160,14 @@ class TwinReplica(_Base):
 
     def _made(self) -> ReplicaCore:
         if self._second is None:
-            self._second = self._make(self.first)
+            pool = self.first.coordinator.pool
+            events, pool.events = pool.events, CacheEvents()  # of an interrupted end of a life; no state has them
+            stamped, pool.stamped = pool.stamped, {}
+            try:
+                self._second = self._make(self.first)
+            finally:
+                pool.events, pool.stamped = events, stamped
+            self._lacks_events = bool(events)
         return self._second
 
     def _compare(self, result: StepResult, other: StepResult) -> None:
