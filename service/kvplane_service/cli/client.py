@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
-    """Yield a client of the service. By default it does not retry a failed call, so that the operator sees the failure
-    at once.
+    """Yield a client of the service. By default it retries a failed call once, without a pause, so that the operator
+    sees the failure soon.
     """
     from kvplane.blocking.client import connect
     from kvplane.sansio.retry import RetryPolicy
