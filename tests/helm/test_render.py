@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 
 import pytest
 import yaml
@@ -34,6 +35,12 @@ SINCE = {"gpu-dra": "1.31"}  # sets that an older Kubernetes cannot run
 NAMES = ("y", "on", "012", "1e3", "a.b", "r" * 53)
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+def test_no_template_replaces_another_one_of_its_name():
+    text = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
+    names = Counter(re.findall(r'define "([^"]+)"', text))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.fixture(scope="module", params=SETS)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base import step as types
+from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import CacheEvent, End, EventKind, Facts, Part, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents, runs_of
 from kvplane_service.decisions import packing
@@ -212,6 +213,16 @@ def test_enumerations_and_ranges_of_sessions_in_process_are_packed_as_numbers(co
     again = unpack_decision(finish(pack_decision(*decision))).step.parts[0].facts
     assert (again.slot, again.end, again.commit) == (list(range(count)), [End.FREE] * count, list(range(count)))
     assert not any(isinstance(end, IntEnum) for end in again.end)
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 255], [1, 256], [1 << 31], [1 << 40, 3]])
+def test_arrays_are_packed_as_lists(numbers):
+    columns = [PartResult(granted=column, free_blocks=9) for column in (numbers, PackedInts("Q", numbers))]
+    packed = [
+        finish(pack_decision(*Decision(Step(1, 1, [Part()]), StepResult(1, 0, [one]), ([],), 0, 0))) for one in columns
+    ]
+    assert packed[0] == packed[1]
+    assert unpack_decision(packed[1]).result.parts[0].granted == numbers
 
 
 def test_packed_decisions_contain_no_tokens():

@@ -113,7 +113,7 @@ class Engine:
         self._claim(answer.seq)
         self._carry_out(answer)
         scheduled = self._scheduler.apply_result(part, result)
-        if self._jobs is not None and not scheduled and self._scheduler.loading:
+        if self._jobs is not None and not scheduled and self._scheduler.awaits_loads:
             self._jobs.wait(IDLE_WAIT_S)  # nothing to compute before a load ends
         try:
             self._compute(scheduled)

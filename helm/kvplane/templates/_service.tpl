@@ -50,14 +50,14 @@
 {{- if include "kvplane.sealSecret" . }}
 - {name: store-keys, mountPath: "{{ $dir }}/store-keys", readOnly: true}
 {{- end }}
-{{- include "kvplane.accessMounts" . }}
+{{- include "kvplane.serverMounts" . }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
 {{/* Files by which calls are admitted, for the service and the router; each line begins with a line end. */}}
-{{- define "kvplane.accessMounts" -}}
+{{- define "kvplane.serverMounts" -}}
 {{- $dir := include "kvplane.dir" . -}}
 {{- if .Values.tls.enabled }}
 - {name: tls, mountPath: "{{ $dir }}/tls", readOnly: true}
@@ -73,7 +73,7 @@
 {{- end }}
 {{- end }}
 
-{{- define "kvplane.accessVolumes" -}}
+{{- define "kvplane.serverVolumes" -}}
 {{- if .Values.tls.enabled }}
 - name: tls
   secret: {secretName: {{ include "kvplane.tlsSecret" . | quote }}, defaultMode: 0440}
@@ -116,7 +116,7 @@
     defaultMode: 0440
     items: [{key: {{ $.Values.store.sealing.key | quote }}, path: keys}]
 {{- end }}
-{{- include "kvplane.accessVolumes" . }}
+{{- include "kvplane.serverVolumes" . }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

@@ -80,14 +80,10 @@ class Unpacked(NamedTuple):
 
 
 def _column(values: Sequence[int]) -> _Chunk:
-    try:
-        return ord("B"), bytes(values)
-    except ValueError:  # the first value that does not fit ends the attempt, which is early in columns of block ids
-        pass
-    for code in _CODES:
-        try:
+    for code in ("B", *_CODES):
+        try:  # not bytes(): it would copy the memory of an array
             return ord(code), array(code, values).tobytes()
-        except OverflowError:
+        except OverflowError:  # at the first value that does not fit, which is early in columns of block ids
             continue
     raise AssertionError(f"numbers of more than 64 bits: {values}")
 

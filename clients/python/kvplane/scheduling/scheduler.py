@@ -56,6 +56,7 @@ class Scheduler:
         self._has_unreported_loss = False
         self._finished: list[Request] = []
         self._idle_steps = 0
+        self._open_loads = set[int]()
 
     @property
     def has_work(self) -> bool:
@@ -108,6 +109,11 @@ class Scheduler:
     def loading(self) -> list[Request]:
         """The running requests that wait for a load from a tier."""
         return [request for request in self._running if request.load]
+
+    @property
+    def awaits_loads(self) -> bool:
+        """Whether a load has not ended: until its end is reported, its blocks are not free, even if no request waits."""
+        return bool(self._open_loads)
 
     def give_up_load(self, request: Request) -> None:
         """Let a request wait no longer for its load, between two steps: it returns to the head of the queue, and
@@ -202,12 +208,13 @@ class Scheduler:
         ]
         self._preempt(result.preempted)
         scheduled += self._admit(part, result)
-        has_progress = bool(scheduled or result.preempted or part.facts.slot or self.loading)
+        has_progress = bool(scheduled or result.preempted or part.facts.slot or self._open_loads)
         self._check_progress(has_progress or not self.has_work)
         return scheduled
 
     def _end_loads(self, cache: Cache) -> None:
         over = {*cache.jobs_done, *cache.jobs_failed}
+        self._open_loads -= over
         for request in self.loading if over else ():
             request.load = 0 if request.load in over else request.load
 
@@ -243,6 +250,7 @@ class Scheduler:
         request.may_load = request.is_admitted = True
         request.load = result.admit_job[row] if result.admit_job else 0
         if request.load:
+            self._open_loads.add(request.load)
             self.counts.loads += 1
             self.counts.loaded_tokens += result.admit_tier_tokens[row]
 
