@@ -112,7 +112,7 @@ class Scheduler:
 
     @property
     def awaits_loads(self) -> bool:
-        """Whether a load has not ended: until its end is reported, its blocks are not free, even if no request waits."""
+        """Whether a load has not ended: until its end is reported its blocks are not free, even if no request waits."""
         return bool(self._open_loads)
 
     def give_up_load(self, request: Request) -> None:
