@@ -79,7 +79,7 @@ def _cores(replicas: list[DescribeReplicaResponse]) -> Finding:
     seen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no replica"
     if left:
         seen += f"; work left to the Python core: {', '.join(left)}"
-    remedy = "results are right, and slower: report this bug, with a recording of the replica (`kvplane record`)"
+    remedy = "results are right, and slower: report this bug, with a recording: `kvplane record REPLICA FILE`"
     return Finding("cores", not left, seen, remedy)
 
 
