@@ -19,10 +19,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.v1 import front_ends_pb2 as pb
 from kvplane.v1 import routing_pb2, routing_pb2_grpc
 from kvplane_fleet.router.picker import HEADER, NAME, SERVED
+from kvplane_service.auth.tokens import line_of, new_token
 from tests.router.engine import BLOCK
 from tests.router.envoy import Envoy
 from tests.router.http_engine import TEXT, HttpEngine
@@ -34,7 +36,7 @@ WITHIN_S = 60
 class Gateway:
     """Two engines, a router and an Envoy."""
 
-    def __init__(self, folder, **options):
+    def __init__(self, folder, *words, **options):
         self.folder, self.ports, self.engines, places = folder, {}, {}, []
         for name in ("a", "b"):
             port, events, replay = free_port(), *(f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
@@ -43,24 +45,24 @@ class Gateway:
             places.append({**place, "replay": replay})
         file = folder / "places.yaml"
         file.write_text(json.dumps({"places": places, "router": options}))
-        command = [sys.executable, "-m", "kvplane_service", "router", str(file), "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "kvplane_service", "router", str(file), "--listen", "127.0.0.1:0", *words]
         self.router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.router.stdout is not None
         self.address = self.router.stdout.readline().split()[-1]
         self.envoy = Envoy(folder, self.address, list(self.ports.values()))
 
-    def channel(self):
-        return open_channel(self.address)
+    def channel(self, access=PLAIN):
+        return open_channel(self.address, access)
 
-    def places(self):
-        with self.channel() as channel:
+    def places(self, access=PLAIN):
+        with self.channel(access) as channel:
             answer = routing_pb2_grpc.RoutingStub(channel).ListPlaces(routing_pb2.ListPlacesRequest())
         return {one.place: one for one in answer.places}
 
-    def wait_until(self, condition):
+    def wait_until(self, condition, access=PLAIN):
         deadline = time.monotonic() + WITHIN_S
-        while not condition(self.places()):
-            assert time.monotonic() < deadline, self.places()
+        while not condition(self.places(access)):
+            assert time.monotonic() < deadline, self.places(access)
             time.sleep(0.02)
 
     def close(self):
@@ -301,8 +303,8 @@ def test_health_is_served_by_the_names_of_the_protocol(gateway, service):
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def pod_scores(gateway, **asked):
-    with gateway.channel() as channel:
+def pod_scores(gateway, access=PLAIN, **asked):
+    with gateway.channel(access) as channel:
         call = channel.unary_unary(
             "/indexer.v1.IndexerService/GetPodScores",
             pb.GetPodScoresRequest.SerializeToString,
@@ -324,6 +326,27 @@ def test_pods_are_scored_as_llm_d_does(gateway):
     assert pod_scores(gateway, **asked, pod_identifiers=[other]) == {}
     with pytest.raises(grpc.RpcError, match="no place has the model"):
         pod_scores(gateway, prompt="x", model_name="another")
+
+
+def test_no_text_reaches_engines_that_its_owner_may_not_use(tmp_path):
+    secrets = {name: new_token() for name in ("first", "second")}
+    (tmp_path / "owners").write_text("first: {replicas: [a]}\nsecond: {replicas: ['x/*']}")
+    (tmp_path / "tokens").write_text("".join(line_of(token, name) + "\n" for name, token in secrets.items()))
+    words = [f"auth_{name}={tmp_path / name}" for name in ("owners", "tokens")]
+    gateway = Gateway(tmp_path, "--set", words[0], "--set", words[1])
+    first, second = (Access(token=token) for token in secrets.values())
+    try:
+        gateway.wait_until(lambda places: places["a"].state == "current", first)
+        asked = {"prompt": "a text", "model_name": "m"}
+        assert pod_scores(gateway, first, **asked) == {}
+        with pytest.raises(grpc.RpcError, match="no place has the model"):
+            pod_scores(gateway, second, **asked)
+        gateway.engines["a"].kill()
+        gateway.wait_until(lambda places: places["a"].state == "not connected", first)
+        with pytest.raises(grpc.RpcError, match="no engine of the model tokenizes"):
+            pod_scores(gateway, first, **asked)
+    finally:
+        gateway.close()
 
 
 def test_a_killed_engine_is_not_asked_again_and_loses_no_request(gateway):

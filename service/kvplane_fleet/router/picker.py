@@ -10,6 +10,7 @@ Bodies pass through unchanged. The first bytes of a streamed answer are its firs
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,6 +26,7 @@ from kvplane_fleet.decisions import Ask, Decision, Decisions, Event
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.router.endpoints import Endpoints
 from kvplane_fleet.router.prompts import Prompts
+from kvplane_fleet.router.servicer import is_visible
 from kvplane_service.auth.gate import CALL
 from kvplane_service.rpc.methods import Context, next_message
 
@@ -79,7 +81,7 @@ class EndpointPicker:
         exchange = Exchange(self)
         try:
             while (raw := await next_message(context)) is not None:
-                CALL.get().owe(len(raw))
+                await asyncio.sleep(CALL.get().owe(len(raw)) / 1000)
                 for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
                     await context.write(answer.SerializeToString())
         finally:
@@ -90,7 +92,7 @@ class EndpointPicker:
 
         `subset`: addresses among which the proxy lets it choose. Raises Refused.
         """
-        visible = [name for name in self._fleet.followed if CALL.get().owner.may_use(name, "")]
+        visible = set(filter(is_visible, self._fleet.followed))
         addresses = await self.endpoints.of(visible)
         if subset is not None:
             addresses = {name: address for name, address in addresses.items() if address in subset}
@@ -100,7 +102,7 @@ class EndpointPicker:
             least = sorted(addresses, key=lambda name: self._decisions.work_of(name).in_flight)
             return None, {name: addresses[name] for name in least[:MAX_ENDPOINTS]}
         try:
-            decision = await self._decide(await self._ask(body, addresses))
+            decision = await self._decide(await self._ask(body, visible, addresses))
         except LimitExceeded as error:
             raise Refused(429, str(error)) from error
         except NotFound as error:
@@ -110,7 +112,7 @@ class EndpointPicker:
         chosen = [one.claim.place for one in decision.places[:MAX_ENDPOINTS]]
         return decision, {name: addresses[name] for name in chosen}
 
-    async def _ask(self, body: bytes, addresses: Mapping[str, str]) -> Ask:
+    async def _ask(self, body: bytes, visible: set[str], addresses: Mapping[str, str]) -> Ask:
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
@@ -121,11 +123,12 @@ class EndpointPicker:
         model = request.get("model", next(iter(models)) if len(models) == 1 else None)
         if not isinstance(model, str):
             raise Refused(400, "the body names no model")
-        if not self._fleet.of_model(model):
+        engines = visible & self._fleet.of_model(model).keys()
+        if not engines:
             raise Refused(404, f"no engine has the model {model[:140]!r}")
         if model not in models:
             raise Refused(503, f"no engine of the model {model[:140]!r} may be chosen")
-        prompt = await self.prompts.of_body(model, request, len(body))
+        prompt = await self.prompts.of_body(model, request, len(body), engines)
         most = request.get("max_completion_tokens", request.get("max_tokens"))
         output = most if isinstance(most, int) and 0 < most < 1 << 30 else 0
         return Ask(model, prompt, frozenset(addresses), book=True, output_tokens=output)

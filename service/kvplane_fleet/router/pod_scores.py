@@ -10,6 +10,7 @@ from kvplane_fleet.decisions import Ask, Decision
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.endpoints import Endpoints
 from kvplane_fleet.router.prompts import Prompts
+from kvplane_fleet.router.servicer import is_visible
 
 NAME = "indexer.v1.IndexerService"
 
@@ -25,10 +26,10 @@ class PodScores:
     async def GetPodScores(self, request: pb.GetPodScoresRequest, _: bytes) -> pb.GetPodScoresResponse:  # noqa: N802
         """See front_ends.proto."""
         model = request.model_name
-        places = self._fleet.of_model(model)
+        places = list(filter(is_visible, self._fleet.of_model(model)))
         if not places:
             raise NotFound(f"no place has the model {model[:140]!r}", field="model_name")
-        tokens = await self._prompts.tokenized(model, {"prompt": request.prompt})
+        tokens = await self._prompts.tokenized(model, {"prompt": request.prompt}, places)
         if not tokens:
             raise FailedPrecondition(
                 "no engine of the model tokenizes the prompt",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.error import URLError
@@ -44,32 +44,33 @@ class Prompts:
         self._offload = Executor("tokenizing by engines", threads=threads)
         self._turn = 0
 
-    async def of_body(self, model: str, body: Mapping[str, Any], num_bytes: int) -> Prompt:
+    async def of_body(self, model: str, body: Mapping[str, Any], num_bytes: int, engines: Collection[str]) -> Prompt:
         """Return the prompt of a request; one of about its length, of which nothing is cached, if it has no tokens."""
         given = body.get("prompt")
         if isinstance(given, list) and given and isinstance(given[0], list | str):
             given = given[0]  # of several prompts the first decides
         salt = body.get("cache_salt")
         extra = ExtraKeys(salt=salt if isinstance(salt, str) else "")
-        tokens = given if _are_tokens(given) else await self.tokenized(model, {**body, "prompt": given})
+        tokens = given if _are_tokens(given) else await self.tokenized(model, {**body, "prompt": given}, engines)
         if tokens:
             return Prompt(tokens, extra)
         return Prompt((), keys=(), num_keyed=max(num_bytes // _CHARACTERS_PER_TOKEN, 1))
 
-    async def tokenized(self, model: str, body: Mapping[str, Any]) -> Sequence[int] | None:
-        """Return the tokens of a text or of messages; None if no engine of the model has them."""
+    async def tokenized(self, model: str, body: Mapping[str, Any], engines: Collection[str]) -> Sequence[int] | None:
+        """Return the tokens of a text or of messages; None if none of these engines of the model makes them. No other
+        engine sees the text: they must be places that the caller may use.
+        """
         names = _CHAT if "messages" in body else _TEXT
         if not isinstance(body.get(names[0]), str | list):
             return None
         asked = {"model": model, **{name: body[name] for name in names if name in body}}
-        engines = [
-            one
-            for one in self._fleet.of_model(model).values()
-            if one.source.is_connected and one.place.settings.endpoint
+        endpoints = [
+            one.place.settings.endpoint
+            for name, one in self._fleet.of_model(model).items()
+            if name in engines and one.source.is_connected and one.place.settings.endpoint
         ]
         self._turn += 1
-        for one in _rotated(engines, self._turn)[:MOST_ENGINES]:
-            endpoint = one.place.settings.endpoint
+        for endpoint in _rotated(endpoints, self._turn)[:MOST_ENGINES]:
             url = f"{endpoint if '://' in endpoint else f'http://{endpoint}'}/tokenize"
             try:
                 return await self._offload(partial(_tokenize, url, json.dumps(asked).encode()))

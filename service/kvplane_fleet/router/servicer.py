@@ -43,7 +43,7 @@ class RoutingServicer:
     async def ScoreStream(self, context: Context) -> None:  # noqa: N802
         """See routing.proto. A stream without requests for long costs one task."""
         while (raw := await self._next(context)) is not None:
-            CALL.get().owe(len(raw))
+            await asyncio.sleep(CALL.get().owe(len(raw)) / 1000)
             try:
                 answer = pb.ScoreStreamResponse(response=await self._score(parse(pb.ScoreStreamRequest, raw).request))
             except KvplaneError as error:
@@ -76,7 +76,7 @@ class RoutingServicer:
         places = [
             messages.encode_place(name, one, self._decisions)
             for name, one in sorted(self._fleet.followed.items())
-            if request.model in ("", one.place.settings.model) and _is_visible(name)
+            if request.model in ("", one.place.settings.model) and is_visible(name)
         ]
         return pb.ListPlacesResponse(places=places)
 
@@ -85,7 +85,7 @@ class RoutingServicer:
         names = [
             name
             for name, one in self._fleet.followed.items()
-            if request.model in ("", one.place.settings.model) and _is_visible(name)
+            if request.model in ("", one.place.settings.model) and is_visible(name)
         ]
         async for message in self._watching.watch(names):
             yield message
@@ -100,7 +100,7 @@ class RoutingServicer:
             seen = ask
         else:
             places = self._fleet.of_model(ask.model)
-            allowed = frozenset(filter(_is_visible, ask.candidates if ask.candidates is not None else places))
+            allowed = frozenset(filter(is_visible, ask.candidates if ask.candidates is not None else places))
             if not allowed:
                 raise NotFound(f"no place has the model {ask.model[:140]!r}", field="model")
             seen = Ask(ask.model, ask.prompt, allowed, ask.policy, ask.book, ask.output_tokens)
@@ -142,9 +142,10 @@ class RoutingServicer:
         return booked_s + request.elapsed_s
 
     def _check_visible(self, place: str, decision: str) -> None:
-        if not _is_visible(place):
+        if not is_visible(place):
             raise NotFound(f"there is no open decision {decision[:140]!r}", field="decision_id")
 
 
-def _is_visible(place: str) -> bool:
+def is_visible(place: str) -> bool:
+    """Return whether the caller's owner may use a place; it learns nothing of the others."""
     return CALL.get().owner.may_use(place, "")
