@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
@@ -214,6 +216,49 @@ def test_a_state_that_does_not_fit_is_refused(part):
     state[part] = core.free.owner[:5] if part == 0 else []
     with pytest.raises(ValueError):  # noqa: PT011 - of each kind
         core.free.load(state)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_damaged_state_is_refused_or_harmless(seed, monkeypatch):
+    """Any state may come from an engine that is mirrored; numpy would read another entry for a negative number."""
+    monkeypatch.setattr(Learner, "_duel", lambda learner, *_: setattr(learner, "leads", True))
+    core, rng = Core(HAZARD, 200), Random(seed)
+    trace = [*scans_and_chats(3, 120)]
+    for names in trace[:80]:
+        core.serve(names)
+    state = core.free.state()
+    damage(state, rng)
+    with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError, ArithmeticError):  # as in load_state
+        core.free.load(state)
+        for names in trace[80:]:
+            serve_or_fail(core, names)
+        inspect.check(core.replica)
+
+
+def damage(state: list, rng: Random) -> None:
+    """Change one number in a nested state."""
+    places = []
+
+    def walk(holder) -> None:
+        for at in holder if isinstance(holder, dict) else range(len(holder)):
+            if isinstance(holder[at], int):
+                places.append((holder, at))
+            elif isinstance(holder[at], array):
+                places.extend((holder[at], rng.randrange(len(holder[at]))) for _ in range(3) if holder[at])
+            elif isinstance(holder[at], dict | list):
+                walk(holder[at])
+
+    walk(state)
+    holder, at = rng.choice(places)
+    holder[at] = rng.choice([0, 1, 7, 1 << 12, 1 << 20, 1 << 40, (1 << 63) - 1])
+
+
+def serve_or_fail(core: Core, names: Sequence[int]) -> None:
+    """Serve a prompt; an exception that a load would raise fails the test here."""
+    try:
+        core.serve(names)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise AssertionError(f"the state was loaded, and fails later: {error!r}") from error
 
 
 @pytest.mark.parametrize(("mine", "other"), [(LRU, HAZARD), (HAZARD, LRU), (EvictionPolicy.WINDOW_TAIL, HAZARD)])

@@ -119,11 +119,15 @@ class Hazards:
         return [self.names.copy(), self._next, *tables]
 
     def load(self, state: list[Any]) -> None:
-        """Continue from a state."""
+        """Continue from a state. Raises ValueError if it does not fit."""
         self.names, self._next, *words = state
         count = len(self.names) + 1
+        check(sorted(self.names.values()) == list(range(1, count)) and count <= NODES, "classes")
         for table, one in zip((self.used, self.waited, self.index, self.parent), words, strict=True):
             table[:count] = _longs(one).reshape(table[:count].shape)
+        above = self.parent[:count]
+        check(bool(((above >= 0) & (above <= np.maximum(np.arange(count) - 1, 0))).all()), "classes above")
+        check(0 <= self._next < max(count, 1), "next class")
 
     def decay(self) -> None:
         """Let earlier data weigh less."""
@@ -173,10 +177,12 @@ class History:
         return [self.now, _words(self.node[:count]), _words(self.alive[:count])]
 
     def load(self, state: list[Any]) -> None:
-        """Continue from a state."""
+        """Continue from a state. Raises ValueError if it does not fit."""
         self.now, node, alive = state
+        check(0 <= self.now < 1 << 60, "number of admissions")
         count = min(self.now + 1, HORIZON)
         self.node[:count], self.alive[:count] = _longs(node).reshape(-1, PIECES), _longs(alive).reshape(-1, PIECES)
+        check(int(self.node.min()) >= 0 and int(self.node.max()) <= len(self._hazards.names), "classes of admissions")
 
     def begin(self) -> int:
         """Begin the next admission; what is unused at the end of an age bin has waited through it. Returns its
@@ -379,9 +385,19 @@ class Learner:
         for column, words in zip((self._owner, self._depth, self._uses, self._resident), columns, strict=True):
             column[:] = 0
             column[: len(keys)] = _longs(words)
+        check(
+            int(self._owner.min()) >= 0 and int(self._owner.max()) < (self.history.now + 1) * PIECES, "owners of keys"
+        )
+        check(all(0 <= entry < len(keys) for entry, _ in victims), "victims")
         self._num_resident = int(np.count_nonzero(self._resident))
         self._lru = OrderedDict.fromkeys(lru)
         self._victims = deque((entry, owner) for entry, owner in victims)
+
+
+def check(holds: bool, what: str) -> None:
+    """Raise ValueError unless a loaded state fits; a mirrored engine can send any."""
+    if not holds:
+        raise ValueError(f"{what} of the policy's state")
 
 
 def _words(values: npt.NDArray[Any]) -> array[int]:

@@ -17,7 +17,7 @@ from kvplane.base.groups import EvictionPolicy
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
-from kvplane_service.core.hazard import PIECES, Learner, Prompt
+from kvplane_service.core.hazard import PIECES, Learner, Prompt, check
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
@@ -136,6 +136,9 @@ class HazardList(WindowTailList):
             raise ValueError(f"owner has {len(owner)} entries")
         self.owner, self.prompts = owner, {slot: Prompt(*one) for slot, one in prompts.items()}
         self.learner.load(learner)
+        now = self.learner.history.now
+        check(max(self.owner) < (now + 1) * PIECES, "owners of blocks")
+        check(all(0 <= one.number <= now for one in self.prompts.values()), "prompts")
 
     def _put(self, blocks: Iterable[int], place: int) -> None:
         places = self._place
