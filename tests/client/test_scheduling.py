@@ -283,6 +283,30 @@ def test_a_service_that_grants_nothing_for_many_steps_raises():
         scheduler.update(part, refused)
 
 
+@pytest.mark.parametrize("end", ["jobs_done", "jobs_failed", "jobs_before"])
+def test_an_engine_is_not_stuck_while_a_load_that_it_gave_up_holds_blocks(end):
+    scheduler = Scheduler(MIXES["full"], SMALL)
+    scheduler.add(Request("q", [1, 2], 2))
+    loading = PartResult(
+        admit_status=[AdmitStatus.GRANTED], admit_hit=[0], admit_granted=[0], admit_job=[7], admit_tier_tokens=[1]
+    )
+    scheduler.update(scheduler.plan(), loading)
+    scheduler.give_up_load(scheduler.loading[0])
+    refused = PartResult(admit_status=[AdmitStatus.REFUSED], admit_hit=[0], admit_granted=[0])
+    for _ in range(MAX_IDLE_STEPS + 5):
+        scheduler.update(scheduler.plan(), refused)
+        assert scheduler.awaits_loads
+    part = scheduler.plan()
+    setattr(part.cache, end, 8 if end == "jobs_before" else [7])
+    scheduler.update(part, refused)
+    assert not scheduler.awaits_loads
+    for _ in range(MAX_IDLE_STEPS - 1):
+        scheduler.update(scheduler.plan(), refused)
+    part = scheduler.plan()
+    with pytest.raises(InternalError, match="stuck"):
+        scheduler.update(part, refused)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))

@@ -214,7 +214,7 @@ class Scheduler:
 
     def _end_loads(self, cache: Cache) -> None:
         over = {*cache.jobs_done, *cache.jobs_failed}
-        self._open_loads -= over
+        self._open_loads = {job for job in self._open_loads - over if job >= cache.jobs_before}
         for request in self.loading if over else ():
             request.load = 0 if request.load in over else request.load
 
