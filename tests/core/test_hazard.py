@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def test_a_damaged_state_is_refused_or_harmless(seed, monkeypatch):
         inspect.check(core.replica)
 
 
-def damage(state: list, rng: Random) -> None:
+def damage(state: list[Any], rng: Random) -> None:
     """Change one number in a nested state."""
     places = []
 
