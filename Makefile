@@ -150,15 +150,22 @@ clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-NATIVE := clients/python/native_build.py clients/python/kvplane/base/hashing/_native.cpp \
+NATIVE := clients/python/kvplane/base/hashing/_native.cpp \
 	$(wildcard service/kvplane_service/core/native/*.h service/kvplane_service/core/native/*/*.h \
 	service/kvplane_service/core/native/*.cpp service/kvplane_fleet/native/*.h service/kvplane_fleet/native/*.cpp)
 
 # The stamps are written last, so that an interrupted set-up is repeated.
-$(RUNTIME): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)
+PACKAGES := pyproject.toml locks/dev.txt scripts/setup.sh clients/python/native_build.py
+
+$(RUNTIME): $(PACKAGES) $(NATIVE)
 	@scripts/setup.sh service,cli
 	@touch $@
 
-$(DEV): pyproject.toml locks/dev.txt scripts/setup.sh $(NATIVE)
+.venv/kvplane-dev-packages: $(PACKAGES)
 	@scripts/setup.sh service,cli,worker,dev
+	@touch $@
+
+# A changed C++ file compiles its library, and installs nothing.
+$(DEV): .venv/kvplane-dev-packages $(NATIVE)
+	@$(PYTHON) clients/python/native_build.py
 	@touch $(RUNTIME) $@

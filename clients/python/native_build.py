@@ -3,7 +3,8 @@ where that is not possible.
 
 With the libraries, the wheel fits one platform and every Python from 3.11; without them, all platforms. KVPLANE_BUILD
 selects: `auto` (default) compiles where it can, `native` fails where it cannot, `python` does not compile.
-An editable install puts the libraries next to their sources.
+An editable install puts the libraries next to their sources; `python clients/python/native_build.py` compiles those
+whose sources have changed since.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -68,6 +70,10 @@ def digest_of_sources(library: Library) -> str:
     return hashed.hexdigest()
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX") or "g++"
+
+
 def compile_library(
     library: Library, target: Path, *, flags: list[str] | None = None, linked: list[str] = LINKED
 ) -> None:
@@ -76,7 +82,7 @@ def compile_library(
     Raises:
         CannotCompile: there is no g++, or it fails.
     """
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = _compiler()
     if shutil.which(compiler) is None:
         raise CannotCompile(f"there is no {compiler}")
     headers = sysconfig.get_paths()["include"]
@@ -135,3 +141,27 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Remove the temporary folder."""
         if self._folder is not None:
             shutil.rmtree(self._folder)
+
+
+def compile_changed() -> None:
+    """Compile the libraries of an editable install whose sources changed; remove them where that is not possible.
+
+    Raises:
+        CannotCompile: g++ fails, or there is none and KVPLANE_BUILD is native.
+    """
+    choice = os.environ.get(VARIABLE) or "auto"
+    for library in LIBRARIES:
+        made = ROOT / library.root / library.path
+        if made.exists() and digest_of_sources(library).encode() in made.read_bytes():
+            continue
+        made.unlink(missing_ok=True)
+        if choice == "native" or (choice == "auto" and shutil.which(_compiler())):
+            sys.stdout.write(f"== compiling {library.root}/{library.source}\n")
+            compile_library(library, made)
+
+
+if __name__ == "__main__":
+    try:
+        compile_changed()
+    except CannotCompile as reason:
+        sys.exit(f"kvplane: {reason}")

@@ -116,6 +116,30 @@ def test_editable_install_without_compiling_removes_an_older_library(tmp_path, v
     assert not any(path.exists() for path in older)
 
 
+def compile_changed(tree: Path, **variables: str) -> str:
+    command = [sys.executable, str(tree / "clients" / "python" / "native_build.py")]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_changed_source_compiles_its_library_alone(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++: nothing is compiled")
+    tree = editable_tree(tmp_path / "tree")
+    for library in LIBRARIES:
+        shutil.copy(ROOT / library.root / library.path, tree / library.root / library.path)
+    assert compile_changed(tree) == ""
+    hashes = native_build.HASHES
+    with (tree / hashes.root / hashes.source).open("a") as source:
+        source.write("// changed\n")
+    assert compile_changed(tree) == f"== compiling {hashes.root}/{hashes.source}\n"
+    assert compile_changed(tree) == ""
+    (tree / hashes.root / hashes.source).write_bytes((ROOT / hashes.root / hashes.source).read_bytes())
+    assert compile_changed(tree, CXX="no-such-compiler") == ""
+    assert not (tree / hashes.root / hashes.path).exists()  # it was of other sources
+    assert (tree / native_build.CORE.root / native_build.CORE.path).exists()
+
+
 @pytest.mark.parametrize("name", ["service", "worker"])
 def test_images_are_built_with_a_compiler_and_run_without(name):
     steps = [f"{word} {rest}" for word, rest in instructions(name)]

@@ -385,7 +385,8 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, 
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&kModule);
     if (module == nullptr) return nullptr;
-    if (PyModule_AddIntConstant(module, "MAX_BLOCK", kMaxBlock) < 0 ||
+    if (PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0 ||
+        PyModule_AddIntConstant(module, "MAX_BLOCK", kMaxBlock) < 0 ||
         PyModule_AddObjectRef(module, "ACCELERATED", kAccelerated ? Py_True : Py_False) < 0) {
         Py_DECREF(module);
         return nullptr;
