@@ -30,6 +30,7 @@ from kvplane_worker.ops.triton_ops.kernels.work import (
     first_needed,
     last_needed,
     owners_of,
+    results_of,
     row_at,
     span_start,
     stats_of,
@@ -119,13 +120,13 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
 
 
 @triton.jit
-def store_part(parts, stats, slot, acc, top, total, S: tl.constexpr):
+def store_part(results, stats, slot, acc, top, total, S: tl.constexpr):
     """Store the partial result of an item that several programs share."""
     member = tl.arange(0, S.rows)
     columns = tl.arange(0, S.padded_v)
     place = slot * S.rows + member
     mask = (member < S.queries * S.lanes)[:, None] & (columns < S.width_v)[None, :]
-    tl.store(parts + place[:, None] * S.width_v + columns[None, :], acc, mask=mask)
+    tl.store(results + place[:, None] * S.width_v + columns[None, :], acc, mask=mask)
     tl.store(stats + place * 2, top)
     tl.store(stats + place * 2 + 1, total)
 
@@ -157,7 +158,7 @@ def attention_spans(
     worker = tl.program_id(1)
     workers = tl.num_programs(1)
     total_units = count_units(batch, S)
-    owned = owners_of(parts, workers, page_heads, S) + worker * NUMBERS_PER_WORKER
+    owned = owners_of(parts) + worker * NUMBERS_PER_WORKER
     if head == 0:
         tl.store(owned, -1)
         tl.store(owned + 3, total_units)
@@ -179,8 +180,8 @@ def attention_spans(
                 store_results(out, rule, first_query + tile, first_query + count, head, member, acc, top, total, S)
             else:
                 begins = tl.where(skipped == 0, 1, 0)
-                stats = stats_of(parts, workers, page_heads, S)
-                store_part(parts, stats, (worker * 2 + begins) * page_heads + head, acc, top, total, S)
+                stats, results = stats_of(parts, workers), results_of(parts, workers, page_heads, S)
+                store_part(results, stats, (worker * 2 + begins) * page_heads + head, acc, top, total, S)
                 if (begins == 1) & (head == 0):
                     tl.store(owned, first_query + tile)
                     tl.store(owned + 1, first_query + count)

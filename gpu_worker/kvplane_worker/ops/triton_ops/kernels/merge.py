@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvplane_worker.ops.triton_ops.kernels.softmax import store_results
-from kvplane_worker.ops.triton_ops.kernels.work import NUMBERS_PER_WORKER, owners_of, stats_of, worker_of
+from kvplane_worker.ops.triton_ops.kernels.work import NUMBERS_PER_WORKER, owners_of, results_of, stats_of, worker_of
 
 
 @triton.jit
@@ -17,13 +17,13 @@ def merge_parts(rule, out, parts, S: tl.constexpr):
     owner = tl.program_id(0)
     head = tl.program_id(1)
     workers, page_heads = tl.num_programs(0), tl.num_programs(1)
-    owned = owners_of(parts, workers, page_heads, S) + owner * NUMBERS_PER_WORKER
+    owned = owners_of(parts) + owner * NUMBERS_PER_WORKER
     first_query = tl.load(owned)
     if first_query < 0:
         return
     end_query = tl.load(owned + 1)
     last = worker_of(tl.load(owned + 2), tl.load(owned + 3), workers)
-    stats = stats_of(parts, workers, page_heads, S)
+    stats, results = stats_of(parts, workers), results_of(parts, workers, page_heads, S)
     member = tl.program_id(2) * S.merged + tl.arange(0, S.merged)
     if first_query + tl.min(member) // S.lanes >= end_query:
         return
@@ -39,7 +39,7 @@ def merge_parts(rule, out, parts, S: tl.constexpr):
         tops = tl.load(stats + place * 2, mask=mask, other=float("-inf"))
         totals = tl.load(stats + place * 2 + 1, mask=mask, other=0)
         whole = mask[:, :, None] & (columns < S.width_v)[None, None, :]
-        partial = tl.load(parts + place[:, :, None] * S.width_v + columns[None, None, :], mask=whole, other=0)
+        partial = tl.load(results + place[:, :, None] * S.width_v + columns[None, None, :], mask=whole, other=0)
         new_top = tl.maximum(top, tl.max(tops, axis=0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         fade = tl.exp2(top - base)
