@@ -31,6 +31,7 @@ from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Followed, PlaceClaim, Prompt
 from kvplane_fleet.policies import Chooser, Cost, Option, Policy
 from kvplane_fleet.settings import RouterSettings
+from kvplane_fleet.wire.events import KEY_MASK
 from kvplane_fleet.work import Booking, Work
 
 DELAY_WEIGHT = 2.0
@@ -167,7 +168,9 @@ class Decisions:
         policy = ask.policy or self._settings.policy
         # Places that cannot be reached come last, whatever they claim.
         first_keys = next(iter(keys.values()), ())[:4]
-        ordered = self._chooser.order(policy, options, b"".join(key.to_bytes(8, "big") for key in first_keys))
+        ordered = self._chooser.order(
+            policy, options, b"".join((key & KEY_MASK).to_bytes(8, "big") for key in first_keys)
+        )
         ordered.sort(key=lambda one: not self._fleet.followed[one.place].source.is_connected)
         places = [Scored(claims[one.place], one) for one in ordered]
         name = self._book(ask, keys, places, now_s) if ask.book else ""

@@ -17,9 +17,8 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
-from kvplane_fleet.wire.events import Evidence
+from kvplane_fleet.wire.events import KEY_BYTES, WHOLE_KEY_BYTES, Evidence
 
-KEY_BYTES = 8
 PROOFS_NEEDED = 2
 MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
 MOST_BLOCKS = 4  # of a prompt that are hashed for a proof
@@ -34,12 +33,14 @@ class Domain:
         seed: its seed; "" = the algorithm's default.
         block_size: tokens of a hash block.
         lookahead: tokens after a block that its hash covers.
+        key_bytes: bytes of a hash that are the key; of keys with 8 an attacker can find two prompts that share one.
     """
 
     algorithm: HashAlgorithm
     seed: str
     block_size: int
     lookahead: int = 0
+    key_bytes: int = KEY_BYTES
 
     @property
     def scheme(self) -> HashScheme:
@@ -49,27 +50,34 @@ class Domain:
     def keys(self, tokens: Sequence[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> list[int]:
         """Return the keys of the whole hash blocks of a prompt. Raises InvalidArgument for tokens out of range."""
         scheme = self.scheme
-        return keys_of(RequestHasher(scheme, extra).append(pack_tokens(tokens)), scheme.digest.size)
+        return keys_of(RequestHasher(scheme, extra).append(pack_tokens(tokens)), scheme.digest.size, self.key_bytes)
+
+    @property
+    def mask(self) -> int:
+        """The bits of a key."""
+        return (1 << 8 * self.key_bytes) - 1
 
     def __str__(self) -> str:
         ahead = f", {self.lookahead} tokens ahead" if self.lookahead else ""
         seed = "a given" if self.seed else "default"
-        return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}"
+        width = "" if self.key_bytes == KEY_BYTES else f", keys of {self.key_bytes} bytes"
+        return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}{width}"
 
 
 def domain_mask(name: str) -> int:
     """Return what distinguishes the keys of one of kvplane's request domains: requests of two domains share no block,
     though the hashes of their blocks are equal.
     """
-    return int.from_bytes(blake2b(name.encode(), digest_size=KEY_BYTES).digest(), "big") if name else 0
+    return int.from_bytes(blake2b(name.encode(), digest_size=WHOLE_KEY_BYTES).digest(), "big") if name else 0
 
 
-def keys_of(hashes: bytes, digest_bytes: int) -> list[int]:
-    """Return the keys of concatenated digests: their last 64 bits."""
-    keys: list[int] = (
-        np.frombuffer(hashes, np.uint8).reshape(-1, digest_bytes)[:, -KEY_BYTES:].copy().view(">u8")[:, 0].tolist()
-    )
-    return keys
+def keys_of(hashes: bytes, digest_bytes: int, key_bytes: int = KEY_BYTES) -> list[int]:
+    """Return the keys of concatenated digests: their last bytes."""
+    words = np.frombuffer(hashes, np.uint8).reshape(-1, digest_bytes)[:, -key_bytes:].copy().view(">u8")
+    low: list[int] = words[:, -1].tolist()
+    if key_bytes == KEY_BYTES:
+        return low
+    return [high << 64 | each for high, each in zip(words[:, 0].tolist(), low, strict=True)]
 
 
 class DomainProof:
@@ -105,7 +113,7 @@ class DomainProof:
             return
         count = min(len(keys), MOST_BLOCKS)
         tokens = [*evidence.tokens[: count * block_size], *(ahead[count - 1] if ahead else ())]
-        for domain in self._candidates(block_size, len(ahead[0]) if ahead else 0):
+        for domain in self._candidates(block_size, len(ahead[0]) if ahead else 0, evidence.key_bytes):
             step = block_size // domain.block_size
             if domain.keys(tokens)[step - 1 :: step][:count] == list(keys[:count]):
                 self._found(domain, count)
@@ -119,13 +127,13 @@ class DomainProof:
         if self.proofs >= PROOFS_NEEDED:
             self.domain = domain
 
-    def _candidates(self, block_size: int, lookahead: int) -> Iterator[Domain]:
+    def _candidates(self, block_size: int, lookahead: int, key_bytes: int) -> Iterator[Domain]:
         if self._candidate is not None and block_size % self._candidate.block_size == 0:
             yield self._candidate
         sizes = [size for size in range(block_size, 0, -1) if block_size % size == 0]
         for size in sizes:
             for algorithm in self._algorithms:
-                domain = Domain(algorithm, self._seed, size, lookahead)
+                domain = Domain(algorithm, self._seed, size, lookahead, key_bytes)
                 try:
                     domain.scheme  # noqa: B018 - raises where the algorithm needs a seed or a package
                 except KvplaneError:

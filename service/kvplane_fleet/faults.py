@@ -25,6 +25,7 @@ class Fault(Enum):
     EVENT_UNTYPED = "event_untyped"
     EVENT_INVALID = "event_invalid"
     HASH_INVALID = "hash_invalid"
+    HASH_CHANGED = "hash_changed"
     TOO_MANY_HASHES = "too_many_hashes"
     TOKENS_INVALID = "tokens_invalid"
     BLOCK_SIZE_INVALID = "block_size_invalid"

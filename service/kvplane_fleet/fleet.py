@@ -20,6 +20,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex, make_index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.wire.events import KEY_BYTES
 
 
 @asynccontextmanager
@@ -92,6 +93,7 @@ class Prompt:
         domain: its domain in kvplane; requests share blocks only within one.
         keys: the keys of its blocks, if they were computed before; `tokens` is not read then.
         num_keyed: number of its tokens, if there are `keys`.
+        key_bytes: bytes of each of the `keys`.
     """
 
     tokens: Sequence[int]
@@ -99,6 +101,7 @@ class Prompt:
     domain: str = ""
     keys: Sequence[int] | None = None
     num_keyed: int = 0
+    key_bytes: int = KEY_BYTES
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +112,7 @@ class Prompt:
         """Return the keys of its blocks. Raises InvalidArgument if a token is out of range, or if it was given by keys
         of which the domain has another number.
         """
-        mask = domain_mask(self.domain)
+        mask = domain_mask(self.domain) & domain.mask
         if self.keys is None:
             return [key ^ mask for key in domain.keys(self.tokens, self.extra)]
         whole = max(self.num_keyed - domain.lookahead, 0) // domain.block_size
@@ -119,7 +122,13 @@ class Prompt:
                 field="prompt.keys",
                 remedy="send the keys of all full hash blocks, or token_ids",
             )
-        return [key ^ mask for key in self.keys] if mask else list(self.keys)
+        if self.keys and self.key_bytes < domain.key_bytes:
+            raise InvalidArgument(
+                f"keys of {self.key_bytes} bytes, where the engine states {domain.key_bytes}",
+                field="prompt.keys",
+                remedy=f"send the last {domain.key_bytes} bytes of each hash, with key_bytes, or token_ids",
+            )
+        return [key & domain.mask ^ mask for key in self.keys]
 
 
 @dataclass(frozen=True, slots=True)

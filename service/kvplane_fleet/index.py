@@ -1,4 +1,5 @@
-"""Which keys are cached in which cells. A *cell* is a place's group in one tier; a key is 64 bits of an engine's hash.
+"""Which keys are cached in which cells. A *cell* is a place's group in one tier; a key is the end of an engine's
+hash: 128 bits, or the 64 that the engine states.
 
     table: key ─▶ set number        sets: number ─▶ bits of cells        equal sets of cells have one number
 

@@ -16,7 +16,16 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex
 from kvplane_fleet.returns import Returns
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.events import (
+    WHOLE_KEY_BYTES,
+    Batch,
+    Cleared,
+    Event,
+    GroupFormat,
+    Removed,
+    Stored,
+    Tier,
+)
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.setup import check_spec
 
@@ -60,6 +69,7 @@ class Place:
         self.withdrawn = False  # the engine's cache must not be used for now
         self._most_blocks = 0
         self._rank: int | None = None
+        self.key_bytes = 0  # of each key; 0 until one was seen
         self._time_s = -math.inf
         self._layout: Layout | InvalidArgument | None = None
 
@@ -104,9 +114,18 @@ class Place:
             self._most_blocks = 0
             self.cells, self.formats, self._layout = {}, {}, None
             self.proof = DomainProof(self.settings.hash_algorithms, self.settings.hash_seed)
-            self._rank, self._time_s = None, -math.inf
+            self._rank, self._time_s, self.key_bytes = None, -math.inf, 0
+
+    def _check_keys(self, event: Stored | Removed) -> None:
+        """Clear the place if its keys have changed: a removal would not find an entry under its other key."""
+        if event.keys and event.key_bytes != self.key_bytes:
+            if self.key_bytes:
+                self.faults.count(Fault.HASH_CHANGED)
+                self.clear(life_ended=True)
+            self.key_bytes = event.key_bytes
 
     def _store(self, event: Stored) -> None:
+        self._check_keys(event)
         if event.tier is Tier.DEVICE:
             self._learn(event)
         cell = self.cells.get((event.tier, event.group))
@@ -125,6 +144,7 @@ class Place:
             if known is not None:
                 self.faults.count(Fault.GROUP_CHANGED)
                 self.clear(life_ended=True)
+                self._check_keys(event)
             self.formats[event.group] = event.form
             self._layout = None
         if event.evidence is not None:
@@ -132,6 +152,7 @@ class Place:
             self._layout = None
 
     def _remove(self, event: Removed) -> None:
+        self._check_keys(event)
         if event.tier is Tier.DEVICE:
             self._most_blocks = max(self._most_blocks, self.device_entries)
         cell = self.cells.get((event.tier, event.group))
@@ -158,7 +179,7 @@ class Place:
     def use(self, spec: ReplicaSpec) -> None:
         """Take the groups and the hashes from a replica's spec, instead of from its events."""
         self.proof.domain = Domain(
-            spec.hash_algorithm, spec.hash_seed, spec.hash_block_size, spec.hash_lookahead_tokens
+            spec.hash_algorithm, spec.hash_seed, spec.hash_block_size, spec.hash_lookahead_tokens, WHOLE_KEY_BYTES
         )
         self.formats = {
             number: GroupFormat(group.kind.value, group.block_size, group.window)

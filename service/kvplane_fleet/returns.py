@@ -27,8 +27,8 @@ class Returns:
 
     def removed(self, keys: Sequence[int]) -> None:
         """Take note of removed keys."""
-        for key in keys:
-            if key % SAMPLE == 0 and key not in self._gone:
+        for key in _sample(keys):
+            if key not in self._gone:
                 self._gone[key] = None
                 self._removed += 1
         while len(self._gone) > MOST:
@@ -40,7 +40,12 @@ class Returns:
         """Take note of the keys of a prompt that was sent to this place."""
         if not self._gone:
             return
-        for key in keys:
-            if key % SAMPLE == 0 and key in self._gone:
+        for key in _sample(keys):
+            if key in self._gone:
                 del self._gone[key]
                 self._returned += 1
+
+
+def _sample(keys: Sequence[int]) -> list[int]:
+    """Return the sampled keys, cut to 64 bits: of longer integers an engine could choose many with equal hashes."""
+    return [key % (1 << 64) for key in keys if key % SAMPLE == 0]

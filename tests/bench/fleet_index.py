@@ -68,18 +68,18 @@ def fill(index: Index | NativeIndex, prompt: list[int], num_groups: int, rng: Ra
     return cells
 
 
-def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int) -> None:
-    """Print the figures of one kind of index."""
+def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int, width: int) -> None:
+    """Print the figures of one kind of index, with keys of `width` bits."""
     for num_groups in (1, 4):
         rng, index, rule = Random(1), make(), rule_of(num_groups)
-        prompt = [rng.getrandbits(64) for _ in range(KEYS)]
+        prompt = [rng.getrandbits(width) for _ in range(KEYS)]
         cells = fill(index, prompt, num_groups, rng)
         before_kb, keys = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
         spent_s, removed_s, removed = 0.0, 0.0, 0
         for of_place in cells:
             last = list[int]()
             for number in range(blocks // 32):
-                run = [rng.getrandbits(64) for _ in range(32)]
+                run = [rng.getrandbits(width) for _ in range(32)]
                 spent_s += cpu_s(partial(index.add, of_place[0], run))
                 if number % COPIED == 0:
                     index.add(of_place[0], run)
@@ -95,9 +95,10 @@ def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int) -> 
         asked = [Asked(rule, of_place) for of_place in cells]
         least, middle = cpu_ms(partial(claims, index, prompt, KEYS * BLOCK, asked))
         print(
-            f"{name}, {num_groups} groups: look-up {least:.2f} ms, median {middle:.2f}; {keys / spent_s / 1e6:.2f} M "
-            f"stored blocks/s in runs of 32, {removed / removed_s / 1e6:.2f} M removed; process grew by at most "
-            f"{grown:.0f} bytes per key, one in {2 * COPIED} has a copy; {index.num_keys} keys, {index.num_sets} sets; "
+            f"{name}, keys of {width} bits, {num_groups} groups: look-up {least:.2f} ms, median {middle:.2f}; "
+            f"{keys / spent_s / 1e6:.2f} M stored blocks/s in runs of 32, {removed / removed_s / 1e6:.2f} M removed; "
+            f"process grew by at most {grown:.0f} bytes per key, one in {2 * COPIED} has a copy; "
+            f"{index.num_keys} keys, {index.num_sets} sets; "
             f"clear of a place {1e6 * cpu_s(partial(index.clear, cells[0][0])):.0f} us",
             flush=True,
         )
@@ -106,12 +107,13 @@ def measure(name: str, make: Callable[[], Index | NativeIndex], blocks: int) -> 
 def main() -> None:
     """Print all figures."""
     blocks = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-    measure("compiled", NativeIndex, blocks)
-    measure("Python", Index, blocks // 10)
+    for width in (128, 64):
+        measure("compiled", NativeIndex, blocks, width)
+    measure("Python", Index, blocks // 10, 128)
     rng = Random(2)
     tokens = [rng.randrange(100_000) for _ in range(KEYS * BLOCK)]
     for algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR, HashAlgorithm.KVPLANE):
-        domain = Domain(algorithm, "", BLOCK)
+        domain = Domain(algorithm, "", BLOCK, key_bytes=16)
         print(f"keys from 240,000 tokens, {algorithm.value}: {cpu_ms(partial(domain.keys, tokens))[0]:.1f} ms")
 
 

@@ -23,7 +23,7 @@ from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.native import make_index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
+from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.frames import parse_live, parse_replay
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.router.fleets import DOMAIN, tokens
@@ -110,6 +110,8 @@ class Fuzzer:
         self._model: dict[tuple[Tier, int], Counter[int]] = {}
         self._corpus = [msgspec.msgpack.encode(one) for one in SEEDS]
         self._seen = set[object]()
+        self._forms: dict[int, GroupFormat] = {}
+        self._key_bytes = 0
         self.runs = 0
 
     @property
@@ -165,13 +167,20 @@ class Fuzzer:
         if batch is None:
             self._model.clear()
             return
-        changes, forms = 0, self._forms
+        changes, widths, forms = 0, 0, self._forms
         for event in batch.events:
+            if isinstance(event, Stored | Removed) and event.keys:
+                if self._key_bytes not in (0, event.key_bytes):
+                    widths += 1
+                    forms.clear()
+                    self._model.clear()
+                self._key_bytes = event.key_bytes
             if isinstance(event, Stored):
-                assert all(0 <= key < 1 << 64 for key in event.keys)
+                assert all(0 <= key < 1 << 8 * event.key_bytes for key in event.keys)
                 if event.tier is Tier.DEVICE:
                     if forms.get(event.group, event.form) != event.form:
                         changes += 1
+                        self._key_bytes = event.key_bytes if event.keys else 0
                         forms.clear()
                         self._model.clear()
                     forms[event.group] = event.form
@@ -181,13 +190,7 @@ class Fuzzer:
                 self._model[event.tier, event.group] = +(held - Counter(event.keys))
             else:
                 self._model.clear()
-        assert faults[Fault.GROUP_CHANGED] == changes
-
-    @property
-    def _forms(self) -> dict[int, Any]:
-        if not hasattr(self, "_known_forms"):
-            self._known_forms: dict[int, Any] = {}
-        return self._known_forms
+        assert (faults[Fault.GROUP_CHANGED], faults[Fault.HASH_CHANGED]) == (changes, widths)
 
     def _check_frames(self, raw: bytes) -> None:
         rng, faults = self._rng, Faults()

@@ -73,7 +73,8 @@ def test_sglang_events_have_signed_hashes_and_metadata():
 def test_whole_digests_have_the_key_in_their_last_bytes():
     digest = bytes(range(32))
     batch, _ = decode(encode([1.0, [stored(block_hashes=[digest, digest[:16]])]]))
-    assert batch.events[0].keys == [int.from_bytes(digest[24:], "big"), int.from_bytes(digest[8:16], "big")]
+    assert batch.events[0].keys == [int.from_bytes(digest[16:], "big"), int.from_bytes(digest[:16], "big")]
+    assert batch.events[0].key_bytes == batch.events[0].evidence.key_bytes == 16
 
 
 def test_tokens_are_left_alone_unless_wanted():
@@ -88,6 +89,8 @@ LOST_STORES = [
     (stored(block_hashes=[b""]), Fault.HASH_INVALID),
     (stored(block_hashes=[b"x" * 33]), Fault.HASH_INVALID),
     (stored(block_hashes=[True]), Fault.HASH_INVALID),
+    (stored(block_hashes=[1, b"x" * 32]), Fault.HASH_INVALID),
+    (stored(block_hashes=[b"x" * 32, 1]), Fault.HASH_INVALID),
     (stored(block_hashes=None), Fault.HASH_INVALID),
     (stored(block_hashes=[7] * ((1 << 17) + 1)), Fault.TOO_MANY_HASHES),
     (stored(block_size=0, group_idx=None), Fault.BLOCK_SIZE_INVALID),

@@ -24,7 +24,9 @@ def test_the_index_equals_a_multiset(seed, kind, monkeypatch):
     monkeypatch.setattr(index_module, "SWEEP_AT", 8)
     rng, index = Random(seed), INDEXES[kind]()
     model = {index.new_cell(): Counter[int]() for _ in range(rng.choice([1, 3, 70]))}
-    runs = [[rng.getrandbits(64) for _ in range(rng.randrange(1, 12))] for _ in range(20)]
+    runs = [[rng.getrandbits(width) for _ in range(rng.randrange(1, 12))] for width in (64, 128) for _ in range(10)]
+    runs += [[key ^ 1 << 64 + at for at, key in enumerate(run)] for run in runs]  # the same last 64 bits
+    runs.append([*runs[0], *runs[-1], 0, 1, (1 << 64) - 1, 1 << 64, (1 << 128) - 1])
     for _ in range(300):
         cell, run = rng.choice(list(model)), rng.choice(runs)
         keys = run[: rng.randrange(len(run) + 1)]

@@ -23,7 +23,8 @@ from kvplane.rpc.channel import open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1 import routing_pb2 as pb
 from kvplane.v1 import routing_pb2_grpc
-from kvplane_fleet.router.messages import pack_keys, unpack_keys
+from kvplane_fleet.domains import keys_of
+from kvplane_fleet.router.messages import pack_keys
 from kvplane_service.auth.tokens import line_of, new_token
 from kvplane_service.cli import app
 from tests.router.engine import DOMAIN, EngineProcess, batches
@@ -121,7 +122,7 @@ def test_a_prompt_goes_to_its_engine_and_its_reports_are_compared(routing):
 
 def test_keys_give_the_same_scores_as_tokens(routing):
     prompt = [*prompt_of(0), 7]
-    by_keys = pb.Prompt(keys=pack_keys(DOMAIN.keys(prompt)), num_tokens=len(prompt))
+    by_keys = pb.Prompt(keys=pack_keys(DOMAIN.keys(prompt), 8), num_tokens=len(prompt))
     answers = [
         routing.Score(pb.ScoreRequest(model="m", prompt=one)).places for one in (pb.Prompt(token_ids=prompt), by_keys)
     ]
@@ -154,7 +155,7 @@ def test_a_refused_request_names_the_field(routing, field):
 
 
 def test_keys_of_another_block_size_claim_nothing_and_say_why(routing):
-    prompt = pb.Prompt(keys=pack_keys([1, 2, 3]), num_tokens=160)
+    prompt = pb.Prompt(keys=pack_keys([1, 2, 3], 8), num_tokens=160)
     for place in routing.Score(pb.ScoreRequest(model="m", prompt=prompt)).places:
         assert place.hit_tokens == 0
         assert "3 keys for 160 tokens" in place.inexact
@@ -190,7 +191,7 @@ def test_a_watcher_has_the_entries_of_the_engine_through_changes(router, routing
         if kind in ("stored", "removed"):
             part = getattr(message, kind)
             counts = content[message.place, part.group]
-            (counts.update if kind == "stored" else counts.subtract)(unpack_keys(part.keys))
+            (counts.update if kind == "stored" else counts.subtract)(keys_of(part.keys, part.key_bytes, part.key_bytes))
         if {named: +counts for named, counts in content.items()} == wanted:
             break
     stream.cancel()

@@ -1,4 +1,4 @@
-"""Twelve twins of what follows, indexes and claims, each without one rule: the campaigns here find every one."""
+"""Twins of what follows, indexes and claims, each without one rule: the campaigns here find every one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import Claim
 from kvplane_fleet.wire.events import Tier
-from tests.router import test_decisions, test_index, test_order, test_places
+from tests.router import test_decisions, test_index, test_keys, test_order, test_places
 from tests.router.fleets import DOMAIN, GROUPS, Scene, tokens
 from tests.router.test_hits import claims_of_table
 from tests.twins import Patch, Real
@@ -52,6 +52,12 @@ def contents():
     for other in (Prompt(prompt, ExtraKeys(salt="x")), Prompt(prompt, domain="tenant")):
         (claim,) = scene.fleet.claims("m", other, {DOMAIN: other.keys_of(DOMAIN)})
         assert claim.tokens == 0
+
+
+def collisions():
+    """Prompts whose hashes end alike are two prompts."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        test_keys.test_prompts_whose_keys_end_alike_are_not_taken_for_each_other("off", monkeypatch)
 
 
 def expectations():
@@ -133,6 +139,11 @@ TWINS = {
     ),
     "domains of tenants are ignored": twin("fleet:domain_mask", contents, lambda _: lambda name: 0),
     "the entries of a life that ended stay": twin("follow.order:SourceOrder._restart", orders, without_clear),
+    "keys are cut to 64 bits": twin(
+        "wire.msgpack:WHOLE_KEY_BYTES",
+        collisions,
+        lambda _: 8,  # type: ignore[arg-type, return-value]
+    ),
     "expectations stay": twin("expected:Expected.forget", expectations, lambda _: lambda self, name: None),
 }
 

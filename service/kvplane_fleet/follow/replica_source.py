@@ -14,8 +14,8 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.events import EventBatch
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_fleet.domains import KEY_BYTES, domain_mask
-from kvplane_fleet.wire.events import Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.domains import domain_mask
+from kvplane_fleet.wire.events import WHOLE_KEY_BYTES, Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 RETRY_S = 1.0
 
@@ -108,10 +108,10 @@ class ReplicaSource:
         if event.kind is EventKind.CLEARED:
             return Cleared()
         mask = domain_mask(event.domain)
-        keys = [int.from_bytes(digest[-KEY_BYTES:], "big") ^ mask for digest in event.hashes]
+        keys = [int.from_bytes(digest[-WHOLE_KEY_BYTES:], "big") ^ mask for digest in event.hashes]
         if event.kind is EventKind.REMOVED:
-            return Removed(event.group, Tier.DEVICE, keys)
-        return Stored(event.group, Tier.DEVICE, keys, self._forms[event.group])
+            return Removed(event.group, Tier.DEVICE, keys, WHOLE_KEY_BYTES)
+        return Stored(event.group, Tier.DEVICE, keys, self._forms[event.group], key_bytes=WHOLE_KEY_BYTES)
 
 
 __all__ = ["ReplicaSink", "ReplicaSource"]

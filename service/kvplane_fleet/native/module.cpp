@@ -73,11 +73,33 @@ Int ReadInt(PyObject* number) {
     return value;
 }
 
-Key ReadKey(PyObject* number) {
-    const unsigned long long key = PyLong_AsUnsignedLongLong(number);
-    if (key == ~0ULL && PyErr_Occurred()) throw Failed{};
-    return key;
+uint64_t ReadWord(PyObject* number) {
+    const unsigned long long word = PyLong_AsUnsignedLongLong(number);
+    if (word == ~0ULL && PyErr_Occurred()) throw Failed{};
+    return word;
 }
+
+// How keys of 128 bits are taken apart and put together.
+class Halves {
+  public:
+    Halves() : bits_(PyLong_FromLong(64)) {}
+
+    Key Of(PyObject* number) const {
+        const Owned high(PyNumber_Rshift(number, bits_.get()));
+        const uint64_t low = PyLong_AsUnsignedLongLongMask(number);
+        return {low, ReadWord(high.get())};
+    }
+
+    PyObject* Joined(Key key) const {
+        Owned low(PyLong_FromUnsignedLongLong(key.low));
+        if (key.high == 0) return low.Release();
+        const Owned high(PyLong_FromUnsignedLongLong(key.high)), shifted(PyNumber_Lshift(high.get(), bits_.get()));
+        return Owned(PyNumber_Or(shifted.get(), low.get())).Release();
+    }
+
+  private:
+    Owned bits_;
+};
 
 // Call `take` for each item of a list or tuple.
 template <typename Take>
@@ -89,8 +111,22 @@ void ForEach(PyObject* items, Take take) {
 }
 
 std::vector<Key> ReadKeys(PyObject* given) {
+    const Halves halves;
     std::vector<Key> keys;
-    ForEach(given, [&](PyObject* one) { keys.push_back(ReadKey(one)); });
+    bool is_wide = false;  // keys are mostly of one width
+    ForEach(given, [&](PyObject* one) {
+        Check(PyLong_Check(one));
+        if (!is_wide) {
+            const unsigned long long low = PyLong_AsUnsignedLongLong(one);
+            if (low != ~0ULL || !PyErr_Occurred()) {
+                keys.push_back({low, 0});
+                return;
+            }
+            PyErr_Clear();
+            is_wide = true;
+        }
+        keys.push_back(halves.Of(one));
+    });
     return keys;
 }
 
@@ -176,9 +212,10 @@ PyObject* Remove(PyObject*, PyObject* arguments) {
 PyObject* KeysOf(PyObject*, PyObject* arguments) {
     return Guarded([&] {
         const Table& table = TableOf(arguments);
+        const Halves halves;
         Owned keys(PyDict_New());
         table.ForEach(CellOf(table, arguments), [&](Key key, uint64_t copies) {
-            const Owned name(PyLong_FromUnsignedLongLong(key)), number(PyLong_FromUnsignedLongLong(copies));
+            const Owned name(halves.Joined(key)), number(PyLong_FromUnsignedLongLong(copies));
             if (PyDict_SetItem(keys.get(), name.get(), number.get()) < 0) throw Failed{};
         });
         return keys.Release();

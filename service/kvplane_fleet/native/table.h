@@ -3,25 +3,44 @@
 //     shard: key -> number of a set        sets: number -> bits of cells, and how many keys have it
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <random>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 namespace kvplane_fleet {
 
-using Key = uint64_t;
+// The end of an engine's hash: 128 bits, or 64 with `high` 0.
+struct Key {
+    uint64_t low, high;
+    bool operator==(const Key& other) const { return low == other.low && high == other.high; }
+};
 using Number = uint32_t;  // of a set or a cell
 
 constexpr Number kEmpty = 0;  // the set without cells
 constexpr size_t kShards = 256;
 constexpr size_t kAhead = 12;  // keys whose slots are fetched before they are read
 
-inline uint64_t Mixed(Key key) {
-    const uint64_t product = key * 0x9e3779b97f4a7c15;
-    return product ^ (product >> 29);
+// The secrets of this process, so that no engine can choose keys that share a slot.
+inline const std::array<uint64_t, 2> kSecrets = [] {
+    std::random_device device;
+    const auto word = [&device] { return uint64_t{device()} << 32 | device(); };
+    return std::array<uint64_t, 2>{word(), word() | 1};
+}();
+
+inline uint64_t Mixed(uint64_t word) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(word ^ kSecrets[0]) * kSecrets[1];
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
+
+inline uint64_t Mixed(Key key) { return Mixed(key.high ? key.low ^ Mixed(key.high) : key.low); }
+
+struct KeyHash {
+    size_t operator()(Key key) const { return Mixed(key); }
+};
 
 // Interned sets of cells. Sets that become equal by `Without` keep their numbers; new keys take one of them.
 class Sets {
@@ -174,7 +193,7 @@ class Shard {
     // Return the slot of a key, or the free one where it belongs. There must be a slot.
     size_t Find(Key key, uint64_t mixed) const {
         size_t slot = Home(mixed);
-        while (sets_[slot] != kEmpty && keys_[slot] != key) slot = (slot + 1) & (keys_.size() - 1);
+        while (sets_[slot] != kEmpty && !(keys_[slot] == key)) slot = (slot + 1) & (keys_.size() - 1);
         return slot;
     }
 
@@ -384,7 +403,7 @@ class Table {
     size_t sweep_at_;
     std::array<Shard, kShards> shards_;
     std::vector<size_t> sizes_;                              // by cell
-    std::vector<std::unordered_map<Key, uint32_t>> copies_;  // by cell: copies after the first
+    std::vector<std::unordered_map<Key, uint32_t, KeyHash>> copies_;  // by cell: copies after the first
     std::vector<Number> free_;
 };
 

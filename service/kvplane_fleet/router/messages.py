@@ -10,12 +10,12 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.decisions import Ask, Decision, Decisions, Scored
+from kvplane_fleet.domains import keys_of
 from kvplane_fleet.fleet import Followed, Prompt
 from kvplane_fleet.policies import Policy
-from kvplane_fleet.wire.events import GroupFormat
+from kvplane_fleet.wire.events import KEY_BYTES, KEY_MASK, WHOLE_KEY_BYTES, GroupFormat
 from kvplane_service.auth.gate import CALL
 
-KEY_BYTES = 8
 MAX_TOKENS = 10_000_000
 MAX_CANDIDATES = 4096
 _POLICY = "ROUTING_POLICY_"
@@ -50,21 +50,22 @@ def _prompt(message: pb.Prompt) -> Prompt:
         raise InvalidArgument("it is too long", field="prompt", remedy=f"send at most {MAX_TOKENS} tokens")
     if not by_keys:
         return Prompt(message.token_ids, wire.decode_extra_keys(message.extra_keys), message.domain)
-    if len(message.keys) % KEY_BYTES:
+    width = message.key_bytes or KEY_BYTES
+    if width not in (KEY_BYTES, WHOLE_KEY_BYTES):
+        raise InvalidArgument(f"{width} bytes per key", field="prompt.key_bytes", remedy="send 8 or 16 bytes per key")
+    if len(message.keys) % width:
         what = f"{len(message.keys)} bytes are no whole number of keys"
-        raise InvalidArgument(what, field="prompt.keys", remedy="send 8 bytes per key")
-    return Prompt((), domain=message.domain, keys=unpack_keys(message.keys), num_keyed=message.num_tokens)
+        raise InvalidArgument(what, field="prompt.keys", remedy=f"send {width} bytes per key")
+    keys = keys_of(message.keys, width, width)
+    return Prompt((), domain=message.domain, keys=keys, num_keyed=message.num_tokens, key_bytes=width)
 
 
-def unpack_keys(packed: bytes) -> list[int]:
-    """Return packed keys."""
-    keys: list[int] = np.frombuffer(packed, ">u8").tolist()
-    return keys
-
-
-def pack_keys(keys: Sequence[int]) -> bytes:
+def pack_keys(keys: Sequence[int], key_bytes: int) -> bytes:
     """Return keys as in the messages."""
-    return np.array(keys, ">u8").tobytes()
+    words = [key & KEY_MASK for key in keys]
+    if key_bytes == WHOLE_KEY_BYTES:
+        words = [word for key, low in zip(keys, words, strict=True) for word in (key >> 64, low)]
+    return np.array(words, ">u8").tobytes()
 
 
 def encode_decision(decision: Decision, decisions: Decisions, most: int) -> pb.ScoreResponse:

@@ -16,7 +16,7 @@ from kvplane.v1 import routing_pb2 as pb
 from kvplane_fleet.fleet import Fleet
 from kvplane_fleet.places import Place
 from kvplane_fleet.router import messages
-from kvplane_fleet.wire.events import Cleared, Event, GroupFormat, Removed, Tier
+from kvplane_fleet.wire.events import Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 MAX_WATCHERS = 16
 MAX_BYTES = 64 << 20  # of changes that wait for a watcher
@@ -101,18 +101,21 @@ def _entries(name: str, place: Place) -> Iterator[pb.WatchIndexResponse]:
         form = place.formats.get(group)
         copies = [key for key, times in keys.items() for _ in range(times)]
         for first in range(0, max(len(copies), 1), KEYS_AT_ONCE):
-            part = _keys(group, tier, copies[first : first + KEYS_AT_ONCE], form)
-            yield pb.WatchIndexResponse(place=name, stored=part)
+            part = copies[first : first + KEYS_AT_ONCE]
+            yield pb.WatchIndexResponse(place=name, stored=_keys(group, tier, part, place.key_bytes, form))
 
 
 def _change(place: str, event: Event) -> pb.WatchIndexResponse:
     if isinstance(event, Cleared):
         return pb.WatchIndexResponse(place=place, cleared=True)
+    form = event.form if isinstance(event, Stored) else None
+    keys = _keys(event.group, event.tier, event.keys, event.key_bytes, form)
     if isinstance(event, Removed):
-        return pb.WatchIndexResponse(place=place, removed=_keys(event.group, event.tier, event.keys, None))
-    return pb.WatchIndexResponse(place=place, stored=_keys(event.group, event.tier, event.keys, event.form))
+        return pb.WatchIndexResponse(place=place, removed=keys)
+    return pb.WatchIndexResponse(place=place, stored=keys)
 
 
-def _keys(group: int, tier: Tier, keys: Sequence[int], form: GroupFormat | None) -> pb.IndexKeys:
+def _keys(group: int, tier: Tier, keys: Sequence[int], key_bytes: int, form: GroupFormat | None) -> pb.IndexKeys:
     known = None if form is None else messages.encode_group(group, form)
-    return pb.IndexKeys(group=group, tier=tier.value, keys=messages.pack_keys(keys), form=known)
+    packed = messages.pack_keys(keys, key_bytes)
+    return pb.IndexKeys(group=group, tier=tier.value, keys=packed, form=known, key_bytes=key_bytes)

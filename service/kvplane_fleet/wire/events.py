@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+KEY_BYTES, WHOLE_KEY_BYTES = 8, 16  # of a key, where an engine states 64 bits of its hashes, or all
 KEY_MASK = (1 << 64) - 1
 MAX_HASHES = 1 << 17  # of one event: a prompt of two million tokens in blocks of 16
 MAX_GROUP = 63
@@ -54,12 +55,14 @@ class Evidence:
         parent: key of the block before the first one; None at the start of a prompt.
         plain: whether nothing but tokens is in the hashes (no LoRA, image or salt).
         lookahead: tokens after each block that its hash covers.
+        key_bytes: bytes of each key.
     """
 
     tokens: Sequence[int]
     parent: int | None
     plain: bool
     lookahead: Sequence[Sequence[int]] = ()
+    key_bytes: int = KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,10 @@ class Stored:
     Attributes:
         group: index of the group.
         tier: memory that has the blocks.
-        keys: low 64 bits of the engine's hashes.
+        keys: the ends of the engine's hashes.
         form: what the event states of the group.
         evidence: the content; None if the tokens were not decoded.
+        key_bytes: bytes of each key: 8, or 16 where the engine states its hashes whole.
     """
 
     group: int
@@ -79,6 +83,7 @@ class Stored:
     keys: Sequence[int]
     form: GroupFormat
     evidence: Evidence | None = None
+    key_bytes: int = KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Removed:
     group: int
     tier: Tier
     keys: Sequence[int]
+    key_bytes: int = KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True)

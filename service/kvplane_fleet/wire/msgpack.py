@@ -15,12 +15,14 @@ import msgspec
 
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.wire.events import (
+    KEY_BYTES,
     KEY_MASK,
     MAX_BLOCK_SIZE,
     MAX_GROUP,
     MAX_HASHES,
     MAX_WINDOW,
     TIERS,
+    WHOLE_KEY_BYTES,
     Batch,
     Cleared,
     Event,
@@ -199,24 +201,22 @@ class BatchDecoder:
             return Cleared() if removal else None
         if tier is None:
             return None  # no entry of this medium was made
+        width = _key_bytes(event.block_hashes)
         if removal:
-            return Removed(group, tier, keys)
+            return Removed(group, tier, keys, width)
         assert isinstance(event, _StoredMap | _StoredArray)
         form = self._group_format(event)
-        return None if form is None else Stored(group, tier, keys, form, self._evidence(event))
+        return None if form is None else Stored(group, tier, keys, form, self._evidence(event), width)
 
     def _keys(self, hashes: Sequence[int | bytes]) -> list[int] | None:
         if len(hashes) > MAX_HASHES:
             self._faults.count(Fault.TOO_MANY_HASHES)
             return None
-        keys = []
+        keys, is_whole = [], _key_bytes(hashes) == WHOLE_KEY_BYTES
         for one in hashes:
-            if isinstance(one, bytes):
-                if len(one) not in DIGEST_BYTES:
-                    self._faults.count(Fault.HASH_INVALID)
-                    return None
-                keys.append(int.from_bytes(one[-8:], "big"))
-            elif -(1 << 63) <= one <= KEY_MASK:
+            if isinstance(one, bytes) and is_whole and len(one) in DIGEST_BYTES:
+                keys.append(int.from_bytes(one[-WHOLE_KEY_BYTES:], "big"))
+            elif isinstance(one, int) and not is_whole and -(1 << 63) <= one <= KEY_MASK:
                 keys.append(one & KEY_MASK)  # SGLang's hashes are signed
             else:
                 self._faults.count(Fault.HASH_INVALID)
@@ -262,13 +262,17 @@ class BatchDecoder:
                 return None
             parent = keys[0]
         plain = not event.lora_name and not any(event.extra_keys or ())
-        return Evidence(tokens, parent, plain, event.lookahead_token_ids or ())
+        return Evidence(tokens, parent, plain, event.lookahead_token_ids or (), _key_bytes(event.block_hashes))
 
     def _rank(self, rank: object) -> int | None:
         if rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 16):
             return rank
         self._faults.count(Fault.RANK_INVALID)
         return None
+
+
+def _key_bytes(hashes: Sequence[int | bytes]) -> int:
+    return WHOLE_KEY_BYTES if hashes and isinstance(hashes[0], bytes) else KEY_BYTES
 
 
 def _readable(payload: bytes) -> bool:

@@ -36,18 +36,20 @@ REPORT_STAGE_FIRST_TOKEN: ReportStage
 REPORT_STAGE_ENDED: ReportStage
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "keys", "num_tokens", "extra_keys", "domain")
+    __slots__ = ("token_ids", "keys", "num_tokens", "extra_keys", "domain", "key_bytes")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     keys: bytes
     num_tokens: int
     extra_keys: _step_pb2.ExtraKeys
     domain: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., extra_keys: _Optional[_Union[_step_pb2.ExtraKeys, _Mapping]] = ..., domain: _Optional[str] = ...) -> None: ...
+    key_bytes: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., extra_keys: _Optional[_Union[_step_pb2.ExtraKeys, _Mapping]] = ..., domain: _Optional[str] = ..., key_bytes: _Optional[int] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("model", "prompt", "candidates", "max_places", "policy", "book", "expected_output_tokens")
@@ -261,13 +263,15 @@ class WatchIndexResponse(_message.Message):
     def __init__(self, place: _Optional[str] = ..., stored: _Optional[_Union[IndexKeys, _Mapping]] = ..., removed: _Optional[_Union[IndexKeys, _Mapping]] = ..., cleared: bool = ..., snapshot_end: bool = ...) -> None: ...
 
 class IndexKeys(_message.Message):
-    __slots__ = ("group", "tier", "keys", "form")
+    __slots__ = ("group", "tier", "keys", "form", "key_bytes")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
+    KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
     group: int
     tier: str
     keys: bytes
     form: PlaceGroup
-    def __init__(self, group: _Optional[int] = ..., tier: _Optional[str] = ..., keys: _Optional[bytes] = ..., form: _Optional[_Union[PlaceGroup, _Mapping]] = ...) -> None: ...
+    key_bytes: int
+    def __init__(self, group: _Optional[int] = ..., tier: _Optional[str] = ..., keys: _Optional[bytes] = ..., form: _Optional[_Union[PlaceGroup, _Mapping]] = ..., key_bytes: _Optional[int] = ...) -> None: ...
