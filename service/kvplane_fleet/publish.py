@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_fleet.domains import keys_of
 from kvplane_fleet.wire.events import GroupFormat
@@ -64,14 +65,20 @@ class Publisher:
             await asyncio.sleep(0)
 
 
+_MEDIA = {Medium.DEVICE: "GPU", Medium.HOST: "CPU", Medium.DISK: "STORAGE"}  # vLLM's names
+
+
 def wire_events(event: CacheEvent, groups: Sequence[GroupFormat], tokens: Sequence[int]) -> list[dict[str, object]]:
-    """Return an event of a replica in vLLM's form. `tokens`: of a STORED event, from its start to its end."""
+    """Return an event of a replica in vLLM's form. `tokens`: of what is stored on the device, start to end.
+
+    As in vLLM's OffloadingConnector, what is stored in a tier has no tokens and parent, and block size 0.
+    """
     if event.kind is EventKind.CLEARED:
         return [{"type": "AllBlocksCleared"}]
     digest_bytes = len(event.hashes[0]) if event.hashes else 1
     keys = keys_of(b"".join(event.hashes), digest_bytes)
     if event.kind is EventKind.REMOVED:
-        return [{"type": "BlockRemoved", "block_hashes": keys, "medium": "GPU", "group_idx": event.group}]
+        return [{"type": "BlockRemoved", "block_hashes": keys, "medium": _MEDIA[event.tier], "group_idx": event.group}]
     form = groups[event.group]
     parent = keys_of(event.parent, len(event.parent))[0] if event.parent else None
     return [
@@ -80,9 +87,9 @@ def wire_events(event: CacheEvent, groups: Sequence[GroupFormat], tokens: Sequen
             "block_hashes": keys,
             "parent_block_hash": parent,
             "token_ids": list(tokens),
-            "block_size": event.block_size,
+            "block_size": 0 if event.tier else event.block_size,
             "lora_id": None,
-            "medium": "GPU",
+            "medium": _MEDIA[event.tier],
             "lora_name": None,
             "group_idx": event.group,
             "kv_cache_spec_kind": form.kind,

@@ -20,6 +20,7 @@ from kvplane.base.groups import (
     GroupSpec,
     HashAlgorithm,
     MambaMode,
+    Medium,
     ReplicaSpec,
 )
 from kvplane.base.requests import Content
@@ -252,6 +253,7 @@ events = st.builds(
     block_starts=flat().map(tuple),
     reason=st.sampled_from(RemoveReason),
 )
+of_tiers = st.builds(replace, events, tier=st.sampled_from([Medium.HOST, Medium.DISK]))
 
 
 @st.composite
@@ -280,6 +282,7 @@ def part_results(draw):
         orders=draw(orders()),
         free_blocks=draw(u32),
         events=draw(st.lists(events, max_size=2)),
+        tier_events=draw(st.lists(of_tiers, max_size=2)),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
@@ -20,12 +21,13 @@ from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 
 
 class Shown(NamedTuple):
-    """One entry of a view: a key and a block that has it."""
+    """One entry of a view: a key, and a block or a slot of a tier that has it."""
 
     block: int
     domain: str
     group: int
     digest: bytes
+    tier: Medium = Medium.DEVICE
 
 
 class WrongView(AssertionError):
@@ -92,14 +94,16 @@ class Followed:
     def begin(self, epoch: int) -> None:
         """A new engine life began in the core."""
         self._last_stored = 0
-        self._publish(epoch, self._hold.begin_life(runs_of(self._replica.take_events())))
+        shown = self._hold.begin_life(runs_of(self._replica.take_events()))
+        self._publish(epoch, [*shown, *self._replica.tiers.take_events()])
 
     def step(self, step: Step, result: StepResult) -> None:
         """A step was applied."""
         runs = [run for part in result.parts for run in runs_of(part.events)]
         if any(run.kind is EventKind.STORED for run in runs):
             self._last_stored = step.seq
-        self._publish(step.epoch, self._hold.step(step.seq, step.executed_through, runs))
+        of_tiers = [event for part in result.parts for event in part.tier_events]
+        self._publish(step.epoch, [*self._hold.step(step.seq, step.executed_through, runs), *of_tiers])
 
     def _publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
         self._log.publish(epoch, events)
@@ -110,7 +114,7 @@ class Followed:
 def entries(event: CacheEvent) -> Iterator[Shown]:
     """The entries that a STORED or REMOVED event names."""
     for digest, block in zip(event.hashes, event.blocks, strict=True):
-        yield Shown(block, event.domain, event.group, digest)
+        yield Shown(block, event.domain, event.group, digest, event.tier)
 
 
 def _published(replica: Replica) -> Iterator[Shown]:
@@ -121,3 +125,6 @@ def _published(replica: Replica) -> Iterator[Shown]:
             continue
         for one in (key, *pool.more_keys.get(block, ())):
             yield Shown(block, *one)
+    for tier in replica.tiers.each:
+        for key, slot in tier.in_order():
+            yield Shown(slot, *key, tier.medium)

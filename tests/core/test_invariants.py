@@ -223,6 +223,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
      "wrong bounds, it does not run"),
     ("tiers", tiered, lambda engine: tier(engine).free.append(0), "slot 0 has two states"),
     ("tiers", tiered, lambda engine: setattr(tier(engine), "num_used", 64), "64 slots were used"),
+    ("tiers", tiered, lambda engine: setattr(tier(engine).uses[0], "held", 9), "the groups have"),
     ("tiers", tiered, lambda engine: tier(engine).pins.clear(), "the pins are not those of the loads"),
     ("tiers", tiered, lambda engine: tier(engine).version.__setitem__(0, 1 << 40), "slot 0 has another key"),
     ("tiers", tiered, lambda engine: tier(engine).writing.add(("", 0, b"")), "keys are being written"),

@@ -160,6 +160,7 @@ class TierEngine(RandomEngine):
                     after[job] = result.admit_load_after[row] if result.admit_load_after else 0
                     self.waits[slot] = self.requests[slot].life, job
                     assert result.admit_granted[row] == 0
+                    assert job in result.orders.load_job, "a job that no mover gets never ends"
             self._take_orders(result, after)
 
     def _take_orders(self, result: PartResult, after: dict[int, int]) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base import step as types
+from kvplane.base.groups import Medium
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import CacheEvent, End, EventKind, Facts, Part, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents, runs_of
@@ -22,7 +23,8 @@ from kvplane_service.decisions.log import Decision, without_tokens
 from kvplane_service.decisions.packing import pack_decision, unpack_decision
 from kvplane_service.replicas.events import Batch
 
-KINDS, REASONS, REFUSALS = tuple(EventKind), tuple(types.RemoveReason), tuple(types.OnRefusal)
+KINDS, REASONS, MEDIA = tuple(EventKind), tuple(types.RemoveReason), tuple(Medium)
+REFUSALS = tuple(types.OnRefusal)
 LOWEST, HIGHEST = (0, 0, -(2**31), 0, -(2**63)), (255, 2**32 - 1, 2**31 - 1, 2**64 - 1, 2**63 - 1)
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -100,6 +102,7 @@ class Anything:
             end=self.number(),
             block_starts=as_one(self.some(self.number)),
             reason=self._random.choice(REASONS),
+            tier=self._random.choice(MEDIA),
         )
 
     def of_type(self, name: str):
@@ -126,6 +129,8 @@ class Anything:
     def decision(self) -> Decision:
         parts = self.some(lambda: (self.of_type("Part"), self.of_type("PartResult")))
         step = Step(self.number(), self.number(), [part for part, _ in parts], self.number(), bool(parts))
+        for _, outcome in parts:
+            outcome.tier_events = []  # no decision has them
         step.executed_through, step.traceparent = self.number(), self.text()
         result = StepResult(self.number(), self.number(), [outcome for _, outcome in parts], self.number())
         events = tuple(outcome.events for _, outcome in parts)

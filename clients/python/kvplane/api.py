@@ -34,6 +34,7 @@ from kvplane.base.groups import (
     GroupSpec,
     HashAlgorithm,
     MambaMode,
+    Medium,
     Planner,
     ReplicaSpec,
 )
@@ -124,6 +125,7 @@ __all__ = [
     "LayerSource",
     "LimitExceeded",
     "MambaMode",
+    "Medium",
     "ModelSource",
     "Moved",
     "Multimodal",

@@ -109,9 +109,10 @@ class ReplicaSource:
             return Cleared()
         mask = domain_mask(event.domain)
         keys = [int.from_bytes(digest[-WHOLE_KEY_BYTES:], "big") ^ mask for digest in event.hashes]
+        tier = Tier[event.tier.name]
         if event.kind is EventKind.REMOVED:
-            return Removed(event.group, Tier.DEVICE, keys, WHOLE_KEY_BYTES)
-        return Stored(event.group, Tier.DEVICE, keys, self._forms[event.group], key_bytes=WHOLE_KEY_BYTES)
+            return Removed(event.group, tier, keys, WHOLE_KEY_BYTES)
+        return Stored(event.group, tier, keys, self._forms[event.group], key_bytes=WHOLE_KEY_BYTES)
 
 
 __all__ = ["ReplicaSink", "ReplicaSource"]

@@ -184,7 +184,7 @@ class FactApplier:
         if cache.reset:
             result.reset_done = self._pool.reset()
             if result.reset_done:
-                self._blocks.tiers.clear()
+                self._blocks.tiers.clear(is_reported=False)
 
     def _evict(self, block: int) -> bool:
         """Drop the keys of a block, and give the block a new stamp (version number of its content); returns whether it

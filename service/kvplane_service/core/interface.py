@@ -18,6 +18,8 @@ from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplanation
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
+from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tiers import TierCounters
 
 if TYPE_CHECKING:
     from kvplane_service.core.replica import Replica
@@ -103,11 +105,58 @@ class GroupView(Protocol):
         """Whether a hit of n tokens implies hits of all smaller lengths, as for full attention."""
 
 
+class TiersView(Protocol):
+    """The tiers of a replica, none at least."""
+
+    @property
+    def each(self) -> Sequence[Tier]:
+        """Each tier, the nearest first. They are only read."""
+
+    @property
+    def counters(self) -> TierCounters:
+        """What happened since the replica began."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a tier has a key."""
+
+    def open_jobs(self) -> dict[str, int]:
+        """Return the number of jobs in flight: loads, saves, moves."""
+
+    def stored_events(self) -> list[CacheEvent]:
+        """Return STORED events of all keys."""
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return and clear the events that are not in the result of a part."""
+
+
+class NoTiers:
+    """The view of a core that has no tiers."""
+
+    each: Sequence[Tier] = ()
+    counters = TierCounters()
+    has_keys = False
+
+    def open_jobs(self) -> dict[str, int]:
+        """There is none."""
+        return {}
+
+    def stored_events(self) -> list[CacheEvent]:
+        """There are none."""
+        return []
+
+    def take_events(self) -> list[CacheEvent]:
+        """There are none."""
+        return []
+
+
 class ReplicaCore(Protocol):
     """The allocator of one engine instance. The methods are described at `Replica`."""
 
     spec: ReplicaSpec
 
+    @property
+    def tiers(self) -> TiersView: ...
     @property
     def seq(self) -> int: ...
     @property

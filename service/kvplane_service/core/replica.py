@@ -69,7 +69,8 @@ class Replica:
         self._pool = self.coordinator.pool
         self._scheme = HashScheme.of(spec)
         self.facts = FactApplier(self.coordinator, self.tracker, self._scheme.digest.size)
-        self._save_behind = SaveBehind(spec, self._pool, self.coordinator.tiers)
+        self.tiers = self.coordinator.tiers
+        self._save_behind = SaveBehind(spec, self._pool, self.tiers)
         self._pool.stamped.clear()
         self.seq = 0
         self._keeps_keys = True  # False while an engine life begins without a stamp table
@@ -131,6 +132,7 @@ class Replica:
         if pool.has_keys:
             if not stamp_table and self._keeps_keys:
                 self._keeps_keys = False
+                self.tiers.clear(is_reported=False)
                 if self.spec.events:
                     pool.events.append(CacheEvent(EventKind.CLEARED))
             yield from self._drop_unproven(stamp_table) if self._keeps_keys else self._drop_all()
@@ -150,7 +152,7 @@ class Replica:
         self._keeps_keys = True
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
-        self.coordinator.tiers.begin_epoch(epoch, len(stamp_table) > 0 and not memory_is_new, memory_is_new)
+        self.tiers.begin_epoch(epoch, len(stamp_table) > 0 and not memory_is_new, memory_is_new)
         self.seq = 0
         self._shown = stamp_table[:]  # the caller may reuse its array
         return self._pool.count_keys()
@@ -207,9 +209,7 @@ class Replica:
             manager.stores_empty_ranges = True
 
     def take_events(self) -> CacheEvents:
-        """Return and clear the cache events that `begin_epoch` caused; events of a part of a step are in the result of
-        the part.
-        """
+        """Return and clear the events of the device that `begin_epoch` caused; those of a part are in its result."""
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
 
@@ -230,7 +230,7 @@ class Replica:
 
     def _validator(self) -> StepValidator:
         pool = self._pool
-        return StepValidator(self.spec, self.requests, pool.executed_through, pool.busy, self.coordinator.tiers)
+        return StepValidator(self.spec, self.requests, pool.executed_through, pool.busy, self.tiers)
 
     def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
         """Return the entries of the exported state at the time of this call, see `state`. No step may be open."""
@@ -251,7 +251,7 @@ class Replica:
 
     def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
         """Explain the length of the hit that `lookup` finds with the same arguments. Changes nothing."""
-        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.coordinator.tiers.each)
+        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.tiers.each)
         return explainer.explain(Prefix(digests, domain, num_tokens - 1, self._horizon))
 
     @property
@@ -429,8 +429,8 @@ class Replica:
         """Count the refusals of a part; add its orders and events, and the number of free blocks, to its result."""
         self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
         result.orders = self.coordinator.take_orders()
-        self.coordinator.tiers.demand_now += len(result.orders.stamp_block)
-        result.events = self.take_events()
+        self.tiers.demand_now += len(result.orders.stamp_block)
+        result.events, result.tier_events = self.take_events(), self.tiers.take_events()
         result.free_blocks = self._pool.num_free
 
     def complete_step(self, seq: int, last: PartResult) -> None:
@@ -438,7 +438,7 @@ class Replica:
         self.tracker.close_step(seq)
         if self.spec.tiers:
             self._save_behind.close_step()
-            self.coordinator.tiers.give_orders(last.orders)
+            self.tiers.complete(last)
         self.counters.steps += 1
         last.free_blocks = self._pool.num_free
 

@@ -24,6 +24,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvplane import wire
+from kvplane.base.groups import Medium
 from kvplane.base.step import (
     Admit,
     Blocks,
@@ -55,6 +56,7 @@ _COLUMN_KINDS = ("list[int]", "MutableSequence[int]")
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
 _KINDS = {kind.value: kind for kind in EventKind}
 _REASONS = {reason.value: reason for reason in RemoveReason}
+_MEDIA = {medium.value: medium for medium in Medium}
 
 _PIECE = 1 << 12  # items of a list that are packed between two yields
 _FEW = 1 << 8  # the same, for items that are converted one by one
@@ -308,7 +310,7 @@ _PART = _Shape(
 _RESULT = _Shape(
     PartResult,
     {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders},
-    frozenset({"events"}),
+    frozenset({"events", "tier_events"}),
 )
 _RESUME = _Shape(Resume, {}, frozenset())
 _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's frame that are frames
@@ -367,7 +369,7 @@ slowness_of = itemgetter(slice(_TOOK.size))
 # -- events ------------------------------------------------------------------------------------------------------------
 
 _EVENT_FIELDS = [(one.name, str(one.type)) for one in fields(CacheEvent)]
-_EVENT_SCALARS = {"int", "EventKind", "RemoveReason"}
+_EVENT_SCALARS = {"int", "EventKind", "RemoveReason", "Medium"}
 _event_of = attrgetter(*[f"{name}.real" if kind in _EVENT_SCALARS else name for name, kind in _EVENT_FIELDS])
 _FLAT = 100  # chunk number of a list field plus this: the chunk with the lists of all runs, one after the other
 assert {kind for _, kind in _EVENT_FIELDS} == {*_EVENT_SCALARS, "str", "bytes", "Sequence[int]", "Sequence[bytes]"}
@@ -422,10 +424,11 @@ def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
             ends = accumulate(_numbers(chunks[number]), initial=0)
             columns.append([tuple(values[begin:end]) for begin, end in pairwise(ends)])
     columns[0] = [_KINDS[value] for value in columns[0]]
-    columns[-1] = [_REASONS[value] for value in columns[-1]]
+    columns[-2] = [_REASONS[value] for value in columns[-2]]
+    columns[-1] = [_MEDIA[value] for value in columns[-1]]
     return CacheEvents(CacheEvent(*row) for row in zip(*columns, strict=True))
 
 
-_EMPTY: dict[str, Any] = {"int": 0, "EventKind": 0, "RemoveReason": 0, "str": "", "bytes": b""}
+_EMPTY: dict[str, Any] = {"int": 0, "EventKind": 0, "RemoveReason": 0, "Medium": 0, "str": "", "bytes": b""}
 _EMPTY |= {"Sequence[int]": (), "Sequence[bytes]": ()}
-assert (_EVENT_FIELDS[0][1], _EVENT_FIELDS[-1][1]) == ("EventKind", "RemoveReason")
+assert [_EVENT_FIELDS[at][1] for at in (0, -2, -1)] == ["EventKind", "RemoveReason", "Medium"]

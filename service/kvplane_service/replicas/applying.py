@@ -175,7 +175,10 @@ class Applying:
         events = tuple([part.events for part in result.parts])
         self._decisions.append(Decision(without_tokens(step), result, events, at_ns, self._clock() - at_ns))
         runs = [run for of_part in events for run in runs_of(of_part)]
-        self._events.publish(step.epoch, self._hold.step(step.seq, step.executed_through, runs))
+        shown = self._hold.step(step.seq, step.executed_through, runs)
+        # What is in a tier was executed before it was saved, so it waits for nothing.
+        shown += [event for part in result.parts for event in part.tier_events]
+        self._events.publish(step.epoch, shown)
         return result
 
 

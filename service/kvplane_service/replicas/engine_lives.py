@@ -222,7 +222,7 @@ class EngineLives:
 
     def _show(self, loss: _Loss) -> Work:
         """Publish the removal of each lost key once, in slices; one CLEARED event if no key is left."""
-        if loss.shown and not self._replica.count_keys():
+        if loss.shown and not self._replica.count_keys() and not self._replica.tiers.has_keys:
             loss.shown = [CacheEvent(EventKind.CLEARED)]
         while loss.shown:
             for _ in self._publish(loss.shown[:_RUNS_PER_BATCH]):
@@ -239,7 +239,7 @@ class EngineLives:
         self._incarnation = request.incarnation or self._incarnation
         busy_lost = self._replica.take_events().runs
         loss.runs += busy_lost
-        shown = self._hold.begin_life(busy_lost)
+        shown = [*self._hold.begin_life(busy_lost), *self._replica.tiers.take_events()]
         began(Life(epoch, stamp_table, CacheEvents(loss.runs), self._clock(), request.incarnation, busy, all_new))
         self.lost = loss.runs if len(loss.runs) > _RUNS_PER_BATCH else []
         if not self._came_back:  # else the keys of busy blocks were not announced

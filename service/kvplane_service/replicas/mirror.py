@@ -275,4 +275,5 @@ def _load(spec: ReplicaSpec, raw: bytes) -> tuple[ReplicaCore, list[tuple[int, C
     except BrokenInvariant as error:
         raise InvalidArgument(f"the image is inconsistent: {error}", field="image.data") from error
     events = list(loaded.stored_events()) if loaded.spec.events else []
+    events += [(0, event) for event in loaded.tiers.stored_events()]
     return cores.as_selected(loaded), events

@@ -65,7 +65,7 @@ def _fill_mutation(result: pb.MutationResult, step: StepResult) -> None:
     result.seq, result.free_blocks = step.seq, applied.free_blocks
     result.orders.SetInParent()
     _fill_orders(result.orders, applied.orders)
-    result.events.extend([wire.encode_event(event) for event in applied.events])
+    result.events.extend([wire.encode_event(event) for event in (*applied.events, *applied.tier_events)])
 
 
 def _fill_orders(message: pb.RankOrders, orders: Orders) -> None:

@@ -8,7 +8,7 @@ the groups from the layer formats.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from kvplane.base.errors import InvalidArgument
 
@@ -95,6 +95,14 @@ class TierKind(Enum):
 
     HOST = "host"
     DISK = "disk"
+
+
+class Medium(IntEnum):
+    """The memory that a cache event is about: the device, or a tier of this kind."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
 
 
 @dataclass(frozen=True, slots=True)

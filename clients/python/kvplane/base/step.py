@@ -17,6 +17,7 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
+from kvplane.base.groups import Medium
 from kvplane.base.typed import check
 from kvplane.base.when_read import made_when_read
 
@@ -426,10 +427,10 @@ class CacheEvent:
     STORED: `hashes` were registered for the blocks of `group` that hold tokens [start, end) of the request in `slot`.
     Null blocks and blocks that the group does not keep are left out of `hashes` and `blocks`, but the range includes
     their tokens. `parent` is the hash of the tokens before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED:
-    one hash was removed, for `reason`. CLEARED: every key was removed.
+    one hash was removed, for `reason`. CLEARED: every key was removed, of the device and all tiers.
 
-    After a recovery from a store, one STORED event has keys of many requests. This event has no parent, slot and range,
-    and no `block_starts` if the positions of the blocks' first tokens are unknown.
+    STORED after a recovery from a store has keys of many requests, so no parent, slot and range, and no `block_starts`
+    if the first tokens of the blocks are unknown. An event of a `tier` has none of these either; `blocks` are slots.
     """
 
     kind: EventKind
@@ -444,6 +445,7 @@ class CacheEvent:
     end: int = 0
     block_starts: Sequence[int] = ()  # STORED: first token of each hash's block
     reason: RemoveReason = RemoveReason.NONE
+    tier: Medium = Medium.DEVICE
 
 
 @made_when_read
@@ -457,8 +459,7 @@ class PartResult:
     admit_hit: MutableSequence[int] = field(default_factory=list)
     admit_granted: MutableSequence[int] = field(default_factory=list)
     admit_single_group_hit: MutableSequence[int] = field(default_factory=list)
-    # u64, default 0: a load waits for this step's execution
-    admit_load_after: MutableSequence[int] = field(default_factory=list)
+    admit_load_after: MutableSequence[int] = field(default_factory=list)  # u64, default 0: a load waits for this step
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, of run and admit rows
     tables: Blocks = field(default_factory=Blocks)  # full tables; of granted admit rows, of all rows if with_tables
     peek_hit: MutableSequence[int] = field(default_factory=list)
@@ -469,7 +470,7 @@ class PartResult:
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # free blocks after the part, exact
-    events: Sequence[CacheEvent] = field(default_factory=list)
+    events: Sequence[CacheEvent] = field(default_factory=list)  # of the device
     # For the decision log, not sent:
     hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # per row, digests of its tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
@@ -477,9 +478,9 @@ class PartResult:
     # state or window they held:
     taken_back: int = field(default=0, compare=False)
     went_back: int = field(default=0, compare=False)
-    # u64, default 0: this job loads blocks of the hit; the row gets tokens by run rows once the job is done
-    admit_job: MutableSequence[int] = field(default_factory=list)
+    admit_job: MutableSequence[int] = field(default_factory=list)  # u64, default 0: loads the hit; run rows follow it
     admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device
+    tier_events: Sequence[CacheEvent] = field(default_factory=list)  # of the tiers, apart: their `blocks` are slots
 
 
 @dataclass(slots=True)

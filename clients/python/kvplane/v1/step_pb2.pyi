@@ -1,3 +1,4 @@
+from kvplane.v1 import replica_pb2 as _replica_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -362,7 +363,7 @@ class Orders(_message.Message):
     def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
-    __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason")
+    __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason", "tier")
     KIND_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +376,7 @@ class CacheEvent(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STARTS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     kind: CacheEventKind
     group: int
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
@@ -387,7 +389,8 @@ class CacheEvent(_message.Message):
     end: int
     block_starts: bytes
     reason: RemoveReason
-    def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ...) -> None: ...
+    tier: _replica_pb2.TierKind
+    def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
     __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens")

@@ -16,7 +16,6 @@ get no other meaning.
   News 12 hint                        News 13 ttl_steps
   Step 8 time_ms
   PartResult 19 admit_loading         PartResult 20 admit_tier_tokens
-  CacheEvent 13 tier
   Orders 8 load_job                   Orders 9 load_block
   Orders 10 load_group                Orders 11 load_stamp
   Orders 12 load_tier                 Orders 13 load_slot

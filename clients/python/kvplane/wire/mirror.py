@@ -79,6 +79,7 @@ def _columns_of(blocks: Blocks) -> list[Sequence[int]]:
 def _packed_events(events: Sequence[CacheEvent]) -> Iterator[bytes]:
     for event in getattr(events, "runs", events):
         head = f"{event.kind.name} {event.group} {event.reason.name} {event.domain} ".encode()
+        head += event.tier.name.encode() if event.tier else b""
         if event.kind is EventKind.REMOVED:
             for block, key in zip(event.blocks, event.hashes, strict=True):
                 yield b"%b%d %b" % (head, block, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import Medium
 from kvplane.base.step import (
     LOAD_COLUMNS,
     MOVE_COLUMNS,
@@ -110,17 +111,18 @@ def encode_event(event: CacheEvent) -> pb.CacheEvent:
         "end": event.end,
         "block_starts": pack(event.block_starts, U32, "event", "block_starts"),
         "reason": int(event.reason),
+        "tier": int(event.tier),
     }
     return build(pb.CacheEvent, "event", fields)
 
 
 def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
-    """Return the cache event of a message. Raises InvalidArgument for an unknown kind or reason."""
+    """Return the cache event of a message. Raises InvalidArgument for an unknown kind, reason or tier."""
     try:
-        kind, reason = EventKind(message.kind), RemoveReason(message.reason)
+        kind, reason, tier = EventKind(message.kind), RemoveReason(message.reason), Medium(message.tier)
     except ValueError as error:
         raise InvalidArgument(
-            f"the event has an unknown kind or reason: {error}",
+            f"the event has an unknown kind, reason or tier: {error}",
             field=f"{where}.kind",
             remedy="update the client: the service has kinds of events that it does not know",
         ) from error
@@ -137,6 +139,7 @@ def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
         end=message.end,
         block_starts=tuple(unpack(message.block_starts, U32, where, "block_starts")),
         reason=reason,
+        tier=tier,
     )
 
 
@@ -150,8 +153,8 @@ def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
         fields["orders"] = orders
     if part.last_hash:
         fields["last_hash"] = part.last_hash
-    if part.events:
-        fields["events"] = [encode_event(event) for event in part.events]
+    if part.events or part.tier_events:
+        fields["events"] = [encode_event(event) for event in (*part.events, *part.tier_events)]
     if part.reset_done:
         fields["reset_done"] = True
     fields["free_blocks"] = part.free_blocks
@@ -168,7 +171,9 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
     if message.HasField("orders"):
         fields["orders"] = decode_orders(message.orders, f"{where}.orders")
     if message.events:
-        fields["events"] = [decode_event(event, f"{where}.events[{at}]") for at, event in enumerate(message.events)]
+        events = [decode_event(event, f"{where}.events[{at}]") for at, event in enumerate(message.events)]
+        fields["events"] = [event for event in events if not event.tier]
+        fields["tier_events"] = [event for event in events if event.tier]
     return PartResult(
         last_hash=list(message.last_hash),
         reset_done=message.reset_done,

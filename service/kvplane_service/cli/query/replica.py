@@ -193,7 +193,8 @@ def _batch_lines(batch: EventBatch) -> list[str]:
         hashes = " ".join(digest.hex()[:12] for digest in event.hashes)
         reason = f" ({event.reason.name.lower()})" if event.reason else ""
         tokens = f" tokens {event.start}..{event.end}" if event.end else ""
-        lines.append(f"  {event.kind.name.lower()} group {event.group}{tokens}{reason} {hashes}".rstrip())
+        where = f" in {event.tier.name.lower()} tier" if event.tier else ""
+        lines.append(f"  {event.kind.name.lower()} group {event.group}{where}{tokens}{reason} {hashes}".rstrip())
     return lines
 
 
@@ -208,6 +209,7 @@ def _plain_batch(batch: EventBatch) -> dict[str, object]:
             "start": event.start,
             "end": event.end,
             "reason": event.reason.name.lower(),
+            "tier": event.tier.name.lower(),
         }
         for event in batch.events
     ]

@@ -29,7 +29,7 @@ from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.in_flight import SLICE_REQUESTS
-from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore, RequestColumns
+from kvplane_service.core.interface import BlockCounts, GroupView, NoTiers, ReplicaCore, RequestColumns, TiersView
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.published import events_of_keys, published
@@ -68,6 +68,8 @@ class NativeReplica:
         fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
             continue requests (`Part.resume`) are no part of its work and do not count.
     """
+
+    tiers: TiersView = NoTiers()
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Raise InvalidArgument if fields of the spec contradict each other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tier import GroupUse, Tier
 from kvplane_service.core.tiers.tiers import Filled, Load, Location, Move, Save, TierCounters, Tiers
 
 
@@ -30,22 +30,25 @@ def _copy_tier(tier: Tier) -> list[object]:
     return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent]
 
 
-def copy_counters(tiers: Tiers) -> list[int]:
-    """Return the statistics of the tiers, which decide nothing."""
-    return list(astuple(tiers.counters))
+def copy_counters(tiers: Tiers) -> list[object]:
+    """Return the statistics of the tiers, which decide nothing: of all, then of each one."""
+    of_each = [[tier.hit_tokens, *[use for one in tier.uses for use in astuple(one)[1:]]] for tier in tiers.each]
+    return [list(astuple(tiers.counters)), *of_each]
 
 
-def load_tiers(tiers: Tiers, state: list[Any], counters: list[int]) -> None:
+def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> None:
     """Load the state into tiers that were not used. Raises ValueError if it is that of other tiers."""
     (tiers.last_job, tiers.demand, tiers.demand_now), each, loads, saves, moves, loading = state
     if [tier.num_slots for tier in tiers.each] != [one[0] for one in each]:
         raise ValueError(f"tiers of {[one[0] for one in each]} slots")
-    tiers.counters = TierCounters(*counters)
-    for tier, (_, num_used, free, shadows, recent) in zip(tiers.each, each, strict=True):
-        tier.num_used, tier.free = num_used, list(free)
+    tiers.counters = TierCounters(*counters[0])
+    for tier, (_, num_used, free, shadows, recent), (hits, *uses) in zip(tiers.each, each, counters[1:], strict=True):
+        tier.num_used, tier.free, tier.hit_tokens = num_used, list(free), hits
+        tier.uses = [GroupUse(0, *row) for row in zip(uses[::3], uses[1::3], uses[2::3], strict=True)]
         for keys, rows in ((tier.shadows, shadows), (tier.recent, recent)):
             for key, slot, version in rows:
                 keys[key], tier.key[slot], tier.version[slot] = slot, key, version
+                tier.uses[key[1]].held += 1
     for job, request, serial, num_tokens, after, rows in loads:
         filled = [
             Filled(block, stamp, key, tokens, parent, Location(*source))

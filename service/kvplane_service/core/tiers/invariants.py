@@ -53,12 +53,15 @@ def _faults_of_slots(tier: Tier, written: list[int]) -> Iterator[str]:
 
 
 def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
-    count = 0
+    count, held = 0, [0] * len(tier.uses)
     for piece in pieces(tier.in_order()):
         for key, slot in piece:
+            held[key[1]] += 1
             if tier.key.get(slot) != key or not 0 < tier.version.get(slot, 0) <= last_job:
                 yield f"tier {tier.number}: slot {slot} has another key than the one that leads to it, or no version"
             count += 1
         yield FINE
     if count != len(tier.key) or count != len(tier.version):
         yield f"tier {tier.number}: {count} keys lead to {len(tier.key)} slots"
+    if held != [use.held for use in tier.uses]:
+        yield f"tier {tier.number}: the groups have {held} blocks, counted {[use.held for use in tier.uses]}"

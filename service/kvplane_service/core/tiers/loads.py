@@ -65,6 +65,8 @@ class TierLoads:
         if hit.num_tokens <= device.num_tokens:
             return None
         plan = self._split(hit, hit.num_tokens - device.num_tokens)
+        if not plan.missing:
+            return None  # the look-up needed a block that the hit does not: a job without rows would never end
         if self.is_pinned(plan):
             return plan  # it is deferred
         if len(self._tiers.jobs) >= MAX_JOBS:
@@ -128,6 +130,7 @@ class TierLoads:
         self._tiers.loading[slot] = job
         self._tiers.counters.loads += 1
         self._tiers.counters.loaded_tokens += plan.gained
+        self._tiers.each[max(one.source.tier for one in plan.missing)].hit_tokens += plan.gained
         return job, new, filled
 
     def _fill(self, slot: int, block: int, one: Missing) -> Filled:
@@ -181,6 +184,8 @@ class TierLoads:
         blocks = [row.block for row in load.rows]
         if is_done:
             tiers.counters.loaded += len(blocks)
+            for row in load.rows:
+                tiers.each[row.source.tier].uses[row.key[1]].loaded += 1
             # A request that went back behind its hit may overwrite the blocks, which then get no key.
             if not runs or requests.computed[slot] >= load.num_tokens:
                 self._register(load)

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
+from kvplane.base.groups import Medium, TierSpec
+from kvplane.base.step import CacheEvent, RemoveReason
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.columns import pieces
 from kvplane_service.core.keys import Key
+
+MAX_HASHES = 1000  # per STORED event of all keys
+
+
+@dataclass(slots=True)
+class GroupUse:
+    """Blocks of one group in one tier: `held` now; `stored`, `loaded` and `evicted` since the replica began."""
+
+    held: int = 0
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
 
 
 class Tier:
@@ -16,6 +33,7 @@ class Tier:
 
     Attributes:
         number: index of the tier in the spec.
+        medium: what the tier is called in events.
         num_slots: number of slots.
         recent: slot of each key that is no shadow; the one to evict first is the first.
         shadows: the same, of the shadows.
@@ -25,11 +43,22 @@ class Tier:
         free: slots that were used and are free; the last one is used first.
         num_used: slots from this one on were never used.
         writing: keys that jobs in flight write into slots of this tier.
+        events: keys that were stored or dropped, until `take_events`.
+        uses: by group.
+        hit_tokens: tokens by which loads made hits longer than the device's, where this is the farthest tier that they
+            read.
     """
 
-    def __init__(self, number: int, num_slots: int) -> None:
+    def __init__(self, number: int, spec: TierSpec, block_sizes: Sequence[int], with_events: bool) -> None:
+        """`block_sizes`: tokens of a block of each group. `with_events`: whether changes of keys are reported."""
         self.number = number
-        self.num_slots = num_slots
+        self.medium = Medium[spec.kind.name]
+        self.num_slots = spec.num_blocks
+        self.events = CacheEvents()
+        self.uses = [GroupUse() for _ in block_sizes]
+        self.hit_tokens = 0
+        self._block_sizes = block_sizes
+        self._with_events = with_events
         self.recent: dict[Key, int] = {}
         self.shadows: dict[Key, int] = {}
         self.key: dict[int, Key] = {}
@@ -62,7 +91,7 @@ class Tier:
             victim = next((key for key, slot in self.in_order() if slot not in self.pins), None)
             if victim is None:
                 return None
-            self.drop(victim)
+            self.drop(victim, RemoveReason.EVICTED)
         return self.free.pop()
 
     def store(self, key: Key, slot: int, version: int) -> None:
@@ -70,6 +99,10 @@ class Tier:
         assert self.find(key) is None, f"tier {self.number} has the key in two slots"
         self.recent[key] = slot
         self.key[slot], self.version[slot] = key, version
+        self.uses[key[1]].held += 1
+        self.uses[key[1]].stored += 1
+        if self._with_events:
+            self.events.stored_in_tier(slot, key, self._block_sizes[key[1]], self.medium)
 
     def refresh(self, key: Key) -> None:
         """Make the key the last one to be evicted: it is used, or the device is about to evict it."""
@@ -82,7 +115,7 @@ class Tier:
         if slot is not None:
             self.shadows[key] = slot
 
-    def drop(self, key: Key) -> bool:
+    def drop(self, key: Key, reason: RemoveReason = RemoveReason.DROPPED) -> bool:
         """Forget the key; returns False if the tier does not have it. A pinned slot becomes free with its last pin."""
         slot = self.recent.pop(key, None)
         if slot is None:
@@ -92,6 +125,10 @@ class Tier:
         del self.key[slot], self.version[slot]
         if slot not in self.pins:
             self.free.append(slot)
+        self.uses[key[1]].held -= 1
+        self.uses[key[1]].evicted += reason is RemoveReason.EVICTED
+        if self._with_events:
+            self.events.removed(slot, (key,), reason, self.medium)
         return True
 
     def pin(self, slot: int) -> None:
@@ -110,4 +147,17 @@ class Tier:
     def clear(self) -> None:
         """Forget all keys."""
         for key in [key for key, _ in self.in_order()]:
-            self.drop(key)
+            self.drop(key, RemoveReason.UNVERIFIED)
+
+    def stored_events(self) -> Iterator[CacheEvent]:
+        """Yield STORED events of all keys, of at most `MAX_HASHES` keys each."""
+        for piece in pieces(sorted(self.in_order()) if self._with_events else (), MAX_HASHES):
+            events = CacheEvents()
+            for key, slot in piece:
+                events.stored_in_tier(slot, key, self._block_sizes[key[1]], self.medium)
+            yield from events.runs
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return and clear the events since the last call."""
+        runs, self.events = self.events.runs, CacheEvents()
+        return runs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Orders
+from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
@@ -125,7 +125,8 @@ class Tiers:
     """
 
     def __init__(self, spec: ReplicaSpec, pool: BlockPool) -> None:
-        self.each = tuple(Tier(number, tier.num_blocks) for number, tier in enumerate(spec.tiers))
+        sizes = tuple(group.block_size for group in spec.groups)
+        self.each = tuple(Tier(number, tier, sizes, spec.events) for number, tier in enumerate(spec.tiers))
         self.jobs = Jobs()
         self.counters = TierCounters()
         self.last_job = 0
@@ -186,15 +187,30 @@ class Tiers:
         """Whether the slot has had this version without interruption."""
         return self.each[source.tier].version.get(source.slot) == source.version
 
-    def clear(self) -> None:
-        """Forget all keys."""
+    def clear(self, is_reported: bool = True) -> None:
+        """Forget all keys. `is_reported`: as events; else the event CLEARED covers them."""
         for tier in self.each:
             tier.clear()
+            if not is_reported:
+                tier.take_events()
+
+    def stored_events(self) -> list[CacheEvent]:
+        """Return STORED events of all keys, of at most `MAX_HASHES` keys each."""
+        return [run for tier in self.each for run in tier.stored_events()]
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return and clear the events of all tiers since the last call."""
+        return [run for tier in self.each for run in tier.take_events()]
 
     def drop(self, key: Key) -> None:
         """Forget a key whose content is not trusted any more. Loads of it fail."""
         for tier in self.each:
             tier.drop(key)
+
+    def open_jobs(self) -> dict[str, int]:
+        """Return the number of jobs in flight by kind."""
+        jobs = self.jobs
+        return {"load": len(jobs.loads), "save": len(jobs.saves), "move": len(jobs.moves)}
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -238,6 +254,11 @@ class Tiers:
         for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS):
             setattr(orders, name, [*getattr(orders, name), *getattr(self.orders, name)])
         self.orders = Orders()
+
+    def complete(self, last: PartResult) -> None:
+        """Move what the end of a step ordered, and evicted for that, into the result of its last part."""
+        self.give_orders(last.orders)
+        last.tier_events = [*last.tier_events, *self.take_events()]
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 

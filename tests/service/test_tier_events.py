@@ -1,0 +1,180 @@
+"""Events of tiers: a follower of all events knows what each slot of each tier holds, and takes no copy for a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvplane.base.events import EventBatch
+from kvplane.base.groups import Medium, TierKind, TierSpec
+from kvplane.base.step import Cache, CacheEvent, End, EventKind, RemoveReason
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane_fleet.faults import Faults
+from kvplane_fleet.follow.replica_source import ReplicaSource
+from kvplane_fleet.hits import claims
+from kvplane_fleet.index import Index
+from kvplane_fleet.places import Place
+from kvplane_fleet.publish import wire_events
+from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
+from kvplane_fleet.wire.msgpack import BatchDecoder
+from kvplane_service.core.tiers import behind
+from tests.core.follower import Follower
+from tests.service.hosts import HostWorld, spec_of
+
+HOST, DISK = TierSpec(TierKind.HOST, 30), TierSpec(TierKind.DISK, 60)
+
+
+@pytest.fixture(autouse=True)
+def small_pools(monkeypatch):
+    """A tenth of these pools is a block or two: the whole pool is looked at for what is evicted next."""
+    monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
+
+
+class Served:
+    """A replica with tiers whose movers do each job at once, and a follower of its events."""
+
+    def __init__(self, *tiers: TierSpec) -> None:
+        self.world = HostWorld(spec=spec_of(21, tiers=tiers or (HOST, DISK)))
+        self.engine = self.world.open(incarnation=5)
+        self.follower = Follower()
+        self.subscription = self.world.host.events.subscribe(0, lambda: None)
+        self.events: list[CacheEvent] = []
+        self._jobs: list[int] = []
+
+    def serve(self, fill: int) -> list[int]:
+        """One request of four blocks from beginning to end; returns its tokens."""
+        tokens = [fill] * 64
+        self.step(NewsRow(0, tokens), AdmitRow(0))
+        self.step(FactRow(0, end=End.FREE))
+        return tokens
+
+    def step(self, *rows: Any, **cache: Any) -> None:
+        part = part_of(*rows)
+        done, self._jobs = self._jobs, []
+        part.cache = Cache(jobs_done=done, **cache)
+        result = self.engine.step(part)
+        orders = result.parts[0].orders
+        self._jobs = [*orders.save_job, *orders.move_job]
+        assert not any(event.tier for event in result.parts[0].events)
+        self.look()
+
+    def look(self) -> None:
+        batches = self.subscription.take()
+        self.events += [event for batch in batches for event in batch.events]
+        self.follower.read(batches)
+        self.follower.check(self.world.host.replica.reference(), self.engine.seq)
+
+    def reopen(self, stamps: Any, incarnation: int = 5) -> None:
+        self.engine = self.world.open(incarnation=incarnation, stamp_table=stamps)
+        self._jobs = []
+        self.look()
+
+    @property
+    def stamps(self) -> list[int]:
+        return list(self.world.host.replica.reference().coordinator.pool.stamp)
+
+    def of(self, medium: Medium) -> list[tuple[EventKind, RemoveReason]]:
+        return [(event.kind, event.reason) for event in self.events if event.tier is medium]
+
+
+def test_a_follower_knows_what_each_tier_holds():
+    served = Served()
+    for fill in range(60):
+        served.serve(fill)
+    host, disk = served.of(Medium.HOST), served.of(Medium.DISK)
+    assert (EventKind.STORED, RemoveReason.NONE) in host
+    assert (EventKind.REMOVED, RemoveReason.EVICTED) in host
+    assert (EventKind.STORED, RemoveReason.NONE) in disk
+    assert (EventKind.REMOVED, RemoveReason.EVICTED) in disk
+    assert {event.block_size for event in served.events if event.tier and event.kind is EventKind.STORED} == {16}
+    counted = served.world.host.tally.removals[RemoveReason.EVICTED]
+    device = [event for event in served.events if not event.tier and event.kind is EventKind.REMOVED]
+    assert counted == sum(len(event.hashes) for event in device)  # a copy that is dropped is no eviction
+
+
+def test_a_key_that_is_not_trusted_leaves_the_tiers_too():
+    served = Served()
+    for fill in range(12):
+        served.serve(fill)
+    pool = served.world.host.replica.reference().coordinator.pool
+    saved = {key for tier in served.world.host.replica.tiers.each for key, _ in tier.in_order()}
+    block = next(block for block in range(1, pool.num_blocks) if pool.key_of(block) in saved)
+    served.step(evicted=[block])
+    assert (EventKind.REMOVED, RemoveReason.DROPPED) in served.of(Medium.HOST)
+
+
+def test_a_reset_is_one_event():
+    served = Served()
+    for fill in range(12):
+        served.serve(fill)
+    before = len(served.events)
+    served.step(reset=True)
+    assert [event.kind for event in served.events[before:]] == [EventKind.CLEARED]
+    assert not served.follower.view
+
+
+@pytest.mark.parametrize("shown", ["all", "none", "other pages", "another memory"])
+def test_a_new_life_says_what_the_tiers_keep(shown):
+    served = Served()
+    for fill in range(20):
+        served.serve(fill)
+    stamps = served.stamps
+    match shown:
+        case "all":
+            served.reopen(stamps)
+        case "none":
+            served.reopen(())
+        case "other pages":  # none has a key: the tiers still have theirs
+            served.reopen([0] * len(stamps))
+        case "another memory":
+            served.reopen(stamps, incarnation=6)
+    of_tiers = [entry for entry in served.follower.view if entry.tier]
+    assert bool(of_tiers) is (shown in ("all", "other pages"))
+    for fill in range(20, 40):
+        served.serve(fill)
+
+
+def test_a_router_takes_no_copy_in_a_tier_for_a_page():
+    served = Served()
+    prompts = [served.serve(fill) for fill in range(12)]
+    host = served.world.host
+    place = Place(PlaceSettings("r", service="127.0.0.1:1"), Index())
+    source = ReplicaSource("127.0.0.1:1", "r", place)
+    source._forms = {0: GroupFormat("full_attention", 16, 0)}
+    place.use(host.replica.spec)
+    for batch in host.events.after(0):
+        source._take(EventBatch(batch.seq, batch.epoch, tuple(batch.events)))
+    only_outside = 0
+    for tokens in prompts:
+        assert place.domain is not None
+        (claim,) = claims(place._index, place.domain.keys(tokens), len(tokens), [place.asked()])
+        content = place.content()
+        keys = place.domain.keys(tokens)[:3]
+        hit = host.replica.lookup(host.replica.digests_of(part_of(NewsRow(0, tokens)).news), "", len(tokens))
+        assert claim.tokens == hit.num_tokens
+        only_outside += claim.tokens == 0 and all(key in content[Tier.HOST, 0] for key in keys)
+    assert only_outside
+
+
+@pytest.mark.parametrize(
+    ("medium", "name", "tier"),
+    [(Medium.DEVICE, "GPU", Tier.DEVICE), (Medium.HOST, "CPU", Tier.HOST), (Medium.DISK, "STORAGE", Tier.DISK)],
+)
+def test_events_in_vllm_form_name_the_medium(medium, name, tier):
+    """As vLLM 0.33 writes: MEDIUM_GPU, MEDIUM_CPU and MEDIUM_STORAGE (vllm.distributed.kv_events)."""
+    form = GroupFormat("full_attention", 16, 0)
+    stored = CacheEvent(EventKind.STORED, 0, (b"k" * 16,), (3,), block_size=16, tier=medium)
+    gone = CacheEvent(EventKind.REMOVED, 0, (b"k" * 16,), (3,), tier=medium)
+    sent = [*wire_events(stored, [form], [] if medium else range(16)), *wire_events(gone, [form], ())]
+    assert {one["medium"] for one in sent} == {name}
+    assert sent[0]["block_size"] == (0 if medium else 16)
+    batch = BatchDecoder(Faults()).decode(msgspec.msgpack.encode([1.0, sent, 0]))
+    assert batch is not None
+    first, second = batch.events
+    assert isinstance(first, Stored)
+    assert isinstance(second, Removed)
+    assert (first.tier, second.tier) == (tier, tier)
+    assert first.keys == second.keys
