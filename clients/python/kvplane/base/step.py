@@ -359,7 +359,8 @@ class Blocks:
         return out
 
 
-@dataclass(slots=True)
+@made_when_read
+@dataclass
 class Orders:
     """What each rank does before the launch, in this order: write stamps (version numbers of the pages' contents), zero
     pages, copy pages.
@@ -474,8 +475,7 @@ class PartResult:
     # For the decision log, not sent:
     hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # per row, digests of its tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
-    # Requests in preempted that lost their blocks before the run section, and those of them that were set back before a
-    # state or window they held:
+    # Requests in preempted that lost their blocks before the run section; those set back before a state or window:
     taken_back: int = field(default=0, compare=False)
     went_back: int = field(default=0, compare=False)
     admit_job: MutableSequence[int] = field(default_factory=list)  # u64, default 0: loads the hit; run rows follow it

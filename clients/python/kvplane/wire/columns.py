@@ -111,13 +111,14 @@ def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int
 
 def pack_section(section: object, columns: Columns, where: str) -> dict[str, Any]:
     """Return the non-empty columns of a section as packed bytes, by field name."""
-    values = columns.read(section)
+    given = getattr(section, "__dict__", None)  # of a `made_when_read` section: a column that is missing is empty
+    values = columns.read(section) if given is None else [given.get(column.name) for column in columns.each]
     if not any(values):
         return {}  # as most sections of most steps are
     return {
-        column.name: pack(given, column.code, where, column.name)
-        for column, given in zip(columns.each, values, strict=True)
-        if given
+        column.name: pack(entries, column.code, where, column.name)
+        for column, entries in zip(columns.each, values, strict=True)
+        if entries
     }
 
 

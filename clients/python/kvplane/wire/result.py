@@ -146,14 +146,15 @@ def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
 # As in a step, submessages are passed as dicts, which protobuf does not copy.
 def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
     fields = pack_section(part, _RESULT, where)
+    given = vars(part)  # a field that is missing is empty
     for name in _BLOCK_FIELDS:
-        if blocks := pack_section(getattr(part, name), _BLOCKS, where):
+        if name in given and (blocks := pack_section(given[name], _BLOCKS, where)):
             fields[name] = blocks
-    if orders := pack_section(part.orders, _ORDERS, where):
+    if "orders" in given and (orders := pack_section(part.orders, _ORDERS, where)):
         fields["orders"] = orders
-    if part.last_hash:
+    if given.get("last_hash"):
         fields["last_hash"] = part.last_hash
-    if part.events or part.tier_events:
+    if given.get("events") or given.get("tier_events"):
         fields["events"] = [encode_event(event) for event in (*part.events, *part.tier_events)]
     if part.reset_done:
         fields["reset_done"] = True

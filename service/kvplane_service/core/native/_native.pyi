@@ -18,7 +18,6 @@ def answer_with(
     orders: type[Orders],
     events: type[CacheEvents],
     ints: type[array[int]],
-    of_tiers: tuple[str, ...],
     /,
 ) -> None: ...
 def events(packed: object, /) -> list[tuple[Any, ...]]: ...

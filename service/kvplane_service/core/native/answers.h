@@ -8,7 +8,6 @@ namespace kvplane {
 // The Python types of the objects in answers.
 struct Answers {
     PyObject *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr, *packed_ints = nullptr;
-    PyObject* of_tiers = nullptr;  // names of the columns of orders that a core without tiers leaves empty
 };
 inline Answers answers;
 
@@ -26,16 +25,12 @@ PyObject* ColumnToPy(const std::vector<T>& column) {
     return NotNull(PyObject_CallFunctionObjArgs(answers.packed_ints, code, bytes.get(), nullptr));
 }
 
-// Sets a slot of a new object. Takes over the reference.
-inline void SetSlot(PyObject* object, PyObject* name, PyObject* value) {
+// Sets an attribute of a new object, without the checks of its class. Takes over the reference.
+inline void SetAttribute(PyObject* object, PyObject* name, PyObject* value) {
     const Owned owned(value);
-    Check(PyObject_SetAttr(object, name, value) == 0);
+    Check(PyObject_GenericSetAttr(object, name, value) == 0);
 }
-#define SLOT(object, name, value)                                            \
-    SetSlot(object, [] {                                                     \
-        static PyObject* const interned = PyUnicode_InternFromString(#name); \
-        return interned;                                                     \
-    }(), value)
+#define SLOT(object, name, value) SetAttribute(object, NAME(#name), value)
 
 inline PyObject* NewObject(PyObject* type) {
     return NotNull(PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr));
@@ -50,17 +45,22 @@ inline PyObject* ToPy(const BlockLists& lists) {
     return blocks;
 }
 
+// Sets a column that has entries. One that is not set has none (`kvplane.base.when_read`).
+template <typename Stored, typename T>
+void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
+    if (!column.empty()) SetAttribute(object, name, ColumnToPy<Stored>(column));
+}
+#define ENTRIES(object, from, name) SetColumn<uint32_t>(object, NAME(#name), (from).name)
+
 inline PyObject* ToPy(const Orders& orders) {
     PyObject* made = NewObject(answers.orders);
-    SLOT(made, stamp_block, ColumnToPy<uint32_t>(orders.stamp_block));
-    SLOT(made, stamp, ColumnToPy<uint64_t>(orders.stamp));
-    SLOT(made, copy_src, ColumnToPy<uint32_t>(orders.copy_src));
-    SLOT(made, copy_dst, ColumnToPy<uint32_t>(orders.copy_dst));
-    SLOT(made, copy_group, ColumnToPy<uint32_t>(orders.copy_group));
-    SLOT(made, zero_block, ColumnToPy<uint32_t>(orders.zero_block));
-    SLOT(made, zero_group, ColumnToPy<uint32_t>(orders.zero_group));
-    for (Py_ssize_t at = 0, count = PyTuple_Size(answers.of_tiers); at < count; ++at)
-        SetSlot(made, PyTuple_GetItem(answers.of_tiers, at), PyList_New(0));
+    ENTRIES(made, orders, stamp_block);
+    SetColumn<uint64_t>(made, NAME("stamp"), orders.stamp);
+    ENTRIES(made, orders, copy_src);
+    ENTRIES(made, orders, copy_dst);
+    ENTRIES(made, orders, copy_group);
+    ENTRIES(made, orders, zero_block);
+    ENTRIES(made, orders, zero_group);
     return made;
 }
 
@@ -101,23 +101,23 @@ inline PyObject* EventsToPy(CacheEvents events) {
     return Capsule(std::make_unique<CacheEvents>(std::move(events)), kEvents, DestroyEvents);
 }
 
-// Takes the events out of the result. Slots that are not set stand for no entries.
+// Takes the events out of the result.
 inline PyObject* ToPy(PartResult& result) {
     PyObject* part = NewObject(answers.part);
-    SLOT(part, granted, ColumnToPy<uint32_t>(result.granted));
-    SLOT(part, preempted, ToPy(result.preempted));
-    SLOT(part, admit_status, ColumnToPy<uint32_t>(result.admit_status));
-    SLOT(part, admit_hit, ColumnToPy<uint32_t>(result.admit_hit));
-    SLOT(part, admit_granted, ColumnToPy<uint32_t>(result.admit_granted));
-    SLOT(part, admit_single_group_hit, ColumnToPy<uint32_t>(result.admit_single_group_hit));
-    SLOT(part, admit_load_after, ColumnToPy<uint64_t>(result.admit_load_after));
-    SLOT(part, peek_hit, ColumnToPy<uint32_t>(result.peek_hit));
-    SLOT(part, peek_single_group_hit, ColumnToPy<uint32_t>(result.peek_single_group_hit));
-    SLOT(part, num_hashes, ColumnToPy<uint32_t>(result.num_hashes));
-    SLOT(part, reset_done, PyBool_FromLong(result.reset_done));
+    ENTRIES(part, result, granted);
+    if (!result.preempted.empty()) SLOT(part, preempted, ToPy(result.preempted));
+    ENTRIES(part, result, admit_status);
+    ENTRIES(part, result, admit_hit);
+    ENTRIES(part, result, admit_granted);
+    ENTRIES(part, result, admit_single_group_hit);
+    SetColumn<uint64_t>(part, NAME("admit_load_after"), result.admit_load_after);
+    ENTRIES(part, result, peek_hit);
+    ENTRIES(part, result, peek_single_group_hit);
+    ENTRIES(part, result, num_hashes);
+    if (result.reset_done) SLOT(part, reset_done, Py_NewRef(Py_True));
     SLOT(part, free_blocks, ToPy(result.free_blocks));
-    SLOT(part, taken_back, ToPy(result.taken_back));
-    SLOT(part, went_back, ToPy(result.went_back));
+    if (result.taken_back) SLOT(part, taken_back, ToPy(result.taken_back));
+    if (result.went_back) SLOT(part, went_back, ToPy(result.went_back));
     if (!result.last_hash.empty()) SLOT(part, last_hash, ToPy(result.last_hash));
     if (!result.new_blocks.row.empty()) SLOT(part, new_blocks, ToPy(result.new_blocks));
     if (!result.tables.row.empty()) SLOT(part, tables, ToPy(result.tables));

@@ -39,6 +39,13 @@ inline void Check(bool holds) {
     if (!holds) Owned::Fail();
 }
 
+// The Python string of a literal, which is made once.
+#define NAME(literal)                                                          \
+    [] {                                                                       \
+        static PyObject* const interned = PyUnicode_InternFromString(literal); \
+        return interned;                                                       \
+    }()
+
 // An object that Python has made; there is none when it is out of memory.
 inline PyObject* NotNull(PyObject* object) {
     if (object == nullptr) throw Raised();
@@ -398,10 +405,11 @@ inline void ReadColumn(PyObject* object, Column* column) {
     column->clear();
     if (PyList_Check(object)) {
         const Py_ssize_t count = PyList_Size(object);
+        if (count == 0) return;
         column->resize(static_cast<size_t>(count));
         for (Py_ssize_t at = 0; at < count; ++at)
             (*column)[static_cast<size_t>(at)] = PyLong_AsLongLong(PyList_GetItem(object, at));
-        if (count && PyErr_Occurred()) Owned::Fail();
+        if (PyErr_Occurred()) Owned::Fail();
     } else if (!ReadBuffer(object, column)) {
         FromPy(object, column);
     }

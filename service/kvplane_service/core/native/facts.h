@@ -19,6 +19,7 @@ class FactApplier {
         for (const Int count : counts) total += count;
         const size_t digest_size = total ? hashes.size / static_cast<size_t>(total) : 0;
         const uint8_t* at = hashes.data;
+        if (facts.OnlyAppend() && !part.with_hashes) return AppendAll(facts, counts, at, digest_size);
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             const Int slot = facts.slot[row];
             const Int computed = Entry(facts.computed, row, kUnchanged), end = Entry(facts.end, row, kEndNone);
@@ -60,6 +61,18 @@ class FactApplier {
     }
 
   private:
+    // Applies rows that only append tokens and hashes.
+    void AppendAll(const Facts& facts, const Column& counts, const uint8_t* at, size_t digest_size) {
+        Int* const num_tokens = requests_.num_tokens.data();
+        for (size_t row = 0; row < facts.appended.size(); ++row) num_tokens[facts.slot[row]] += facts.appended[row];
+        for (size_t row = 0; row < counts.size(); ++row) {
+            const size_t given = static_cast<size_t>(counts[row]) * digest_size;
+            if (given == 0) continue;
+            AddDigests(facts.slot[row], at, given, digest_size);
+            at += given;
+        }
+    }
+
     static void Append(const Column& slots, Column* into) { into->insert(into->end(), slots.begin(), slots.end()); }
 
     void Correct(Int slot, Int computed, Int end, Int seq, PartResult* result) {

@@ -71,19 +71,37 @@ class InFlightTracker {
 
     // -- notes -------------------------------------------------------------------------------------------------------
 
-    void NoteGrant(Int slot, Int num_tokens, Int seq) { NoteGrant(slot, num_tokens, seq, &grants[seq]); }
+    void NoteGrant(Int slot, Int num_tokens, Int seq) {
+        if (!requests_.not_zeroed.empty()) EndLoads({slot});
+        requests_.in_flight[slot] += num_tokens;
+        requests_.granted_step[slot] = seq;
+        grants[seq].push_back({StayOf(slot), num_tokens});
+        counters_.granted_tokens += num_tokens;
+    }
 
     // Notes the rows of a step that got tokens.
     void NoteGrants(const Column& slots, const Column& num_tokens, Int seq) {
-        Grants* of_step = nullptr;
-        for (size_t row = 0; row < slots.size(); ++row) {
-            if (num_tokens[row] == 0) continue;
-            if (of_step == nullptr) {
-                of_step = &grants[seq];
-                of_step->reserve(of_step->size() + slots.size());
+        if (std::all_of(num_tokens.begin(), num_tokens.end(), [](Int one) { return one == 0; })) return;
+        if (!requests_.not_zeroed.empty()) {
+            for (size_t row = 0; row < slots.size(); ++row) {
+                if (num_tokens[row]) EndLoads({slots[row]});
             }
-            NoteGrant(slots[row], num_tokens[row], seq, of_step);
         }
+        Grants& of_step = grants[seq];
+        const size_t before = of_step.size();
+        of_step.resize(before + slots.size());
+        Grant* next = of_step.data() + before;
+        Int *const in_flight = requests_.in_flight.data(), *const granted_step = requests_.granted_step.data();
+        const Int* const serial = requests_.serial.data();
+        for (size_t row = 0; row < slots.size(); ++row) {
+            const Int slot = slots[row], tokens = num_tokens[row];
+            if (tokens == 0) continue;
+            in_flight[slot] += tokens;
+            granted_step[slot] = seq;
+            counters_.granted_tokens += tokens;
+            *next++ = {{slot, serial[slot]}, tokens};
+        }
+        of_step.resize(static_cast<size_t>(next - of_step.data()));
     }
 
     // How many rows of this step got tokens so far, and the sum of these tokens; rows preempted since do not count.
@@ -316,14 +334,6 @@ class InFlightTracker {
     ByStep<BlockList> filling;                            // blocks that are loaded before the launch
 
   private:
-    void NoteGrant(Int slot, Int num_tokens, Int seq, Grants* of_step) {
-        if (!requests_.not_zeroed.empty()) EndLoads({slot});
-        requests_.in_flight[slot] += num_tokens;
-        requests_.granted_step[slot] = seq;
-        of_step->push_back({StayOf(slot), num_tokens});
-        counters_.granted_tokens += num_tokens;
-    }
-
     Stay StayOf(Int slot) const { return {slot, requests_.serial[slot]}; }
     bool Runs(const Stay& stay) const {
         return requests_.running[stay.first] && requests_.serial[stay.first] == stay.second;

@@ -127,7 +127,7 @@ PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
 PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         PyObject** const types[] = {&answers.part, &answers.blocks, &answers.orders, &answers.events,
-                                    &answers.packed_ints, &answers.of_tiers};
+                                    &answers.packed_ints};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;

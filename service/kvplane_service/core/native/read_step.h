@@ -5,12 +5,8 @@
 
 namespace kvplane {
 
-// An attribute of a Python object. `name` is a literal; its Python string is made once.
-#define ATTRIBUTE(object, name)                                             \
-    Owned(PyObject_GetAttr(object, [] {                                     \
-        static PyObject* const interned = PyUnicode_InternFromString(name); \
-        return interned;                                                    \
-    }()))
+// An attribute of a Python object.
+#define ATTRIBUTE(object, name) Owned(PyObject_GetAttr(object, NAME(name)))
 #define COLUMN(object, section, field) ReadColumn(ATTRIBUTE(object, #field).get(), &(section).field)
 
 inline bool IsTrue(PyObject* object) {
@@ -119,21 +115,47 @@ inline void ReadAdmit(PyObject* object, Admit* admit) {
     admit->only_if_no_preemption = IsTrue(ATTRIBUTE(object, "only_if_no_preemption").get());
 }
 
-inline void ReadPart(PyObject* object, Part* part) {
-    ReadFacts(ATTRIBUTE(object, "facts").get(), &part->facts);
-    ReadCache(ATTRIBUTE(object, "cache").get(), &part->cache);
-    ReadNews(ATTRIBUTE(object, "news").get(), &part->news);
-    ReadRun(ATTRIBUTE(object, "run").get(), &part->run);
-    ReadAdmit(ATTRIBUTE(object, "admit").get(), &part->admit);
-    const Owned peek = ATTRIBUTE(object, "peek"), budget = ATTRIBUTE(object, "budget");
-    COLUMN(peek.get(), part->peek, slot);
-    COLUMN(peek.get(), part->peek, limit);
-    part->peek.with_blocks = IsTrue(ATTRIBUTE(peek.get(), "with_blocks").get());
-    part->budget.tokens = Number(ATTRIBUTE(budget.get(), "tokens").get());
-    part->budget.input = Number(ATTRIBUTE(budget.get(), "input").get());
-    part->budget.overhead = Number(ATTRIBUTE(budget.get(), "overhead").get());
-    part->with_hashes = IsTrue(ATTRIBUTE(object, "with_hashes").get());
-    part->with_tables = IsTrue(ATTRIBUTE(object, "with_tables").get());
+inline void ReadPeek(PyObject* object, Peek* peek) {
+    COLUMN(object, *peek, slot);
+    COLUMN(object, *peek, limit);
+    peek->with_blocks = IsTrue(ATTRIBUTE(object, "with_blocks").get());
+}
+
+inline void ReadBudget(PyObject* object, Budget* budget) {
+    budget->tokens = Number(ATTRIBUTE(object, "tokens").get());
+    budget->input = Number(ATTRIBUTE(object, "input").get());
+    budget->overhead = Number(ATTRIBUTE(object, "overhead").get());
+}
+
+// Reads a field of a part. One that the part lacks has its default (`kvplane.base.when_read`), and is not made.
+template <typename T, typename Read>
+void ReadField(const Owned& fields, PyObject* name, T* value, Read&& read) {
+    PyObject* found = PyDict_GetItemWithError(fields.get(), name);
+    if (found != nullptr) {
+        const Owned field(Py_NewRef(found));
+        read(field.get(), value);
+    } else {
+        Check(PyErr_Occurred() == nullptr);
+        *value = T();
+    }
+}
+#define FIELD(fields, section, name, read) ReadField(fields, NAME(#name), &(section).name, read)
+
+inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
+    const Owned fields(PyObject_GenericGetDict(object, nullptr));
+    const auto read_flag = [](PyObject* field, bool* flag) { *flag = IsTrue(field); };
+    FIELD(fields, *part, facts, ReadFacts);
+    FIELD(fields, *part, cache, ReadCache);
+    FIELD(fields, *part, news, ReadNews);
+    FIELD(fields, *part, run, ReadRun);
+    FIELD(fields, *part, admit, ReadAdmit);
+    FIELD(fields, *part, peek, ReadPeek);
+    FIELD(fields, *part, budget, ReadBudget);
+    FIELD(fields, *part, with_hashes, read_flag);
+    FIELD(fields, *part, with_tables, read_flag);
+    bool resumed = false;
+    ReadField(fields, NAME("resume"), &resumed, [](PyObject* field, bool* flag) { *flag = field != Py_None; });
+    *resumes |= resumed;
     part->facts_made.given = part->news_made.given = false;
 }
 
@@ -145,10 +167,7 @@ inline void ReadStep(PyObject* object, Step* step, bool* resumes) {
     const Owned parts = ATTRIBUTE(object, "parts");
     step->parts.resize(static_cast<size_t>(Count(parts.get())));
     size_t number = 0;
-    ForEach(parts.get(), [&](PyObject* part) {
-        *resumes |= ATTRIBUTE(part, "resume").get() != Py_None;
-        ReadPart(part, &step->parts[number++]);
-    });
+    ForEach(parts.get(), [&](PyObject* part) { ReadPart(part, &step->parts[number++], resumes); });
 }
 
 }  // namespace kvplane

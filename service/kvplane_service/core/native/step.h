@@ -15,9 +15,9 @@ struct Facts {
     Int num_tokens = 0;  // ids in the column `tokens`
     bool tokens_fit = true;
     Hashes hashes;
-    bool IsEmpty() const {
-        return slot.empty() && computed.empty() && appended.empty() && num_hashes.empty() && commit.empty() &&
-               end.empty() && fence.empty() && release_skipped.empty() && num_tokens == 0 && hashes.size == 0;
+    // Whether the rows do nothing but append tokens and hashes.
+    bool OnlyAppend() const {
+        return computed.empty() && commit.empty() && end.empty() && fence.empty() && release_skipped.empty();
     }
 };
 

@@ -69,9 +69,12 @@ class StepApplier {
         const std::set<Int> cannot_run = tracker_.CannotRun(seq_);
         bool limited = !rows.reserved.empty();
         for (const Int flags : rows.flags) limited |= (flags & kFullFit) != 0;
+        const bool plain = cannot_run.empty() && !limited && rows.extra.empty() && rows.cap.empty() &&
+                           rows.flags.empty() && rows.lookahead.empty();
         Int room = Room();
         for (size_t row = 0; row < rows.slot.size(); ++row) {
-            if (room <= 0) break;
+            if (plain) row = ApplyQuietRows(row, &room);
+            if (room <= 0 || row == rows.slot.size()) break;
             const Int slot = rows.slot[row];
             if (!requests_.running[slot] || (!cannot_run.empty() && cannot_run.contains(slot))) continue;
             const Int computed = requests_.computed[slot], wanted = WantedOf(row, room);
@@ -110,6 +113,26 @@ class StepApplier {
     Int unaligned_chunks = 0, starved_chunks = 0;
 
   private:
+    // Grants one token to each row from `row` on that asks for one and touches no block; returns the first other row.
+    size_t ApplyQuietRows(size_t row, Int* room) {
+        const Column& slots = rows_->slot;
+        const Int *const known = requests_.num_tokens.data(), *const quiet_until = requests_.fast_path_until.data();
+        Int *const computed = requests_.computed.data(), *const granted = result_.granted.data();
+        const uint8_t* const running = requests_.running.data();
+        const Int spent = 1 + overhead_, longest = blocks_.spec.max_model_len;
+        const Int most = std::max<Int>(std::min(tokens_left_, CeilDiv(input_left_, spent)), 0);
+        const size_t first = row, end = first + std::min(static_cast<size_t>(most), slots.size() - first);
+        for (; row < end; ++row) {
+            const Int slot = slots[row], next = computed[slot] + 1;
+            if (!running[slot] || known[slot] != next || next > quiet_until[slot] || next > longest) break;
+            granted[row] = 1;
+            computed[slot] = next;
+        }
+        const auto count = static_cast<Int>(row - first);
+        *room = Spend(count, count);
+        return row;
+    }
+
     // How many tokens a run row can get at most, free blocks aside.
     Int WantedOf(size_t row, Int room) {
         const Run& rows = *rows_;
@@ -151,9 +174,9 @@ class StepApplier {
 
     Int Room() const { return std::min(tokens_left_, input_left_); }
 
-    Int Spend(Int num_tokens) {
+    Int Spend(Int num_tokens, Int num_rows = 1) {
         tokens_left_ -= num_tokens;
-        input_left_ -= num_tokens + overhead_;
+        input_left_ -= num_tokens + num_rows * overhead_;
         return Room();
     }
 

@@ -105,11 +105,8 @@ class StepValidator {
         if (facts.num_tokens && (facts.num_tokens != sum || !facts.tokens_fit)) return false;
         size_t size = 0;
         if (!DigestSize(facts.hashes, facts.num_hashes, &size)) return false;
-        if (IsPlain(facts, has_drafts) && Distinct(facts.slot)) {
-            for (size_t row = 0; row < facts.slot.size(); ++row) {
-                if (!AcceptsPlainRow(facts, row, size)) return false;
-            }
-            return true;
+        if (IsPlain(facts, has_drafts) && AllLiveAndDistinct(facts.slot)) {
+            return AcceptsAppended(facts) && AcceptsHashes(facts, size);
         }
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             if (!AcceptsFactsRow(facts, row, size, seq)) return false;
@@ -120,23 +117,36 @@ class StepValidator {
     // Whether the rows only append tokens and hashes, and no row or section behind them depends on how many: they can
     // be checked against the requests. Most rows of most steps are such.
     bool IsPlain(const Facts& facts, bool has_drafts) const {
-        const Column* const others[] = {&facts.computed, &facts.commit, &facts.end, &facts.fence,
-                                        &facts.release_skipped};
-        return num_parts_ == 1 && (states_for_drafts_ < 0 || !has_drafts) && requests_.AreLive(facts.slot) &&
-               std::all_of(std::begin(others), std::end(others), [](const Column* one) { return one->empty(); });
+        return num_parts_ == 1 && (states_for_drafts_ < 0 || !has_drafts) && facts.OnlyAppend();
     }
 
-    bool AcceptsPlainRow(const Facts& facts, size_t row, size_t size) const {
-        const Int slot = facts.slot[row], appended = Entry(facts.appended, row, 0);
-        if (!Within(appended, 0, requests_.limit[slot] - requests_.num_tokens[slot]) || requests_.held[slot])
-            return false;
-        const bool by_service = requests_.by_service[slot] != 0;
-        if (appended && by_service != (facts.num_tokens > 0)) return false;
-        const Int count = Entry(facts.num_hashes, row, 0);
-        if (count == 0) return true;
-        const Digests& known = requests_.content[slot];
-        return !by_service && (known.size == 0 || known.size == size) &&
-               known.count() + count <= (requests_.num_tokens[slot] + appended) / spec_.hash_block_size;
+    // The columns of tokens of rows that only append.
+    bool AcceptsAppended(const Facts& facts) const {
+        const Int *const limit = requests_.limit.data(), *const num_tokens = requests_.num_tokens.data();
+        const uint8_t *const held = requests_.held.data(), *const by_service = requests_.by_service.data();
+        const uint8_t has_tokens = facts.num_tokens > 0;
+        bool accepts = true;
+        for (const Int slot : facts.slot) accepts &= !held[slot];
+        for (size_t row = 0; row < facts.appended.size(); ++row) {
+            const Int slot = facts.slot[row], appended = facts.appended[row];
+            accepts &= appended >= 0 && appended <= limit[slot] - num_tokens[slot] &&
+                       (appended == 0 || by_service[slot] == has_tokens);
+        }
+        return accepts;
+    }
+
+    // The columns of hashes of rows that only append.
+    bool AcceptsHashes(const Facts& facts, size_t size) const {
+        for (size_t row = 0; row < facts.num_hashes.size(); ++row) {
+            const Int count = facts.num_hashes[row], slot = facts.slot[row];
+            if (count == 0) continue;
+            const Digests& known = requests_.content[slot];
+            const Int num_tokens = requests_.num_tokens[slot] + Entry(facts.appended, row, 0);
+            if (requests_.by_service[slot] || (known.size != 0 && known.size != size) ||
+                known.count() + count > num_tokens / spec_.hash_block_size)
+                return false;
+        }
+        return true;
     }
 
     bool AcceptsFactsRow(const Facts& facts, size_t row, size_t size, Int seq) {
@@ -227,18 +237,24 @@ class StepValidator {
         return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
     }
 
-    bool Distinct(const Column& slots) {
-        bool distinct = true;
-        for (const Int slot : slots) distinct &= !std::exchange(seen_[static_cast<size_t>(slot)], 1);
-        for (const Int slot : slots) seen_[static_cast<size_t>(slot)] = 0;
-        return distinct;
+    bool AllLiveAndDistinct(const Column& slots) {
+        const uint8_t* const live = requests_.live.data();
+        const auto size = static_cast<uint64_t>(slots_.empty() ? requests_.size() : kMaxSlots);
+        const uint64_t mark = ++mark_;
+        bool fits = true;
+        for (const Int slot : slots) {
+            if (static_cast<uint64_t>(slot) >= size) return false;
+            fits &= (slots_.empty() ? live[slot] != 0 : IsLive(slot)) &&
+                    std::exchange(seen_[static_cast<size_t>(slot)], mark) != mark;
+        }
+        return fits;
     }
 
     bool AcceptsRun(const Run& run) {
         for (const Column* column : {&run.extra, &run.cap, &run.lookahead, &run.in_flight, &run.flags, &run.reserved}) {
             if (!Fits(*column, run.slot)) return false;
         }
-        if (!AllLive(run.slot) || !Distinct(run.slot) || !AllLive(run.victims)) return false;
+        if (!AllLiveAndDistinct(run.slot) || !AllLive(run.victims)) return false;
         if (!requests_.loading.empty()) {
             if (!std::all_of(run.slot.begin(), run.slot.end(), [&](Int slot) { return LoadHasStarted(slot); }))
                 return false;
@@ -278,7 +294,7 @@ class StepValidator {
             if (!Fits(*column, admit.slot)) return false;
         }
         if (!admit.skip_zero_groups.empty() && admit.skip_zero_groups.size() != admit.slot.size()) return false;
-        if (!AllLive(admit.slot) || !Distinct(admit.slot)) return false;
+        if (!AllLiveAndDistinct(admit.slot)) return false;
         const bool fits = Within(admit.extra, -kMaxTokens, kMaxTokens) && Within(admit.cap, 0, kUnlimited) &&
                           Within(admit.lookahead, 0, kMaxLookahead) && Within(admit.external, 0, spec_.max_model_len) &&
                           Within(admit.encoder_tokens, 0, kMaxTokens) &&
@@ -314,7 +330,8 @@ class StepValidator {
     std::vector<uint32_t> number_;             // by slot: 1 + its index in slots_, 0 = none
     Slot no_slot_;
     std::set<Int> asked_to_load_, loads_over_;  // slots of this message
-    std::vector<uint8_t> seen_;
+    std::vector<uint64_t> seen_;  // by slot: the value of mark_ when the slot was last named
+    uint64_t mark_ = 0;
     std::unordered_map<Int, Int> computed_;  // by slot, the computed tokens that facts set; only with states
     Int states_for_drafts_ = -1;             // how many drafts can be rejected without losing a state; -1: no states
     size_t num_parts_ = 0;

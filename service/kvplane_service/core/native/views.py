@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, overload
 
 from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import (
-    LOAD_COLUMNS,
-    MOVE_COLUMNS,
-    SAVE_COLUMNS,
     Blocks,
     CacheEvent,
     EventKind,
@@ -90,17 +87,7 @@ class NativeGroup:
 
 
 class NativePart(PartResult):
-    """The answer to a part, of which blocks, orders and events without entries are made when they are read."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> object:
-        factory = _WITHOUT_ENTRIES.get(name)
-        if factory is None:
-            raise AttributeError(name)
-        value = factory()
-        setattr(self, name, value)
-        return value
+    """The answer to a part. Its blocks, orders, events and columns without entries are made when they are read."""
 
     def __eq__(self, other: object) -> bool:
         """Return whether another answer, by any core, is the same."""
@@ -125,11 +112,7 @@ class NativeEvents(CacheEvents):
         return self.runs
 
 
-_WITHOUT_ENTRIES: dict[str, Callable[[], Any]] = {
-    one.name: one.default_factory for one in fields(PartResult) if one.default_factory is not MISSING
-}
-_WITHOUT_ENTRIES["events"] = CacheEvents
-_native.answer_with(NativePart, Blocks, Orders, NativeEvents, PackedInts, (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS))
+_native.answer_with(NativePart, Blocks, Orders, NativeEvents, PackedInts)
 
 
 def _event(values: tuple[Any, ...]) -> CacheEvent:
