@@ -31,7 +31,7 @@ from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import AUTO, Choice, choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
-from kvplane_worker.tiers import TierOptions, start_movers
+from kvplane_worker.tiers import TierOptions, start_movers, use_of
 
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.05  # poll interval of a leaving worker: has the engine exited?
@@ -321,13 +321,14 @@ class WorkerProcess:
         to its stamp table.
         """
         assert self._served is not None
-        info, memory = self._served.info, self._served.memory
+        info, memory, movers = self._served.info, self._served.memory, self._served.movers
         self._info = self._served.info = replace(
             info,
             state=state or info.state,
             incarnation=incarnation or info.incarnation,
             plan_digest=digest or info.plan_digest,
             owner_epoch=memory.stamps.owner_epoch if memory is not None else 0,
+            tiers=tuple(use_of(tier) for tier in movers.tiers) if movers is not None else (),
         )
 
     def _deregister(self, worker_id: int) -> None:

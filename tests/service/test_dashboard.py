@@ -23,6 +23,7 @@ from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
 from tests.router.fleets import Scene, tokens
+from tests.service import tiered
 from tests.service.hosts import Engine, spec_of
 from tests.service.monitoring import (
     FILES,
@@ -86,9 +87,10 @@ def routed(small_pools) -> Series:
 
 @pytest.fixture(scope="module")
 def server(small_pools, routed, tmp_path_factory):
-    """Prometheus on the metrics of a demo run whose pools are a little too small, and of a router."""
+    """Prometheus on the metrics of a demo run whose pools are a little too small, of tiers, and of a router."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with prometheus(folder, backfill({**small_pools, **routed}, folder)) as server:
+    of_tiers = {name: values for name, values in tiered.busy_tiers().items() if "_tier_" in name}
+    with prometheus(folder, backfill({**small_pools, **of_tiers, **routed}, folder)) as server:
         yield server
 
 
@@ -311,6 +313,10 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneStateBroken": broken_state,
     "KvplaneStoreBehind": store_away,
     "KvplaneLoopHeld": held_loop,
+    "KvplaneTierDamaged": tiered.damaged_slots,
+    "KvplaneTierSuspended": tiered.failing_disk,
+    "KvplaneTierSavesLost": tiered.lost_saves,
+    "KvplaneTierLoadsFail": tiered.failing_loads,
 }
 
 
@@ -367,9 +373,13 @@ def expected_alert(rule: Alert) -> Alert:
     labels = {"severity": rule["labels"]["severity"]}
     if "by (replica" in rule["expr"]:
         labels["replica"] = "r"
+    if "by (replica, rank, tier)" in rule["expr"]:
+        labels |= {"rank": "0", "tier": "disk" if rule["alert"] == "KvplaneTierSuspended" else "host"}
     if rule["alert"] == "KvplaneDown":
         labels["job"] = "kvplane"
-    annotations = {name: text.replace("{{ $labels.replica }}", "r") for name, text in rule["annotations"].items()}
+    annotations = dict(rule["annotations"])
+    for label, value in labels.items():
+        annotations = {name: text.replace(f"{{{{ $labels.{label} }}}}", value) for name, text in annotations.items()}
     return {"exp_labels": labels, "exp_annotations": annotations}
 
 

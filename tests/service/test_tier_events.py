@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
 from kvplane.base.events import EventBatch
-from kvplane.base.groups import Medium, TierKind, TierSpec
-from kvplane.base.step import Cache, CacheEvent, End, EventKind, RemoveReason
-from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.base.groups import Medium
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane.session.rows import NewsRow, part_of
 from kvplane_fleet.faults import Faults
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.hits import claims
@@ -21,63 +19,13 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.tiers import behind
-from tests.core.follower import Follower
-from tests.service.hosts import HostWorld, spec_of
-
-HOST, DISK = TierSpec(TierKind.HOST, 30), TierSpec(TierKind.DISK, 60)
+from tests.service.tiered import Served
 
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
     """A tenth of these pools is a block or two: the whole pool is looked at for what is evicted next."""
     monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
-
-
-class Served:
-    """A replica with tiers whose movers do each job at once, and a follower of its events."""
-
-    def __init__(self, *tiers: TierSpec) -> None:
-        self.world = HostWorld(spec=spec_of(21, tiers=tiers or (HOST, DISK)))
-        self.engine = self.world.open(incarnation=5)
-        self.follower = Follower()
-        self.subscription = self.world.host.events.subscribe(0, lambda: None)
-        self.events: list[CacheEvent] = []
-        self._jobs: list[int] = []
-
-    def serve(self, fill: int) -> list[int]:
-        """One request of four blocks from beginning to end; returns its tokens."""
-        tokens = [fill] * 64
-        self.step(NewsRow(0, tokens), AdmitRow(0))
-        self.step(FactRow(0, end=End.FREE))
-        return tokens
-
-    def step(self, *rows: Any, **cache: Any) -> None:
-        part = part_of(*rows)
-        done, self._jobs = self._jobs, []
-        part.cache = Cache(jobs_done=done, **cache)
-        result = self.engine.step(part)
-        orders = result.parts[0].orders
-        self._jobs = [*orders.save_job, *orders.move_job]
-        assert not any(event.tier for event in result.parts[0].events)
-        self.look()
-
-    def look(self) -> None:
-        batches = self.subscription.take()
-        self.events += [event for batch in batches for event in batch.events]
-        self.follower.read(batches)
-        self.follower.check(self.world.host.replica.reference(), self.engine.seq)
-
-    def reopen(self, stamps: Any, incarnation: int = 5) -> None:
-        self.engine = self.world.open(incarnation=incarnation, stamp_table=stamps)
-        self._jobs = []
-        self.look()
-
-    @property
-    def stamps(self) -> list[int]:
-        return list(self.world.host.replica.reference().coordinator.pool.stamp)
-
-    def of(self, medium: Medium) -> list[tuple[EventKind, RemoveReason]]:
-        return [(event.kind, event.reason) for event in self.events if event.tier is medium]
 
 
 def test_a_follower_knows_what_each_tier_holds():
@@ -90,7 +38,7 @@ def test_a_follower_knows_what_each_tier_holds():
     assert (EventKind.STORED, RemoveReason.NONE) in disk
     assert (EventKind.REMOVED, RemoveReason.EVICTED) in disk
     assert {event.block_size for event in served.events if event.tier and event.kind is EventKind.STORED} == {16}
-    counted = served.world.host.tally.removals[RemoveReason.EVICTED]
+    counted = served.host.tally.removals[RemoveReason.EVICTED]
     device = [event for event in served.events if not event.tier and event.kind is EventKind.REMOVED]
     assert counted == sum(len(event.hashes) for event in device)  # a copy that is dropped is no eviction
 
@@ -99,8 +47,8 @@ def test_a_key_that_is_not_trusted_leaves_the_tiers_too():
     served = Served()
     for fill in range(12):
         served.serve(fill)
-    pool = served.world.host.replica.reference().coordinator.pool
-    saved = {key for tier in served.world.host.replica.tiers.each for key, _ in tier.in_order()}
+    pool = served.host.replica.reference().coordinator.pool
+    saved = {key for tier in served.host.replica.tiers.each for key, _ in tier.in_order()}
     block = next(block for block in range(1, pool.num_blocks) if pool.key_of(block) in saved)
     served.step(evicted=[block])
     assert (EventKind.REMOVED, RemoveReason.DROPPED) in served.of(Medium.HOST)
@@ -140,7 +88,7 @@ def test_a_new_life_says_what_the_tiers_keep(shown):
 def test_a_router_takes_no_copy_in_a_tier_for_a_page():
     served = Served()
     prompts = [served.serve(fill) for fill in range(12)]
-    host = served.world.host
+    host = served.host
     place = Place(PlaceSettings("r", service="127.0.0.1:1"), Index())
     source = ReplicaSource("127.0.0.1:1", "r", place)
     source._forms = {0: GroupFormat("full_attention", 16, 0)}

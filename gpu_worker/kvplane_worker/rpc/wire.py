@@ -8,12 +8,11 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
-from kvplane.v1.replica_pb2 import TierKind
-from kvplane.wire.columns import U32, build, pack, unpack
-from kvplane.wire.spec import decode_enum, encode_enum
+from kvplane.wire.columns import U32, pack, unpack
+from kvplane.wire.spec import decode_enum
 from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
-from kvplane_worker.tiers import Slots
+from kvplane_worker.tiers import Slots, use_of
 from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
@@ -101,20 +100,7 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
 def encode_tiers(tiers: Sequence[Slots]) -> list[pb.WorkerTier]:
     """Return the messages of a worker's tiers."""
     return [
-        build(
-            pb.WorkerTier,
-            f"tiers[{number}]",
-            {
-                "kind": encode_enum(TierKind, "TIER_KIND", tier.spec.kind),
-                "num_blocks": tier.spec.num_blocks,
-                "slot_bytes": tier.slot_bytes,
-                "saved_blocks": tier.counts.saved,
-                "loaded_blocks": tier.counts.loaded,
-                "loaded_bytes": tier.counts.loaded_bytes,
-                "discarded_blocks": tier.counts.discarded,
-                "refused_blocks": tier.counts.refused,
-            },
-        )
+        wire.encode_tier_use(pb.WorkerTier, use_of(tier), f"tiers[{number}]", num_blocks=tier.spec.num_blocks)
         for number, tier in enumerate(tiers)
     ]
 

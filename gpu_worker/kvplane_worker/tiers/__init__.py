@@ -9,7 +9,7 @@ start   allocates the tiers of a replica and starts their movers
 
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.movers import MoverMemory, Movers
-from kvplane_worker.tiers.slots import HostSlots, Slots
+from kvplane_worker.tiers.slots import HostSlots, Slots, use_of
 from kvplane_worker.tiers.start import TierOptions, start_movers
 
-__all__ = ["DiskSlots", "HostSlots", "MoverMemory", "Movers", "Slots", "TierOptions", "start_movers"]
+__all__ = ["DiskSlots", "HostSlots", "MoverMemory", "Movers", "Slots", "TierOptions", "start_movers", "use_of"]

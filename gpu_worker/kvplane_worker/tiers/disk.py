@@ -90,7 +90,7 @@ class DiskSlots:
     def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
         """See `Slots.write`. False also while the disk fails."""
         buffer, rows = self._buffer(1, num_bytes)
-        if self._is_paused() or not fill(rows):
+        if self.is_suspended or not fill(rows):
             return False
         payload = buffer[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
         buffer[:HEADER_BYTES] = content.seal(payload)
@@ -98,7 +98,7 @@ class DiskSlots:
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
         """See `Slots.read`. None also while the disk fails."""
-        if num_bytes > self.slot_bytes or self._is_paused():
+        if num_bytes > self.slot_bytes or self.is_suspended:
             return None
         buffer, rows = self._buffer(len(contents), num_bytes)
         width = len(buffer) // len(contents)
@@ -139,6 +139,7 @@ class DiskSlots:
                 raise OSError(errno.EIO, f"{done} of {len(buffers[0])} bytes")
         except OSError as error:
             self._failures += 1
+            self.counts.failed += 1
             _log.warning("%s: %s", self._path, error)
             if self._failures >= FAILURES:
                 self._paused_until = time.monotonic() + PAUSE_S
@@ -146,7 +147,9 @@ class DiskSlots:
         self._failures = 0
         return True
 
-    def _is_paused(self) -> bool:
+    @property
+    def is_suspended(self) -> bool:
+        """See `Slots.is_suspended`."""
         return self._failures >= FAILURES and time.monotonic() < self._paused_until
 
 

@@ -273,6 +273,7 @@ class Movers:
         content = self._content(row.tier, row.slot, row.group, row.job)
         is_good = tier.write(content, pages.bytes_per_block, fill)
         tier.counts.saved += is_good
+        tier.counts.saved_bytes += is_good * pages.bytes_per_block
         tier.counts.discarded += not is_good
         return is_good
 
@@ -291,6 +292,7 @@ class Movers:
 
         is_good = target.write(content, num_bytes, fill)
         target.counts.saved += is_good
+        target.counts.saved_bytes += is_good * num_bytes
         return is_good
 
     def _content(self, tier: int, slot: int, group: int, version: int) -> Content:

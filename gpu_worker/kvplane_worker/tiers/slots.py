@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvplane.base.errors import OutOfMemory
 from kvplane.base.groups import TierSpec
+from kvplane.base.worker import TierUse
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
 from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content, held_in
 
@@ -24,10 +25,12 @@ class SlotCounts:
     """What movers did with one tier, in blocks unless stated otherwise."""
 
     saved: int = 0
+    saved_bytes: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
     discarded: int = 0  # the page or the engine life changed meanwhile
     refused: int = 0  # the slot did not hold what the job names, or was damaged
+    failed: int = 0  # reads and writes that the disk refused, or did in part
 
 
 class Slots(Protocol):
@@ -53,11 +56,32 @@ class Slots(Protocol):
         what it should be. Valid until the next `read` of the same thread.
         """
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a disk that fails is left alone for a while."""
+
     def held(self, slot: int) -> tuple[int, int]:
         """Return group and bytes of what the slot says that it holds, unverified."""
 
     def close(self) -> None:
         """Release the memory."""
+
+
+def use_of(tier: Slots) -> TierUse:
+    """Return what a worker reports of a tier."""
+    counts = tier.counts
+    return TierUse(
+        tier.spec.kind,
+        slot_bytes=tier.slot_bytes,
+        saved_blocks=counts.saved,
+        saved_bytes=counts.saved_bytes,
+        loaded_blocks=counts.loaded,
+        loaded_bytes=counts.loaded_bytes,
+        discarded_blocks=counts.discarded,
+        refused_blocks=counts.refused,
+        failed_blocks=counts.failed,
+        suspended=tier.is_suspended,
+    )
 
 
 def aligned(num_bytes: int) -> int:
@@ -108,6 +132,11 @@ class HostSlots:
                 return None
         first = contents[0].slot
         return self._rows[first : first + len(contents), :num_bytes]
+
+    @property
+    def is_suspended(self) -> bool:
+        """Never: memory does not fail."""
+        return False
 
     def held(self, slot: int) -> tuple[int, int]:
         """See `Slots.held`."""

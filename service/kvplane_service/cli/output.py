@@ -126,6 +126,19 @@ def word(enum_name: str, prefix: str) -> str:
     return enum_name.removeprefix(prefix).lower()
 
 
+def tier_word(kind: int) -> str:
+    """Return the kind of a tier as text, such as "host"."""
+    from kvplane.v1.replica_pb2 import TierKind
+
+    return word(TierKind.keys()[kind], "TIER_KIND_")
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes as text, such as "1.5 GiB"."""
+    unit = min(4, max(0, num_bytes.bit_length() - 1) // 10)
+    return f"{num_bytes / (1 << 10 * unit):.4g} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
 def store_word(store: StoreStatus) -> str:
     """Return the state of a replica's store as text, such as "catching up"."""
     from kvplane.v1.allocation_pb2 import StoreState

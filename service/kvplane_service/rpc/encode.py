@@ -23,6 +23,7 @@ from kvplane_service.registry import Entry
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.replicas.mirror import Mirror
+from kvplane_service.rpc.tiers import encode_tiers, tier_counts
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.unary.calls import Allocated, Committed
 
@@ -158,6 +159,9 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
         miss_curve=encode_curve(host.ghost.curve(replica)),
         core=pb.CoreStatus(name=cores.core_of(replica), fallbacks=cores.fallbacks_of(replica)),
+        tiers=encode_tiers(replica),
+        tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
+        tier_counts=tier_counts(replica),
     )
 
 

@@ -25,6 +25,7 @@ from kvplane_service.registry import Entry, Registry
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
+from kvplane_service.telemetry import tiers
 from kvplane_service.telemetry.holds import BOUNDS_S, Holds
 
 _NS = 1e-9
@@ -324,6 +325,7 @@ class ServiceCollector(Collector):
                 counts: list[int] = getattr(host.replica.residency, attribute)
                 histogram.add_metric((host.name,), _buckets_in_steps(counts), None)
             yield histogram
+        yield from tiers.collect(entries)
         yield from _store([(entry.host.name, self._report(entry)) for entry in entries])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import TierSpec
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamps import MAX_EPOCH
 
@@ -28,6 +28,22 @@ class WorkerState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TierUse:
+    """One tier of a worker, and what its movers have done since the worker started; see `TierUse` in plan.proto."""
+
+    kind: TierKind
+    slot_bytes: int = 0
+    saved_blocks: int = 0
+    saved_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    discarded_blocks: int = 0
+    refused_blocks: int = 0
+    failed_blocks: int = 0
+    suspended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What the service knows about one worker.
 
@@ -41,6 +57,7 @@ class WorkerInfo:
         incarnation: random number that identifies its page memory; 0 before the memory is allocated.
         owner_epoch: epoch of the engine life that owns the pages, the only one that may write them; 0 = none.
         plan_digest: digest of the memory layout of its pages; "" before they are allocated.
+        tiers: the tiers that it holds, in the order of the replica's.
     """
 
     rank: int
@@ -52,6 +69,7 @@ class WorkerInfo:
     incarnation: int = 0
     owner_epoch: int = 0
     plan_digest: str = ""
+    tiers: tuple[TierUse, ...] = ()
 
     def validate(self) -> None:
         """Raise InvalidArgument for the first attribute that is out of range; the error's field names it."""
@@ -73,6 +91,8 @@ class WorkerInfo:
         )
         _require(self.owner_epoch < MAX_EPOCH, "owner_epoch", self.owner_epoch, f"give less than {MAX_EPOCH}")
         _require(len(self.plan_digest) <= MAX_DEVICE_CHARS, "plan_digest", self.plan_digest, "give RankPlan.digest()")
+        kinds = [tier.kind for tier in self.tiers]
+        _require(len(set(kinds)) == len(kinds), "tiers", [kind.value for kind in kinds], "name each kind once")
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,32 @@ class RankPlan(_message.Message):
     opaque_layout: str
     def __init__(self, num_blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorPlacement, _Mapping]]] = ..., shared_layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ..., opaque_layout: _Optional[str] = ...) -> None: ...
 
+class TierUse(_message.Message):
+    __slots__ = ("kind", "slot_bytes", "saved_blocks", "saved_bytes", "loaded_blocks", "loaded_bytes", "discarded_blocks", "refused_blocks", "failed_blocks", "suspended")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    kind: _replica_pb2.TierKind
+    slot_bytes: int
+    saved_blocks: int
+    saved_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    discarded_blocks: int
+    refused_blocks: int
+    failed_blocks: int
+    suspended: bool
+    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., failed_blocks: _Optional[int] = ..., suspended: bool = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest")
+    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest", "tiers")
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +91,7 @@ class WorkerInfo(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     worker_id: int
     address: str
@@ -76,7 +101,8 @@ class WorkerInfo(_message.Message):
     incarnation: int
     owner_epoch: int
     plan_digest: str
-    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierUse]
+    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierUse, _Mapping]]] = ...) -> None: ...
 
 class RegisterWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")

@@ -26,15 +26,15 @@ from kvplane.v1 import plan_pb2 as kvplane_dot_v1_dot_plan__pb2
 from kvplane.v1 import replica_pb2 as kvplane_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/worker.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/plan.proto\x1a\x18kvplane/v1/replica.proto\"\x90\x01\n\x0cMemoryHandle\x12\x15\n\x0bshared_path\x18\x01 \x01(\tH\x00\x12\x12\n\x08\x63uda_ipc\x18\x02 \x01(\x0cH\x00\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\n\x04kind\" \n\x0f\x44\x65scribeRequest\x12\r\n\x05token\x18\x01 \x01(\t\"\xcf\x02\n\x10\x44\x65scribeResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\x12\x12\n\norders_seq\x18\x04 \x01(\x04\x12\x13\n\x0borders_part\x18\x05 \x01(\r\x12\x14\n\x0c\x65xecuted_seq\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x12\n\nfree_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_reasons\x18\n \x03(\t\x12\x14\n\x0c\x61ttached_pid\x18\x0b \x01(\r\x12\x14\n\x0cstaging_rows\x18\x0c \x03(\r\x12\x0c\n\x04\x62usy\x18\r \x01(\x0c\x12%\n\x05tiers\x18\x0e \x03(\x0b\x32\x16.kvplane.v1.WorkerTierJ\x04\x08\x03\x10\x04R\ngeneration\"\xcd\x01\n\nWorkerTier\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvplane.v1.TierKind\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x14\n\x0csaved_blocks\x18\x04 \x01(\x04\x12\x15\n\rloaded_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64iscarded_blocks\x18\x07 \x01(\x04\x12\x16\n\x0erefused_blocks\x18\x08 \x01(\x04\"\x91\x01\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x13\n\x0bplan_digest\x18\x04 \x01(\t\x12\x13\n\x0bstamps_only\x18\x05 \x01(\x08\x12)\n\x0bopaque_plan\x18\x06 \x01(\x0b\x32\x14.kvplane.v1.RankPlanJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x03pidR\x0bstart_ticks\"\xef\x01\n\x0e\x41ttachResponse\x12\'\n\x05pages\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12(\n\x06stamps\x18\x02 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12)\n\x07staging\x18\x03 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12\"\n\x04plan\x18\x04 \x01(\x0b\x32\x14.kvplane.v1.RankPlan\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\x12&\n\x04jobs\x18\x06 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\"\xe5\x01\n\x0fTransferRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.kvplane.v1.TransferKind\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x12\n\ndst_blocks\x18\x06 \x03(\r\x12\x11\n\tfirst_row\x18\x07 \x01(\r\x12\x17\n\x0f\x65xpected_stamps\x18\x08 \x03(\x06\x12\x0b\n\x03seq\x18\t \x01(\x04\x12\x0c\n\x04part\x18\n \x01(\r\x12\x12\n\nload_after\x18\x0b \x01(\x04\"5\n\x10TransferResponse\x12\x0e\n\x06stamps\x18\x01 \x03(\x06\x12\x11\n\tdiscarded\x18\x02 \x03(\r\"?\n\x0f\x43hecksumRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\r\n\x05token\x18\x03 \x01(\t\"H\n\x10\x43hecksumResponse\x12\x11\n\tchecksums\x18\x01 \x03(\r\x12\x0e\n\x06stamps\x18\x02 \x03(\x06\x12\x11\n\tdiscarded\x18\x03 \x03(\r\"?\n\x0c\x43laimRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tworker_id\x18\x03 \x01(\x06\"T\n\rClaimResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0e\n\x06stamps\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62usy\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03R\ngeneration*\x92\x01\n\x0cTransferKind\x12\x1d\n\x19TRANSFER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSFER_KIND_COPY\x10\x01\x12\x16\n\x12TRANSFER_KIND_ZERO\x10\x02\x12\x18\n\x14TRANSFER_KIND_GATHER\x10\x03\x12\x19\n\x15TRANSFER_KIND_SCATTER\x10\x04\x32\xdc\x02\n\x06Worker\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvplane.v1.DescribeRequest\x1a\x1c.kvplane.v1.DescribeResponse\x12?\n\x06\x41ttach\x12\x19.kvplane.v1.AttachRequest\x1a\x1a.kvplane.v1.AttachResponse\x12\x45\n\x08Transfer\x12\x1b.kvplane.v1.TransferRequest\x1a\x1c.kvplane.v1.TransferResponse\x12\x45\n\x08\x43hecksum\x12\x1b.kvplane.v1.ChecksumRequest\x1a\x1c.kvplane.v1.ChecksumResponse\x12<\n\x05\x43laim\x12\x18.kvplane.v1.ClaimRequest\x1a\x19.kvplane.v1.ClaimResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/worker.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/plan.proto\x1a\x18kvplane/v1/replica.proto\"\x90\x01\n\x0cMemoryHandle\x12\x15\n\x0bshared_path\x18\x01 \x01(\tH\x00\x12\x12\n\x08\x63uda_ipc\x18\x02 \x01(\x0cH\x00\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\n\x04kind\" \n\x0f\x44\x65scribeRequest\x12\r\n\x05token\x18\x01 \x01(\t\"\xcf\x02\n\x10\x44\x65scribeResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.WorkerInfo\x12\x12\n\norders_seq\x18\x04 \x01(\x04\x12\x13\n\x0borders_part\x18\x05 \x01(\r\x12\x14\n\x0c\x65xecuted_seq\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x12\n\nfree_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\t \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_reasons\x18\n \x03(\t\x12\x14\n\x0c\x61ttached_pid\x18\x0b \x01(\r\x12\x14\n\x0cstaging_rows\x18\x0c \x03(\r\x12\x0c\n\x04\x62usy\x18\r \x01(\x0c\x12%\n\x05tiers\x18\x0e \x03(\x0b\x32\x16.kvplane.v1.WorkerTierJ\x04\x08\x03\x10\x04R\ngeneration\"\x8c\x02\n\nWorkerTier\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kvplane.v1.TierKind\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x14\n\x0csaved_blocks\x18\x04 \x01(\x04\x12\x15\n\rloaded_blocks\x18\x05 \x01(\x04\x12\x14\n\x0cloaded_bytes\x18\x06 \x01(\x04\x12\x18\n\x10\x64iscarded_blocks\x18\x07 \x01(\x04\x12\x16\n\x0erefused_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bsaved_bytes\x18\t \x01(\x04\x12\x15\n\rfailed_blocks\x18\n \x01(\x04\x12\x11\n\tsuspended\x18\x0b \x01(\x08\"\x91\x01\n\rAttachRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\x13\n\x0bplan_digest\x18\x04 \x01(\t\x12\x13\n\x0bstamps_only\x18\x05 \x01(\x08\x12)\n\x0bopaque_plan\x18\x06 \x01(\x0b\x32\x14.kvplane.v1.RankPlanJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x03pidR\x0bstart_ticks\"\xef\x01\n\x0e\x41ttachResponse\x12\'\n\x05pages\x18\x01 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12(\n\x06stamps\x18\x02 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12)\n\x07staging\x18\x03 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\x12\"\n\x04plan\x18\x04 \x01(\x0b\x32\x14.kvplane.v1.RankPlan\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\x12&\n\x04jobs\x18\x06 \x01(\x0b\x32\x18.kvplane.v1.MemoryHandle\"\xe5\x01\n\x0fTransferRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.kvplane.v1.TransferKind\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x12\n\ndst_blocks\x18\x06 \x03(\r\x12\x11\n\tfirst_row\x18\x07 \x01(\r\x12\x17\n\x0f\x65xpected_stamps\x18\x08 \x03(\x06\x12\x0b\n\x03seq\x18\t \x01(\x04\x12\x0c\n\x04part\x18\n \x01(\r\x12\x12\n\nload_after\x18\x0b \x01(\x04\"5\n\x10TransferResponse\x12\x0e\n\x06stamps\x18\x01 \x03(\x06\x12\x11\n\tdiscarded\x18\x02 \x03(\r\"?\n\x0f\x43hecksumRequest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\r\n\x05token\x18\x03 \x01(\t\"H\n\x10\x43hecksumResponse\x12\x11\n\tchecksums\x18\x01 \x03(\r\x12\x0e\n\x06stamps\x18\x02 \x03(\x06\x12\x11\n\tdiscarded\x18\x03 \x03(\r\"?\n\x0c\x43laimRequest\x12\r\n\x05token\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tworker_id\x18\x03 \x01(\x06\"T\n\rClaimResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0e\n\x06stamps\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62usy\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03R\ngeneration*\x92\x01\n\x0cTransferKind\x12\x1d\n\x19TRANSFER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TRANSFER_KIND_COPY\x10\x01\x12\x16\n\x12TRANSFER_KIND_ZERO\x10\x02\x12\x18\n\x14TRANSFER_KIND_GATHER\x10\x03\x12\x19\n\x15TRANSFER_KIND_SCATTER\x10\x04\x32\xdc\x02\n\x06Worker\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvplane.v1.DescribeRequest\x1a\x1c.kvplane.v1.DescribeResponse\x12?\n\x06\x41ttach\x12\x19.kvplane.v1.AttachRequest\x1a\x1a.kvplane.v1.AttachResponse\x12\x45\n\x08Transfer\x12\x1b.kvplane.v1.TransferRequest\x1a\x1c.kvplane.v1.TransferResponse\x12\x45\n\x08\x43hecksum\x12\x1b.kvplane.v1.ChecksumRequest\x1a\x1c.kvplane.v1.ChecksumResponse\x12<\n\x05\x43laim\x12\x18.kvplane.v1.ClaimRequest\x1a\x19.kvplane.v1.ClaimResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFERKIND']._serialized_start=1783
-  _globals['_TRANSFERKIND']._serialized_end=1929
+  _globals['_TRANSFERKIND']._serialized_start=1846
+  _globals['_TRANSFERKIND']._serialized_end=1992
   _globals['_MEMORYHANDLE']._serialized_start=89
   _globals['_MEMORYHANDLE']._serialized_end=233
   _globals['_DESCRIBEREQUEST']._serialized_start=235
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBERESPONSE']._serialized_start=270
   _globals['_DESCRIBERESPONSE']._serialized_end=605
   _globals['_WORKERTIER']._serialized_start=608
-  _globals['_WORKERTIER']._serialized_end=813
-  _globals['_ATTACHREQUEST']._serialized_start=816
-  _globals['_ATTACHREQUEST']._serialized_end=961
-  _globals['_ATTACHRESPONSE']._serialized_start=964
-  _globals['_ATTACHRESPONSE']._serialized_end=1203
-  _globals['_TRANSFERREQUEST']._serialized_start=1206
-  _globals['_TRANSFERREQUEST']._serialized_end=1435
-  _globals['_TRANSFERRESPONSE']._serialized_start=1437
-  _globals['_TRANSFERRESPONSE']._serialized_end=1490
-  _globals['_CHECKSUMREQUEST']._serialized_start=1492
-  _globals['_CHECKSUMREQUEST']._serialized_end=1555
-  _globals['_CHECKSUMRESPONSE']._serialized_start=1557
-  _globals['_CHECKSUMRESPONSE']._serialized_end=1629
-  _globals['_CLAIMREQUEST']._serialized_start=1631
-  _globals['_CLAIMREQUEST']._serialized_end=1694
-  _globals['_CLAIMRESPONSE']._serialized_start=1696
-  _globals['_CLAIMRESPONSE']._serialized_end=1780
-  _globals['_WORKER']._serialized_start=1932
-  _globals['_WORKER']._serialized_end=2280
+  _globals['_WORKERTIER']._serialized_end=876
+  _globals['_ATTACHREQUEST']._serialized_start=879
+  _globals['_ATTACHREQUEST']._serialized_end=1024
+  _globals['_ATTACHRESPONSE']._serialized_start=1027
+  _globals['_ATTACHRESPONSE']._serialized_end=1266
+  _globals['_TRANSFERREQUEST']._serialized_start=1269
+  _globals['_TRANSFERREQUEST']._serialized_end=1498
+  _globals['_TRANSFERRESPONSE']._serialized_start=1500
+  _globals['_TRANSFERRESPONSE']._serialized_end=1553
+  _globals['_CHECKSUMREQUEST']._serialized_start=1555
+  _globals['_CHECKSUMREQUEST']._serialized_end=1618
+  _globals['_CHECKSUMRESPONSE']._serialized_start=1620
+  _globals['_CHECKSUMRESPONSE']._serialized_end=1692
+  _globals['_CLAIMREQUEST']._serialized_start=1694
+  _globals['_CLAIMREQUEST']._serialized_end=1757
+  _globals['_CLAIMRESPONSE']._serialized_start=1759
+  _globals['_CLAIMRESPONSE']._serialized_end=1843
+  _globals['_WORKER']._serialized_start=1995
+  _globals['_WORKER']._serialized_end=2343
 # @@protoc_insertion_point(module_scope)

@@ -74,7 +74,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ..., tiers: _Optional[_Iterable[_Union[WorkerTier, _Mapping]]] = ...) -> None: ...
 
 class WorkerTier(_message.Message):
-    __slots__ = ("kind", "num_blocks", "slot_bytes", "saved_blocks", "loaded_blocks", "loaded_bytes", "discarded_blocks", "refused_blocks")
+    __slots__ = ("kind", "num_blocks", "slot_bytes", "saved_blocks", "loaded_blocks", "loaded_bytes", "discarded_blocks", "refused_blocks", "saved_bytes", "failed_blocks", "suspended")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,9 @@ class WorkerTier(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     kind: _replica_pb2.TierKind
     num_blocks: int
     slot_bytes: int
@@ -91,7 +94,10 @@ class WorkerTier(_message.Message):
     loaded_bytes: int
     discarded_blocks: int
     refused_blocks: int
-    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., num_blocks: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ...) -> None: ...
+    saved_bytes: int
+    failed_blocks: int
+    suspended: bool
+    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., num_blocks: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., discarded_blocks: _Optional[int] = ..., refused_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., failed_blocks: _Optional[int] = ..., suspended: bool = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("token", "plan_digest", "stamps_only", "opaque_plan")

@@ -36,7 +36,7 @@ from kvplane.wire.unary import (
     encode_header,
     encode_source,
 )
-from kvplane.wire.worker import decode_assignment, decode_worker, encode_assignment, encode_worker
+from kvplane.wire.worker import decode_assignment, decode_worker, encode_assignment, encode_tier_use, encode_worker
 
 __all__ = [
     "decode_assignment",
@@ -76,6 +76,7 @@ __all__ = [
     "encode_spec",
     "encode_step",
     "encode_step_error",
+    "encode_tier_use",
     "encode_worker",
     "split_stamps",
 ]

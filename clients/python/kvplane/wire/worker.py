@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
+from kvplane.base.groups import TierKind
+from kvplane.base.worker import Assignment, TierUse, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2 as pb
+from kvplane.v1.replica_pb2 import TierKind as TierKindMessage
 from kvplane.wire.columns import build
 from kvplane.wire.plan import decode_plan, encode_plan
 from kvplane.wire.spec import decode_enum, decode_tiers, encode_enum, encode_tiers
 
+_M = TypeVar("_M", bound=Message)
+_OF_TIER = tuple(one.name for one in fields(TierUse) if one.name != "kind")
 _SAME = ("rank", "worker_id", "address", "pid", "device", "incarnation", "owner_epoch", "plan_digest")
 
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
     """Return the message of a worker."""
-    fields = {name: getattr(worker, name) for name in _SAME}
-    fields["state"] = encode_enum(pb.WorkerState, "WORKER_STATE", worker.state)
-    return build(pb.WorkerInfo, "worker", fields)
+    values = {name: getattr(worker, name) for name in _SAME}
+    values["state"] = encode_enum(pb.WorkerState, "WORKER_STATE", worker.state)
+    values["tiers"] = [encode_tier_use(pb.TierUse, use, f"worker.tiers[{at}]") for at, use in enumerate(worker.tiers)]
+    return build(pb.WorkerInfo, "worker", values)
+
+
+def encode_tier_use(kind: type[_M], use: TierUse, where: str, **more: object) -> _M:
+    """Return the message of one tier: a TierUse, or a WorkerTier of worker.proto with its other fields."""
+    values = {name: getattr(use, name) for name in _OF_TIER}
+    return build(kind, where, {"kind": encode_enum(TierKindMessage, "TIER_KIND", use.kind), **values, **more})
+
+
+def _decode_tier_use(message: pb.TierUse, where: str) -> TierUse:
+    kind = decode_enum(TierKindMessage, "TIER_KIND", message.kind, f"{where}.kind", TierKind.HOST)
+    return TierUse(kind, **{name: getattr(message, name) for name in _OF_TIER})
 
 
 def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
@@ -24,7 +45,8 @@ def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
     the value.
     """
     state = decode_enum(pb.WorkerState, "WORKER_STATE", message.state, "worker.state", WorkerState.STARTING)
-    worker = WorkerInfo(state=state, **{name: getattr(message, name) for name in _SAME})
+    tiers = tuple(_decode_tier_use(one, f"worker.tiers[{at}]") for at, one in enumerate(message.tiers))
+    worker = WorkerInfo(state=state, tiers=tiers, **{name: getattr(message, name) for name in _SAME})
     worker.validate()
     return worker
 

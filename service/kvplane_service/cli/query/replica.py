@@ -11,7 +11,7 @@ import typer
 
 from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Format, Grpcurl, Output, Replica, Service, Shape, Watch
-from kvplane_service.cli.output import age, by_reason, columns, repeat, show, store_word, text_of, word
+from kvplane_service.cli.output import age, by_reason, columns, repeat, show, size, store_word, text_of, tier_word, word
 
 if TYPE_CHECKING:
     from kvplane import EventBatch
@@ -66,8 +66,13 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     if answer.core.name:
         left = f", {answer.core.fallbacks} steps and look-ups left to the Python core" if answer.core.fallbacks else ""
         yield f"core: {answer.core.name}{left}"
+    if answer.tiers:
+        yield from _jobs_of_tiers(answer)
     yield ""
     yield _groups(answer)
+    if answer.tiers:
+        yield ""
+        yield _tiers(answer)
     yield ""
     yield _workers(answer)
     if answer.slowest_steps:
@@ -128,6 +133,35 @@ def _groups(answer: DescribeReplicaResponse) -> str:
     return columns(rows)
 
 
+def _jobs_of_tiers(answer: DescribeReplicaResponse) -> Iterator[str]:
+    yield f"tiers: {by_reason(answer.tier_counts)}"
+    yield f"jobs of movers: {by_reason(answer.tier_jobs)}"
+
+
+def _tiers(answer: DescribeReplicaResponse) -> str:
+    """Return what each tier holds, by group, and in total."""
+    from kvplane.v1.replica_pb2 import GroupKind
+
+    rows = [["TIER", "GROUP", "SLOTS", "HELD", "STORED", "LOADED", "EVICTED", "HIT TOKENS"]]
+    for tier in answer.tiers:
+        name = tier_word(tier.kind)
+        for number, (group, use) in enumerate(zip(answer.spec.groups, tier.groups, strict=True)):
+            kind = word(GroupKind.Name(group.kind), "GROUP_KIND_")
+            counts = (use.held_blocks, use.stored_blocks, use.loaded_blocks, use.evicted_blocks)
+            rows.append([name, f"{number} {kind}", "", *map(str, counts), ""])
+        rows.append([name, "all", str(tier.num_blocks), str(tier.held_blocks), "", "", "", str(tier.hit_tokens)])
+    return columns(rows)
+
+
+def _tiers_of_workers(answer: DescribeReplicaResponse) -> Iterator[str]:
+    for one in answer.workers:
+        for use in one.tiers:
+            moved = f"{size(use.saved_bytes)} saved, {size(use.loaded_bytes)} loaded"
+            counts = {name: getattr(use, f"{name}_blocks") for name in ("discarded", "refused", "failed")}
+            suspended = ", suspended: its disk fails" if use.suspended else ""
+            yield f"rank {one.rank}, {tier_word(use.kind)} tier: {moved}; blocks: {by_reason(counts)}{suspended}"
+
+
 def _workers(answer: DescribeReplicaResponse) -> str:
     from kvplane.v1.plan_pb2 import WorkerState
 
@@ -138,7 +172,7 @@ def _workers(answer: DescribeReplicaResponse) -> str:
         state = word(WorkerState.Name(one.state), "WORKER_STATE_")
         life = (f"{one.incarnation:016x}", str(one.owner_epoch))
         rows.append((str(one.rank), state, one.device, str(one.pid), *life, one.address))
-    return columns(rows)
+    return "\n".join((columns(rows), *_tiers_of_workers(answer)))
 
 
 def _slowest(answer: DescribeReplicaResponse) -> str:

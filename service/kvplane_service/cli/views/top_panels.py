@@ -14,9 +14,9 @@ from rich.text import Text
 
 from kvplane import wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_service.cli.output import age, by_reason, word
+from kvplane_service.cli.output import age, by_reason, tier_word, word
 from kvplane_service.cli.views.fleet import STYLES
-from kvplane_service.cli.views.panels import hit_line, pool_table
+from kvplane_service.cli.views.panels import bar, hit_line, pool_table
 from kvplane_service.cli.views.samples import Trend, pools_of
 
 PANEL_WIDTH = 76
@@ -27,7 +27,11 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     pools = pools_of(answer, wire.decode_spec(answer.spec).groups)
     body = Group(
-        pool_table(pools, answer.free_blocks, answer.spec.num_blocks), Text(), _hits(answer, trend), *_losses(answer)
+        pool_table(pools, answer.free_blocks, answer.spec.num_blocks),
+        *_tiers(answer),
+        Text(),
+        _hits(answer, trend),
+        *_losses(answer),
     )
     slowest = _slowest(answer)
     return Panel(
@@ -39,6 +43,21 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
         box=box.ROUNDED,
         width=PANEL_WIDTH,
     )
+
+
+def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
+    for tier in answer.tiers:
+        yield Text.assemble(
+            (f"{tier_word(tier.kind)} tier ", "bright_black"),
+            bar(tier.held_blocks / tier.num_blocks),
+            f" {tier.held_blocks:,} of {tier.num_blocks:,} slots, ",
+            (f"{tier.hit_tokens:,}", "cyan"),
+            " tokens hit by loads",
+        )
+    if answer.tiers:
+        troubles = {name: answer.tier_counts[name] for name in ("loads_failed", "failed", "discarded", "declined")}
+        troubles["refused"] = sum(use.refused_blocks for worker in answer.workers for use in worker.tiers)
+        yield Text.assemble(("tiers ", "bright_black"), by_reason(troubles))
 
 
 def _hits(answer: DescribeReplicaResponse, trend: Trend) -> Text:

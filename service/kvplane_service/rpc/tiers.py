@@ -1,0 +1,37 @@
+"""Encode the tiers of a replica for DescribeReplica."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.interface import ReplicaCore
+
+
+def encode_tiers(replica: ReplicaCore) -> list[pb.TierStatus]:
+    """Return the slots of each tier."""
+    return [
+        pb.TierStatus(
+            kind=f"TIER_KIND_{spec.kind.name}",
+            num_blocks=tier.num_slots,
+            held_blocks=len(tier.key),
+            shadow_blocks=len(tier.shadows),
+            free_blocks=tier.num_free,
+            hit_tokens=tier.hit_tokens,
+            groups=[
+                pb.TierGroup(
+                    held_blocks=use.held,
+                    stored_blocks=use.stored,
+                    loaded_blocks=use.loaded,
+                    evicted_blocks=use.evicted,
+                )
+                for use in tier.uses
+            ],
+        )
+        for tier, spec in zip(replica.tiers.each, replica.spec.tiers, strict=True)
+    ]
+
+
+def tier_counts(replica: ReplicaCore) -> dict[str, int]:
+    """Return the counters of a replica with tiers; none of others."""
+    return asdict(replica.tiers.counters) if replica.spec.tiers else {}

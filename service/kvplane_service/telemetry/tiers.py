@@ -1,0 +1,177 @@
+"""The metrics of tiers: what the core has ordered and knows, and what the workers report with their renewals.
+
+A replica without tiers has no sample in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from kvplane.base.worker import TierUse
+from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.core.tiers.tier import GroupUse, Tier
+from kvplane_service.registry import Entry
+
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+_Values = Iterable[tuple[tuple[str, ...], float]]  # values of the labels after the replica's name, value
+
+_COUNTS = (
+    (
+        "kvplane_tier_writes",
+        "Blocks whose copy into a tier was ordered, by what became of it: saved from the device; moved from the tier "
+        "before; discarded (the source changed meanwhile); failed; no_slot (every slot was read or written).",
+        ("saved", "moved", "discarded", "failed", "no_slot"),
+    ),
+    (
+        "kvplane_tier_loads",
+        "Jobs that load what a hit lacks: loads were ordered; loads_failed did not end well, so requests compute.",
+        ("loads", "loads_failed"),
+    ),
+    (
+        "kvplane_tier_declined_loads",
+        "Admissions that got the device's hit because a longer one was not loaded: declined (too many blocks are under "
+        "load); no_job (too many jobs; counts saves too).",
+        ("declined", "no_job"),
+    ),
+)
+
+
+def collect(entries: Sequence[Entry]) -> Iterator[Metric]:
+    """Yield the metric families of tiers, with the values of these replicas."""
+    tiered = [(entry.host.name, entry) for entry in entries if entry.host.replica.spec.tiers]
+    replicas = [(name, entry.host.replica) for name, entry in tiered]
+    yield _family(GaugeMetricFamily, "kvplane_tier_slots", _SLOTS, ("tier", "state"), replicas, _slots)
+    for kind, name, text, read in _BY_GROUP:
+        yield _family(kind, name, text, ("tier", "group_kind"), replicas, lambda one, read=read: _by_group(one, read))  # type: ignore[misc]
+    yield _family(CounterMetricFamily, "kvplane_tier_hit_tokens", _HITS, ("tier",), replicas, _hits)
+    for name, text, outcomes in _COUNTS:
+        yield _family(
+            CounterMetricFamily,
+            name,
+            text,
+            ("outcome",),
+            replicas,
+            lambda one, of=outcomes: _counts(one, of),  # type: ignore[misc]
+        )
+    yield _family(GaugeMetricFamily, "kvplane_tier_jobs", "Jobs of movers in flight.", ("kind",), replicas, _jobs)
+    for kind, name, text, labels, read_use in _OF_WORKERS:
+        family = kind(name, text, labels=("replica", "rank", "tier", *labels))
+        for replica, entry in tiered:
+            for worker in entry.workers.alive():
+                for use in worker.tiers:
+                    for values, value in read_use(use):
+                        family.add_metric((replica, str(worker.rank), use.kind.value, *values), value)
+        yield family
+
+
+def _family(
+    kind: _Kind,
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    replicas: Sequence[tuple[str, ReplicaCore]],
+    read: Callable[[ReplicaCore], _Values],
+) -> Metric:
+    family = kind(name, text, labels=("replica", *labels))
+    for replica, core in replicas:
+        for values, value in read(core):
+            family.add_metric((replica, *values), value)
+    return family
+
+
+def _named(replica: ReplicaCore) -> Iterator[tuple[str, Tier]]:
+    for tier, spec in zip(replica.tiers.each, replica.spec.tiers, strict=True):
+        yield spec.kind.value, tier
+
+
+_SLOTS = (
+    "Slots of a tier: cached (with a key); shadow (with a key that the device has again, evicted first); free; in_use "
+    "(being written, or read without a key)."
+)
+
+
+def _slots(replica: ReplicaCore) -> _Values:
+    for name, tier in _named(replica):
+        held, shadows, free = len(tier.key), len(tier.shadows), tier.num_free
+        states = {"cached": held - shadows, "shadow": shadows, "free": free, "in_use": tier.num_slots - held - free}
+        yield from (((name, state), count) for state, count in states.items())
+
+
+_BY_GROUP: tuple[tuple[_Kind, str, str, Callable[[GroupUse], int]], ...] = (
+    (GaugeMetricFamily, "kvplane_tier_blocks", "Blocks that a tier has a copy of.", attrgetter("held")),
+    (
+        CounterMetricFamily,
+        "kvplane_tier_stored_blocks",
+        "Blocks that were saved into a tier, or moved to it.",
+        attrgetter("stored"),
+    ),
+    (CounterMetricFamily, "kvplane_tier_loaded_blocks", "Blocks that were loaded from a tier.", attrgetter("loaded")),
+    (
+        CounterMetricFamily,
+        "kvplane_tier_evicted_blocks",
+        "Blocks whose slot was needed for another one.",
+        attrgetter("evicted"),
+    ),
+)
+
+
+def _by_group(replica: ReplicaCore, read: Callable[[GroupUse], int]) -> _Values:
+    kinds = [group.kind.value for group in replica.spec.groups]
+    for name, tier in _named(replica):
+        sums: dict[str, int] = {}
+        for kind, use in zip(kinds, tier.uses, strict=True):
+            sums[kind] = sums.get(kind, 0) + read(use)
+        yield from (((name, kind), value) for kind, value in sums.items())
+
+
+_HITS = (
+    "Tokens by which loads made hits longer than those of the device, by the farthest tier that the load read; "
+    "kvplane_prefix_hit_tokens_total has them too."
+)
+
+
+def _hits(replica: ReplicaCore) -> _Values:
+    return [((name,), tier.hit_tokens) for name, tier in _named(replica)]
+
+
+def _counts(replica: ReplicaCore, outcomes: Sequence[str]) -> _Values:
+    return [((outcome,), getattr(replica.tiers.counters, outcome)) for outcome in outcomes]
+
+
+def _jobs(replica: ReplicaCore) -> _Values:
+    return [((kind,), count) for kind, count in replica.tiers.open_jobs().items()]
+
+
+def _blocks_of(use: TierUse) -> _Values:
+    outcomes = ("saved", "loaded", "discarded", "refused", "failed")
+    return [((outcome,), getattr(use, f"{outcome}_blocks")) for outcome in outcomes]
+
+
+_OF_WORKERS: tuple[tuple[_Kind, str, str, tuple[str, ...], Callable[[TierUse], _Values]], ...] = (
+    (
+        CounterMetricFamily,
+        "kvplane_worker_tier_blocks",
+        "Blocks that the movers of a worker saved into and loaded from a tier; discarded (a stamp had changed, or the "
+        "engine life had ended); refused (the slot held something else, or was damaged); failed (errors of the disk).",
+        ("outcome",),
+        _blocks_of,
+    ),
+    (
+        CounterMetricFamily,
+        "kvplane_worker_tier_bytes",
+        "Bytes of the blocks that were saved and loaded.",
+        ("outcome",),
+        lambda use: [(("saved",), use.saved_bytes), (("loaded",), use.loaded_bytes)],
+    ),
+    (
+        GaugeMetricFamily,
+        "kvplane_worker_tier_suspended",
+        "1 while a worker leaves a disk alone that failed several times in a row.",
+        (),
+        lambda use: [((), float(use.suspended))],
+    ),
+)
