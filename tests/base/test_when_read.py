@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvplane.base.step import Blocks, Facts, Part, PartResult, Run
+from kvplane.base.step import Blocks, Budget, Facts, Part, PartResult, Run, Step
+from kvplane.base.when_read import PACKED, given_fields
+from kvplane.session.builder import StepBuilder
+from kvplane.session.rows import FactRow, RunRow, part_of
+from kvplane.wire.step import encode_step
 
 
 def test_missing_section_is_made_once_and_belongs_to_its_part():
@@ -27,9 +31,31 @@ def test_parts_are_equal_whether_their_empty_sections_were_made_or_not():
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_of_a_part_have_its_sections(duplicate):
-    part = Part(Facts([1], end=[1]), with_hashes=True)
+@pytest.mark.parametrize("part", [Part(Facts([1], end=[1]), with_hashes=True), StepBuilder([4, 2]).part()])
+def test_copies_of_a_part_have_its_sections(duplicate, part):
     assert duplicate(part) == part
+    assert duplicate(part).facts.slot == part.facts.slot
+
+
+def test_packed_sections_are_made_when_one_is_read_or_set_and_not_before():
+    def part():
+        return StepBuilder([4, 2]).part()
+
+    rows = part_of(FactRow(4, tokens=[0]), FactRow(2, tokens=[0]), RunRow(4), RunRow(2))
+    for read in (lambda one: one.facts, lambda one: one.run, lambda one: one.peek, given_fields, repr):
+        made = part()
+        assert list(vars(made)) == [PACKED]
+        with pytest.raises(AttributeError, match="no field fact"):
+            _ = made.fact
+        assert list(vars(made)) == [PACKED]
+        read(made)
+        assert PACKED not in vars(made)
+        assert encode_step(Step(1, 1, [made])) == encode_step(Step(1, 1, [rows]))
+    made, other = part(), part()
+    made.run = Run([7])
+    assert (list(made.facts.slot), made.run) == ([4, 2], Run([7]))
+    other.budget = Budget(tokens=5)
+    assert (list(other.facts.slot), list(other.run.slot)) == ([4, 2], [4, 2])
 
 
 def test_results_take_fields_by_position_and_name():

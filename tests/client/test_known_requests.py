@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import Cache, End, ExtraKeys, News, Part, PartResult, Resume, RowFlag, Step, StepResult
+from kvplane.base.step import (
+    AdmitStatus,
+    Cache,
+    End,
+    ExtraKeys,
+    News,
+    Part,
+    PartResult,
+    Resume,
+    RowFlag,
+    Step,
+    StepResult,
+)
 from kvplane.blocking.session import Session
 from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.builder import StepBuilder
 from kvplane.session.known_requests import KnownRequests
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session.tables import BlockTables
 from tests.client.lasting import HYBRID, STATE
 from tests.client.mini_engine import MiniEngine
 from tests.store.test_restart import NAME, NONCES, Wire, World
@@ -124,6 +139,64 @@ def test_hashes_and_all_fields_of_a_request_are_sent_again():
 
 
 OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "sections"])
+def test_the_record_keeps_what_was_sent_when_the_engine_changes_its_part_later(packed):
+    """A part belongs to the engine again when it is answered."""
+    known, builder = noted(part_of(NewsRow(3, range(5)), NewsRow(1, range(5)))), StepBuilder([3, 1])
+    for number in range(40):  # more than are collected together
+        builder.tokens[:] = array("I", [number, 100 + number])
+        part = builder.part()
+        if not packed:
+            assert len(part.facts.slot) == 2, "the sections are made before"
+        known.note(step(part), StepResult(1, 0, [PartResult(granted=[1, 1])]))
+        for column in (part.facts.slot, part.facts.tokens, part.facts.appended, part.run.slot):
+            column[:] = array("I", [9, 9])
+    news = known.revival(1).news
+    assert (news.slot, news.num_tokens) == ([3, 1], [45, 45])
+    assert list(news.tokens) == [*range(5), *range(40), *range(5), *range(100, 140)]
+
+
+def test_a_request_that_is_preempted_and_admitted_in_one_part_runs():
+    """By the engine (facts) or by the allocator (run rows), and by none of them with an admission that is refused."""
+    by_engine = part_of(FactRow(0, end=End.PREEMPTED), AdmitRow(0))
+    by_allocator = part_of(RunRow(0), AdmitRow(0))
+    for part, preempted, status, runs in (
+        (by_engine, [], 1, {0}),
+        (by_allocator, [0], 1, {0}),
+        (by_engine, [], 2, set()),
+        (by_allocator, [0], 0, set()),
+    ):
+        known = noted(NEWS)
+        assert known.running == {0}
+        result = PartResult(granted=[0] * len(part.run.slot), preempted=preempted, admit_status=[status])
+        known.note(step(part), StepResult(2, 0, [result]))
+        assert known.running == runs
+        assert known.revival(1).running == tuple(runs)
+
+
+@pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
+def test_the_record_of_a_preemption_and_admission_in_one_part_is_that_of_the_service(spec):
+    world = World(spec)
+    with open_session(world) as session:
+        tables = BlockTables(len(world.life.host.replica.spec.groups))
+
+        def apply(*rows):
+            part = part_of(*rows)
+            result = session.apply(part).parts[0]
+            tables.update(part, result)
+            return result
+
+        apply(NewsRow(0, range(40)), NewsRow(1, range(100, 150)), AdmitRow(0), AdmitRow(1))
+        result = apply(FactRow(0, end=End.PREEMPTED), AdmitRow(0))
+        assert list(result.admit_status) == [AdmitStatus.GRANTED]
+        assert 0 in tables
+        apply(FactRow(0, tokens=[7]), RunRow(0))
+        world.life.flush()
+        world.restart()
+        answer = session.apply(Part(), executed_through=session.next_seq - 1).parts[0]
+        assert sorted(answer.preempted) == [0, 1], "both ran"
 
 
 def test_the_new_life_has_a_higher_epoch_and_no_stamps():

@@ -231,7 +231,7 @@ def test_a_slot_whose_release_was_lost_is_released_again(held):
     assert made is not None
     state.answered(made)
     again = state.register([Part(cache=Cache(released=[2]))], True, None)
-    assert state.to_service(again).parts[0].cache.released == [2]
+    assert state.numbers.to_service(again).parts[0].cache.released == [2]
 
 
 def test_a_reopened_session_reports_busy_blocks_and_takes_those_of_the_service():

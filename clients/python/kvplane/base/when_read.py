@@ -5,11 +5,20 @@ Most sections of most steps are empty. Making them costs more than all else that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 _T = TypeVar("_T")
+PACKED = "_packed"  # name in `vars` of what fields are still to be made from
+
+
+class Packed(Protocol):
+    """The form in which some fields of an object are kept until one of its fields is read or set."""
+
+    def unpacked(self) -> Mapping[str, object]:
+        """Return these fields by name. They share no memory that changes with this object."""
+        ...
 
 
 def made_when_read(cls: type[_T]) -> type[_T]:
@@ -32,6 +41,8 @@ def made_when_read(cls: type[_T]) -> type[_T]:
         self.__dict__.update(named)
 
     def make_field(self: object, name: str) -> object:
+        if name in known and PACKED in self.__dict__:
+            return getattr(self, name) if name in given_fields(self) else make_field(self, name)
         make = makers.get(name)
         if make is None:
             raise AttributeError(f"{cls.__name__} has no field {name}")
@@ -40,9 +51,24 @@ def made_when_read(cls: type[_T]) -> type[_T]:
     def set_field(self: object, name: str, value: object) -> None:
         if name not in known:
             raise AttributeError(f"{cls.__name__} has no field {name}")
-        self.__dict__[name] = value
+        given_fields(self)[name] = value
 
     functions: dict[str, object] = {"__init__": initialize, "__getattr__": make_field, "__setattr__": set_field}
     for name, function in functions.items():
         setattr(cls, name, function)
     return cls
+
+
+def made_of(cls: type[_T], packed: Packed) -> _T:
+    """Return an object of a class that is made when read, whose fields are those of `packed`."""
+    made = cls.__new__(cls)
+    made.__dict__[PACKED] = packed
+    return made
+
+
+def given_fields(made: object) -> dict[str, Any]:
+    """Return `vars` of such an object, after its packed fields were made."""
+    given = vars(made)
+    if PACKED in given:
+        given.update(given.pop(PACKED).unpacked())
+    return given

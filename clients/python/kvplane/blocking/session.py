@@ -142,7 +142,7 @@ class Session(SessionView):
             is_over = False
             try:
                 if not is_held:
-                    self._transport.send(self._machine.state.to_service(step))
+                    self._transport.send(self._machine.state.numbers.to_service(step))
                 is_over = True
             except BROKEN:  # the next `receive` raises it
                 is_over = True

@@ -10,16 +10,20 @@ part built from rows (`kvplane.session.rows`).
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Budget, Cache, Facts, Part, Run
+from kvplane.base.when_read import made_of
 from kvplane.session.rows import CONTENT, FactRow, Row, RunRow, part_of
+from kvplane.wire.packed_step import RowsWriter
 
 _FACTS = {one.name: one.default for one in fields(FactRow) if one.name not in CONTENT}
 _FACTS |= {"appended": 0, "num_hashes": 0}
+_NO_TOKENS, _NO_EXTRA = array("I"), array("i")
 _RUN = {one.name: one.default for one in fields(RunRow)}
 
 
@@ -48,7 +52,7 @@ class StepBuilder:
     @property
     def slots(self) -> Sequence[int]:
         """The slots of the rows, in order."""
-        return self._slots
+        return self._shown
 
     def set_rows(self, slots: Sequence[int]) -> None:
         """Replace the rows, for instance after a request ended: one for each slot. `tokens` and `extra` are 0 again, in
@@ -60,12 +64,13 @@ class StepBuilder:
             self._slots = array("I", slots)
         except (OverflowError, TypeError) as error:
             raise InvalidArgument(str(error), field="slots", remedy="give integers from 0 to 4294967295") from error
-        num_rows = len(self._slots)
+        num_rows, self._shown = len(self._slots), memoryview(self._slots).toreadonly()
         self._ones = array("I", [1]) * num_rows
         self._tokens, self._extra = array("I", bytes(4 * num_rows)), array("i", bytes(4 * num_rows))
         self._zeros = self._extra[:]
         self.tokens, self.extra = memoryview(self._tokens), memoryview(self._extra)
         self._digests: dict[int, list[bytes]] = {}
+        self._writer = RowsWriter(self._slots, not self._hashed) if num_rows and sys.byteorder == "little" else None
 
     def add_hash(self, row: int, digest: bytes) -> None:
         """Give the hash of a block that the next part's token completes. `row` counts from 0.
@@ -92,6 +97,10 @@ class StepBuilder:
             cache: what happened to pages.
             appended: whether the requests got tokens; False for a step that is sent before the first tokens are known.
         """
+        has_tokens, has_extra = appended and not self._hashed, self._extra != self._zeros
+        if self._writer is not None and not (rows or budget or cache or self._digests):
+            tokens, extra = self._tokens if has_tokens else _NO_TOKENS, self._extra if has_extra else _NO_EXTRA
+            return made_of(Part, self._writer.rows(appended, tokens, extra))
         extra = array("i") if self._extra == self._zeros else self._extra[:]
         tokens = self._tokens[:] if appended and not self._hashed else array("I")
         counts, hashes = self._take_hashes() if appended and self._digests else (array("I"), b"")

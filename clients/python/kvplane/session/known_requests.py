@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from itertools import compress
 
+from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
@@ -27,6 +28,7 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
+from kvplane.base.when_read import PACKED
 from kvplane.session.reopening import Revival
 
 _MAX_COLLECTED = 32  # decode steps whose tokens are added together
@@ -61,12 +63,17 @@ class KnownRequests:
         self._requests: dict[int, _Request] = {}
         self._obstacle = ""
         self._decoding: tuple[Sequence[int], Sequence[int]] = ((), ())  # of the last decode steps: slots, a 1 for each
-        self._decoded: list[array[int]] = []  # per decode step, a token of each of these slots; empty with hashes
+        # Per decode step, a token of each of these slots; empty with hashes
+        self._decoded: list[array[int] | DecodeRows] = []
 
     def note(self, step: Step, result: StepResult) -> None:
         """Record a step that the service applied, and its result."""
         for part, done in zip(step.parts, result.parts, strict=True):
-            self._record(part)
+            rows: DecodeRows | None = vars(part).get(PACKED)
+            if rows is None or rows.slots is not self._decoding[0] or len(self._decoded) == _MAX_COLLECTED:
+                self._record(part)
+            elif rows.appended:
+                self._decoded.append(rows)
             if preempted := vars(done).get("preempted"):
                 self.running.difference_update(preempted)
             if "admit" in vars(part):
@@ -113,6 +120,11 @@ class KnownRequests:
 
     def _record(self, part: Part) -> None:
         """Record the requests of a part as the engine sent them."""
+        rows: DecodeRows | None = vars(part).get(PACKED)
+        if rows is not None:
+            self._add_collected()
+            self._decoding, self._decoded = (rows.slots, ()), [rows] if rows.appended else []
+            return
         given = vars(part)  # sections that are missing are empty
         if "facts" in given and part.facts.slot:
             self._add_appended(part.facts)
@@ -176,7 +188,8 @@ class KnownRequests:
 
     def _add_collected(self) -> None:
         """Add the collected tokens to their requests."""
-        steps, self._decoded = self._decoded, []
+        steps = [one.appended_tokens() if isinstance(one, DecodeRows) else one for one in self._decoded]
+        self._decoded = []
         (slots, _), self._decoding = self._decoding, ((), ())
         for slot in slots:
             self._requests[slot].num_tokens += len(steps)

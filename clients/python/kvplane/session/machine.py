@@ -191,7 +191,7 @@ class SessionMachine:
         is_over = False
         try:
             if not is_held:
-                yield Send(self.state.to_service(step))
+                yield Send(self.state.numbers.to_service(step))
             is_over = True
         except BROKEN:  # the next `receive` raises it
             is_over = True
@@ -235,7 +235,8 @@ class SessionMachine:
         while True:
             made = self.state.take_synthesized()
             if made is not None:
-                return self.state.answered(made)
+                self.state.answered(made)
+                return made
             if self._refusal is not None:
                 yield from self._refuse()
             if self.state.is_drained:
@@ -305,10 +306,11 @@ class SessionMachine:
             raise
 
     def _take(self, answer: StepResult) -> StepResult:
-        state = self.state
-        step = state.oldest
+        state = self._state
+        assert state is not None, "steps are sent when the session is open"
         try:
-            result = state.answered(state.to_engine(answer))
+            result = state.numbers.to_engine(answer) if state.numbers.has_restarted else answer
+            step = state.answered(result)
         except InternalError as error:
             self.end(error)
             raise
@@ -375,7 +377,7 @@ class SessionMachine:
             return
         self._refusal = None  # the service repeats it
         for step in self.state.resumed(opened):
-            yield from self._use(Send(self.state.to_service(step)))
+            yield from self._use(Send(self.state.numbers.to_service(step)))
         self._is_up = True
 
     def _begin_again_from(self, known: KnownRequests) -> Doing[None]:

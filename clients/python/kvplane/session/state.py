@@ -31,6 +31,7 @@ class SessionState:
         free_blocks: number of free blocks, exact after the last answer.
         busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write;
             ascending. The service does not allocate these blocks.
+        numbers: converts between the engine's step numbers and those of the current service.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -46,7 +47,7 @@ class SessionState:
         self._answered_seq = opened.seq
         self._executed_through = 0
         self._unanswered: deque[Step] = deque()
-        self._numbers = StepNumbering()
+        self.numbers = StepNumbering()
         self._num_unsent = 0  # the newest unanswered steps, held back for another service
         self._num_lost = 0  # the oldest unanswered steps, which the session answers itself
         self._synthesized: deque[StepResult] = deque()  # the answers to those
@@ -129,8 +130,10 @@ class SessionState:
         assert withdrawn is step, "only the last step can be withdrawn"
         self._next = (step.seq, step.part)
 
-    def answered(self, result: StepResult) -> StepResult:
-        """Record the answer to the oldest step in flight. Raises InternalError if it answers another step."""
+    def answered(self, result: StepResult) -> Step:
+        """Record the answer to the oldest step in flight, and return that step. Raises InternalError if it answers
+        another step.
+        """
         assert self._unanswered, "the service sent an answer, but no step is in flight"
         step = self._unanswered[0]
         if (result.seq, result.part) != (step.seq, step.part):
@@ -147,7 +150,7 @@ class SessionState:
             self._num_lost -= 1
         else:
             self.busy_blocks = _without_ended(self.busy_blocks, [step]) if self.busy_blocks else ()
-        return result
+        return step
 
     @property
     def followers(self) -> int:
@@ -164,14 +167,6 @@ class SessionState:
         self._unanswered.clear()
         self._num_unsent = 0
         self._next = (step.seq, step.part)
-
-    def to_service(self, step: Step) -> Step:
-        """Return a step with the step number that the service uses."""
-        return self._numbers.to_service(step) if self._numbers.has_restarted else step
-
-    def to_engine(self, result: StepResult) -> StepResult:
-        """Return a result with the step number that the engine uses."""
-        return self._numbers.to_engine(result) if self._numbers.has_restarted else result
 
     def take_synthesized(self) -> StepResult | None:
         """Return the next answer if the session itself made it, without the service; None otherwise."""
@@ -197,14 +192,14 @@ class SessionState:
         released = {slot for step in lost for part in step.parts for slot in part.cache.released}  # not sent again
         self._synthesized.extend(revival.answers(lost, results))
         self._num_unsent = 0
-        self._numbers.restart(self._next, opened.seq + len(results), revival.dropped_held - released)
+        self.numbers.restart(self._next, opened.seq + len(results), revival.dropped_held - released)
 
     def resumed(self, opened: Opened) -> list[Step]:
         """Continue after the stream was reopened. Returns the steps to send again, in order.
 
         Raises SequenceError if the service expects a step that this session cannot send.
         """
-        here = self._numbers.position(opened)
+        here = self.numbers.position(opened)
         unanswered = self.unanswered()
         oldest = unanswered[0] if unanswered else None
         earliest = (oldest.seq, oldest.part) if oldest else self._next

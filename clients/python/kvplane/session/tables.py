@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Sequence, Set
+from itertools import chain, islice
 
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import Blocks, End, Part, PartResult
+from kvplane.base.when_read import PACKED
+
+_NONE: Set[int] = frozenset()
 
 
 class BlockTables:
@@ -46,9 +49,10 @@ class BlockTables:
             self._release(part.cache.released)
         for slot in done.get("preempted", ()):
             self._tables.pop(slot, None)
-        if "tables" in done or "new_blocks" in done:
-            admitted = self._take_whole(part, result.tables)
-            self._append(part.run.slot, result.new_blocks, admitted)
+        whole = self._take_whole(part, result.tables) if "tables" in done else _NONE
+        if "new_blocks" in done:
+            slots = given[PACKED].slots if PACKED in given else part.run.slot
+            self._append(slots, result.new_blocks, whole)
 
     def _end(self, slots: Sequence[int], ends: Sequence[int]) -> None:
         for slot, end in zip(slots, ends, strict=False):
@@ -63,28 +67,30 @@ class BlockTables:
                 self._held.remove(slot)
                 self._tables.pop(slot, None)
 
-    def _take_whole(self, part: Part, tables: Blocks) -> set[int]:
+    def _take_whole(self, part: Part, tables: Blocks) -> Set[int]:
         """Replace the tables that the result contains in full, and return the numbers of the result's rows that they
         belong to.
         """
         if not tables.row:
-            return set()
+            return _NONE
         slots = [*part.run.slot, *part.admit.slot]
         by_row = tables.by_row()
         for row, groups in by_row.items():
             self._tables[slots[row]] = [PackedInts("I", groups.get(group, ())) for group in range(self._num_groups)]
         return set(by_row)
 
-    def _append(self, slots: Sequence[int], new: Blocks, whole: set[int]) -> None:
-        start = 0
+    def _append(self, slots: Sequence[int], new: Blocks, whole: Set[int]) -> None:
+        tables, ids = self._tables, iter(new.ids)
         for row, group, count in zip(new.row, new.group, new.count, strict=True):
-            if row not in whole:
-                tables = self._tables[slots[row]]
-                try:
-                    if count == 1:
-                        tables[group].append(new.ids[start])
-                    else:
-                        tables[group].extend(new.ids[start : start + count])
-                except BufferError:  # a view of the memory exists
-                    tables[group] = PackedInts("I", chain(tables[group], new.ids[start : start + count]))
-            start += count
+            block = next(ids) if count == 1 else None  # as most entries are
+            more = () if count == 1 else list(islice(ids, count))
+            if row in whole:
+                continue
+            groups = tables[slots[row]]
+            try:
+                if block is not None:
+                    groups[group].append(block)
+                else:
+                    groups[group].extend(more)
+            except BufferError:  # a view of the memory exists
+                groups[group] = PackedInts("I", chain(groups[group], more if block is None else [block]))

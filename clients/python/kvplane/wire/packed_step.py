@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from kvplane.base.step import OnRefusal, Step
+from kvplane.base.decode_rows import DecodeRows
+from kvplane.base.step import Facts, OnRefusal, Run, Step
+from kvplane.base.when_read import PACKED
 from kvplane.v1 import step_pb2 as pb
 from kvplane.v1.allocation_pb2 import SessionRequest
 from kvplane.wire.columns import Columns, pack
@@ -81,16 +83,14 @@ def step_bytes(step: Step) -> bytes | None:
     values of wrong types. Raises InvalidArgument for a column that cannot be sent.
     """
     given = vars(step.parts[0])
-    if len(step.parts) > 1 or not given.keys() <= _WRITTEN:
+    if len(step.parts) > 1:
         return None
-    try:
-        written = _FACTS.write(given["facts"], "parts[0].facts") if "facts" in given else b""
-        if "run" in given:
-            if given["run"].on_refusal != OnRefusal.PREEMPT:
-                return None
-            written += _RUN.write(given["run"], "parts[0].run")
-    except (AttributeError, TypeError):
+    if PACKED in given:
+        written = given[PACKED].message
+    elif (sections := _sections(given)) is None:
         return None
+    else:
+        written = sections
     values = (step.epoch, step.seq, step.part, not step.last, step.executed_through, len(written))
     fields: list[bytes] = []
     for tag, value in zip(_NUMBERS, values, strict=True):
@@ -102,3 +102,40 @@ def step_bytes(step: Step) -> bytes | None:
         fields += (_TRACEPARENT, _varint(len(trace)), trace)
     raw = b"".join(fields)
     return b"".join((_STEP, _varint(len(raw)), raw))
+
+
+def _sections(given: Mapping[str, Any]) -> bytes | None:
+    if not given.keys() <= _WRITTEN:
+        return None
+    try:
+        written = _FACTS.write(given["facts"], "parts[0].facts") if "facts" in given else b""
+        if "run" in given:
+            if given["run"].on_refusal != OnRefusal.PREEMPT:
+                return None
+            written += _RUN.write(given["run"], "parts[0].run")
+    except (AttributeError, TypeError):
+        return None
+    return written
+
+
+class RowsWriter:
+    """Makes the rows of decode steps of the same requests. What all of them have in common is written once."""
+
+    __slots__ = ("_facts", "_run", "_run_with_extra", "_slots")
+
+    def __init__(self, slots: array[int], with_tokens: bool) -> None:
+        """`slots` must not change any more. Without tokens, the engine gives hashes when blocks become full."""
+        self._slots, size = slots, 4 * len(slots)
+        zeros = array("I", bytes(size if with_tokens else 0))
+        facts = _FACTS.write(Facts(slots, appended=array("I", [1]) * len(slots), tokens=zeros), "facts")
+        self._facts = facts[: len(facts) - 4 * len(zeros)]  # tokens are the last column, as extra is of run rows
+        self._run = _RUN.write(Run(slots), "run")
+        self._run_with_extra = _RUN.write(Run(slots, array("i", bytes(size))), "run")[: -size or None]
+
+    def rows(self, appended: bool, tokens: array[int], extra: array[int]) -> DecodeRows:
+        """Return rows with these columns, arrays of u32 and i32; an empty one is not sent."""
+        facts, run = self._facts if appended else b"", self._run_with_extra if extra else self._run
+        message = b"".join((facts, tokens, run, extra))
+        begin, end = len(facts), len(message)
+        of_tokens, of_extra = slice(begin, begin + 4 * len(tokens)), slice(end - 4 * len(extra), end)
+        return DecodeRows(self._slots, message, of_tokens, of_extra, appended)

@@ -24,6 +24,7 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane.base.typed import check
+from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import (
     I32,
@@ -188,7 +189,7 @@ def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
 # Sections are passed as dicts: to build a message from messages, protobuf would copy the columns at each level.
 def _encode_part(part: Part, where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    given = vars(part)  # a section that is missing is empty
+    given = given_fields(part)  # a section that is missing is empty
     for name, encode in _SECTIONS.items():
         if name in given and (section := encode(given[name], f"{where}.{name}")):
             fields[name] = section
