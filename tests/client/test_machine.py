@@ -193,7 +193,8 @@ def withdraw_in_any_case(self, step, error):
 
 def trust_the_stream(self, ready):
     """A call that was interrupted while it looked for an answer may have lost it."""
-    if not self._is_up or self._refusal is not None or not self.state.awaits_service:
+    state = self.state
+    if not self._is_up or self._refusal is not None or state.synthesized or len(state.waiting) <= state.num_unsent:
         return None
     answer = ready()
     return None if answer is None else self._take(answer)

@@ -1,6 +1,6 @@
 """The rows of a decode step that an engine filled in columns, as bytes: made once, sent, and recorded.
 
-A part with such rows has no facts and run sections until someone reads one (`kvplane.base.when_read`). Nobody does in
+A part with such rows has no facts and run sections until one is read (`kvplane.base.when_read`). None is in
 the usual case, where making them would cost more than all else that a client does for a step.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-
-from kvplane.base.step import Facts, Run
 
 
 class DecodeRows:
@@ -39,6 +37,8 @@ class DecodeRows:
 
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
+        from kvplane.base.step import Facts, Run  # which imports this module
+
         run = Run(self.slots[:], array("i", self.message[self.extra]))
         if not self.appended:
             return {"run": run}

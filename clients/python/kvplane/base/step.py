@@ -17,6 +17,7 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
+from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
 from kvplane.base.typed import check
 from kvplane.base.when_read import made_when_read
@@ -194,14 +195,13 @@ class News:
 
 @dataclass(slots=True)
 class Resume:
-    """The image: all blocks that requests or transfers held in the previous engine life (epoch). Nothing may be in
-    flight.
+    """The image: all blocks that requests or transfers held in the previous engine life. Nothing may be in flight.
 
-    The service accepts the image as a whole or refuses the image. Its rows are requests of `News` that continue with
-    their blocks. A table entry that the kind of the group no longer needs may have any value. Held rows are of two
-    kinds: requests of `News` that do not run and whose pages a load (a transfer into pages from outside) still fills,
-    and slots without a request, whose request ended as HELD. Every block that the image does not list is free. Each
-    listed page needs a stamp in `OpenRequest.stamp_table` of this engine life.
+    The service accepts the image as a whole or refuses it. Its rows are requests of `News` that continue with their
+    blocks. A table entry that the kind of the group no longer needs may have any value. Held rows are of two kinds:
+    requests of `News` that do not run and whose pages a load (a transfer from outside) still fills, and slots without
+    a request, whose request ended as HELD. Every block that the image does not list is free. Each listed page
+    needs a stamp in `OpenRequest.stamp_table` of this engine life.
     """
 
     slot: list[int] = field(default_factory=list)
@@ -240,9 +240,7 @@ class Run:
 
 @dataclass(slots=True)
 class Admit:
-    """The waiting requests in order of admission. Each row looks up the request's cached prefix and adds the blocks of
-    the hit to the request's table.
-    """
+    """The waiting requests in order of admission. Each row adds the blocks of the hit to the request's table."""
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0
@@ -265,9 +263,7 @@ class Admit:
 
 @dataclass(slots=True)
 class Peek:
-    """Requests whose cached prefix is looked up for later steps. A look-up of this section changes no state, not even
-    LRU order, and reserves no block.
-    """
+    """Requests whose cached prefix is looked up for later steps. It changes nothing, not even LRU order."""
 
     slot: list[int] = field(default_factory=list)
     with_blocks: bool = False
@@ -318,6 +314,7 @@ class Step:
         last: whether these are the last parts of the step.
         executed_through: number of a step; it and all earlier steps have finished on all ranks.
         traceparent: W3C trace context of the engine's step, see kvplane.base.trace; "" = none.
+        rows: the packed rows of the only part when the step was made; None if it had other sections.
     """
 
     epoch: int
@@ -327,6 +324,7 @@ class Step:
     last: bool = True
     executed_through: int = 0
     traceparent: str = ""
+    rows: DecodeRows | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -362,12 +360,11 @@ class Blocks:
 @made_when_read
 @dataclass
 class Orders:
-    """What each rank does before the launch, in this order: write stamps (version numbers of the pages' contents), zero
-    pages, copy pages.
+    """What each rank does before the launch, in this order: write stamps (versions of pages), zero pages, copy pages.
 
-    Zeroing is before copying, since the target of a copy is a new page that may also be in the list of pages to zero.
-    Pages that a transfer fills are in neither list. A rank also carries out the orders of a failed step, since the
-    answer has already reported a reset of the cache, which is not undone.
+    Zeroing is first, since the target of a copy is a new page that may also be in the list of pages to zero. Pages that
+    a transfer fills are in neither list. A rank also carries out the orders of a failed step, since the answer has
+    already reported a reset of the cache, which is not undone.
 
     Attributes:
         stamp_block: each block that was allocated or lost a key.

@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import CLOSE_TIMEOUT_S, OpenRequest, SessionTransport
@@ -82,10 +83,13 @@ class Session(SessionView):
         """
         self._transport = transport
         self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
-        self._ready: Callable[[], StepResult | None] | None = getattr(transport, "ready", None)  # not all have it
+        self._looking: Any = transport if hasattr(transport, "ready") else None  # not all have it
         self._revive = revive
-        self._caller = threading.Lock()  # held by a call of the engine
-        self._link = threading.Lock()  # held while the transport is used, by a call or a heartbeat
+        # Who takes the only entry of the queue uses the machine and the transport, and puts it back: a call or a
+        # heartbeat. A queue, because locks are called too rarely to be in the processor's caches, and queues are not.
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._turn.put(None)
+        self._beating = threading.Lock()  # held by a heartbeat: briefly, or for one attempt to reopen a broken stream
         self._stop = threading.Event()
         self._pause = (retry.sleep if retry else None) or self._stop.wait
         self._carry_out(self._machine.open())
@@ -118,10 +122,11 @@ class Session(SessionView):
         """
         self._begin_call()
         try:
+            self._machine.check()
             moving = self._transport.draining and self._transport.can_move
             return self._carry_out(self._machine.apply(parts, executed_through, moving))
         finally:
-            self._end_call()
+            self._turn.put(None)
 
     def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
         """Send a step, or some parts of a step, without waiting for the answer. Returns the step's number.
@@ -135,23 +140,29 @@ class Session(SessionView):
             LimitExceeded: the maximum number of steps is in flight; receive an answer first.
             InvalidArgument: a value cannot be encoded.
         """
-        self._begin_call()
         try:
-            moving = self._transport.draining and self._transport.can_move
-            step, is_held = self._machine.register(parts, last, executed_through, moving)
+            self._turn.get_nowait()
+        except Empty:
+            self._begin_call()
+        try:
+            machine, transport = self._machine, self._transport
+            if machine.ended is not None:
+                machine.check()
+            moving = transport.draining and transport.can_move
+            step, to_send = machine.register(parts, last, executed_through, moving)
             is_over = False
             try:
-                if not is_held:
-                    self._transport.send(self._machine.state.numbers.to_service(step))
+                if to_send is not None:
+                    transport.send(to_send)
                 is_over = True
             except BROKEN:  # the next `receive` raises it
                 is_over = True
             finally:
                 if not is_over:
-                    self._machine.sending_failed(step, sys.exc_info()[1])
+                    machine.sending_failed(step, sys.exc_info()[1])
             return step.seq
         finally:
-            self._end_call()
+            self._turn.put(None)
 
     def receive(self) -> StepResult:
         """Wait for the next result, in the order in which the steps were submitted.
@@ -162,12 +173,18 @@ class Session(SessionView):
             Unavailable: the service cannot be reached; the step stays in flight, see the class.
             DeadlineExceeded: no answer arrived in time; the step stays in flight, see the class.
         """
-        self._begin_call()
         try:
-            taken = self._machine.take_ready(self._ready) if self._ready is not None else None
-            return taken or self._carry_out(self._machine.receive())
+            self._turn.get_nowait()
+        except Empty:
+            self._begin_call()
+        try:
+            machine = self._machine
+            if machine.ended is not None:
+                machine.check()
+            taken = machine.take_ready(self._looking.ready) if self._looking is not None else None
+            return taken or self._carry_out(machine.receive())
         finally:
-            self._end_call()
+            self._turn.put(None)
 
     def begin_new_life(self) -> None:
         """End this engine life (the time of one epoch) and ignore the answers that are still missing. The next call
@@ -182,11 +199,17 @@ class Session(SessionView):
         """Send a heartbeat, and reopen the stream if it is broken. Does nothing while another call runs, since that
         call keeps the lease.
         """
-        if self.ended is None and self._link.acquire(blocking=False):
+        if self.ended is not None:
+            return
+        with self._beating:
+            try:
+                self._turn.get_nowait()
+            except Empty:
+                return
             try:
                 self._carry_out(self._machine.beat())
             finally:
-                self._link.release()
+                self._turn.put(None)
 
     def close(self) -> None:
         """End the session, so that the service frees the blocks of its requests. A second call is harmless.
@@ -194,13 +217,15 @@ class Session(SessionView):
         If another thread is in a call, waits up to two seconds for it and then cancels the stream.
         """
         self._stop.set()
-        if not self._link.acquire(timeout=CLOSE_TIMEOUT_S):
+        try:
+            self._turn.get(timeout=CLOSE_TIMEOUT_S)
+        except Empty:
             self.abort()
             return
         try:
             self._carry_out(self._machine.close())
         finally:
-            self._link.release()
+            self._turn.put(None)
 
     def abort(self) -> None:
         """End the session immediately by cancelling its stream. Any thread may call `abort`; a call that runs in
@@ -222,26 +247,16 @@ class Session(SessionView):
         self.close()
 
     def _begin_call(self) -> None:
-        """Begin a call of the engine. Raises FailedPrecondition while another thread is in a call."""
-        if not self._caller.acquire(blocking=False):
-            raise FailedPrecondition(
-                "another thread is using this session", remedy="open a session, and use it from one thread"
-            )
-        has_link = False
-        try:
-            has_link = (
-                self._link.acquire()
-            )  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
-        finally:
-            if not has_link:
-                self._caller.release()
-        if self._machine.ended is not None:
-            self._end_call()
-            self._machine.check()
-
-    def _end_call(self) -> None:
-        self._link.release()
-        self._caller.release()
+        """Take the turn; wait for a heartbeat that has it. Raises FailedPrecondition while another thread is in a
+        call.
+        """
+        with self._beating:
+            try:
+                self._turn.get_nowait()
+            except Empty:
+                raise FailedPrecondition(
+                    "another thread is using this session", remedy="open a session, and use it from one thread"
+                ) from None
 
     def _carry_out(self, work: Doing[_T]) -> _T:
         return drive(work, self._act)

@@ -51,6 +51,7 @@ class GrpcTransport:
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
         self._is_aborted = False
+        self.ready: Callable[[], StepResult | None] = _nothing  # of the stream: see _Stream.ready
         self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
@@ -77,6 +78,7 @@ class GrpcTransport:
         self._drop()
         self.draining = False
         self._stream = stream = _Stream(channel)
+        self.ready = stream.ready
         if self._is_aborted:  # read after the assignment, so that either `abort` or this line ends the stream
             self._drop()
         stream.send(message)
@@ -117,10 +119,6 @@ class GrpcTransport:
                 return answer
             self.draining = True
 
-    def ready(self) -> StepResult | None:
-        """Return the next answer if it is here and a result; None otherwise. Does not wait, and raises nothing."""
-        return self._stream.ready() if self._stream is not None else None
-
     def heartbeat(self) -> None:
         """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
         stream = self._require_stream()
@@ -136,7 +134,7 @@ class GrpcTransport:
         """
         if self.draining:
             self._owners.instead_of(self._channel)
-        stream, self._stream = self._stream, None
+        stream, self._stream, self.ready = self._stream, None, _nothing
         if stream is not None:
             stream.send(stream_messages.close_message())
             stream.exhaust(CLOSE_TIMEOUT_S)
@@ -152,9 +150,13 @@ class GrpcTransport:
         return self._stream
 
     def _drop(self) -> None:
-        stream, self._stream = self._stream, None
+        stream, self._stream, self.ready = self._stream, None, _nothing
         if stream is not None:
             stream.cut()
+
+
+def _nothing() -> None:
+    """Look for an answer without a stream."""
 
 
 class _End:
@@ -214,10 +216,13 @@ class _Stream:
         return answer
 
     def ready(self) -> StepResult | None:
-        """Return the next answer if it is here and a result."""
-        if self._early is not None or self._answers.empty():
+        """Return the next answer if it is here and a result; None otherwise. Does not wait, and raises nothing."""
+        if self._early is not None:
             return None
-        answer = self._answers.get_nowait()  # safe: one thread at a time takes answers
+        try:
+            answer = self._answers.get_nowait()
+        except Empty:
+            return None
         if isinstance(answer, StepResult):
             return answer
         self._early = answer

@@ -28,7 +28,7 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane.base.when_read import PACKED
+from kvplane.base.when_read import given_fields
 from kvplane.session.reopening import Revival
 
 _MAX_COLLECTED = 32  # decode steps whose tokens are added together
@@ -62,18 +62,24 @@ class KnownRequests:
         self.running: set[int] = set()  # slots that hold blocks
         self._requests: dict[int, _Request] = {}
         self._obstacle = ""
-        self._decoding: tuple[Sequence[int], Sequence[int]] = ((), ())  # of the last decode steps: slots, a 1 for each
+        # Of the last decode steps: slots, and a 1 for each, or None for rows of a builder
+        self._decoding: tuple[Sequence[int], Sequence[int] | None] = ((), None)
         # Per decode step, a token of each of these slots; empty with hashes
         self._decoded: list[array[int] | DecodeRows] = []
 
     def note(self, step: Step, result: StepResult) -> None:
         """Record a step that the service applied, and its result."""
-        for part, done in zip(step.parts, result.parts, strict=True):
-            rows: DecodeRows | None = vars(part).get(PACKED)
-            if rows is None or rows.slots is not self._decoding[0] or len(self._decoded) == _MAX_COLLECTED:
-                self._record(part)
-            elif rows.appended:
+        if (rows := step.rows) is not None:  # of the step nothing else is read, since each object takes time
+            if rows.slots is not self._decoding[0] or len(self._decoded) == _MAX_COLLECTED:
+                self._add_collected()
+                self._decoding = rows.slots, None
+            if rows.appended:
                 self._decoded.append(rows)
+            if preempted := vars(result.parts[0]).get("preempted"):
+                self.running.difference_update(preempted)
+            return
+        for part, done in zip(step.parts, result.parts, strict=True):
+            self._record(part)
             if preempted := vars(done).get("preempted"):
                 self.running.difference_update(preempted)
             if "admit" in vars(part):
@@ -120,12 +126,7 @@ class KnownRequests:
 
     def _record(self, part: Part) -> None:
         """Record the requests of a part as the engine sent them."""
-        rows: DecodeRows | None = vars(part).get(PACKED)
-        if rows is not None:
-            self._add_collected()
-            self._decoding, self._decoded = (rows.slots, ()), [rows] if rows.appended else []
-            return
-        given = vars(part)  # sections that are missing are empty
+        given = given_fields(part)  # sections that are missing are empty
         if "facts" in given and part.facts.slot:
             self._add_appended(part.facts)
             if part.facts.hashes or part.facts.end:
@@ -190,7 +191,7 @@ class KnownRequests:
         """Add the collected tokens to their requests."""
         steps = [one.appended_tokens() if isinstance(one, DecodeRows) else one for one in self._decoded]
         self._decoded = []
-        (slots, _), self._decoding = self._decoding, ((), ())
+        (slots, _), self._decoding = self._decoding, ((), None)
         for slot in slots:
             self._requests[slot].num_tokens += len(steps)
         for slot, tokens in zip(slots, zip(*steps, strict=True), strict=False):  # without tokens: no row

@@ -187,11 +187,11 @@ class SessionMachine:
         With `moving` (the service drains and another service is available), the session does not send a new step but
         keeps it for that other service.
         """
-        step, is_held = self.register(parts, last, executed_through, moving)
+        step, to_send = self.register(parts, last, executed_through, moving)
         is_over = False
         try:
-            if not is_held:
-                yield Send(self.state.numbers.to_service(step))
+            if to_send is not None:
+                yield Send(to_send)
             is_over = True
         except BROKEN:  # the next `receive` raises it
             is_over = True
@@ -202,14 +202,16 @@ class SessionMachine:
 
     def register(
         self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool
-    ) -> tuple[Step, bool]:
-        """Return the next step, and whether it is kept for another service. Otherwise the caller sends it to the
-        service, and calls `sending_failed` with any error but those of a broken stream, which `receive` raises.
+    ) -> tuple[Step, Step | None]:
+        """Return the next step, and that step with the service's number, or None if it is kept for another service. The
+        caller sends it, and calls `sending_failed` with any error but those of a broken stream, which `receive` raises.
         """
-        state = self.state
+        state = self._state or self.state
         step = state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
-        return step, state.holds_back(step, moving and self._can_revive) or self._is_new_life
+        if state.holds_back(step, moving and self._can_revive) or self._is_new_life:
+            return step, None
+        return step, state.numbers.to_service(step) if state.numbers.has_restarted else step
 
     def sending_failed(self, step: Step, error: BaseException | None) -> None:
         """Withdraw a step if it was certainly not sent; otherwise it stays in flight."""
@@ -221,8 +223,10 @@ class SessionMachine:
     def take_ready(self, ready: Callable[[], StepResult | None]) -> StepResult | None:
         """Return the next result if the stream is in order and `ready` has it; None otherwise: then call `receive`."""
         state = self._state
-        if not self._is_up or self._refusal is not None or state is None or not state.awaits_service:
+        if not self._is_up or self._refusal is not None or state is None or state.synthesized:
             return None
+        if len(state.waiting) <= state.num_unsent:
+            return None  # no step awaits the service
         self._is_up = False  # an interrupted call may lose an answer
         answer = ready()
         self._is_up = True

@@ -18,6 +18,7 @@ from kvplane.base.errors import (
 from kvplane.base.session import Opened
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.base.typed import check
+from kvplane.base.when_read import PACKED
 from kvplane.session.reopening import Revival, StepNumbering
 
 
@@ -31,6 +32,9 @@ class SessionState:
         free_blocks: number of free blocks, exact after the last answer.
         busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write;
             ascending. The service does not allocate these blocks.
+        waiting: the steps in flight, that is, without an answer; oldest first.
+        num_unsent: how many of them, the newest, are held back for another service.
+        synthesized: the answers to the oldest of them that the session makes itself; they come before other answers.
         numbers: converts between the engine's step numbers and those of the current service.
     """
 
@@ -46,11 +50,11 @@ class SessionState:
         self._next = (opened.seq + 1, opened.next_part)
         self._answered_seq = opened.seq
         self._executed_through = 0
-        self._unanswered: deque[Step] = deque()
+        self.waiting: deque[Step] = deque()
         self.numbers = StepNumbering()
-        self._num_unsent = 0  # the newest unanswered steps, held back for another service
+        self.num_unsent = 0  # the newest unanswered steps, held back for another service
         self._num_lost = 0  # the oldest unanswered steps, which the session answers itself
-        self._synthesized: deque[StepResult] = deque()  # the answers to those
+        self.synthesized: deque[StepResult] = deque()  # the answers to those
 
     @property
     def next_seq(self) -> int:
@@ -60,9 +64,9 @@ class SessionState:
     @property
     def in_flight(self) -> int:
         """The number of steps with a part that has not been answered."""
-        if not self._unanswered:
+        if not self.waiting:
             return 0
-        return self._unanswered[-1].seq - self._unanswered[0].seq + 1
+        return self.waiting[-1].seq - self.waiting[0].seq + 1
 
     def register(self, parts: Sequence[Part], last: bool, executed_through: int | None) -> Step:
         """Make a step of these parts, give it the next number, and record it as in flight.
@@ -81,7 +85,7 @@ class SessionState:
                 field="parts",
                 remedy="send Part() for a step without rows",
             )
-        unanswered = self._unanswered
+        unanswered = self.waiting
         if part == 0 and len(unanswered) >= self.max_steps <= self.in_flight:
             raise LimitExceeded(
                 f"{self.in_flight} steps are in flight, the maximum is {self.max_steps}",
@@ -89,7 +93,7 @@ class SessionState:
             )
         if len(unanswered) >= self.max_rows:
             raise LimitExceeded(
-                f"{len(self._unanswered)} messages with parts are in flight, the maximum is {self.max_rows}",
+                f"{len(self.waiting)} messages with parts are in flight, the maximum is {self.max_rows}",
                 remedy="receive an answer first",
             )
         for at, given in enumerate(parts):
@@ -97,8 +101,9 @@ class SessionState:
                 check(given, Part, f"parts[{at}]")
         if last is not True:
             check(last, bool, "last")
-        step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through))
-        self._unanswered.append(step)
+        rows = vars(parts[0]).get(PACKED) if len(parts) == 1 else None
+        step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through), "", rows)
+        self.waiting.append(step)
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
         return step
 
@@ -108,8 +113,8 @@ class SessionState:
 
         The later parts of a step are sent to the service that received the step's first part.
         """
-        holds = self._num_unsent > 0 or (moving and step.part == 0)
-        self._num_unsent += holds
+        holds = self.num_unsent > 0 or (moving and step.part == 0)
+        self.num_unsent += holds
         return holds
 
     @property
@@ -117,16 +122,11 @@ class SessionState:
         """Whether the service has answered every step that was sent to it, while further steps wait for another
         service.
         """
-        return self._num_unsent == len(self._unanswered) > 0
-
-    @property
-    def awaits_service(self) -> bool:
-        """Whether the oldest step in flight was sent to the service, which will answer it."""
-        return len(self._unanswered) > self._num_unsent and not self._synthesized
+        return self.num_unsent == len(self.waiting) > 0
 
     def withdraw(self, step: Step) -> None:
         """Undo the last `register`, because the step could not be sent."""
-        withdrawn = self._unanswered.pop()
+        withdrawn = self.waiting.pop()
         assert withdrawn is step, "only the last step can be withdrawn"
         self._next = (step.seq, step.part)
 
@@ -134,14 +134,14 @@ class SessionState:
         """Record the answer to the oldest step in flight, and return that step. Raises InternalError if it answers
         another step.
         """
-        assert self._unanswered, "the service sent an answer, but no step is in flight"
-        step = self._unanswered[0]
-        if (result.seq, result.part) != (step.seq, step.part):
+        assert self.waiting, "the service sent an answer, but no step is in flight"
+        step = self.waiting[0]
+        if result.seq != step.seq or result.part != step.part:
             raise InternalError(
                 f"the service answered step {result.seq} part {result.part}, expected step {step.seq} part {step.part}",
                 remedy="open a new session, and report this bug",
             )
-        self._unanswered.popleft()
+        self.waiting.popleft()
         self._executed_through = step.executed_through
         if step.last:
             self._answered_seq = step.seq
@@ -157,28 +157,28 @@ class SessionState:
         """The number of messages sent after the oldest unanswered one. If the service refuses the oldest one, it
         refuses all of these too.
         """
-        return len(self._unanswered) - 1 - self._num_unsent
+        return len(self.waiting) - 1 - self.num_unsent
 
     def refused(self) -> None:
         """Record that the oldest step in flight was refused. The next step gets that step's number, and all steps after
         it are dropped.
         """
         step = self.oldest
-        self._unanswered.clear()
-        self._num_unsent = 0
+        self.waiting.clear()
+        self.num_unsent = 0
         self._next = (step.seq, step.part)
 
     def take_synthesized(self) -> StepResult | None:
         """Return the next answer if the session itself made it, without the service; None otherwise."""
-        return self._synthesized.popleft() if self._synthesized else None
+        return self.synthesized.popleft() if self.synthesized else None
 
     def unanswered(self) -> list[Step]:
         """Return the steps that the service has not answered, in order."""
-        return list(self._unanswered)[len(self._synthesized) :]
+        return list(self.waiting)[len(self.synthesized) :]
 
     def still_busy(self) -> tuple[int, ...]:
         """Return those of `busy_blocks` that no step in flight lists in `Cache.loads_over`."""
-        return _without_ended(self.busy_blocks, self._unanswered)
+        return _without_ended(self.busy_blocks, self.waiting)
 
     def restarted(self, opened: Opened, revival: Revival, results: Sequence[StepResult]) -> None:
         """Continue in a new engine life (epoch): answer the unanswered steps. `results` are the results of the steps
@@ -187,11 +187,11 @@ class SessionState:
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
         self.lease_ms, self.max_rows, self.max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.adopted_loads)
-        self._num_lost = len(self._unanswered)
+        self._num_lost = len(self.waiting)
         lost = self.unanswered()
         released = {slot for step in lost for part in step.parts for slot in part.cache.released}  # not sent again
-        self._synthesized.extend(revival.answers(lost, results))
-        self._num_unsent = 0
+        self.synthesized.extend(revival.answers(lost, results))
+        self.num_unsent = 0
         self.numbers.restart(self._next, opened.seq + len(results), revival.dropped_held - released)
 
     def resumed(self, opened: Opened) -> list[Step]:
@@ -209,32 +209,32 @@ class SessionState:
                 f"{earliest} to {self._next} of epoch {self.epoch}",
                 remedy="open a session with a new epoch",
             )
-        if not self._unanswered:
+        if not self.waiting:
             self.free_blocks = opened.free_blocks
         self.busy_blocks = opened.busy_blocks
-        self._num_unsent = 0
+        self.num_unsent = 0
         return unanswered
 
     def require_idle(self) -> None:
         """Raise FailedPrecondition if a step has not been answered."""
-        if self._unanswered:
+        if self.waiting:
             raise FailedPrecondition(
                 f"{self.in_flight} earlier steps have not been answered", remedy="receive their answers first"
             )
 
     def require_in_flight(self) -> None:
         """Raise FailedPrecondition if no step waits for an answer."""
-        if not self._unanswered:
+        if not self.waiting:
             raise FailedPrecondition(
                 "no step is in flight, so there is no answer to receive", remedy="submit a step first"
             )
 
     def _executed(self, seq: int, part: int, given: int | None) -> int:
-        latest = self._unanswered[-1].executed_through if self._unanswered else self._executed_through
+        latest = self.waiting[-1].executed_through if self.waiting else self._executed_through
         if given is None:
             if part:
                 return latest
-            if self._unanswered:
+            if self.waiting:
                 raise InvalidArgument(
                     f"it is missing, but {self.in_flight} steps before step {seq} are in flight",
                     field="executed_through",
@@ -254,8 +254,8 @@ class SessionState:
     @property
     def oldest(self) -> Step:
         """The step that is answered next."""
-        assert self._unanswered, "the service sent an answer, but no step is in flight"
-        return self._unanswered[0]
+        assert self.waiting, "the service sent an answer, but no step is in flight"
+        return self.waiting[0]
 
 
 def _without_ended(busy: tuple[int, ...], steps: Iterable[Step]) -> tuple[int, ...]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 from kvplane.base.decode_rows import DecodeRows
-from kvplane.base.step import Facts, OnRefusal, Run, Step
-from kvplane.base.when_read import PACKED
+from kvplane.base.step import Facts, OnRefusal, Part, Run, Step
+from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane.v1.allocation_pb2 import SessionRequest
 from kvplane.wire.columns import Columns, pack
@@ -34,6 +34,8 @@ def _tag(message: Any, name: str, wire_type: int = _BYTES) -> bytes:  # noqa: AN
 def _varint(number: int) -> bytes:
     if number < 128:
         return _SMALL[number]
+    if number < 1 << 14:
+        return bytes((number & 127 | 128, number >> 7))
     written = bytearray()
     while number > 127:
         written.append(number & 127 | 128)
@@ -82,18 +84,12 @@ def step_bytes(step: Step) -> bytes | None:
     """Return the bytes of the message with this step; None if the step has anything else than facts and run rows, or
     values of wrong types. Raises InvalidArgument for a column that cannot be sent.
     """
-    given = vars(step.parts[0])
-    if len(step.parts) > 1:
+    written = step.rows.message if step.rows is not None else _sections(step.parts)
+    if written is None:
         return None
-    if PACKED in given:
-        written = given[PACKED].message
-    elif (sections := _sections(given)) is None:
-        return None
-    else:
-        written = sections
     values = (step.epoch, step.seq, step.part, not step.last, step.executed_through, len(written))
     fields: list[bytes] = []
-    for tag, value in zip(_NUMBERS, values, strict=True):
+    for tag, value in zip(_NUMBERS, values):  # noqa: B905 - `strict` is slow, and every step comes here
         if value or tag is _PARTS:
             fields += (tag, _varint(value))
     fields.append(written)
@@ -104,8 +100,9 @@ def step_bytes(step: Step) -> bytes | None:
     return b"".join((_STEP, _varint(len(raw)), raw))
 
 
-def _sections(given: Mapping[str, Any]) -> bytes | None:
-    if not given.keys() <= _WRITTEN:
+def _sections(parts: Sequence[Part]) -> bytes | None:
+    given = given_fields(parts[0])
+    if len(parts) > 1 or not given.keys() <= _WRITTEN:
         return None
     try:
         written = _FACTS.write(given["facts"], "parts[0].facts") if "facts" in given else b""
