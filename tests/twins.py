@@ -842,6 +842,14 @@ TWINS: dict[str, Twin] = {
         "when nothing is in flight, a subscriber has exactly the published keys, by block",
         (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", swallow_removals_of_held_content),),
     ),
+    "held keys are read": Twin(
+        "who reads the entries of a replica has what a subscriber from the beginning has",
+        (Patch(f"{SERVICE}.replicas.events:PublicationHold.without_held", lambda _: lambda self, event: [event]),),
+    ),
+    "changes of blocks that are not read yet count": Twin(
+        "who reads the entries of a replica has what a subscriber from the beginning has",
+        (Patch(f"{SERVICE}.replicas.published:EntriesScan.follow", lambda _: lambda self, events: list(events)),),
+    ),
     "withdrawn keys stay shown": Twin(
         "a key whose step did not run is never published",
         (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", ignore_withdrawals),),

@@ -122,6 +122,7 @@ class Decisions:
         self._expected: dict[str, tuple[float, str]] = {}  # by decision: until when, at which place
         self._shared = 0.5  # part of recent prompts that some group of some place had: how probably a later one shares
         self._doubts: dict[str, deque[float]] = {}
+        self.booked: Callable[[str, Ask], None] = _no_one_listens  # takes each place with the prompt sent there
         self.work: dict[str, Work] = {}
 
     @property
@@ -223,6 +224,7 @@ class Decisions:
             chosen.claim.inexact, (place.stores, place.removals), now_s,
         )  # fmt: skip
         self._bookings[name] = booking
+        self.booked(booking.place, ask)
         self.work_of(booking.place).book(booking)
         of_place = keys.get(place.domain) if place.domain else None
         if of_place is not None and chosen.claim.claim is not None:
@@ -303,6 +305,10 @@ class Decisions:
                 break
             del self._bookings[name]
             self.work_of(one.place).forget(one)
+
+
+def _no_one_listens(place: str, ask: Ask) -> None:
+    del place, ask
 
 
 def _no_candidate(ask: Ask, claims: Mapping[str, PlaceClaim]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
-from kvplane_fleet.wire.events import KEY_BYTES, WHOLE_KEY_BYTES, Evidence
+from kvplane_fleet.wire.events import KEY_BYTES, Evidence
 
 PROOFS_NEEDED = 2
 MOST_TRIES = 256  # store events that fit no scheme, until none is looked for any more
@@ -62,13 +61,6 @@ class Domain:
         seed = "a given" if self.seed else "default"
         width = "" if self.key_bytes == KEY_BYTES else f", keys of {self.key_bytes} bytes"
         return f"{self.algorithm.value}, {seed} seed, blocks of {self.block_size}{ahead}{width}"
-
-
-def domain_mask(name: str) -> int:
-    """Return what distinguishes the keys of one of kvplane's request domains: requests of two domains share no block,
-    though the hashes of their blocks are equal.
-    """
-    return int.from_bytes(blake2b(name.encode(), digest_size=WHOLE_KEY_BYTES).digest(), "big") if name else 0
 
 
 def keys_of(hashes: bytes, digest_bytes: int, key_bytes: int = KEY_BYTES) -> list[int]:

@@ -39,6 +39,7 @@ class Fault(Enum):
     REMOVAL_UNKNOWN = "removal_unknown"
     REPORT_REPEATED = "report_repeated"
     TOO_MANY_ENTRIES = "too_many_entries"
+    ENTRIES_DIFFER = "entries_differ"
     CLOCK_BACKWARDS = "clock_backwards"
     FRAME_REPEATED = "frame_repeated"
     FRAMES_LOST = "frames_lost"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.events import domain_mask
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
-from kvplane_fleet.domains import Domain, domain_mask
+from kvplane_fleet.domains import Domain
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+SUMS = 1 << 128
 EMPTY = 0  # number of the set without cells
 SWEEP_AT = 1 << 16  # keys without cells, at least, before they are swept
 
@@ -71,6 +72,7 @@ class Index:
         self._sets = _Sets()
         self._copies: dict[int, dict[int, int]] = {}  # cell -> key -> copies after the first
         self._sizes: dict[int, int] = {}  # cell -> keys
+        self._digests: dict[int, tuple[int, int]] = {}  # cell -> number and sum of keys, each as often as it has copies
         self._free: list[int] = []
 
     # -- cells -------------------------------------------------------------------------------------------------------
@@ -80,6 +82,7 @@ class Index:
         cell = self._free.pop() if self._free else len(self._sizes)
         self._sizes[cell] = 0
         self._copies[cell] = {}
+        self._digests[cell] = 0, 0
         return cell
 
     def clear(self, cell: int) -> None:
@@ -89,6 +92,7 @@ class Index:
         self._sets.without(1 << cell)
         self._sizes[cell] = 0
         self._copies[cell] = {}
+        self._digests[cell] = 0, 0
         self._sweep()
 
     def release(self, cell: int) -> None:
@@ -99,6 +103,10 @@ class Index:
     def size(self, cell: int) -> int:
         """Number of different keys of a cell."""
         return self._sizes[cell]
+
+    def digest(self, cell: int) -> tuple[int, int]:
+        """Return the number of keys of a cell and their sum modulo 2^128; a key counts as often as it has copies."""
+        return self._digests[cell]
 
     @property
     def num_keys(self) -> int:
@@ -126,16 +134,20 @@ class Index:
             sets.move(before, after)
             added += 1
         self._sizes[cell] += added
+        number, total = self._digests[cell]
+        self._digests[cell] = number + len(keys), (total + sum(keys)) % SUMS
 
     def remove(self, cell: int, keys: Sequence[int]) -> int:
         """Remove one copy of each key from a cell; returns how many of the keys the cell did not have."""
         table, sets, bit = self._table, self._sets, 1 << cell
         copies, removed, unknown = self._copies[cell], 0, 0
+        number, total = self._digests[cell]
         for key in keys:
             before = table.get(key, EMPTY)
             bits = sets.bits[before]
             if not bits & bit:
                 unknown += 1
+                total += key
             elif key in copies:
                 copies[key] -= 1
                 if not copies[key]:
@@ -149,6 +161,7 @@ class Index:
                     table[key] = after
                 sets.move(before, after)
         self._sizes[cell] -= removed
+        self._digests[cell] = number - len(keys) + unknown, (total - sum(keys)) % SUMS
         return unknown
 
     def has(self, cell: int, key: int) -> bool:

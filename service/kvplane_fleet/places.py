@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.events import GroupDigest
 from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane_fleet.domains import Domain, DomainProof
 from kvplane_fleet.expected import Expected
@@ -62,7 +63,7 @@ class Place:
         self.cells: dict[tuple[Tier, int], int] = {}
         self.formats: dict[int, GroupFormat] = {}
         self.proof = DomainProof(settings.hash_algorithms, settings.hash_seed)
-        self.batches = self.events = self.stores = self.removals = 0
+        self.batches = self.events = self.stores = self.removals = self.comparisons = 0
         self.watchers: list[Watcher] = []
         self.expected = Expected(index)
         self.returns = Returns()
@@ -190,6 +191,15 @@ class Place:
         self._layout = Layout(tuple(self.formats), HitRule(spec), "")
         self._most_blocks = spec.num_blocks
         self.withdrawn = False
+
+    def agrees(self, digests: Sequence[GroupDigest]) -> bool:
+        """Compare the entries with digests of the engine's. A difference is a fault: events were missed or misread."""
+        self.comparisons += 1
+        cells = {one.group: self.cells.get((Tier.DEVICE, one.group)) for one in digests}
+        own = {group: (0, 0) if cell is None else self._index.digest(cell) for group, cell in cells.items()}
+        is_equal = own == {one.group: (one.keys, one.sum) for one in digests}
+        self.faults.count(Fault.ENTRIES_DIFFER, not is_equal)
+        return is_equal
 
     def content(self) -> dict[tuple[Tier, int], dict[int, int]]:
         """Return the keys by tier and group, with their numbers of copies; it reads the whole index."""

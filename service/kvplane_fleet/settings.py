@@ -64,6 +64,9 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         price_displacement: count what an engine has to evict for a prompt.
         max_decisions: booked prompts at a time.
         forget_after_s: time after which a booked prompt that no client reports on counts as ended.
+        probe_period_s: time after which an engine with an endpoint is asked again for a prompt that it was sent, with
+            one output token, to compare the cached tokens that it states with the claim; 0 = never.
+        probe_tokens: most tokens that it should compute for such a probe.
         warm_up_s: time after which the router is ready although it has not yet learned what some engine has.
     """
 
@@ -73,6 +76,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     price_displacement: bool = True
     max_decisions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 16
     forget_after_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 600.0
+    probe_period_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    probe_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 512
     warm_up_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 10.0
 
 

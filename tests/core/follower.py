@@ -9,15 +9,20 @@ reads a subscription.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvplane.base.events import domain_mask
 from kvplane.base.groups import Medium
 from kvplane.base.step import CacheEvent, EventKind, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
+from kvplane_service.replicas.published import EntriesDigest, EntriesScan
+
+SCANNED_AT_ONCE = 3  # blocks of a slice
 
 
 class Shown(NamedTuple):
@@ -90,6 +95,7 @@ class Followed:
         self._log = EventLog(1 << 20, LogBudget(1 << 40), max_subscribers=1)
         self._subscription = self._log.subscribe(None, lambda: None)
         self._last_stored = 0
+        self._scan = self._new_scan()
 
     def begin(self, epoch: int) -> None:
         """A new engine life began in the core."""
@@ -107,8 +113,45 @@ class Followed:
 
     def _publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
         self._log.publish(epoch, events)
-        self.follower.read(self._subscription.take())
+        batches = self._subscription.take()
+        self.follower.read(batches)
         self.follower.check(self._replica, self._last_stored)
+        for batch in batches:
+            self._take_scanned(self._scan.follow(runs_of(batch.events)))
+        self._take_scanned(self._scan.read())
+        if self._scan.has_ended:
+            self._check_scanned()
+            self._scan = self._new_scan()
+
+    # What a subscriber reads that begins now: counts of keys, as a router has them.
+
+    def _new_scan(self) -> EntriesScan:
+        self._scanned, self._digest = Counter[tuple[object, ...]](), EntriesDigest(len(self._replica.spec.groups))
+        return EntriesScan(self._replica, self._hold, SCANNED_AT_ONCE)
+
+    def _take_scanned(self, events: Sequence[CacheEvent]) -> None:
+        self._digest.take(events)
+        for event in events:
+            keys = [(event.domain, event.group, digest, event.tier) for digest in event.hashes]
+            if event.kind is EventKind.CLEARED:
+                self._scanned.clear()
+            elif event.kind is EventKind.STORED:
+                self._scanned.update(keys)
+            else:
+                self._scanned.subtract(keys)
+                if min(self._scanned[key] for key in keys) < 0:
+                    raise WrongView("removed and never read")
+
+    def _check_scanned(self) -> None:
+        shown = Counter[tuple[object, ...]](one[1:] for one in self.follower.view)
+        if +self._scanned != shown:
+            raise WrongView(f"entries as they were read differ from those shown by {self._scanned - shown}")
+        sums = [0] * len(self._replica.spec.groups)
+        for one in self.follower.view:
+            if one.tier is Medium.DEVICE:
+                sums[one.group] += int.from_bytes(one.digest[-16:], "big") ^ domain_mask(one.domain)
+        if [one.sum for one in self._digest.digests()] != [each % (1 << 128) for each in sums]:
+            raise WrongView("the digest is not that of the entries shown")
 
 
 def entries(event: CacheEvent) -> Iterator[Shown]:

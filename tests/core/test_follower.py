@@ -18,6 +18,12 @@ def test_a_follower_catches_a_twin(twin, mix):
         run_all(mix)
 
 
+@pytest.mark.parametrize("twin", ["held keys are read", "changes of blocks that are not read yet count"])
+def test_who_reads_the_entries_catches_a_twin(twin):
+    with weakened(twin), pytest.raises(WrongView, match="read"):
+        run_all(next(iter(MIXES)))
+
+
 def run_all(mix: str) -> None:
     for seed in SEEDS:
         run(mix, seed)

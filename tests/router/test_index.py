@@ -48,6 +48,7 @@ def test_the_index_equals_a_multiset(seed, kind, monkeypatch):
         assert all(index.size(one) == len(keys) for one, keys in model.items())
     for cell, counts in model.items():
         assert index.keys_of(cell) == counts
+        assert index.digest(cell) == (counts.total(), sum(counts.elements()) % (1 << 128))
     for run in runs:
         found = index.find(run)
         for cells in ([cell] for cell in model):

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.events import domain_mask
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.v1 import routing_pb2 as pb
-from kvplane_fleet.domains import Domain, domain_mask, keys_of
+from kvplane_fleet.domains import Domain, keys_of
 from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Fleet, Prompt
 from kvplane_fleet.router.messages import decode_ask, pack_keys

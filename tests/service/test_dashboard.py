@@ -60,7 +60,7 @@ class Routed:
 
     def __init__(self) -> None:
         self.scene, self._next = Scene("a", "b"), 0
-        self._collector = RouterCollector(self.scene.fleet, self.scene.decisions)
+        self._collector = RouterCollector(self.scene.fleet, self.scene.decisions, {"a": {"equal": 3, "unexplained": 1}})
 
     def collect(self) -> Iterator[Metric]:
         for part in self._collector.parts():

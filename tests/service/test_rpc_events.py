@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +14,8 @@ from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import events_pb2, step_pb2
 from kvplane_service.config import Config
+from kvplane_service.replicas import published
+from kvplane_service.rpc import events as events_module
 from tests.service.rig import WAIT_S, column, error_of, running, until
 
 LIMITS = Config(listen="127.0.0.1:0", events_resume=8, max_subscribers=2)
@@ -69,6 +73,69 @@ def test_a_subscriber_resumes_and_gets_gaps(service):
     first = next(subscribe(service, after_seq=0))
     last = service.in_loop(lambda: service.app.registry.get("r").host.events.last_seq)
     assert (first.gap, first.seq) == (True, last - 8)
+
+
+def read(batches, at_least: int) -> tuple[list[Any], Counter[tuple[int, bytes]]]:
+    """Return batches up to the one with this number or a higher one, and the keys that they leave."""
+    taken, keys = list[Any](), Counter[tuple[int, bytes]]()
+    for batch in batches:
+        taken.append(batch)
+        keys = Counter() if batch.gap else keys
+        for event in batch.events:
+            pairs = [(event.group, digest) for digest in event.hashes]
+            (keys.update if event.kind == step_pb2.CACHE_EVENT_KIND_STORED else keys.subtract)(pairs)
+        if batch.seq >= at_least:
+            return taken, keys
+    raise AssertionError("the stream ended")
+
+
+def test_a_late_subscriber_gets_the_entries_instead_of_a_gap(service):
+    stream, log = service.open(), service.app.registry.get("r").host.events
+    for slot in range(15):
+        admit(stream, slot)
+    stream.step()
+    last = service.in_loop(lambda: log.last_seq)
+    taken, keys = read(subscribe(service, after_seq=0, entries=True), at_least=1)
+    assert (taken[0].gap, [one.seq for one in taken]) == (True, [0] * (len(taken) - 1) + [last])
+    entries = service.in_loop(lambda: service.app.registry.get("r").host.replica.entries())
+    assert keys.total() == len(entries) > 0
+    changes = subscribe(service, after_seq=last, entries=True)
+    admit(stream, 15)
+    stream.step()
+    assert next(changes).seq == last + 1  # nothing was lost, so there is nothing to read
+
+
+def test_entries_are_those_of_a_replica_that_goes_on_meanwhile(service, monkeypatch):
+    monkeypatch.setattr(published, "SLICE_BLOCKS", 2)
+    monkeypatch.setattr(events_module, "_PAUSE_S", 0.02)
+    stream, log = service.open(), service.app.registry.get("r").host.events
+    admit(stream, 0)
+    stream.step()
+    batches = subscribe(service, after_seq=0, entries=True)
+    assert next(batches).gap
+    for slot in range(1, 6):
+        admit(stream, slot)
+    stream.step()
+    _, keys = read(batches, at_least=service.in_loop(lambda: log.last_seq))
+    assert (+keys).total() == len(service.in_loop(lambda: service.app.registry.get("r").host.replica.entries()))
+
+
+def test_digests_are_those_of_the_keys(service):
+    stream = service.open()
+    for slot in range(5):
+        admit(stream, slot)
+    stream.step()
+    taken, keys = [], Counter[tuple[int, bytes]]()
+    for batch in subscribe(service, after_seq=0, entries=True, digest_period_s=1):
+        if batch.digests:
+            break
+        keys.update((event.group, digest) for event in batch.events for digest in event.hashes)
+        taken.append(batch)
+    assert (batch.seq, list(batch.events)) == (taken[-1].seq, [])
+    for one in batch.digests:
+        own = [int.from_bytes(digest[-16:], "big") for group, digest in keys.elements() if group == one.group]
+        assert (one.keys, int.from_bytes(one.sum, "big")) == (len(own), sum(own) % (1 << 128))
+    assert keys.total() == sum(one.keys for one in batch.digests) > 0
 
 
 def test_subscribers_get_lapse_and_restoration(service):

@@ -1,23 +1,25 @@
 """Follows a replica of a kvplane service by the service's own event stream, which states groups and hashes exactly.
 
 The client continues a broken stream after the last batch, and at another service if the replica moved. A stream that
-lost batches begins with a gap: everything is forgotten.
+lost batches begins with a gap and the entries of the replica. Digests in the stream are compared with what is known; if
+they differ, the entries are learned again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvplane import aio, wire
 from kvplane.base.errors import KvplaneError
-from kvplane.base.events import EventBatch
+from kvplane.base.events import EventBatch, GroupDigest, domain_mask
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_fleet.domains import domain_mask
 from kvplane_fleet.wire.events import WHOLE_KEY_BYTES, Batch, Cleared, Event, GroupFormat, Removed, Stored, Tier
 
 RETRY_S = 1.0
+DIGEST_PERIOD_S = 60
 
 
 class ReplicaSink(Protocol):
@@ -37,20 +39,25 @@ class ReplicaSink(Protocol):
         """Forget all entries."""
         ...
 
+    def agrees(self, digests: Sequence[GroupDigest]) -> bool:
+        """Compare the entries with digests of the replica's."""
+        ...
+
 
 class ReplicaSource:
     """Follows one replica until its task is cancelled.
 
     Attributes:
         is_connected: whether the service answers.
-        partial: batches are lost, so that entries may be missing.
+        partial: the entries are not all read yet.
+        digest_period_s: seconds between two comparisons of the entries.
         seq: number of the last batch.
     """
 
     def __init__(self, services: str, replica: str, sink: ReplicaSink) -> None:
         self._services, self._replica, self._sink = services, replica, sink
         self.is_connected = self.partial = False
-        self.seq = 0
+        self.seq, self.digest_period_s = 0, DIGEST_PERIOD_S
         self._is_doubted = False
         self._forms: dict[int, GroupFormat] = {}
         self._changed = asyncio.Event()
@@ -84,25 +91,28 @@ class ReplicaSource:
             for number, group in enumerate(spec.groups)
         }
         self._sink.use(spec)
-        self.is_connected, self.seq, self.partial = True, 0, False
+        self.is_connected, self.seq, self.partial, self._is_doubted = True, 0, False, False
         self._changed.set()
-        async for batch in client.subscribe(self._replica, after_seq=0):
-            if self._is_doubted:
-                self._is_doubted = False
-                self._sink.clear(life_ended=True)
-                return
+        stream = client.subscribe(self._replica, after_seq=0, entries=True, digest_period_s=self.digest_period_s)
+        async for batch in stream:
             self._take(batch)
             self._changed.set()
+            if self._is_doubted:
+                self._sink.clear(life_ended=True)
+                return
 
     def _take(self, batch: EventBatch) -> None:
         if batch.gap:
             self._sink.clear(life_ended=False)
-            self.partial = True
-        if batch.withdrawn or batch.restored:
+        if batch.gap or batch.withdrawn or batch.restored:
             self._sink.withdrawn = batch.withdrawn
-        events = [self._event(one) for one in batch.events]
-        self._sink.apply_batch(Batch(0.0, events))
+        # Batches of the entries have no number; the one behind them has.
+        self.partial = batch.seq == 0 or (self.partial and self.seq > 0) or batch.gap
         self.seq = batch.seq
+        if batch.events:
+            self._sink.apply_batch(Batch(0.0, [self._event(one) for one in batch.events]))
+        if batch.digests and not self.partial and not self._sink.withdrawn:
+            self._is_doubted = self._is_doubted or not self._sink.agrees(batch.digests)
 
     def _event(self, event: CacheEvent) -> Event:
         if event.kind is EventKind.CLEARED:

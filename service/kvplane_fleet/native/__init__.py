@@ -56,6 +56,11 @@ class NativeIndex:
         size: int = self._native.size(self._index, cell)
         return size
 
+    def digest(self, cell: int) -> tuple[int, int]:
+        """See Index."""
+        digest: tuple[int, int] = self._native.digest(self._index, cell)
+        return digest
+
     @property
     def num_keys(self) -> int:
         """See Index."""

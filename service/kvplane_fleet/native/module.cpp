@@ -180,6 +180,17 @@ PyObject* Size(PyObject*, PyObject* arguments) {
     });
 }
 
+// digest(index, cell) -> (number of its keys, their sum), each as often as it has copies
+PyObject* Digest(PyObject*, PyObject* arguments) {
+    return Guarded([&] {
+        const Table& table = TableOf(arguments);
+        const Sum& sum = table.Digest(CellOf(table, arguments));
+        const auto low = static_cast<uint64_t>(sum.total), high = static_cast<uint64_t>(sum.total >> 64);
+        const Owned number(PyLong_FromUnsignedLongLong(sum.number)), total(Halves().Joined({low, high}));
+        return PyTuple_Pack(2, number.get(), total.get());
+    });
+}
+
 // totals(index) -> (keys, sets)
 PyObject* Totals(PyObject*, PyObject* arguments) {
     return Guarded([&] {
@@ -332,7 +343,8 @@ PyObject* Claims(PyObject*, PyObject* arguments) {
 PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, nullptr},          {"new_cell", NewCell, METH_VARARGS, nullptr},
     {"clear", Clear, METH_VARARGS, nullptr},      {"release", Release, METH_VARARGS, nullptr},
-    {"size", Size, METH_VARARGS, nullptr},        {"totals", Totals, METH_VARARGS, nullptr},
+    {"digest", Digest, METH_VARARGS, nullptr},    {"size", Size, METH_VARARGS, nullptr},
+    {"totals", Totals, METH_VARARGS, nullptr},
     {"add", Add, METH_VARARGS, nullptr},          {"remove", Remove, METH_VARARGS, nullptr},
     {"keys_of", KeysOf, METH_VARARGS, nullptr},   {"find", Find, METH_VARARGS, nullptr},
     {"layout", MakeLayout, METH_VARARGS, nullptr}, {"claims", Claims, METH_VARARGS, nullptr},

@@ -246,6 +246,16 @@ struct Segment {
     Number set;
 };
 
+// The number of keys of a cell and their sum, each as often as it has copies.
+struct Sum {
+    uint64_t number = 0;
+    unsigned __int128 total = 0;
+
+    static unsigned __int128 Of(Key key) { return static_cast<unsigned __int128>(key.high) << 64 | key.low; }
+    void Add(Key key) { ++number, total += Of(key); }
+    void Subtract(Key key) { --number, total -= Of(key); }
+};
+
 class Table {
   public:
     explicit Table(size_t sweep_at) : sweep_at_(sweep_at) {}
@@ -254,6 +264,7 @@ class Table {
         Number cell = static_cast<Number>(sizes_.size());
         if (free_.empty()) {
             sizes_.push_back(0);
+            sums_.push_back({});
             copies_.emplace_back();
             sets.Reach(cell);
         } else {
@@ -267,6 +278,7 @@ class Table {
         if (sizes_[cell] == 0) return;
         sets.Without(cell);
         sizes_[cell] = 0;
+        sums_[cell] = {};
         copies_[cell].clear();
         Sweep();
     }
@@ -281,6 +293,7 @@ class Table {
             if (at + kAhead < keys.size()) Fetch(keys[at + kAhead]);
             const uint64_t mixed = Mixed(keys[at]);
             Shard& shard = shards_[mixed % kShards];
+            sums_[cell].Add(keys[at]);
             shard.Reserve();
             const size_t slot = shard.Find(keys[at], mixed);
             const Number before = shard.set(slot);
@@ -312,6 +325,7 @@ class Table {
                 ++unknown;
                 continue;
             }
+            sums_[cell].Subtract(keys[at]);
             const auto copy = copies.empty() ? copies.end() : copies.find(keys[at]);
             if (copy != copies.end()) {
                 if (--copy->second == 0) copies.erase(copy);
@@ -359,6 +373,7 @@ class Table {
     }
 
     size_t Size(Number cell) const { return sizes_[cell]; }
+    const Sum& Digest(Number cell) const { return sums_[cell]; }
     size_t cells() const { return sizes_.size(); }
 
     size_t NumKeys() const {
@@ -403,6 +418,7 @@ class Table {
     size_t sweep_at_;
     std::array<Shard, kShards> shards_;
     std::vector<size_t> sizes_;                              // by cell
+    std::vector<Sum> sums_;                                  // by cell
     std::vector<std::unordered_map<Key, uint32_t, KeyHash>> copies_;  // by cell: copies after the first
     std::vector<Number> free_;
 };

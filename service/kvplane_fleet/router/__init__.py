@@ -6,6 +6,7 @@ servicer   the calls
 messages   between protobuf and the router's types
 picker     the endpoint picker of the Gateway API Inference Extension; prompts and endpoints, which it needs
 pod_scores the service of llm-d's indexer
+prober     asks engines again for prompts that they have answered
 watching   the stream of the index
 metrics    Prometheus families
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Metric
@@ -54,6 +54,8 @@ FAMILIES = (
     _one(_COUNT, "events", "Events applied.", lambda one, _: one.place.events),
     _one(_GAUGE, "entries", "Different keys of the place, summed over groups and tiers.",
          lambda one, _: one.place.entries),
+    _one(_COUNT, "digest_comparisons", "Comparisons of the entries with digests of the engine's.",
+         lambda one, _: one.place.comparisons),
     Family(_COUNT, "kvplane_router_faults", "Faults of the place's events, by name.",
            lambda one, _: [((fault.value,), times) for fault, times in one.place.faults.counts.items()], ("fault",)),
     Family(_GAUGE, "kvplane_router_place_state", "1 for the state that the place is in.",
@@ -64,8 +66,9 @@ FAMILIES = (
 class RouterCollector:
     """Collects the metrics of all places."""
 
-    def __init__(self, fleet: Fleet, decisions: Decisions) -> None:
-        self._fleet, self._decisions = fleet, decisions
+    def __init__(self, fleet: Fleet, decisions: Decisions, probes: Mapping[str, Mapping[str, int]]) -> None:
+        """`probes`: number of probes by place and result."""
+        self._fleet, self._decisions, self._probes = fleet, decisions, probes
 
     def parts(self) -> Iterator[list[Metric]]:
         """Yield one family after the other; see telemetry.http."""
@@ -75,6 +78,15 @@ class RouterCollector:
                 for labels, value in family.read(one, self._decisions.work_of(name)):
                     metric.add_metric((name, *labels), value)
             yield [metric]
+        probes = CounterMetricFamily(
+            "kvplane_router_probes",
+            "Prompts that the place was asked for again, by result.",
+            labels=("place", "result"),
+        )
+        for name, results in self._probes.items():
+            for result, times in results.items():
+                probes.add_metric((name, result), times)
+        yield [probes]
         index = GaugeMetricFamily("kvplane_router_index_keys", "Different keys over all places.")
         index.add_metric((), self._fleet.index.num_keys)
         yield [index]

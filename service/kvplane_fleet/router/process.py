@@ -16,6 +16,7 @@ from kvplane_fleet.decisions import Decisions
 from kvplane_fleet.fleet import Fleet, following
 from kvplane_fleet.router import picker, pod_scores
 from kvplane_fleet.router.metrics import RouterCollector
+from kvplane_fleet.router.prober import Prober
 from kvplane_fleet.router.servicer import RoutingServicer
 from kvplane_fleet.settings import FleetSettings
 from kvplane_service.auth.gate import open_gate
@@ -78,6 +79,7 @@ class Router:
         self.fleet = Fleet()
         self.decisions = Decisions(self.fleet, settings.router, clock)
         self.address = self.metrics_address = self.health_address = ""
+        self.prober = Prober(self.fleet, self.decisions, settings.router, clock)
         self.gate = open_gate(config, time.monotonic_ns, RULES)
         self._health = Health((ROUTING.full_name, picker.NAME, pod_scores.NAME))
         self._servicer = RoutingServicer(self.fleet, self.decisions, clock)
@@ -101,7 +103,7 @@ class Router:
             (service_handler(HEALTH_SERVICE, self._health.servicer, open_to_all),)
         )
         token = metrics_token(config.metrics_token_file)
-        self._metrics = MetricsServer(RouterCollector(self.fleet, self.decisions), token)
+        self._metrics = MetricsServer(RouterCollector(self.fleet, self.decisions, self.prober.results), token)
 
     async def start(self) -> None:
         """Start serving. Raises Unavailable if an address is in use."""
@@ -125,11 +127,13 @@ class Router:
         except TimeoutError:
             _log.warning("some engines are not connected: their prompts count as not cached")
         self._health.serving()
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            self.decisions.sweep()
-            if self.gate is not None:
-                self.gate.recheck()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.prober.run())
+            while True:
+                await asyncio.sleep(_SWEEP_S)
+                self.decisions.sweep()
+                if self.gate is not None:
+                    self.gate.recheck()
 
     async def drain(self) -> None:
         """Report not ready, end the streams, and stop."""

@@ -68,16 +68,14 @@ class _Stored:
     def __init__(self, event: CacheEvent) -> None:
         self.event = event
         self.gone: set[int] = set()
-        self._at: dict[tuple[int, bytes], int] = {}  # built on the first removal
+        self._at: dict[tuple[int, bytes], int] = {}  # built when it is first asked for
 
     def forget(self, removed: CacheEvent, block: int, digest: bytes) -> bool:
         """Remove a key from the event. Returns False if the event does not have this key."""
         event = self.event
         if event.group != removed.group or event.domain != removed.domain:
             return False
-        if not self._at:
-            self._at = {pair: at for at, pair in enumerate(zip(event.blocks, event.hashes, strict=True))}
-        at = self._at.pop((block, digest), -1)
+        at = self._index().pop((block, digest), -1)
         if at >= 0:
             self.gone.add(at)
         return at >= 0
@@ -87,15 +85,28 @@ class _Stored:
         event = self.event
         if not self.gone:
             return event
-        left = [at for at in range(len(event.hashes)) if at not in self.gone]
-        if not left:
-            return None
-        return replace(
-            event,
-            hashes=tuple(event.hashes[at] for at in left),
-            blocks=tuple(event.blocks[at] for at in left),
-            block_starts=tuple(event.block_starts[at] for at in left) if event.block_starts else (),
-        )
+        return next(iter(part_of(event, [at for at in range(len(event.hashes)) if at not in self.gone])), None)
+
+    def has(self, block: int, digest: bytes, of: CacheEvent) -> bool:
+        """Return whether the event still has a key, whose group and domain are those of another event."""
+        event = self.event
+        return event.group == of.group and event.domain == of.domain and (block, digest) in self._index()
+
+    def _index(self) -> dict[tuple[int, bytes], int]:
+        if not self._at and not self.gone:
+            self._at = {pair: at for at, pair in enumerate(zip(self.event.blocks, self.event.hashes, strict=True))}
+        return self._at
+
+
+def part_of(event: CacheEvent, kept: Sequence[int]) -> list[CacheEvent]:
+    """Return the event with only some of its keys, by their indexes; [] without any."""
+    if len(kept) == len(event.hashes):
+        return [event]
+    if not kept:
+        return []
+    hashes, blocks = tuple(event.hashes[at] for at in kept), tuple(event.blocks[at] for at in kept)
+    starts = tuple(event.block_starts[at] for at in kept) if event.block_starts else ()
+    return [replace(event, hashes=hashes, blocks=blocks, block_starts=starts)]
 
 
 class PublicationHold:
@@ -161,6 +172,20 @@ class PublicationHold:
                 shown.append(event)
         return shown
 
+    def without_held(self, event: CacheEvent) -> list[CacheEvent]:
+        """Return a STORED event without the keys whose STORED event is held: the core may have published them, where
+        they moved from another block.
+        """
+        held = self._held
+        if held.keys().isdisjoint(event.blocks):
+            return [event]
+        kept = [
+            at
+            for at, (block, digest) in enumerate(zip(event.blocks, event.hashes, strict=True))
+            if not any(one.has(block, digest, event) for one in held.get(block, ()))
+        ]
+        return part_of(event, kept)
+
     def _hold(self, seq: int, event: CacheEvent) -> None:
         stored = _Stored(event)
         self._steps.append((seq, stored))
@@ -210,6 +235,11 @@ class EventLog(PackedLog[Batch, bytes]):
     def last_seq(self) -> int:
         """Number of the newest batch; 0 before the first batch."""
         return self._last_seq
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the replica's keys must not be used, as its newest batches state."""
+        return self._withdrawn
 
     @property
     def num_subscribers(self) -> int:

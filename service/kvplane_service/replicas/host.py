@@ -27,6 +27,7 @@ from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock, Opening, ignore_end, in_slices
 from kvplane_service.replicas.host_state import HostState
 from kvplane_service.replicas.mirror import WINDOW, Mirror
+from kvplane_service.replicas.published import EntriesScan
 from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
 from kvplane_service.replicas.states import ReplicaState as ReplicaState
 from kvplane_service.replicas.states import new_replica as new_replica
@@ -264,6 +265,10 @@ class ReplicaHost(HostState):
     def advance_mirror(self, step: Step, _: StepResult) -> None:
         """Record that a step of the mirrored engine was applied."""
         self._order.advance(step, 0)
+
+    def scan_entries(self) -> EntriesScan:
+        """Begin to read the published keys."""
+        return EntriesScan(self.replica, self._hold)
 
     def lose_entries(self) -> None:
         """Withdraw the replica's entries, and publish none that wait for the execution of their step."""

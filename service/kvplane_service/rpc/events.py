@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -15,16 +16,20 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.base.errors import Unavailable
+from kvplane.base.events import EventBatch
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2 as pb
 from kvplane.v1 import step_pb2
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.replicas.events import Batch, EventLog
+from kvplane_service.replicas.events import Batch, EventLog, Subscription, Wake
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.published import EntriesDigest
 
 _AT_ONCE = 64  # batches that are unpacked at a time for a subscriber; the others stay packed in the log
 _BLOCK_BYTES = 4
 _KEPT_MESSAGES = 2
+_PAUSE_S = 0.002  # between two slices of the entries
 
 
 class EventsServicer:
@@ -49,22 +54,103 @@ class EventsServicer:
             Unavailable: the service drains.
             KvplaneError: `EventLog.subscribe` or the subscription raised it.
         """
-        log = self._registry.get(request.replica).host.events
+        reader = _Reader(self._registry.get(request.replica).host, request, self._messages)
         waker = asyncio.Event()
-        subscription = log.subscribe(request.after_seq if request.HasField("after_seq") else None, waker.set)
+        subscription = reader.subscribe(waker.set)
         self._wakers[waker] = None
         try:
             while not self._draining.is_set():
                 waker.clear()
+                await reader.ready()
                 batches = subscription.take(_AT_ONCE)
-                for batch in batches:
-                    yield self._messages.encode(log, batch)
+                # Nothing is awaited between a batch that was not there and the reading of the entries.
+                for message in map(reader.encode, batches) if batches else reader.read():
+                    yield message
                 if not batches:
-                    await waker.wait()
+                    await reader.wait(waker)
         finally:
             self._wakers.pop(waker, None)
             subscription.cancel()
         raise Unavailable("the service is draining", remedy="subscribe at another service")
+
+
+class _Reader:
+    """What one subscriber gets: the batches, and the replica's entries or their digests where it asks for them."""
+
+    def __init__(self, host: ReplicaHost, request: pb.SubscribeRequest, messages: NewestMessages) -> None:
+        self._host, self._log, self._messages = host, host.events, messages
+        self._after = request.after_seq if request.HasField("after_seq") else None
+        self._period_s = request.digest_period_s
+        after = self._after
+        is_lost = after is not None and (after == 0 or after < self._log.oldest_resumable)
+        self._scan = host.scan_entries() if request.entries and is_lost and self._log.last_seq else None
+        self._digest: EntriesDigest | None = None  # of the scan; None if the entries are sent
+        self._begun_s = self._now_s()
+        self._has_begun = False
+
+    def subscribe(self, wake: Wake) -> Subscription:
+        """Subscribe to the batches. Raises the errors of EventLog.subscribe."""
+        return self._log.subscribe(self._log.last_seq if self._scan else self._after, wake)
+
+    async def ready(self) -> None:
+        """Wait until the entries can be read, if they are to be."""
+        if self._scan is not None:
+            await self._host.steps.idle()
+
+    def encode(self, batch: Batch) -> bytes:
+        """Return the message of a batch."""
+        if self._scan is None:
+            return self._messages.encode(self._log, batch)
+        events = self._scan.follow(runs_of(batch.events))
+        if self._digest is None:
+            return encode_batch(replace(batch, seq=0, events=events))
+        self._digest.take(events)
+        return self._messages.encode(self._log, batch)
+
+    def read(self) -> Iterator[bytes]:
+        """Return the messages of the next slice of the entries; all batches were encoded."""
+        log, host = self._log, self._host
+        if self._scan is None:
+            if not self._is_due() or log.is_withdrawn or host.steps.is_aside or host.steps.in_core:
+                return
+            self._scan, self._digest = host.scan_entries(), EntriesDigest(len(host.replica.spec.groups))
+        if self._digest is None and not self._has_begun:
+            self._has_begun = True
+            yield encode_batch(Batch(0, host.epoch, gap=True, withdrawn=log.is_withdrawn))
+        host.steps.check(host.name)
+        seq, scan, digest = log.last_seq, self._scan, self._digest
+        events, has_ended = scan.read(), scan.has_ended
+        if has_ended:
+            self._scan = self._digest = None
+            self._begun_s = self._now_s()
+        if digest is None:
+            for event in events:
+                yield encode_batch(Batch(0, host.epoch, [event]))
+            if has_ended:
+                yield encode_batch(Batch(seq, host.epoch))
+            return
+        digest.take(events)
+        if has_ended:
+            yield wire.encode_batch(
+                EventBatch(seq, host.epoch, (), digests=tuple(digest.digests()))
+            ).SerializeToString()
+
+    async def wait(self, waker: asyncio.Event) -> None:
+        """Wait for the next batch, or until it is time to read on."""
+        if self._scan is not None:
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            left_s = self._begun_s + self._period_s - self._now_s() if self._period_s else None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if left_s is None else max(left_s, _PAUSE_S)):
+                    await waker.wait()
+
+    def _is_due(self) -> bool:
+        return self._period_s > 0 and self._now_s() >= self._begun_s + self._period_s
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
 
 
 def encode_batch(batch: Batch) -> bytes:

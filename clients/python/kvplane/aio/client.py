@@ -217,12 +217,14 @@ class Client:
         """
         return await self._do(calls.explain(replica, what))
 
-    async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
+    async def subscribe(
+        self, replica: str, after_seq: int | None = None, *, entries: bool = False, digest_period_s: int = 0
+    ) -> AsyncIterator[EventBatch]:
         """Yield the batches of cache events of a replica; see `kvplane.Client.subscribe`."""
         feed = Feed(self._owners, self._retry, after_seq)
         while True:
             self._require_open()
-            request = calls.subscription(replica, feed.seek())
+            request = calls.subscription(replica, feed.seek(), entries, digest_period_s)
             stream = events_pb2_grpc.EventsStub(feed.channel).Subscribe(request)
             failed: KvplaneError = Unavailable("the service ended the stream")
             try:

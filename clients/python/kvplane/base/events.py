@@ -3,8 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from kvplane.base.step import CacheEvent
+
+KEY_BYTES = 16  # of a hash that make a key in digests and indexes
+
+
+def domain_mask(name: str) -> int:
+    """Return what distinguishes the keys of one request domain: requests of two domains share no block, though the
+    hashes of their blocks are equal.
+    """
+    return int.from_bytes(blake2b(name.encode(), digest_size=KEY_BYTES).digest(), "big") if name else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDigest:
+    """What the published keys of a group on the device have in common with those of a subscriber who missed nothing.
+
+    Attributes:
+        group: index of the group.
+        keys: number of keys; a key of two blocks counts twice.
+        sum: sum modulo 2^128 of the keys: of the last KEY_BYTES of each hash, big-endian, XOR `domain_mask`.
+    """
+
+    group: int
+    keys: int
+    sum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +45,7 @@ class EventBatch:
         withdrawn: the replica's session lapsed; do not route requests by the replica's cache entries until a batch with
             `restored`.
         restored: the session continues after a lapse, and the replica's entries are valid again.
+        digests: of the keys that the replica has after this batch, by group; () in most batches.
     """
 
     seq: int
@@ -28,3 +54,4 @@ class EventBatch:
     gap: bool = False
     withdrawn: bool = False
     restored: bool = False
+    digests: tuple[GroupDigest, ...] = ()

@@ -258,7 +258,9 @@ class Client:
         """
         return self._do(calls.explain(replica, what))
 
-    def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
+    def subscribe(
+        self, replica: str, after_seq: int | None = None, *, entries: bool = False, digest_period_s: int = 0
+    ) -> Iterator[EventBatch]:
         """Yield the batches of cache events of a replica, without end. Close the iterator to unsubscribe.
 
         After a broken stream, the subscription continues after the last batch that was received. If batches were lost,
@@ -268,12 +270,15 @@ class Client:
             replica: name of the replica.
             after_seq: number of the last batch that the caller has; None = only batches from now on; 0 = all batches
                 that the service still has.
+            entries: where a gap would be, begin with what the replica has: a batch with `gap`, then batches with seq 0
+                that store its published keys, until one has another number.
+            digest_period_s: seconds between batches with `digests`; 0 = none.
         """
         feed = Feed(self._owners, self._retry, after_seq)
         collected.prepare()
         while True:
             self._require_open()
-            request = calls.subscription(replica, feed.seek())
+            request = calls.subscription(replica, feed.seek(), entries, digest_period_s)
             stream = events_pb2_grpc.EventsStub(feed.channel).Subscribe(request)
             failed: KvplaneError = Unavailable("the service ended the stream")
             try:

@@ -178,9 +178,12 @@ def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse
 
 
 @checked
-def subscription(replica: str, after_seq: int | None) -> events_pb2.SubscribeRequest:
+def subscription(
+    replica: str, after_seq: int | None, entries: bool = False, digest_period_s: int = 0
+) -> events_pb2.SubscribeRequest:
     """Build the message that subscribes to cache events after batch `after_seq`."""
-    return build(events_pb2.SubscribeRequest, "request", {"replica": replica, "after_seq": after_seq})
+    fields = {"replica": replica, "after_seq": after_seq, "entries": entries, "digest_period_s": digest_period_s}
+    return build(events_pb2.SubscribeRequest, "request", fields)
 
 
 def _header(replica: str, at: At) -> allocation_pb2.MutationHeader:

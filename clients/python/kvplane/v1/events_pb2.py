@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvplane.v1 import step_pb2 as kvplane_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/events.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/step.proto\"I\n\x10SubscribeRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x16\n\tafter_seq\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0c\n\n_after_seq\"\x89\x01\n\x11SubscribeResponse\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.kvplane.v1.CacheEvent\x12\x0b\n\x03gap\x18\x04 \x01(\x08\x12\x11\n\twithdrawn\x18\x05 \x01(\x08\x12\x10\n\x08restored\x18\x06 \x01(\x08\x32T\n\x06\x45vents\x12J\n\tSubscribe\x12\x1c.kvplane.v1.SubscribeRequest\x1a\x1d.kvplane.v1.SubscribeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvplane/v1/events.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/step.proto\"s\n\x10SubscribeRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x16\n\tafter_seq\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x65ntries\x18\x03 \x01(\x08\x12\x17\n\x0f\x64igest_period_s\x18\x04 \x01(\rB\x0c\n\n_after_seq\"\xb3\x01\n\x11SubscribeResponse\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.kvplane.v1.CacheEvent\x12\x0b\n\x03gap\x18\x04 \x01(\x08\x12\x11\n\twithdrawn\x18\x05 \x01(\x08\x12\x10\n\x08restored\x18\x06 \x01(\x08\x12(\n\x07\x64igests\x18\x07 \x03(\x0b\x32\x17.kvplane.v1.GroupDigest\"7\n\x0bGroupDigest\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x0c\x32T\n\x06\x45vents\x12J\n\tSubscribe\x12\x1c.kvplane.v1.SubscribeRequest\x1a\x1d.kvplane.v1.SubscribeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.events_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIBEREQUEST']._serialized_start=62
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=135
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=138
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=275
-  _globals['_EVENTS']._serialized_start=277
-  _globals['_EVENTS']._serialized_end=361
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=177
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=180
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=359
+  _globals['_GROUPDIGEST']._serialized_start=361
+  _globals['_GROUPDIGEST']._serialized_end=416
+  _globals['_EVENTS']._serialized_start=418
+  _globals['_EVENTS']._serialized_end=502
 # @@protoc_insertion_point(module_scope)
