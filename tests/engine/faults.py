@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from kvplane.base.layers import MLASpec
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.step import End, StepResult
 from kvplane.rank import Moves, PageMover
@@ -155,6 +156,32 @@ def longer(rule: AttentionRule) -> AttentionRule:
     return replace(rule, window=rule.window + 1) if rule.window else rule
 
 
+class OneScale(TorchOps):
+    """Keys and values of all heads are written with the first head's scale."""
+
+    def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        first = AttentionPages(pages.k, pages.v, one_of(pages.k_scale), one_of(pages.v_scale))
+        super().write_kv(first, key, value, slots)
+
+
+def one_of(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale[:1]
+
+
+class OtherScales(Engine):
+    """Later engine lives find other scales for the pages that they take over."""
+
+    def _claim(self, next_seq: int) -> None:
+        super()._claim(next_seq)
+        if self._epoch > 1 and next_seq == 1:
+            for buffers in self._model._pages:
+                for place in buffers.plan.places():
+                    if isinstance(place.spec, MLASpec):
+                        scale = buffers.latent(place.name).scale
+                        assert scale is not None
+                        buffers.set_scales(place.name, scale * self._epoch)
+
+
 # -- wrong states -----------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +272,8 @@ FAULTS = (
     Fault("one rank carries out no orders", "tight", engine=NoOrdersOnRankOne, raises="LimitExceeded"),
     Fault("one wrong block id", "tight", engine=WrongBlock),
     Fault("a window off by one", "tight", ops=LongerWindow),
+    Fault("one scale for all heads", "8-bit pages", ops=OneScale),
+    Fault("other scales after a restart", "8-bit latents", engine=OtherScales),
     Fault("a state of rejected drafts", "tight", engine=RejectedState),
     Fault("a state of the block before", "tight", engine=OlderState),
     Fault("stamps are not written", "restarts", stamps=NoStamps),

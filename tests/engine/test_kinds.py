@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from kvplane_worker.engine.config import EIGHT_BIT, LATENT, MIXED, StateLayer
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.engine.backends import Place, lender
-from tests.engine.stress import KINDS, run_mix
+from tests.engine.stress import KINDS, TOLERANCE_8BIT, run_mix
+from tests.engine.twin import Twin
+from tests.engine.world import SAMPLES, Pool, World
 
 REQUESTS = 2
 
@@ -21,4 +28,20 @@ def test_engine_on_triton_equals_the_dense_model(mix):
     assert report.complaints == []
     assert report.requests == report.counts.completed == REQUESTS
     assert report.long
-    assert 0 < report.worst < 1e-4, "logits are compared, and sums have another order"
+    assert 0 < report.worst < (TOLERANCE_8BIT if mix.pool.model.cache_dtype else 1e-4), "sums have another order"
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("config", [MIXED, LATENT], ids=["mixed", "latent"])
+def test_scales_are_the_largest_keys_and_values_of_the_samples(config, dtype):
+    """Per head and layer, as the dense model computes them, without rounding."""
+    model = replace(config, cache_dtype=dtype)
+    world = World(Pool(model, num_blocks=120))
+    twin = Twin(model, world.weights)
+    for sample in SAMPLES:
+        twin.logits(sample)
+    limit = torch.finfo(TORCH_DTYPES[dtype]).max
+    for number, largest in twin.largest.items():
+        for found, scale in zip(largest, world.twin.scales(number), strict=True):
+            torch.testing.assert_close(scale.flatten(), found / limit, rtol=1e-6, atol=0)
+    assert len(twin.largest) == sum(not isinstance(layer, StateLayer) for layer in model.layers)

@@ -24,7 +24,7 @@ from kvplane.base.job_table import JobKind, JobRow
 from kvplane.base.step import Part, RowFlag, StepResult
 from kvplane.tier_jobs import TierJobs
 from kvplane_service.core.tiers import behind
-from kvplane_worker.engine.config import EVEN, AttentionLayer, ModelConfig, StateLayer
+from kvplane_worker.engine.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.torch_ops import TorchOps
@@ -41,7 +41,7 @@ HOST = (TierSpec(TierKind.HOST, 900),)
 HOST_AND_DISK = (TierSpec(TierKind.HOST, 90), TierSpec(TierKind.DISK, 900))
 
 
-def tiered(name: str, layers: tuple[AttentionLayer | StateLayer, ...], num_blocks: int, **changes: object) -> Mix:
+def tiered(name: str, layers: tuple[LayerConfig, ...], num_blocks: int, **changes: object) -> Mix:
     pool = Pool(
         ModelConfig(layers, num_ranks=int(changes.pop("num_ranks", 1))),  # type: ignore[call-overload]
         num_blocks=num_blocks,

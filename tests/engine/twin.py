@@ -7,33 +7,46 @@ whatever the engine's cache does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import AttentionLayer, ModelConfig
-from kvplane_worker.engine.weights import AttentionWeights, FeedForward, SelectiveWeights, Weights
+from kvplane_worker.engine.config import AttentionLayer, LatentLayer, ModelConfig, layer_name
+from kvplane_worker.engine.weights import AttentionWeights, FeedForward, LatentWeights, SelectiveWeights, Weights
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+from tests.ops.formats import FLOAT16, FORMATS
 
 MASKED = -math.inf
+FORM_OF = {form.torch_dtype: form for form in FORMATS}
 
 
 class Twin:
-    """Logits of every position of a sequence."""
+    """Logits of every position of a sequence. With 8-bit pages, keys and values are rounded with the scales of `pages`,
+    by rank; without `pages` they are exact.
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    Attributes:
+        largest: by layer, the largest absolute keys and values per head so far, or latent rows [1]; not rounded.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, pages: Sequence[PageBuffers] = ()) -> None:
         self._config = config
         self._weights = as_float64(weights)
+        self._pages = pages
+        self.largest: dict[int, tuple[Tensor, ...]] = {}
 
     def logits(self, tokens: list[int]) -> Tensor:
         """Logits [tokens, vocabulary]; row t is for the token after tokens[: t + 1]."""
         weights = self._weights
         stream = weights.embedding[torch.tensor(tokens)]
-        for layer, mixer, block in zip(self._config.layers, weights.mixers, weights.feed_forwards, strict=True):
-            if isinstance(layer, AttentionLayer):
-                assert isinstance(mixer, AttentionWeights)
-                stream = stream + self._attend(layer, mixer, unit_rms(stream))
+        for number, (mixer, block) in enumerate(zip(weights.mixers, weights.feed_forwards, strict=True)):
+            if isinstance(mixer, AttentionWeights):
+                stream = stream + self._attend(number, mixer, unit_rms(stream))
+            elif isinstance(mixer, LatentWeights):
+                stream = stream + self._attend_latents(number, mixer, unit_rms(stream))
             else:
                 assert isinstance(mixer, SelectiveWeights)
                 stream = stream + selective_scan(mixer, unit_rms(stream))
@@ -45,20 +58,69 @@ class Twin:
         expected = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
         return sum(a != b for a, b in zip(expected, output, strict=True))
 
-    def _attend(self, layer: AttentionLayer, weights: AttentionWeights, x: Tensor) -> Tensor:
+    def _attend(self, number: int, weights: AttentionWeights, x: Tensor) -> Tensor:
         """Causal attention by a full matrix of logits per head, restricted to the window or the chunk."""
+        layer = self._config.layers[number]
+        assert isinstance(layer, AttentionLayer)
         count, heads = x.shape[0], self._config.q_heads
-        query = rotated(torch.einsum("tw,whs->hts", x, weights.q))
+        query = self._narrowed(rotated(torch.einsum("tw,whs->hts", x, weights.q)))
         key = rotated(torch.einsum("tw,whs->hts", x, weights.k))
-        value = torch.einsum("tw,whs->hts", x, weights.v)
+        key, value = self._stored(number, key, torch.einsum("tw,whs->hts", x, weights.v))
         group = heads // layer.kv_heads
         out = torch.zeros_like(x)
         allowed = visible(layer, count)
         for head in range(heads):
             scores = query[head] @ key[head // group].T / math.sqrt(self._config.head_size)
             shares = torch.softmax(scores.masked_fill(~allowed, MASKED), dim=1)
-            out = out + shares @ value[head // group] @ weights.out[head]
+            out = out + self._narrowed(shares @ value[head // group]) @ weights.out[head]
         return out
+
+    def _attend_latents(self, number: int, weights: LatentWeights, x: Tensor) -> Tensor:
+        """Causal attention to latent rows, whose first elements are also the values."""
+        layer = self._config.layers[number]
+        assert isinstance(layer, LatentLayer)
+        size, allowed = layer.value_size, torch.ones(x.shape[0], x.shape[0]).tril().bool()
+        rows = (x @ weights.latent)[None]
+        (rows,) = self._stored(number, torch.cat([rows[..., :size], rotated(rows[..., size:])], dim=2))
+        out = torch.zeros_like(x)
+        for head in range(self._config.q_heads):
+            query = (x @ weights.q[:, head])[None]
+            query = self._narrowed(torch.cat([query[..., :size], rotated(query[..., size:])], dim=2))[0]
+            scores = query @ rows[0].T / math.sqrt(layer.size)
+            shares = torch.softmax(scores.masked_fill(~allowed, MASKED), dim=1)
+            out = out + self._narrowed(shares @ rows[0, :, :size]) @ weights.out[head]
+        return out
+
+    def _stored(self, number: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [heads, tokens, size], or latent rows, as a read of 8-bit pages returns them."""
+        found = tuple(part.abs().amax((1, 2)) for part in parts)
+        self.largest[number] = tuple(map(torch.maximum, self.largest.get(number, found), found))
+        if not self._config.cache_dtype or not self._pages:
+            return parts
+        form = FORM_OF[TORCH_DTYPES[self._config.cache_dtype]]
+        return tuple(
+            torch.from_numpy(form.rounded((self._narrowed(part) / scale).numpy())) * scale
+            for part, scale in zip(parts, self.scales(number), strict=True)
+        )
+
+    def scales(self, number: int) -> list[Tensor]:
+        """Scales of a layer's keys and values, [heads, 1, 1], or of its latent rows."""
+        name, layer = layer_name(number), self._config.layers[number]
+        if isinstance(layer, LatentLayer):
+            scale = self._pages[0].latent(name).scale
+            assert scale is not None
+            return [scale.double()[:, None, None]]
+        of_ranks = [pages.attention(name) for pages in self._pages]
+        heads = layer.kv_heads // len(of_ranks) if isinstance(layer, AttentionLayer) else 0
+        parts = [[one.k_scale for one in of_ranks], [one.v_scale for one in of_ranks]]
+        whole = [[scale.double().expand(heads) for scale in part if scale is not None] for part in parts]
+        return [torch.cat(scales)[:, None, None] for scales in whole]
+
+    def _narrowed(self, x: Tensor) -> Tensor:
+        """Round x as kernels multiply it with 8-bit elements: to float16 where the model has float32."""
+        if self._config.product_dtype is self._config.dtype:
+            return x
+        return torch.from_numpy(FLOAT16.rounded(x.numpy()))
 
 
 def as_float64(weights: Any) -> Any:

@@ -28,7 +28,7 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.rpc.sources import plan_source
 from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import MIXED, ModelConfig
+from kvplane_worker.engine.config import BOS, MIXED, ModelConfig
 from kvplane_worker.engine.engine import Engine, LaunchFailed
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
@@ -133,6 +133,8 @@ class LossyModel(Model):
 
 IDENTITY = b"the engine, rank"
 SOUND = Fault("none", "")
+# Prompts from which the scales of 8-bit pages are found.
+SAMPLES = [[BOS, *text] for text in (bytes(range(256)), b"the page of a block that was held", b"key value state")]
 
 
 @dataclass
@@ -167,7 +169,7 @@ class World:
         self.ops = self.fault.ops() if self.fault.ops else self.ops
         self.memory = [poisoned_memory(plan, rank, self) for rank in range(self.pool.model.num_ranks)]
         self.weights: Weights = draw_weights(self.pool.model)
-        self.twin = Twin(self.pool.model, self.weights)
+        self.twin = Twin(self.pool.model, self.weights, [one.pages for one in self.memory])
         self.engine = self.begin()
 
     @property
@@ -179,6 +181,8 @@ class World:
         buffers = [one.pages for one in self.memory]
         model = LossyModel(self.pool.model, self.weights, buffers, self.ops)
         model.lose_every = self.lose_every
+        if self.pool.model.cache_dtype:
+            model.calibrate(SAMPLES)
         return self.fault.engine(self.open_session, self.memory, model, self.config)
 
     def open_session(self, revive: Callable[[], Revival]) -> Session:

@@ -20,6 +20,7 @@ def test_random_walk_of_batches_needs_only_the_kernels_of_the_warm_up():
     assert found["later"] == {}
     assert set(found["planned"]) == {"attention_spans", "merge_parts", "write_tokens", "move_pages"}
     assert sum(found["planned"].values()) <= MOST_KERNELS
+    assert found["latents"] == {"attention_spans": 2, "merge_parts": 2, "write_tokens": 1}
     assert found["worker"] == {"move_pages": 8}, "copy, zero, two sums, gather and scatter, and these for the host link"
     assert found["compiled"] == {name: found["planned"][name] for name in ("write_tokens", "move_pages")}
     assert found["late"] == [{}, {"move_pages": 1}], "one kernel is compiled after the warm-up"

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 import triton
 
-from kvplane_worker.ops.interface import PAGE_OPERATIONS, AttentionRule, Batch, LayerAttention
+from kvplane_worker.ops.interface import (
+    PAGE_OPERATIONS,
+    AttentionRule,
+    Batch,
+    LatentPages,
+    LayerAttention,
+    LayerLatents,
+)
 from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import Launch
@@ -38,6 +45,11 @@ def layers() -> list[LayerAttention]:
     """A plan with three kinds of attention."""
     pages = keys_values(torch.bfloat16, 16, KV_HEADS, SIZE)
     return [LayerAttention(pages, Q_HEADS, torch.bfloat16, rule) for rule in RULES]
+
+
+def latents() -> LayerLatents:
+    """A plan with latent attention."""
+    return LayerLatents(LatentPages(torch.empty((8, 64, 576), dtype=torch.bfloat16)), 16, torch.bfloat16, 512)
 
 
 def key_of(launch: Launch) -> tuple[str, ...]:
@@ -67,17 +79,27 @@ def step(rng: random.Random, queries: list[int], width: int) -> Iterator[Launch]
     lengths = torch.ones(aligned + len(queries), dtype=torch.int32)[aligned:]  # a slice at any address
     table = torch.zeros((1, width), dtype=torch.int32).expand(len(queries), width)
     table = torch.as_strided(table, table.shape, (width, 1)) if len(queries) == 1 else table.contiguous()
+    batch = Batch(table, lengths, starts)
     for layer in layers():
         query = torch.empty((tokens, Q_HEADS, SIZE), dtype=torch.bfloat16)
-        batch = Batch(table, lengths, starts)
         yield from attention.launches(attention.keys_and_values(query, layer.pages, batch, layer.rule), CHIP)
         new = torch.empty((tokens, KV_HEADS, SIZE), dtype=torch.bfloat16)
         k, v = (writes.Written(new, part, None) for part in (layer.pages.k, layer.pages.v))
         yield writes.write_launch(k, v, torch.zeros(tokens, dtype=torch.int64), CHIP)
+    yield from latent_step(tokens, batch)
     ids = torch.ones(rng.randrange(1, 40), dtype=torch.int32)
     moved = moves.LayerTable.of(pages())
     yield moves.move_launch(moved, moves.Move(int(ZERO), ids))
     yield moves.move_launch(moved, moves.Move(int(COPY), ids, ids))
+
+
+def latent_step(tokens: int, batch: Batch) -> Iterator[Launch]:
+    layer = latents()
+    query = torch.empty((tokens, layer.q_heads, 576), dtype=torch.bfloat16)
+    yield from attention.launches(attention.latent(query, layer.pages, batch, 0.1, layer.value_size), CHIP)
+    row = torch.empty((tokens, 1, 576), dtype=torch.bfloat16)
+    new = writes.Written(row, layer.pages.rows.unsqueeze(2), None)
+    yield writes.write_launch(new, None, torch.zeros(tokens, dtype=torch.int64), CHIP)
 
 
 def transfers(count: int, seed: int) -> Iterator[Launch]:
@@ -116,13 +138,15 @@ def main() -> int:
     triton.runtime.driver.set_active(NoDevice(ARCH))
     planned = list(compiles.launches_of([pages()], ENGINE, layers(), CHIP))
     warmed = {key_of(launch) for launch in planned}
-    later = {key_of(launch) for launch in steps(given.steps, given.seed)} - warmed
+    of_latents = {key_of(launch) for launch in compiles.launches_of([], (), [latents()], CHIP)}
+    later = {key_of(launch) for launch in steps(given.steps, given.seed)} - warmed - of_latents
     of_worker = {key_of(launch) for launch in compiles.launches_of([pages()], PAGE_OPERATIONS, (), CHIP)}
     later |= {key_of(launch) for launch in transfers(given.steps // 10, given.seed)} - of_worker
     done = compiles.warm_up(planned if given.all else [one for one in planned if one.kernel.__name__ in CHEAP])
     before = dict(compiles.WATCH.late)
     compiles.move_of(pages(), int(CHECKSUM)).compile()
     result: dict[str, Any] = {"planned": names(warmed), "worker": names(of_worker), "later": names(later)}
+    result["latents"] = names(of_latents)
     result |= {
         "cpu_s": done.cpu_s,
         "compiled": dict(Counter(done.kernels)),

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode
 from kvplane.base.layer_spec import DType, LayerSpec
-from kvplane.base.layers import ChunkedLocalSpec, FullAttentionSpec, Layer, MambaSpec, SlidingWindowSpec
+from kvplane.base.layers import ChunkedLocalSpec, FullAttentionSpec, Layer, MambaSpec, MLASpec, SlidingWindowSpec
 
 NUM_BYTES = 256
 BOS = NUM_BYTES  # begins every prompt
 EOS = NUM_BYTES + 1  # ends an output
 VOCABULARY = NUM_BYTES + 2
+EIGHT_BIT = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,26 @@ class AttentionLayer:
     block_size: int
     window: int = 0
     chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """The configuration of a layer with latent attention (MLA, DeepSeek-V2). Every rank has all latent rows.
+
+    Attributes:
+        value_size: first elements of a latent row, which are keys and values of all heads; a power of two.
+        rotary_size: last elements, which are keys alone and have the rotary embedding.
+        block_size: tokens per page.
+    """
+
+    value_size: int
+    rotary_size: int
+    block_size: int
+
+    @property
+    def size(self) -> int:
+        """The elements of a latent row."""
+        return self.value_size + self.rotary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,9 @@ class StateLayer:
     conv_width: int = 4
 
 
+LayerConfig = AttentionLayer | LatentLayer | StateLayer
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The configuration of a model.
@@ -65,10 +89,12 @@ class ModelConfig:
         max_drafts: most draft tokens per step; this number of states is stored in addition to the state of the last
             accepted token.
         dtype: element type of weights, activations and pages.
+        cache_dtype: 8-bit element type of keys, values and latent rows in pages, whose scales `Model.calibrate` sets;
+            None = `dtype`.
         seed: seed of the random weights.
     """
 
-    layers: tuple[AttentionLayer | StateLayer, ...]
+    layers: tuple[LayerConfig, ...]
     width: int = 32
     q_heads: int = 4
     head_size: int = 8
@@ -76,13 +102,18 @@ class ModelConfig:
     num_ranks: int = 2
     max_drafts: int = 3
     dtype: DType = DType.FLOAT64
+    cache_dtype: DType | None = None
     seed: int = 1
 
     def __post_init__(self) -> None:
+        if self.cache_dtype not in (None, *EIGHT_BIT):
+            remedy = "give float8_e4m3fn or float8_e5m2, or None for pages of `dtype`"
+            raise InvalidArgument(f"pages of {self.cache_dtype} have no scales", field="cache_dtype", remedy=remedy)
         counts = {"q_heads": self.q_heads, "hidden": self.hidden}
         for number, layer in enumerate(self.layers):
-            heads = layer.kv_heads if isinstance(layer, AttentionLayer) else layer.heads
-            counts[f"layers[{number}].heads"] = heads
+            if not isinstance(layer, LatentLayer):
+                heads = layer.kv_heads if isinstance(layer, AttentionLayer) else layer.heads
+                counts[f"layers[{number}].heads"] = heads
         for name, count in counts.items():
             if count % self.num_ranks:
                 remedy = f"give a multiple of {self.num_ranks}"
@@ -100,23 +131,33 @@ class ModelConfig:
         """
         return layer.heads // self.num_ranks * layer.head_size + 2 * layer.state_size
 
-    def _format(self, layer: AttentionLayer | StateLayer) -> LayerSpec:
+    @property
+    def product_dtype(self) -> DType:
+        """The element type of queries, and of keys and values before they are written: kernels multiply 8-bit elements
+        with queries of two bytes.
+        """
+        return DType.FLOAT16 if self.cache_dtype and self.dtype is DType.FLOAT32 else self.dtype
+
+    def _format(self, layer: LayerConfig) -> LayerSpec:
         if isinstance(layer, StateLayer):
             return self._state_format(layer)
+        dtype = self.cache_dtype or self.dtype
+        if isinstance(layer, LatentLayer):
+            return MLASpec(block_size=layer.block_size, num_kv_heads=1, head_size=layer.size, dtype=dtype)
         kv_heads, size = layer.kv_heads // self.num_ranks, self.head_size
         if layer.window:
             return SlidingWindowSpec(
                 block_size=layer.block_size,
                 num_kv_heads=kv_heads,
                 head_size=size,
-                dtype=self.dtype,
+                dtype=dtype,
                 window=layer.window,
             )
         if layer.chunk:
             return ChunkedLocalSpec(
-                block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=self.dtype, chunk=layer.chunk
+                block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=dtype, chunk=layer.chunk
             )
-        return FullAttentionSpec(block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=self.dtype)
+        return FullAttentionSpec(block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
 
     def _state_format(self, layer: StateLayer) -> LayerSpec:
         conv = (self.channels(layer), layer.conv_width - 1)
@@ -145,6 +186,14 @@ MIXED = ModelConfig(
         AttentionLayer(kv_heads=4, block_size=8, chunk=24),
         StateLayer(heads=4, head_size=4, state_size=8, block_size=16),
         AttentionLayer(kv_heads=2, block_size=16),
+    )
+)
+# Attention alone, also latent.
+LATENT = ModelConfig(
+    (
+        LatentLayer(value_size=16, rotary_size=8, block_size=16),
+        AttentionLayer(kv_heads=2, block_size=16),
+        LatentLayer(value_size=16, rotary_size=8, block_size=16),
     )
 )
 # One block size: hits end at block boundaries.

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import AttentionLayer, ModelConfig, StateLayer, layer_name
-from kvplane_worker.engine.weights import AttentionWeights, SelectiveWeights, Weights, share_of
+from kvplane_worker.engine.batch import Launch, Row
+from kvplane_worker.engine.config import (
+    AttentionLayer,
+    LatentLayer,
+    LayerConfig,
+    ModelConfig,
+    StateLayer,
+    layer_name,
+)
+from kvplane_worker.engine.weights import AttentionWeights, LatentWeights, SelectiveWeights, Weights, share_of
 from kvplane_worker.ops.interface import (
+    AttentionPages,
     AttentionRule,
+    Batch,
+    LatentPages,
     LayerAttention,
+    LayerLatents,
     LayerStates,
+    LayerUse,
     PagedOps,
     StateInputs,
+    StatePages,
     StateWeights,
     WarmUp,
 )
+from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.calibration import Calibration
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 ROTARY_BASE = 100.0
@@ -40,11 +58,13 @@ class RankModel:
         layers = [self._use(number, layer) for number, layer in enumerate(self._config.layers)]
         return self._ops.warm_up([group for group in groups if group.layers], ("copy_pages", "zero_pages"), layers)
 
-    def _use(self, number: int, layer: AttentionLayer | StateLayer) -> LayerAttention | LayerStates:
-        name, dtype = layer_name(number), TORCH_DTYPES[self._config.dtype]
+    def _use(self, number: int, layer: LayerConfig) -> LayerUse:
+        name, dtype = layer_name(number), self._product_dtype
         if isinstance(layer, StateLayer):
-            return LayerStates(self._pages.state(name), dtype)
+            return LayerStates(self._pages.state(name), TORCH_DTYPES[self._config.dtype])
         heads = self._config.q_heads // self._config.num_ranks
+        if isinstance(layer, LatentLayer):
+            return LayerLatents(self._pages.latent(name), heads, dtype, layer.value_size)
         return LayerAttention(self._pages.attention(name), heads, dtype, _rule(self._config, layer))
 
     def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
@@ -54,6 +74,8 @@ class RankModel:
         weights = self._share.mixers[number]
         if isinstance(weights, AttentionWeights):
             return self._attend(number, weights, x, launch)
+        if isinstance(weights, LatentWeights):
+            return self._attend_latents(number, weights, x, launch)
         return self._advance(number, weights, x, launch)
 
     def feed(self, number: int, x: Tensor) -> Tensor:
@@ -62,21 +84,31 @@ class RankModel:
         return silu(x @ block.up) @ block.down
 
     def _attend(self, number: int, weights: AttentionWeights, x: Tensor, launch: Launch) -> Tensor:
-        layer, name = self._config.layers[number], layer_name(number)
-        assert isinstance(layer, AttentionLayer)
-        place, pages = self._pages.layer(name), self._pages.attention(name)
-        slots, batch = launch.attention(place.group, pages.k.shape[1])
         query = rotate(torch.einsum("tw,whs->ths", x, weights.q), launch.positions)
         key = rotate(torch.einsum("tw,whs->ths", x, weights.k), launch.positions)
         value = torch.einsum("tw,whs->ths", x, weights.v)
+        query, key, value = (part.to(self._product_dtype) for part in (query, key, value))
+        pages, slots, batch = self._written(number, key, value, launch)
         self._ops.write_kv(pages, key, value, slots)
+        layer = self._config.layers[number]
+        assert isinstance(layer, AttentionLayer)
         attend = self._ops.decode_attention if launch.is_decode else self._ops.prefill_attention
         heads = attend(query, pages, batch, _rule(self._config, layer))
-        return torch.einsum("ths,hsw->tw", heads, weights.out)
+        return torch.einsum("ths,hsw->tw", heads.to(x.dtype), weights.out)
+
+    def _attend_latents(self, number: int, weights: LatentWeights, x: Tensor, launch: Launch) -> Tensor:
+        layer = self._config.layers[number]
+        assert isinstance(layer, LatentLayer)
+        query = rotate_last(torch.einsum("tw,whs->ths", x, weights.q), layer.rotary_size, launch.positions)
+        row = rotate_last((x @ weights.latent)[:, None], layer.rotary_size, launch.positions)[:, 0]
+        query, row = query.to(self._product_dtype), row.to(self._product_dtype)
+        pages, slots, batch = self._written_latents(number, row, launch)
+        self._ops.write_latent(pages, row, slots)
+        heads = self._ops.mla_decode(query, pages, batch, layer.size**-0.5, layer.value_size)
+        return torch.einsum("ths,hsw->tw", heads.to(x.dtype), weights.out)
 
     def _advance(self, number: int, weights: SelectiveWeights, x: Tensor, launch: Launch) -> Tensor:
-        place = self._pages.layer(layer_name(number))
-        read, write = launch.states(place.group, place.spec.block_size)
+        pages, read, write = self._states(number, launch)
         heads = torch.einsum("tw,whs->ths", x, weights.x).flatten(1)
         inputs = StateInputs(
             query_start=launch.query_start,
@@ -87,8 +119,65 @@ class RankModel:
         )
         taps = torch.cat([weights.conv_x.flatten(0, 1), weights.conv_b, weights.conv_c])
         parameters = StateWeights(taps, torch.zeros_like(taps[:, 0]), weights.a, weights.d)
-        y = self._ops.state_step(self._pages.state(layer_name(number)), inputs, parameters)
+        y = self._ops.state_step(pages, inputs, parameters)
         return torch.einsum("ths,hsw->tw", y, weights.out)
+
+    @property
+    def _product_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self._config.product_dtype]
+
+    def _written(self, number: int, key: Tensor, value: Tensor, launch: Launch) -> tuple[AttentionPages, Tensor, Batch]:
+        """Return a layer's pages, the slots of a launch's tokens in them, and the batch that reads them."""
+        pages = self._pages.attention(layer_name(number))
+        return pages, *launch.attention(self._pages.layer(layer_name(number)).group, pages.k.shape[1])
+
+    def _written_latents(self, number: int, row: Tensor, launch: Launch) -> tuple[LatentPages, Tensor, Batch]:
+        pages = self._pages.latent(layer_name(number))
+        return pages, *launch.attention(self._pages.layer(layer_name(number)).group, pages.rows.shape[1])
+
+    def _states(self, number: int, launch: Launch) -> tuple[StatePages, Tensor, Tensor]:
+        """Return a layer's pages, and the blocks that rows read and tokens write."""
+        place = self._pages.layer(layer_name(number))
+        return self._pages.state(place.name), *launch.states(place.group, place.spec.block_size)
+
+
+class SampledRank(RankModel):
+    """The same on one whole prompt, with pages of the model's element type that exist for one call: it takes keys,
+    values and latent rows into account for scales.
+    """
+
+    def __init__(self, config: ModelConfig, share: Weights, pages: PageBuffers) -> None:
+        super().__init__(replace(config, cache_dtype=None), share, pages, TorchOps())
+        self._found = Calibration()
+
+    def set_scales(self) -> None:
+        """Set the scales of the pages."""
+        self._found.apply(self._pages)
+
+    def _written(self, number: int, key: Tensor, value: Tensor, launch: Launch) -> tuple[AttentionPages, Tensor, Batch]:
+        self._found.observe(layer_name(number), key, value)
+        return AttentionPages(_two_blocks(key), _two_blocks(value)), *_second_block(launch)
+
+    def _written_latents(self, number: int, row: Tensor, launch: Launch) -> tuple[LatentPages, Tensor, Batch]:
+        self._found.observe(layer_name(number), row[:, None])
+        return LatentPages(_two_blocks(row)), *_second_block(launch)
+
+    def _states(self, number: int, launch: Launch) -> tuple[StatePages, Tensor, Tensor]:
+        pages = self._pages.state(layer_name(number))
+        nowhere = torch.zeros_like(launch.tokens, dtype=torch.int32)
+        empty = StatePages(torch.zeros_like(pages.conv[:1]), torch.zeros_like(pages.ssm[:1]))
+        return empty, nowhere[:1], nowhere
+
+
+def _two_blocks(tokens: Tensor) -> Tensor:
+    """Return memory for the tokens in block 1, after the null block."""
+    return tokens.new_zeros((2, *tokens.shape))
+
+
+def _second_block(launch: Launch) -> tuple[Tensor, Batch]:
+    count = len(launch.tokens)
+    one = torch.ones((1, 1), dtype=torch.int32, device=launch.tokens.device)
+    return count + launch.positions, Batch(one, one[0] * count, launch.query_start)
 
 
 class Model:
@@ -96,23 +185,41 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: list[PageBuffers], ops: PagedOps) -> None:
         self.device = ranks[0].memory.device
+        self._config = config
         self._num_layers = len(config.layers)
-        shares = [share_of(weights, rank, len(ranks), self.device) for rank in range(len(ranks))]
-        self._whole = shares[0]
-        self._ranks = [RankModel(config, share, pages, ops) for share, pages in zip(shares, ranks, strict=True)]
+        self._pages = ranks
+        self._shares = [share_of(weights, rank, len(ranks), self.device) for rank in range(len(ranks))]
+        self._whole = self._shares[0]
+        of_ranks = zip(self._shares, ranks, strict=True)
+        self._ranks = [RankModel(config, share, pages, ops) for share, pages in of_ranks]
 
     def warm_up(self) -> list[WarmUp]:
         """Compile the kernels of each rank, so that no launch waits for a compiler."""
         return [rank.warm_up() for rank in self._ranks]
 
+    def calibrate(self, prompts: Sequence[list[int]]) -> None:
+        """Set the scales of 8-bit pages from the keys, values and latent rows that the model computes for sample
+        prompts without a cache.
+
+        An engine calls this before it writes or reads pages. Equal prompts give equal scales in each engine life.
+        """
+        sampled = [SampledRank(self._config, *rank) for rank in zip(self._shares, self._pages, strict=True)]
+        for prompt in prompts:
+            self._logits(sampled, Launch([Row(prompt, 0, 1, ())], self.device))
+        for rank in sampled:
+            rank.set_scales()
+
     def logits(self, launch: Launch) -> Tensor:
         """Run a launch and return the logits, [outputs, vocabulary]."""
+        return self._logits(self._ranks, launch)
+
+    def _logits(self, ranks: Sequence[RankModel], launch: Launch) -> Tensor:
         stream = self._whole.embedding[launch.tokens]
         for number in range(self._num_layers):
             x = normalise(stream)
-            stream = stream + sum(rank.mix(number, x, launch) for rank in self._ranks)
+            stream = stream + sum(rank.mix(number, x, launch) for rank in ranks)
             x = normalise(stream)
-            stream = stream + sum(rank.feed(number, x) for rank in self._ranks)
+            stream = stream + sum(rank.feed(number, x) for rank in ranks)
         return normalise(stream[launch.outputs]) @ self._whole.head
 
 
@@ -131,6 +238,11 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions.to(x.dtype)[:, None] * ROTARY_BASE**-exponents
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def rotate_last(x: Tensor, size: int, positions: Tensor) -> Tensor:
+    """Apply the rotary position embedding to the last `size` elements of x [tokens, heads, elements]."""
+    return torch.cat([x[..., :-size], rotate(x[..., -size:], positions)], dim=-1)
 
 
 def _rule(config: ModelConfig, layer: AttentionLayer) -> AttentionRule:

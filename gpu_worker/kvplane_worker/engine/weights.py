@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, ModelConfig, StateLayer
+from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, LatentLayer, LayerConfig, ModelConfig, StateLayer
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 # Size of a layer's output relative to the residual stream: large enough that outputs depend on the context.
@@ -28,6 +28,21 @@ class AttentionWeights:
     q: Tensor
     k: Tensor
     v: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The weights of a layer with latent attention, whose heads' projections of keys and values are absorbed.
+
+    Attributes:
+        q: [width, q_heads, latent size], to queries of latent rows.
+        latent: [width, latent size], to latent rows; every rank has it.
+        out: [q_heads, value_size, width].
+    """
+
+    q: Tensor
+    latent: Tensor
     out: Tensor
 
 
@@ -58,6 +73,9 @@ class SelectiveWeights:
     out: Tensor
 
 
+MixerWeights = AttentionWeights | LatentWeights | SelectiveWeights
+
+
 @dataclass(frozen=True, slots=True)
 class FeedForward:
     """The weights of a feed-forward block: up [width, hidden], down [hidden, width]."""
@@ -73,13 +91,13 @@ class Weights:
     Attributes:
         embedding: [vocabulary, width].
         head: [width, vocabulary].
-        mixers: one per layer: attention or state weights.
+        mixers: one per layer.
         feed_forwards: one per layer.
     """
 
     embedding: Tensor
     head: Tensor
-    mixers: tuple[AttentionWeights | SelectiveWeights, ...]
+    mixers: tuple[MixerWeights, ...]
     feed_forwards: tuple[FeedForward, ...]
 
 
@@ -119,7 +137,9 @@ class _Draw:
         """Return a random matrix that projects heads or hidden units to the residual stream."""
         return self.normal(*inputs, self._config.width) * (LAYER_GAIN / math.sqrt(math.prod(inputs)))
 
-    def mixer(self, layer: AttentionLayer | StateLayer) -> AttentionWeights | SelectiveWeights:
+    def mixer(self, layer: LayerConfig) -> MixerWeights:
+        if isinstance(layer, LatentLayer):
+            return self.latent(layer)
         return self.attention(layer) if isinstance(layer, AttentionLayer) else self.selective(layer)
 
     def attention(self, layer: AttentionLayer) -> AttentionWeights:
@@ -129,6 +149,14 @@ class _Draw:
             k=self.matrix(width, layer.kv_heads, size, gain=1.5),
             v=self.matrix(width, layer.kv_heads, size),
             out=self.back(q_heads, size),
+        )
+
+    def latent(self, layer: LatentLayer) -> LatentWeights:
+        width, q_heads = self._config.width, self._config.q_heads
+        return LatentWeights(
+            q=self.matrix(width, q_heads, layer.size, gain=1.5),
+            latent=self.matrix(width, layer.size, gain=1.5),
+            out=self.back(q_heads, layer.value_size),
         )
 
     def selective(self, layer: StateLayer) -> SelectiveWeights:
@@ -158,7 +186,9 @@ def share_of(weights: Weights, rank: int, num_ranks: int, device: torch.device) 
     def cut(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(num_ranks, dim)[rank].contiguous().to(device)
 
-    def mixer(whole: AttentionWeights | SelectiveWeights) -> AttentionWeights | SelectiveWeights:
+    def mixer(whole: MixerWeights) -> MixerWeights:
+        if isinstance(whole, LatentWeights):
+            return LatentWeights(cut(whole.q, 1), whole.latent.to(device), cut(whole.out, 0))
         if isinstance(whole, AttentionWeights):
             return AttentionWeights(cut(whole.q, 1), cut(whole.k, 1), cut(whole.v, 1), cut(whole.out, 0))
         return SelectiveWeights(

@@ -175,6 +175,22 @@ class LayerAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerLatents:
+    """The latent attention of layers with equal pages.
+
+    Attributes:
+        pages: the pages of one of these layers.
+        q_heads, dtype: as in `LayerAttention`.
+        value_size: elements of a latent row that are values.
+    """
+
+    pages: LatentPages
+    q_heads: int
+    dtype: torch.dtype
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerStates:
     """Layers with recurrent states of equal shape.
 
@@ -185,6 +201,9 @@ class LayerStates:
 
     pages: StatePages
     dtype: torch.dtype
+
+
+LayerUse = LayerAttention | LayerLatents | LayerStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +358,7 @@ class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
         self,
         groups: Sequence[GroupPages],
         operations: Collection[str],
-        layers: Sequence[LayerAttention | LayerStates] = (),
+        layers: Sequence[LayerUse] = (),
     ) -> WarmUp:
         """Compile the kernels that these operations need on the pages of these groups, and attention, writes and steps
         of these layers, so that no later call waits for a compiler. `operations` are names of methods of `PageOps`.

@@ -14,8 +14,7 @@ from kvplane_worker.ops.interface import (
     Batch,
     GroupPages,
     LatentPages,
-    LayerAttention,
-    LayerStates,
+    LayerUse,
     StateInputs,
     StatePages,
     StateWeights,
@@ -47,7 +46,7 @@ class TorchOps:
         self,
         groups: Sequence[GroupPages],
         operations: Collection[str],
-        layers: Sequence[LayerAttention | LayerStates] = (),
+        layers: Sequence[LayerUse] = (),
     ) -> WarmUp:
         """Return at once: PyTorch's kernels are compiled already."""
         del groups, operations, layers

@@ -15,8 +15,7 @@ from kvplane_worker.ops.interface import (
     Batch,
     GroupPages,
     LatentPages,
-    LayerAttention,
-    LayerStates,
+    LayerUse,
     PagedOps,
     StateInputs,
     StatePages,
@@ -57,7 +56,7 @@ class TritonOps:
         self,
         groups: Sequence[GroupPages],
         operations: Collection[str],
-        layers: Sequence[LayerAttention | LayerStates] = (),
+        layers: Sequence[LayerUse] = (),
     ) -> WarmUp:
         """Compile kernels; see `PagedOps.warm_up`."""
         device = groups[0].layers[0].device if groups else torch.device("cpu")

@@ -22,7 +22,9 @@ from kvplane_worker.ops.interface import (
     Batch,
     GroupPages,
     LayerAttention,
+    LayerLatents,
     LayerStates,
+    LayerUse,
     StateInputs,
     StateWeights,
     WarmUp,
@@ -109,13 +111,16 @@ def warm_up(launches: Iterable[Launch], threads: int = 0) -> WarmUp:
 def launches_of(
     groups: Sequence[GroupPages],
     operations: Collection[str],
-    layers: Sequence[LayerAttention | LayerStates],
+    layers: Sequence[LayerUse],
     chip: Chip,
 ) -> Iterator[Launch]:
     """Return a launch of every kernel that `TritonOps.warm_up` compiles."""
     for layer in layers:
         if isinstance(layer, LayerStates):
             yield from step_launches(layer, chip)
+            continue
+        if isinstance(layer, LayerLatents):
+            yield from latent_launches(layer, chip)
             continue
         if not attention.pages_refusal(query_of(layer, 1), layer.pages):
             for queries in QUERIES:
@@ -131,6 +136,28 @@ def launches_of(
                     yield move_of(group, kind)
                     if kind in STAGED:
                         yield move_of(group, kind, background=True)
+
+
+def latent_launches(layer: LayerLatents, chip: Chip) -> Iterator[Launch]:
+    """Return the launches of attention and writes of latent rows."""
+    pages, device = layer.pages, layer.pages.rows.device
+    size = pages.rows.shape[2]
+    one = torch.ones((1, 1), dtype=torch.int32, device=device)
+    query = torch.empty((max(QUERIES), layer.q_heads, size), dtype=layer.dtype, device=device)
+    if not attention.latent_refusal(query, pages, layer.value_size):
+        for queries in QUERIES:
+            batch = Batch(one, one[0], starts_of(queries, device))
+            call = attention.latent(query[: max(1, queries)], pages, batch, 1.0, layer.value_size)
+            yield from attention.launches(call, chip)
+    row = torch.empty((1, 1, size), dtype=layer.dtype, device=device)
+    new = writes.Written(row, pages.rows.unsqueeze(2), pages.scale)
+    if not new.refusal():
+        yield writes.write_launch(new, None, torch.zeros(1, dtype=torch.int64, device=device), chip)
+
+
+def starts_of(queries: int, device: torch.device) -> Tensor | None:
+    """Return where the queries of one row begin and end; None for 0 queries."""
+    return torch.tensor([0, queries], dtype=torch.int32, device=device) if queries else None
 
 
 def step_launches(layer: LayerStates, chip: Chip) -> Iterator[Launch]:
@@ -158,10 +185,9 @@ def query_of(layer: LayerAttention, queries: int) -> Tensor:
 def call_of(layer: LayerAttention, queries: int) -> attention.Call:
     """Return a call for one row; 0 queries = one, without query starts."""
     device = layer.pages.k.device
-    starts = torch.tensor([0, queries], dtype=torch.int32, device=device) if queries else None
     one = torch.ones((1, 1), dtype=torch.int32, device=device)
     query = query_of(layer, max(1, queries))
-    return attention.keys_and_values(query, layer.pages, Batch(one, one[0], starts), layer.rule)
+    return attention.keys_and_values(query, layer.pages, Batch(one, one[0], starts_of(queries, device)), layer.rule)
 
 
 def written(layer: LayerAttention) -> list[writes.Written]:
