@@ -137,7 +137,8 @@ async def test_a_session_that_did_not_open_refuses_calls(tmp_path):
 
 @on_shared_loop
 async def test_open_has_a_deadline():
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    connected: list[asyncio.StreamWriter] = []  # a writer that is dropped closes its connection, from Python 3.13 on
+    server = await asyncio.start_server(lambda _, writer: connected.append(writer), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     channel = open_aio_channel(f"127.0.0.1:{port}")
     transport = aio.GrpcTransport(channel, open_timeout_s=0.2)
@@ -145,6 +146,8 @@ async def test_open_has_a_deadline():
         await transport.open(OpenRequest("x", 1))
     await transport.close()
     await channel.close()
+    for writer in connected:
+        writer.close()
     server.close()
 
 

@@ -190,16 +190,17 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 def make_certificates(folder: Path) -> Path:
-    """A CA and a server certificate for 127.0.0.1, created by openssl."""
+    """A CA and a server certificate for 127.0.0.1, created by openssl, as strict as Python 3.13 verifies them."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2",
+        "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
     openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
     openssl("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signing)
     return folder / "ca.pem"

@@ -268,7 +268,7 @@ def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
         raise NotFound(f"the file {path} does not exist", field="store", remedy="name the store file of a service")
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
-    return sqlite3.connect(uri, busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True)
+    return sqlite3.connect(uri, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True)
 
 
 def _scan(damaged: sqlite3.Connection, what: str) -> Iterator[tuple[Any, ...]]:
