@@ -197,8 +197,9 @@ def make_certificates(folder: Path) -> Path:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2",
-        "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    named = ("-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2")
+    openssl("req", "-x509", *key, *usage, *named)
     openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1")
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
