@@ -19,6 +19,7 @@ from kvplane.base.hashing import HashScheme, RequestHasher, block_digest, native
 from kvplane.base.hashing.algorithms import python_digest
 from kvplane.base.hashing.native import FORMS, NativeDigest
 from kvplane.base.step import ExtraKeys
+from kvplane.v1.allocation_pb2 import RequestContent
 
 EDGES = [0, 23, 24, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1]
 tokens = st.sampled_from(EDGES) | st.integers(0, 2**32 - 1)
@@ -66,6 +67,19 @@ def test_runs_equal_pythons(compiled, algorithm, blocks, block_size, parent):
     assert native_of(algorithm, compiled).hash_run(parent, packed, block_size) == expected
     for portable in (False, True):
         assert compiled.hash_run(FORMS[algorithm], parent, packed, block_size, portable) == expected
+
+
+@given(numbers=st.lists(st.integers(0, 2**32 - 1)))
+def test_varints_are_those_of_protobuf(compiled, numbers):
+    packed = RequestContent(token_ids=numbers).SerializeToString()
+    begin = 1 + next(at for at, byte in enumerate(packed[1:], 1) if byte < 0x80) if packed else 0  # tag and length
+    assert compiled.unpack_varints(memoryview(packed)[begin:]) == pack_tokens(numbers)
+
+
+@pytest.mark.parametrize("wrong", [b"\x80", b"\x01\xff", b"\xff\xff\xff\xff\x10", b"\x80" * 9 + b"\x01", b"\x80" * 5])
+def test_bytes_that_are_no_varints_of_32_bits_are_refused(compiled, wrong):
+    with pytest.raises(ValueError, match="varints"):
+        compiled.unpack_varints(b"\x05" + wrong)
 
 
 @algorithms

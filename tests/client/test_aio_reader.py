@@ -14,7 +14,7 @@ from kvplane import aio
 from kvplane.aio.transport import _Stream
 from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, Unavailable
 from kvplane.base.step import Part, StepResult
-from kvplane.v1.allocation_pb2 import SessionResponse
+from kvplane.v1.allocation_pb2 import Draining, SessionResponse
 from tests.client.loop_thread import LIMIT_S, on_shared_loop, shared_loop
 from tests.client.test_reader import answer
 from tests.client.worlds import GrpcWorld
@@ -62,6 +62,45 @@ async def receive_what_is_there(client, replica):
                 receiving.send(None)
             session._transport._stream._answers.append(stopped.value.value)
             assert (await session.receive()).seq == seq
+
+
+def test_receive_of_an_answer_that_is_there_asks_nothing_else(client, world):
+    receive_without_the_stream(client, world.replica)
+
+
+@on_shared_loop
+async def receive_without_the_stream(client, replica):
+    """Only results, and only while the stream is in order and no other task is in a call."""
+    async with await client.session(replica) as session:
+        transport = session._transport
+        await session.submit(Part())
+        await until(lambda: transport._stream._answers)
+        receiving = session.receive()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "receive", None)  # is not used
+            with pytest.raises(StopIteration) as stopped:
+                receiving.send(None)
+        assert stopped.value.value.seq == 1
+        assert transport.ready() is None
+        await session.submit(Part())
+        await until(lambda: transport._stream._answers)
+        notice = SessionResponse(draining=Draining(grace_ms=7))
+        transport._stream._answers.appendleft(notice)
+        assert transport.ready() is None
+        assert not session.draining
+        assert (await session.receive()).seq == 2
+        assert session.draining
+        transport.draining = False
+        await session.submit(Part())
+        await until(lambda: transport._stream._answers)
+        session._in_call = True
+        with pytest.raises(FailedPrecondition, match="another task"):
+            await session.receive()
+        session._in_call = False
+        assert (await session.receive()).seq == 3
+        session.abort()
+        with pytest.raises(FailedPrecondition, match="aborted"):
+            await session.receive()
 
 
 def test_abort_beats_an_answer_and_wakes_who_waits(client, world):

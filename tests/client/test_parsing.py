@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+from array import array
+from typing import Any, cast
 
 import pytest
-from google.protobuf.descriptor import Descriptor
-from hypothesis import given
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, SessionRequest
-from kvplane.wire.parsing import check_exact
+from kvplane.base.hashing import native
+from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, RequestContent, SessionRequest
+from kvplane.wire import parsing
+from kvplane.wire.parsing import check_exact, parse, parse_long
 
 DESCRIPTOR = cast(Descriptor, AllocateSlotsRequest.DESCRIPTOR)
 BIG = b"\x80\x80\x80\x80\x10"  # 2^32
@@ -72,3 +76,81 @@ def test_a_protobuf_group_is_refused():
     SessionRequest.FromString(raw)
     with pytest.raises(InvalidArgument, match="wire type 3"):
         check_exact(cast(Descriptor, SessionRequest.DESCRIPTOR), raw)
+
+
+# -- long messages
+
+
+def values(message: Any, descriptor: Descriptor) -> dict[str, Any]:
+    """All that a reader sees of a message, or of an object that reads like one."""
+    return {field.name: value(message, field) for field in descriptor.fields}
+
+
+def value(message: Any, field: FieldDescriptor) -> Any:
+    found = getattr(message, field.name)
+    if field.message_type is None or hasattr(found, "__len__"):
+        return list(found) if hasattr(found, "append") else found
+    return values(found, field.message_type) if message.HasField(field.name) else None
+
+
+def outcome(read: Any, kind: type[Message], raw: bytes) -> Any:
+    try:
+        return values(read(kind, raw), cast(Descriptor, kind.DESCRIPTOR))
+    except InvalidArgument as error:
+        return error.field, str(error)
+
+
+u32 = st.integers(0, 2**32 - 1)
+contents = st.fixed_dictionaries(
+    {"token_ids": st.lists(u32, max_size=30)},
+    optional={"domain": st.text(max_size=9), "hashes": st.lists(st.binary(max_size=9), max_size=3), "max_tokens": u32},
+)
+messages: st.SearchStrategy[tuple[type[Message], bytes]] = st.one_of(
+    st.builds(AllocateSlotsRequest, request_id=st.text(max_size=9), content=contents, max_new_tokens=u32),
+    st.builds(AllocateSlotsRequest, appended=st.fixed_dictionaries({"token_ids": st.lists(u32, max_size=30)})),
+    st.builds(
+        AllocateSlotsRequest, content=contents, appended=contents.map(lambda each: {"token_ids": each["token_ids"]})
+    ),
+    st.builds(RequestContent, token_ids=st.lists(u32, max_size=30)),
+).map(lambda message: (type(message), message.SerializeToString()))
+
+
+@pytest.mark.parametrize("how", ["compiled", "in pieces"])
+@given(messages, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255), st.integers(0, 2)), max_size=2))
+@example((AllocateSlotsRequest, inside(3, inside(1, b"\x01" + BIG + b"\x02"))), [])
+@example((AllocateSlotsRequest, inside(3, inside(1, b"\x80\x80\x80\x80\x00" * 9))), [])  # a long form of 0
+@example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9 + b"\x80"))), [])
+@example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9)) + inside(3, tag(1, 0) + b"\x01")), [])  # merged
+@example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9) + tag(1, 0) + b"\x01")), [])
+@example((AllocateSlotsRequest, inside(9, b"\x07" * 9)), [])  # no column of u32 packed so
+def test_a_long_message_reads_as_any_other(how, message, changes):
+    """Of all encoders, and with bytes that are wrong: the same values, or the same error."""
+    kind, changed = message[0], bytearray(message[1])
+    for at, byte, more in changes:
+        changed[at : at + more] = bytes([byte])
+    raw = bytes(changed)
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "compiled":
+            if native._COMPILED is None:
+                pytest.skip("the compiled module is not installed")
+            patch.setenv(native.VARIABLE, "on")
+        else:
+            patch.setenv(native.VARIABLE, "off")
+            patch.setattr(parsing, "_PIECE_BYTES", 7)
+        assert outcome(parse_long, kind, raw) == outcome(parse, kind, raw)
+
+
+def test_the_tokens_of_a_long_message_are_an_array_and_its_other_fields_a_message():
+    content = RequestContent(token_ids=range(100_000), domain="d")
+    raw = AllocateSlotsRequest(request_id="r", content=content).SerializeToString()
+    read = parse_long(AllocateSlotsRequest, raw)
+    assert isinstance(read.content.token_ids, array)
+    assert read.content.token_ids == array("I", range(100_000))
+    assert (read.request_id, read.content.domain, read.HasField("appended")) == ("r", "d", False)
+
+
+def test_a_message_of_many_fields_is_parsed_whole():
+    raw = inside(3, tag(2, 0) + b"\x01") * 100 + inside(3, inside(1, b"\x07" * 100))
+    read = parse_long(AllocateSlotsRequest, raw)
+    assert isinstance(read, AllocateSlotsRequest)
+    assert len(read.content.token_ids) == 100

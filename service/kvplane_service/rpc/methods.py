@@ -25,7 +25,7 @@ from grpc_status import rpc_status
 
 from kvplane.base.errors import DeadlineExceeded, InternalError, InvalidArgument, KvplaneError
 from kvplane.rpc.status import encode_status
-from kvplane.wire.parsing import parse
+from kvplane.wire.parsing import parse, parse_long
 from kvplane_service.auth.gate import CALL, Gate, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
@@ -74,8 +74,10 @@ class UnaryMethod:
 
     async def answer(self, hooks: CallHooks, raw: bytes) -> bytes:
         """Return the encoded answer to an encoded request, whose reserved price the call has paid."""
-        read = partial(parse, self.request_class, raw)
-        request = await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read()
+        if len(raw) > LONG_MESSAGE_BYTES:
+            request = await hooks.offload(partial(parse_long, self.request_class, raw))
+        else:
+            request = parse(self.request_class, raw)
         CALL.get().count(prices.price_of(request, len(raw)) - prices.reserve(len(raw)))
         answer = await self.behaviour(request, raw)
         encoded = answer if isinstance(answer, bytes) else answer.SerializeToString()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError
 from kvplane.base.session import CLOSE_TIMEOUT_S, Opened, OpenRequest
@@ -88,6 +88,7 @@ class Session(SessionView):
         self._link = asyncio.Lock()  # held while the transport is used, by a call or a heartbeat
         self._stop = asyncio.Event()
         self._in_call = False
+        self._looking: Any = transport if hasattr(transport, "ready") else None  # not all have it
 
     async def open(self, *, heartbeats: bool = True) -> Session:
         """Open the session and return it. With `heartbeats`, start a task that renews the session's lease until the
@@ -115,6 +116,10 @@ class Session(SessionView):
 
     async def receive(self) -> StepResult:
         """Wait for the next result, in the order in which the steps were submitted; see `kvplane.Session.receive`."""
+        if self._looking is not None and not (self._in_call or self._link.locked() or self.ended):
+            taken = self._machine.take_ready(self._looking.ready)  # does not give the loop to others
+            if taken is not None:
+                return taken
         return await self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:

@@ -129,6 +129,10 @@ class GrpcTransport:
                 return answer
             self.draining = True
 
+    def ready(self) -> StepResult | None:
+        """Return the next answer if it is here and a result; None otherwise. Raises nothing."""
+        return self._stream.ready() if self._stream is not None else None
+
     async def heartbeat(self) -> None:
         """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
         if self._stream is None or self._stream.call.done():
@@ -243,6 +247,13 @@ class _Stream:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
         return self._answers.popleft()
+
+    def ready(self) -> StepResult | None:
+        """Return the next answer if it is here and a result."""
+        if not self._answers or not isinstance(first := self._answers[0], StepResult):
+            return None
+        self._answers.popleft()
+        return first
 
     async def raise_end(self) -> None:
         """Wait for the end of the stream, and raise the error with which it ended."""

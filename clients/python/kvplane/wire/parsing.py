@@ -7,17 +7,23 @@ a block id would become the id of another block. kvplane's own client cannot sen
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator
-from typing import TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.hashing.native import varints
+from kvplane.v1.allocation_pb2 import RequestContent as _Numbers
 
 # Four continuation bytes and a fifth byte with more than the four highest bits of a u32.
 _OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
+_MAX_FIELDS = 64  # of a message, or a part of it, in which a long column is looked for
+_PIECE_BYTES = 1 << 15  # of packed numbers, which protobuf parses within a millisecond
+_NUMBERS = bytes([_Numbers.DESCRIPTOR.fields_by_name["token_ids"].number << 3 | _LEN])
 _UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
 
 _M = TypeVar("_M", bound=Message)
@@ -36,6 +42,109 @@ def parse(message_class: type[_M], raw: bytes) -> _M:
     if message.SerializeToString() != raw:
         check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
     return message
+
+
+def parse_long(message_class: type[_M], raw: bytes) -> _M:
+    """Parse a long message on a thread. As `parse`, but a column of numbers that is most of the message is read without
+    the interpreter's lock, or in pieces, since protobuf holds the lock for tens of milliseconds for a million numbers.
+
+    Such a column is an array, and the object reads like the message.
+    """
+    try:
+        path = _long_column(cast(Descriptor, message_class.DESCRIPTOR), raw, 0, len(raw))
+        numbers = _numbers(memoryview(raw)[path[-1].start : path[-1].end]) if path else array("I")
+    except (IndexError, InvalidArgument, ValueError):
+        path = []  # malformed: the parser raises the error
+    if not path:
+        return parse(message_class, raw)
+    message: object = parse(message_class, _without(raw, path))
+    return cast(_M, _with_column(message, [each.name for each in path], numbers))
+
+
+def _with_column(message: object, names: list[str], numbers: array[int]) -> _Apart:
+    inner = numbers if len(names) == 1 else _with_column(getattr(message, names[0]), names[1:], numbers)
+    return _Apart(message, names[0], inner)
+
+
+class _Apart:
+    """A message, and one of its fields that was read apart."""
+
+    def __init__(self, message: object, name: str, value: object) -> None:
+        self._message = message
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._message, name)
+
+
+class _Field(NamedTuple):
+    """A field in a message: where it, its value and the next one begin."""
+
+    name: str
+    begin: int
+    start: int
+    end: int
+
+
+def _long_column(descriptor: Descriptor, raw: bytes, start: int, stop: int) -> list[_Field]:
+    """Return the path of a packed column of u32 numbers that is more than half of these bytes; [] if there is none, or
+    a field on the path comes twice.
+
+    Raises IndexError and InvalidArgument for bytes that are no message.
+    """
+    numbers, longest, at = list[int](), _Field("", 0, 0, 0), start
+    while at < stop:
+        begin = at
+        tag, at = _varint(raw, at)
+        value, at = _payload(raw, at, tag & 7)
+        numbers.append(tag >> 3)
+        if len(numbers) > _MAX_FIELDS:
+            return []
+        if tag & 7 == _LEN and 2 * (at - value) > stop - start:
+            field = descriptor.fields_by_number.get(tag >> 3)
+            longest, number = _Field(field.name if field else "", begin, value, at), tag >> 3
+    if at != stop or not longest.name or numbers.count(number) > 1:
+        return []
+    field = descriptor.fields_by_name[longest.name]
+    if field.message_type is None:
+        return [longest] if field.type == FieldDescriptor.TYPE_UINT32 and _is_repeated(field) else []
+    inner = [] if _is_repeated(field) else _long_column(field.message_type, raw, longest.start, longest.end)
+    return [longest, *inner] if inner else []
+
+
+def _is_repeated(field: FieldDescriptor) -> bool:
+    known: bool | None = getattr(field, "is_repeated", None)  # protobuf 5 has a label instead; 3 is LABEL_REPEATED
+    return getattr(field, "label", None) == 3 if known is None else known
+
+
+def _without(raw: bytes, path: list[_Field]) -> bytes:
+    """Return the message without the last field of the path."""
+    rest = b""
+    for field, outer in zip(reversed(path), [*reversed(path[:-1]), _Field("", 0, 0, len(raw))], strict=True):
+        value = (
+            b"" if field is path[-1] else raw[field.begin : _varint(raw, field.begin)[1]] + _bytes_of(len(rest)) + rest
+        )
+        rest = raw[outer.start : field.begin] + value + raw[field.end : outer.end]
+    return rest
+
+
+def _numbers(packed: memoryview) -> array[int]:
+    """Return packed varints as numbers. Raises ValueError for bytes that are no varints of at most 32 bits."""
+    numbers, unpack = array("I"), varints()
+    if unpack is not None:
+        numbers.frombytes(unpack(packed))
+        return numbers
+    at = 0
+    while at < len(packed):
+        end = min(at + _PIECE_BYTES, len(packed))
+        while packed[end - 1] >= 0x80:  # the last number continues
+            end += 1
+        piece = bytes(packed[at:end])
+        if _OVER_32_BITS.search(piece):
+            raise ValueError("a number has more than 32 bits")
+        numbers.extend(array("I", _Numbers.FromString(_NUMBERS + _bytes_of(len(piece)) + piece).token_ids[:]))
+        at = end
+    return numbers
 
 
 def check_exact(descriptor: Descriptor, raw: bytes) -> None:

@@ -1,4 +1,5 @@
-// Hash a run of blocks without extra keys: the compiled twin of `hash_run` in algorithms.py, which specifies it.
+// Hash a run of blocks without extra keys: the compiled twin of `hash_run` in algorithms.py, which specifies it. And
+// decode the token ids of a protobuf message.
 // Uses Python's stable interface of 3.11 alone, so one build serves all later versions. SHA-256 is written from
 // FIPS 180-4: sections 4.1.2 and 6.2.2 (functions, rounds), 4.2.2 (constants), 5.1.1 (padding), 5.3.3 (initial state);
 // XXH3 from its specification, for messages of more than 16 bytes.
@@ -373,8 +374,51 @@ PyObject* HashRun(PyObject*, PyObject* arguments) {
     return result;
 }
 
+// -- Token ids of a protobuf message -------------------------------------------
+
+// Decode varints to u32 values. Returns false for bytes that are none, and for a number of more than 32 bits.
+bool DecodeVarints(const uint8_t* at, const uint8_t* end, uint8_t* out) {
+    while (at < end) {
+        uint32_t value = 0;
+        for (int shift = 0;; shift += 7) {
+            if (at == end || (shift == 28 && *at > 0x0f)) return false;
+            value |= static_cast<uint32_t>(*at & 0x7f) << shift;
+            if (*at++ < 0x80) break;
+        }
+        out = Write(out, value);
+    }
+    return true;
+}
+
+PyObject* UnpackVarints(PyObject*, PyObject* argument) {
+    Py_buffer packed;
+    if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) return nullptr;
+    const auto* begin = static_cast<const uint8_t*>(packed.buf);
+    const auto* const end = begin + packed.len;
+    Py_ssize_t count = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (const auto* at = begin; at < end; ++at) count += *at < 0x80;
+    Py_END_ALLOW_THREADS
+    PyObject* result = PyBytes_FromStringAndSize(nullptr, 4 * count);
+    bool is_valid = false;
+    if (result != nullptr) {
+        auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
+        Py_BEGIN_ALLOW_THREADS
+        is_valid = DecodeVarints(begin, end, out);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&packed);
+    if (result != nullptr && !is_valid) {
+        Py_DECREF(result);
+        PyErr_SetString(PyExc_ValueError, "packed must be varints of at most 32 bits");
+        return nullptr;
+    }
+    return result;
+}
+
 PyMethodDef kMethods[] = {
     {"hash_run", HashRun, METH_VARARGS, "Return the digests of consecutive whole blocks."},
+    {"unpack_varints", UnpackVarints, METH_O, "Return packed varints as little-endian u32 values."},
     {nullptr, nullptr, 0, nullptr},
 };
 

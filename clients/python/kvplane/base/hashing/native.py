@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import HashAlgorithm
@@ -98,6 +98,15 @@ def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
     if compiled is None:
         return python
     return NativeDigest(python, FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
+
+
+def varints() -> Callable[[memoryview], bytes] | None:
+    """Return a function that returns packed varints as u32 values, without Python's lock; None where it is not used.
+
+    The function raises ValueError for bytes that are no varints of at most 32 bits.
+    """
+    compiled = _selected(needs_sha256=False)
+    return None if compiled is None else cast("Callable[[memoryview], bytes]", compiled.unpack_varints)
 
 
 def describe() -> str:
