@@ -140,7 +140,7 @@ class Engine:
     def _take(self, part: Part, result: PartResult) -> None:
         """Apply the grants: here every row gets its one token."""
         self.tables.update(part, result)
-        assert list(result.granted).count(1) == len(self.builder)
+        assert result.granted.count(1) == len(self.builder)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 

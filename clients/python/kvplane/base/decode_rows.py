@@ -15,31 +15,35 @@ class DecodeRows:
 
     Attributes:
         slots: of the rows, in order. Rows that a builder made of the same slots have the same object.
-        message: the sections `facts` and `run` in the bytes of a Part message, little-endian.
-        tokens: the slice of it with the tokens, u32; empty if the engine gives hashes.
-        extra: the slice of it with the column `extra` of the run section, i32; empty = 0 in all rows.
+        message: the sections `facts` and `run` in the bytes of a Part message, little-endian. The tokens, u32, begin at
+            `tokens_at`, and the column `extra` of the run section, i32, is at the end.
         appended: whether there are facts, that each request got one token.
+        tokens_at: see above.
+        num_tokens: 0 if the engine gives hashes.
+        num_extra: entries of `extra`; 0 = it is 0 in all rows.
     """
 
-    __slots__ = ("appended", "extra", "message", "slots", "tokens")
+    __slots__ = ("appended", "message", "num_extra", "num_tokens", "slots", "tokens_at")
 
-    def __init__(self, slots: array[int], message: bytes, tokens: slice, extra: slice, appended: bool) -> None:
-        self.slots, self.message = slots, message
-        self.tokens, self.extra, self.appended = tokens, extra, appended
+    def __init__(
+        self, slots: array[int], message: bytes, appended: bool, tokens_at: int, num_tokens: int, num_extra: int
+    ) -> None:
+        self.slots, self.message, self.appended = slots, message, appended
+        self.tokens_at, self.num_tokens, self.num_extra = tokens_at, num_tokens, num_extra
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return len(self.message[self.tokens]) // 4
+        return self.num_tokens
 
     def appended_tokens(self) -> array[int]:
         """Return a copy of the tokens."""
-        return array("I", self.message[self.tokens])
+        return array("I", self.message[self.tokens_at : self.tokens_at + 4 * self.num_tokens])
 
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
         from kvplane.base.step import Facts, Run  # which imports this module
 
-        run = Run(self.slots[:], array("i", self.message[self.extra]))
+        run = Run(self.slots[:], array("i", self.message[len(self.message) - 4 * self.num_extra :]))
         if not self.appended:
             return {"run": run}
         facts = Facts(self.slots[:], appended=array("I", [1]) * len(self.slots), tokens=self.appended_tokens())

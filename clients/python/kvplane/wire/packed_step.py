@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from kvplane.base.decode_rows import DecodeRows
+from kvplane.base.hashing.native import step_message
 from kvplane.base.step import Facts, OnRefusal, Part, Run, Step
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
@@ -80,6 +82,9 @@ _NUMBERS.append(_PARTS)  # whose length is the next number
 _WRITTEN = {"facts", "run"}
 
 
+_compiled = cache(step_message)
+
+
 def step_bytes(step: Step) -> bytes | None:
     """Return the bytes of the message with this step; None if the step has anything else than facts and run rows, or
     values of wrong types. Raises InvalidArgument for a column that cannot be sent.
@@ -87,6 +92,8 @@ def step_bytes(step: Step) -> bytes | None:
     written = step.rows.message if step.rows is not None else _sections(step.parts)
     if written is None:
         return None
+    if (compiled := _compiled()) is not None and not step.traceparent:
+        return compiled(step.epoch, step.seq, step.part, not step.last, step.executed_through, written)
     values = (step.epoch, step.seq, step.part, not step.last, step.executed_through, len(written))
     fields: list[bytes] = []
     for tag, value in zip(_NUMBERS, values):  # noqa: B905 - `strict` is slow, and every step comes here
@@ -133,6 +140,4 @@ class RowsWriter:
         """Return rows with these columns, arrays of u32 and i32; an empty one is not sent."""
         facts, run = self._facts if appended else b"", self._run_with_extra if extra else self._run
         message = b"".join((facts, tokens, run, extra))
-        begin, end = len(facts), len(message)
-        of_tokens, of_extra = slice(begin, begin + 4 * len(tokens)), slice(end - 4 * len(extra), end)
-        return DecodeRows(self._slots, message, of_tokens, of_extra, appended)
+        return DecodeRows(self._slots, message, appended, len(facts), len(tokens), len(extra))

@@ -3,7 +3,8 @@
 The Python functions of algorithms.py are the specification and take over without it. The environment variable
 KVPLANE_NATIVE selects: `auto` (default), `on` or `off`. `auto` takes the compiled hashes if the processor has
 instructions for SHA-256 that the module uses (SHA-NI), because OpenSSL's SHA-256, which Python uses, is faster than
-portable code. The xxhash forms, which need no such instructions, are compiled wherever the module is installed.
+portable code. What needs no such instructions is compiled wherever the module is installed: the xxhash forms, the token
+ids of long messages, and the messages of decode steps.
 """
 
 from __future__ import annotations
@@ -107,6 +108,16 @@ def varints() -> Callable[[memoryview], bytes] | None:
     """
     compiled = _selected(needs_sha256=False)
     return None if compiled is None else cast("Callable[[memoryview], bytes]", compiled.unpack_varints)
+
+
+def step_message() -> Callable[[int, int, int, int, int, bytes], bytes] | None:
+    """Return a function that returns the message of a step of one part, from its numbers and the bytes of the part.
+    None where it is not used.
+    """
+    compiled = _selected(needs_sha256=False)
+    return (
+        None if compiled is None else cast("Callable[[int, int, int, int, int, bytes], bytes]", compiled.step_message)
+    )
 
 
 def describe() -> str:
