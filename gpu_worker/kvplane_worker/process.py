@@ -169,11 +169,14 @@ class WorkerProcess:
         else:
             assignment = self._first_assignment(self._service)
             plan, tiers = assignment.plan, assignment.tiers
-            holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes, bool(tiers))
+            num_slots = sum(tier.num_blocks for tier in tiers)
+            holdings = Holdings.allocate(plan, options.device, run_dir, options.staging_bytes, num_slots)
             self._warm_up(holdings)
             self._served.memory = holdings
             if tiers:
-                where = TierOptions(tiers, options.disk, shared_prefix(run_dir.path).rstrip("-"))
+                content = assignment.content_id, options.rank
+                name = shared_prefix(run_dir.path).rstrip("-")
+                where = TierOptions(tiers, options.disk, name, *content, run_dir.left)
                 self._served.movers = start_movers(holdings, where, self._backend.ops)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)
@@ -236,7 +239,7 @@ class WorkerProcess:
         if self._servicer is not None:
             self._servicer.close()
         if self._served is not None and self._served.movers is not None:
-            self._served.movers.close()
+            self._served.movers.close(keep=not lent)
         if self._served is not None and self._served.memory is not None:
             self._served.memory.close(lent)
         self._run_dir.leave()

@@ -4,9 +4,11 @@ replica, goes out.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
@@ -36,6 +38,7 @@ class Registration:
         namespace_digest: digest of all settings that must be equal for pages to be exchanged with another replica.
         plans: memory plans of the ranks, one per pipeline stage; empty if groups were given explicitly.
         registered_by: owner of the replica; "" without authentication.
+        nonce: drawn for a replica with tiers when it is registered: no two registrations share what a disk holds.
     """
 
     spec: ReplicaSpec
@@ -43,6 +46,13 @@ class Registration:
     namespace_digest: bytes = b""
     plans: tuple[RankPlan, ...] = field(default=(), compare=False)
     registered_by: str = field(default="", compare=False)
+    nonce: int = field(default=0, compare=False)
+
+    @property
+    def content_id(self) -> bytes:
+        """As `Assignment.content_id`."""
+        namespace = hashlib.blake2b(self.namespace_digest, digest_size=8).digest()
+        return namespace + self.nonce.to_bytes(8, "little") if self.spec.tiers else b""
 
     def agrees_with(self, other: Registration) -> bool:
         """Whether both registrations describe the same replica."""
@@ -177,11 +187,12 @@ class Registry:
         """
         entry = self.find_equal(name, registration)
         if entry is None:
+            if registration.spec.tiers and not registration.nonce:
+                registration = replace(registration, nonce=secrets.randbits(64) or 1)
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
-            workers = WorkerRoster(
-                registration.plans, registration.num_ranks, lease_ms, self._clock, registration.spec.tiers
-            )
+            tiers = registration.spec.tiers, registration.content_id
+            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock, *tiers)
             unary = UnaryCalls(host, self._config, self._hasher, self._offload)
             entry = Entry(registration, host, unary, workers, self._offload)
             self._entries[name] = entry
@@ -247,18 +258,13 @@ class Registry:
                 field="namespace_digest",
                 remedy="give a digest of all that the pages depend on: weights, their revision, RoPE, scales, adapters",
             )
-        blocks = sum(_all_blocks(entry.registration.spec) for entry in self) + _all_blocks(spec)
+        blocks = sum(entry.registration.spec.num_stamps for entry in self) + spec.num_stamps
         _limit(len(spec.groups), config.max_groups, "max_groups", "groups")
         _limit(spec.num_blocks, config.max_blocks, "max_blocks", "num_blocks")
         for index, tier in enumerate(spec.tiers):
             _limit(tier.num_blocks, config.max_blocks, "max_blocks", f"tiers[{index}].num_blocks")
-        _check_room(blocks <= config.max_total_blocks, f"{_all_blocks(spec)} blocks", "max_total_blocks", "num_blocks")
+        _check_room(blocks <= config.max_total_blocks, f"{spec.num_stamps} blocks", "max_total_blocks", "num_blocks")
         _check_room(len(self) < config.max_replicas, "another replica", "max_replicas", "replica")
-
-
-def _all_blocks(spec: ReplicaSpec) -> int:
-    """Return the number of blocks of the device and slots of tiers."""
-    return spec.num_blocks + sum(tier.num_blocks for tier in spec.tiers)
 
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:

@@ -38,7 +38,7 @@ class Bench:
         self.rows, self.job, self.position = rows, 0, 0
         self.pages = PageBuffers.allocate(plan)
         num_blocks = plan.num_blocks
-        self.stamps = StampTable.create(bytearray(table_bytes(num_blocks)), num_blocks, incarnation=1)
+        self.stamps = StampTable.create(bytearray(table_bytes(2 * num_blocks)), 2 * num_blocks, incarnation=1)
         self.stamps.write(range(1, num_blocks), range(1, num_blocks))
         self.stamps.claim(EPOCH)
         self.stamps.launches_ended()
@@ -47,7 +47,7 @@ class Bench:
         self.table = JobTable.create(bytearray(job_table_bytes(num_blocks)), num_blocks)
         width = max(self.pages.group(group).bytes_per_block for group in range(self.pages.num_groups))
         slots = HostSlots(TierSpec(TierKind.HOST, num_blocks), width, "cpu")
-        self.movers = Movers(MoverMemory(self.pages, self.stamps, [slots], bytes(16)), TorchOps(), self.table)
+        self.movers = Movers(MoverMemory(self.pages, self.stamps, [slots]), TorchOps(), self.table)
         self.slots = list(range(1, num_blocks))
         random.Random(1).shuffle(self.slots)
         self.saved = self.versions = dict[int, int]()

@@ -77,9 +77,12 @@ class RandomEngine(RandomScheduler):
         self.stamped = self.moved = self.over_seq = 0
         self.spoilt: list[tuple[int, int, Page]] = []  # (step, block, what it held) of evictions and resets
         self.epoch += 1
-        self.replica.begin_epoch(self.epoch, self.memory.stamps)
+        self._begin_epoch()
         self._check_busy()
         self.followed.begin(self.epoch)
+
+    def _begin_epoch(self) -> None:
+        self.replica.begin_epoch(self.epoch, self.memory.stamps)
 
     def step(self) -> None:
         """Send a step, then let some launches run."""

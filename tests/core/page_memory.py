@@ -130,7 +130,7 @@ class Memory:
     read: Callable[[int], None] = lambda block: None  # the oracle compared what this block holds
 
     def __post_init__(self) -> None:
-        self.stamps = [0] * self.spec.num_blocks
+        self.stamps = [0] * self.spec.num_stamps
 
     def run(self, launch: Launch, lost: set[tuple[int, int]]) -> None:
         """Carry out a step: orders, loads, then all rows together.

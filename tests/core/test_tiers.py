@@ -55,6 +55,11 @@ class Mover(Engine):
     def ask(self, slot, text=None, **columns):
         return self.admit(slot, text, flags=LOAD, **columns)
 
+    def shown(self):
+        """The stamp table of a memory that holds all that the core knows."""
+        slots = [tier.version.get(slot, 0) for tier in self.tiers.each for slot in range(tier.num_slots)]
+        return [*self.pool.stamp, *slots]
+
     @property
     def tiers(self):
         return self.replica.coordinator.tiers
@@ -265,7 +270,7 @@ def test_a_loaded_key_is_evicted_from_its_tier_first():
 
 def test_a_new_life_keeps_the_tiers_where_stamps_are_shown(engine):
     text = evicted(engine)
-    stamps = list(engine.pool.stamp)
+    stamps = engine.shown()
     engine.replica.begin_epoch(1, stamps)
     assert engine.tiers.has_keys
     engine.replica.begin_epoch(2)
@@ -280,7 +285,7 @@ def test_new_memory_frees_every_slot(engine):
         engine.serve(1, filler)
     engine.serve(1, "9999000011112222")
     assert engine.tiers.jobs.saves
-    engine.replica.begin_epoch(1, list(engine.pool.stamp), memory_is_new=True)
+    engine.replica.begin_epoch(1, engine.shown(), memory_is_new=True)
     (tier,) = engine.tiers.each
     assert len(tier.free) == tier.num_used
     assert not len(engine.tiers.jobs)
@@ -289,7 +294,7 @@ def test_new_memory_frees_every_slot(engine):
 def test_pages_of_a_load_are_busy_in_the_next_life(engine):
     text = evicted(engine)
     asked = engine.ask(3, text)
-    engine.replica.begin_epoch(1, list(engine.pool.stamp))
+    engine.replica.begin_epoch(1, engine.shown())
     assert engine.replica.busy_blocks == tuple(sorted(asked.table[0][:3]))
     inspect.check(engine.replica)
     job = asked.result.admit_job[0]
@@ -357,7 +362,7 @@ def test_jobs_of_earlier_lives_are_ended_together(engine):
         engine.serve(1, filler)
     old = set(engine.tiers.jobs.numbers())
     assert old
-    engine.replica.begin_epoch(1, list(engine.pool.stamp))
+    engine.replica.begin_epoch(1, engine.shown())
     engine.seq = 0
     engine.serve(1, "7777888899990000")
     (first_new, *_) = sorted(set(engine.tiers.jobs.numbers()) - old)

@@ -125,6 +125,7 @@ def main() -> None:
             print(f"run({mix!r}, {seed}): {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue
         counts["hits"] += engine.hits
+        counts["kept over deaths of a worker"] += engine.kept_slots
         for name in (counters := engine.replica.coordinator.tiers.counters).__slots__:
             counts[name] += getattr(counters, name)
     print(f"{chosen.runs} runs, {broken} broken: {dict(counts)}")

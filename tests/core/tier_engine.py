@@ -4,6 +4,9 @@ A mover begins when the orders of its job's step are carried out (a load also wa
 time, leaves garbage while it works and after it failed, and continues after the engine died. Its end is reported late,
 twice, as a failure although all went well, or never. It does not look at the stamp of a page that it saves: the core
 must not trust a save whose page changed.
+
+When the worker dies, pages and host tiers are gone; a disk keeps its slots and their versions. A new service knows the
+keys of slots from a store that has lost its tail.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import ReplicaSpec, TierKind
+from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from kvplane_service.replicas.stamps import slots_alone
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
@@ -89,11 +94,13 @@ class TierEngine(RandomEngine):
         jobs: in flight, of this engine life and of earlier ones.
         reports: ended jobs that are not reported yet: number, whether they are done, step to wait for.
         waits: slot -> (life, job) of requests whose hit is loaded.
+        kept_slots: slots that kept their keys over deaths of a worker.
         loaded: rows that were loaded for hits that then ran.
     """
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
         self.tier_memory = TierMemory()
+        self.has_new_memory, self.kept_slots = False, 0
         self.jobs: list[Job] = []
         self.reports: list[tuple[int, bool, int]] = []
         self.reported_jobs: list[int] = []
@@ -183,6 +190,17 @@ class TierEngine(RandomEngine):
 
     # -- movers ------------------------------------------------------------------------------------------------------
 
+    def _hold(self, slot: Slot, held: tuple[int, Page] | None) -> None:
+        """A slot holds a version from now on, and the stamp table has it; None: it holds garbage."""
+        self.tier_memory.slots.pop(slot, None)
+        self.memory.stamps[self._id_of(slot)] = held[0] if held else 0
+        if held:
+            self.tier_memory.slots[slot] = held
+
+    def _id_of(self, slot: Slot) -> int:
+        spec = self.replica.spec
+        return spec.num_blocks + sum(tier.num_blocks for tier in spec.tiers[: slot[0]]) + slot[1]
+
     def _load(self, number: int, rows: Sequence[tuple[Slot, int, int]], after: int) -> Job:
         memory, read = self.memory, list[Page | None]()
 
@@ -205,15 +223,15 @@ class TierEngine(RandomEngine):
 
         def begin() -> None:
             read.append(copy_of(memory.pages.get(block)))
-            self.tier_memory.slots.pop(target, None)
+            self._hold(target, None)
 
         def finish() -> bool:
             first, last = read[0], memory.pages.get(block)
-            self.tier_memory.slots.pop(target, None)
+            self._hold(target, None)
             if first is None or last is None or first.group != last.group:
                 return self._chance(50)  # of garbage it may say that it is saved
             half = len(first.slots) // 2
-            self.tier_memory.slots[target] = number, Page(first.group, first.slots[:half] + last.slots[half:])
+            self._hold(target, (number, Page(first.group, first.slots[:half] + last.slots[half:])))
             return not self._chance(self.breaks)
 
         return Job(number, self.seq, begin, finish)
@@ -223,13 +241,13 @@ class TierEngine(RandomEngine):
 
         def begin() -> None:
             read.append(copy_of(self.tier_memory.read(source, version)))
-            self.tier_memory.slots.pop(target, None)
+            self._hold(target, None)
 
         def finish() -> bool:
-            self.tier_memory.slots.pop(target, None)
+            self._hold(target, None)
             if read[0] is None:
                 return False
-            self.tier_memory.slots[target] = number, read[0]
+            self._hold(target, (number, read[0]))
             return not self._chance(self.breaks)
 
         return Job(number, self.seq, begin, finish)
@@ -248,6 +266,31 @@ class TierEngine(RandomEngine):
         super()._stride()
 
     # -- deaths ------------------------------------------------------------------------------------------------------
+
+    def _crash(self) -> None:
+        if not self._chance(25):
+            super()._crash()
+            return
+        memory, spec, last_reset = self.memory, self.replica.spec, in_time(self.memory.stamps[0])
+        memory.pages.clear()
+        self.movers, self.jobs, self.reports, self.reported_jobs, self.waits = [], [], [], [], {}
+        memory.stamps[: spec.num_blocks] = [0] * spec.num_blocks
+        for slot in list(self.tier_memory.slots):
+            if spec.tiers[slot[0]].kind is TierKind.HOST:
+                self._hold(slot, None)
+        memory.stamps[:] = [stamp if in_time(stamp) > last_reset else 0 for stamp in memory.stamps]
+        self.has_new_memory = True
+        if self._chance(50):
+            self.begin()
+        else:
+            self._recover([])
+        self.has_new_memory = False
+        self.kept_slots += sum(len(tier.key) for tier in self.replica.coordinator.tiers.each)
+
+    def _begin_epoch(self) -> None:
+        shown = slots_alone(self.memory.stamps, self.replica.spec.num_blocks)
+        is_new = self.has_new_memory
+        self.replica.begin_epoch(self.epoch, shown if is_new else self.memory.stamps, memory_is_new=is_new)
 
     def _leave_movers(self, kept: list[int]) -> None:
         super()._leave_movers(kept)

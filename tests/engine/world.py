@@ -102,15 +102,16 @@ def slots_of(tier: TierSpec, width: int, world: World) -> Slots:
 def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
     """Allocate the pages of a rank, filled with NaN: reads before a write or a zero are detected."""
     pages, fault = PageBuffers(plan, world.place.allocate(allocation_bytes(plan))), world.fault
-    buffer = bytearray(table_bytes(plan.num_blocks))
-    stamps = fault.stamps.create(buffer, plan.num_blocks, incarnation=draw_nonce() | 1)
+    num_stamps = plan.num_blocks + sum(tier.num_blocks for tier in world.pool.tiers)
+    buffer = bytearray(table_bytes(num_stamps))
+    stamps = fault.stamps.create(buffer, num_stamps, incarnation=draw_nonce() | 1)
     jobs = None
     if world.pool.tiers:
         num_rows = rows_for(plan.num_blocks)
         jobs = JobTable.create(bytearray(job_table_bytes(num_rows)), num_rows)
         width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
         slots = [slots_of(tier, width, world) for tier in world.pool.tiers]
-        place = MoverMemory(pages, stamps, slots, IDENTITY)
+        place = MoverMemory(pages, stamps, slots)
         world.movers.append(world.fault.movers(place, world.ops, jobs))
     return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank), jobs)
 
@@ -131,7 +132,6 @@ class LossyModel(Model):
         return super().logits(launch)
 
 
-IDENTITY = b"the engine, rank"
 SOUND = Fault("none", "")
 # Prompts from which the scales of 8-bit pages are found.
 SAMPLES = [[BOS, *text] for text in (bytes(range(256)), b"the page of a block that was held", b"key value state")]

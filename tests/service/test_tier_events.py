@@ -19,7 +19,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.tiers import behind
-from tests.service.tiered import Served
+from tests.service.tiered import HOST, Served
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +76,13 @@ def test_a_new_life_says_what_the_tiers_keep(shown):
         case "none":
             served.reopen(())
         case "other pages":  # none has a key: the tiers still have theirs
-            served.reopen([0] * len(stamps))
-        case "another memory":
-            served.reopen(stamps, incarnation=6)
-    of_tiers = [entry for entry in served.follower.view if entry.tier]
-    assert bool(of_tiers) is (shown in ("all", "other pages"))
+            served.reopen([0] * 21 + stamps[21:])
+        case "another memory":  # of a worker whose disk kept its slots
+            served.reopen([*stamps[:21], *[0] * HOST.num_blocks, *stamps[21 + HOST.num_blocks :]], incarnation=6)
+    of_tiers = {entry.tier for entry in served.follower.view if entry.tier}
+    both = {Medium.HOST, Medium.DISK}
+    assert of_tiers == {"all": both, "none": set(), "other pages": both, "another memory": {Medium.DISK}}[shown]
+    assert any(not entry.tier for entry in served.follower.view) is (shown == "all")
     for fill in range(20, 40):
         served.serve(fill)
 

@@ -87,7 +87,10 @@ class Served:
 
     @property
     def stamps(self) -> list[int]:
-        return list(self.host.replica.reference().coordinator.pool.stamp)
+        """What a memory shows that holds all that the core knows: of blocks, then of slots."""
+        replica = self.host.replica.reference()
+        slots = [tier.version.get(slot, 0) for tier in replica.tiers.each for slot in range(tier.num_slots)]
+        return [*replica.coordinator.pool.stamp, *slots]
 
     def of(self, medium: Medium) -> list[tuple[EventKind, RemoveReason]]:
         return [(event.kind, event.reason) for event in self.events if event.tier is medium]

@@ -80,14 +80,14 @@ def test_no_damage_of_the_file_reaches_a_page(rig: Rig):
 
 def read_aligned(slots: DiskSlots, slot: int) -> bytes:
     view, _ = slots._buffer(1, slots.slot_bytes)
-    os.preadv(slots._file, [view], slot * slots._stride)
+    os.preadv(slots._file, [view], slots._at(slot))
     return bytes(view)
 
 
 def write_aligned(slots: DiskSlots, data: bytes | bytearray, slot: int) -> None:
     view, _ = slots._buffer(1, slots.slot_bytes)
     view[:] = data
-    assert os.pwritev(slots._file, [view], slot * slots._stride) == len(data)
+    assert os.pwritev(slots._file, [view], slots._at(slot)) == len(data)
 
 
 def test_a_file_that_became_shorter_fails_loads_and_is_left_alone_for_a_while(rig: Rig, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_file_that_became_shorter_fails_loads_and_is_left_alone_for_a_while(ri
     rig.save(2, 4, 0, tier=DISK)
     assert rig.until(1)
     assert rig.until(2)
-    os.ftruncate(rig.disk._file, rig.disk._stride)
+    os.ftruncate(rig.disk._file, rig.disk._at(1))
     for job in range(10, 10 + FAILURES):
         rig.load(job, [(20, 1, 9)], tier=DISK)
         assert not rig.until(job)
@@ -136,7 +136,14 @@ def test_two_workers_do_not_use_one_file(tmp_path: Path):
     again = DiskSlots(SPEC, 5000, tmp_path / "new", "name")
     assert again.slot_bytes == 8192
     again.close()
-    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path: Path):
+    (tmp_path / "name").write_bytes(b"my thesis" * 1000)
+    with pytest.raises(InvalidArgument, match="no file of a disk tier") as refused:
+        DiskSlots(SPEC, 5000, tmp_path, "name")
+    assert refused.value.field == "--disk"
+    assert (tmp_path / "name").read_bytes() == b"my thesis" * 1000
 
 
 def test_a_disk_without_room_is_refused_with_what_fits(tmp_path: Path):

@@ -37,7 +37,8 @@ class Rig:
         self.pages = PageBuffers.allocate(rank_plan(layout))
         noise = torch.randint(0, 256, self.pages.memory.shape, generator=torch.manual_seed(1))
         self.pages.memory.copy_(noise.to(torch.uint8))
-        self.stamps = StampTable.create(bytearray(table_bytes(BLOCKS)), BLOCKS, incarnation=1)
+        stamps = BLOCKS + SLOTS * (1 + (disk is not None))
+        self.stamps = StampTable.create(bytearray(table_bytes(stamps)), stamps, incarnation=1)
         self.stamps.write(range(1, BLOCKS), range(STAMP + 1, STAMP + BLOCKS))
         self.stamps.claim(EPOCH)
         self.stamps.launches_ended()
@@ -50,7 +51,7 @@ class Rig:
         if disk is not None:
             self.disk = DiskSlots(TierSpec(TierKind.DISK, SLOTS), width, disk, "rank")
             tiers.append(self.disk)
-        memory = MoverMemory(self.pages, self.stamps, tiers, IDENTITY)
+        memory = MoverMemory(self.pages, self.stamps, tiers)
         self.movers = Movers(memory, ops or TorchOps(), self.table, num_threads)
         self.ended: dict[int, bool] = {}
         self._position = 0

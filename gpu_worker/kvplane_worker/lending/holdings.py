@@ -32,11 +32,12 @@ from kvplane_worker.pages.buffers import allocation_bytes
 PAGES, STAMPS, STAGING, JOBS = "pages", "stamps", "staging", "jobs"
 
 
-def stamps_bytes(plan: RankPlan) -> int:
-    """Return the bytes of the stamp table of these pages. With an opaque layout, the engine's records of its keys
-    follow the table (`kvplane.base.key_records`): pages and keys then live equally long.
+def stamps_bytes(plan: RankPlan, num_slots: int = 0) -> int:
+    """Return the bytes of the stamp table of these pages, and of this number of slots of tiers.
+
+    With an opaque layout, the engine's records of its keys follow (`kvplane.base.key_records`), and live as long.
     """
-    return table_bytes(plan.num_blocks) + (records_bytes(plan.num_blocks) if plan.opaque_layout else 0)
+    return table_bytes(plan.num_blocks + num_slots) + (records_bytes(plan.num_blocks) if plan.opaque_layout else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class Holdings:
 
     @classmethod
     def allocate(
-        cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, has_tiers: bool = False
+        cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, num_slots: int = 0
     ) -> Holdings:
-        """Allocate zeroed pages, a stamp table (page version numbers), a staging buffer and, with tiers, a job table,
-        with a new incarnation (a random number that identifies the memory).
+        """Allocate zeroed pages, a stamp table (page version numbers), a staging buffer and, for tiers of this number
+        of slots, a job table, with a new incarnation (a random number that identifies the memory).
 
         Raises:
             OutOfMemory: the device or the host has too little memory; `metadata` has the bytes needed and free, and the
@@ -86,12 +87,12 @@ class Holdings:
         with ExitStack() as cleanup:
             pages = allocate_memory(device, allocation_bytes(plan), place.shared_path(PAGES))
             cleanup.callback(pages.close)
-            stamps = SharedMemory.create(place.shared_path(STAMPS), stamps_bytes(plan))
+            stamps = SharedMemory.create(place.shared_path(STAMPS), stamps_bytes(plan, num_slots))
             cleanup.callback(stamps.close)
             staging = SharedMemory.create(place.shared_path(STAGING), staging_bytes)
             cleanup.callback(staging.close)
             num_rows = rows_for(plan.num_blocks)
-            shared = [SharedMemory.create(place.shared_path(JOBS), job_table_bytes(num_rows))] if has_tiers else []
+            shared = [SharedMemory.create(place.shared_path(JOBS), job_table_bytes(num_rows))] if num_slots else []
             for one in shared:
                 cleanup.callback(one.close)
             buffers = PageBuffers(plan, pages.tensor())
@@ -99,7 +100,7 @@ class Holdings:
             cleanup.pop_all()
         incarnation = secrets.randbits(64) or 1
         buffers.write_incarnation(incarnation)
-        table = StampTable.create(stamps.view, plan.num_blocks, incarnation)
+        table = StampTable.create(stamps.view, plan.num_blocks + num_slots, incarnation)
         handles = Handles(pages.handle, stamps.handle, staging.handle, *(one.handle for one in shared))
         jobs = JobTable.create(shared[0].view, num_rows) if shared else None
         return cls(buffers, table, staging.tensor(), handles, jobs, (pages, stamps, staging, *shared))

@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class RunDir:
         path: path of the directory.
         token: secret that engines must send.
         last: the worker that used the directory before; None if there was none, or its file cannot be read.
+        left: the stamp table of a worker that was killed, if no process has it mapped any more; b"" if there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,6 +104,7 @@ class RunDir:
                 metadata={"pid": str(pid), "address": self.address},
             ) from None
         self.last = self._read_state()
+        self.left = self._left_table()
         self._remove_leftovers()
         self.token = secrets.token_hex(32)
         _write_private(path / TOKEN, self.token)
@@ -141,6 +144,13 @@ class RunDir:
         for left in SHM_FOLDER.glob(f"{shared_prefix(self.path)}*"):
             left.unlink(missing_ok=True)
 
+    def _left_table(self) -> bytes:
+        """Return the stamp table that a killed worker left. A process that maps it may still write it: then b""."""
+        tables = list(SHM_FOLDER.glob(f"{shared_prefix(self.path)}*-stamps"))
+        if len(tables) != 1 or _is_mapped(tables[0]):
+            return b""
+        return tables[0].read_bytes()
+
     def _read_state(self) -> LastWorker | None:
         try:
             state = json.loads((self.path / STATE).read_text())
@@ -170,6 +180,15 @@ def read_token(path: Path) -> str:
             field="run_dir",
             remedy="start a worker, or give the run_dir of a running one",
         ) from None
+
+
+def _is_mapped(path: Path) -> bool:
+    """Whether a process of this user maps the file."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has exited, or is of another user, who cannot map the file
+            if str(path) in maps.read_text():
+                return True
+    return False
 
 
 def _make_private(path: Path) -> None:

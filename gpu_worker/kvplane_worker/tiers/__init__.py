@@ -3,6 +3,7 @@
 seal    what a slot says that it holds, with a checksum
 slots   the slots of a tier, and those in host memory
 disk    the slots in a file
+kept    what a file holds over restarts of its worker
 movers  the threads that carry out the jobs of the job table (`kvplane.base.job_table`)
 start   allocates the tiers of a replica and starts their movers
 """

@@ -7,6 +7,8 @@ import fcntl
 import logging
 import mmap
 import os
+import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +20,12 @@ from torch import Tensor
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
 from kvplane.base.groups import TierSpec
-from kvplane_worker.tiers.seal import HEADER_BYTES, Content, held_in
+from kvplane_worker.tiers.kept import Kept, read_index, remove_index, write_index
+from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, SlotCounts, aligned
 
+MAGIC = b"kvptier1"
+_CONTENT = struct.Struct(f"<8s{IDENTITY_BYTES}sQQ")  # magic, content, number of slots, bytes of a slot
 FAILURES = 3  # in a row, after which the disk is left alone for a while
 PAUSE_S = 30.0
 
@@ -30,18 +35,24 @@ _log = logging.getLogger(__name__)
 class DiskSlots:
     """A tier in a file. See `Slots`.
 
-    A slot is a page with the header, then the payload. Nothing is synchronized to the disk: a slot that was not
-    written, or in part, does not have the seal that its reader expects. The file is opened with O_DIRECT where the file
-    system has it, so the page cache holds no second copy.
+    The file begins with a page that names its content, then come the slots: a page with the header, then the payload.
+    Nothing is synchronized to the disk: a slot that was not written, or in part, does not have the seal that its reader
+    expects. The file is opened with O_DIRECT where the file system has it, so the page cache holds no second copy.
+
+    Attributes:
+        path: the file.
+        identity: names the content of the file, for the seals; another one whenever the file begins empty.
     """
 
-    def __init__(self, spec: TierSpec, slot_bytes: int, folder: Path, name: str) -> None:
+    def __init__(
+        self, spec: TierSpec, slot_bytes: int, folder: Path, name: str, content: bytes = bytes(IDENTITY_BYTES)
+    ) -> None:
         """Create and reserve the file `name` in a folder, which is created if it does not exist.
 
-        Raises:
+        `content`: names what the slots of this tier may hold. Raises:
             WorkerExists: another worker uses the file.
             OutOfMemory: the disk has too little room.
-            InvalidArgument: the folder cannot be used.
+            InvalidArgument: the folder cannot be used, or the file is none of a tier.
         """
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
@@ -49,29 +60,77 @@ class DiskSlots:
         self._stride = ALIGNMENT_BYTES + self.slot_bytes
         self._threads = threading.local()
         self._failures, self._paused_until = 0, 0.0
-        self._path = folder / name
+        self.path = folder / name
+        self._content = _CONTENT.pack(MAGIC, content, spec.num_blocks, self.slot_bytes)
+        self.identity = content
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file, self.is_direct = _open(self._path)
+            self._file, self.is_direct = _open(self.path)
         except OSError as error:
             raise InvalidArgument(
-                f"{self._path} cannot be created: {error.strerror}",
+                f"{self.path} cannot be created: {error.strerror}",
                 field="--disk",
                 remedy="give a folder that this user can write",
             ) from None
         with ExitStack() as undo:
             undo.callback(os.close, self._file)
-            self._reserve(spec.num_blocks * self._stride)
+            self._lock()
+            self._check_kind()
+            self._reserve(ALIGNMENT_BYTES + spec.num_blocks * self._stride)
             undo.pop_all()
 
-    def _reserve(self, size: int) -> None:
+    def take_over(self, left: Kept | None) -> Kept | None:
+        """Return what the file holds for an equal tier: according to its index, else to `left`, the table of a worker
+        that was killed. None: the file begins empty. Call it before the first write, and write the versions to the
+        stamp table before `begin`.
+        """
+        head = self._head()
+        size = _CONTENT.size
+        if head is None or head[:size] != self._content:
+            return None
+        self.identity = bytes(head[size : size + IDENTITY_BYTES])
+        return read_index(self._index, self.identity, self.spec.num_blocks) or left
+
+    def begin(self, kept: Kept | None) -> None:
+        """Begin to use the file, with what it kept or empty. Raises InvalidArgument if it cannot be written."""
+        if kept is None:
+            self.identity = secrets.token_bytes(IDENTITY_BYTES)  # no seal of earlier content fits
+            buffer, _ = self._buffer(1, 0)
+            buffer[: _CONTENT.size + IDENTITY_BYTES] = self._content + self.identity
+            if not self._does(os.pwritev, [buffer], 0):
+                problem = f"{self.path} cannot be written"
+                raise InvalidArgument(problem, field="--disk", remedy="give a folder on another disk")
+        remove_index(self._index)
+
+    @property
+    def _index(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.index")
+
+    def _head(self) -> memoryview | None:
+        buffer, _ = self._buffer(1, 0)
+        return buffer if self._does(os.preadv, [buffer], 0) else None
+
+    def _check_kind(self) -> None:
+        """Refuse a file that no worker wrote: it may be the user's."""
+        if not os.fstat(self._file).st_size:
+            return
+        head = self._head()
+        if head is None or head[: len(MAGIC)] not in (MAGIC, bytes(len(MAGIC))):
+            raise InvalidArgument(
+                f"{self.path} is no file of a disk tier", field="--disk", remedy="remove it, or give another folder"
+            )
+
+    def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise WorkerExists(
-                f"another worker uses {self._path}", field="--disk", remedy="give each worker a folder of its own"
+                f"another worker uses {self.path}", field="--disk", remedy="give each worker a folder of its own"
             ) from None
-        free = os.statvfs(self._path)
+
+    def _reserve(self, size: int) -> None:
+        is_new = not os.fstat(self._file).st_size
+        free = os.statvfs(self.path)
         room = free.f_bavail * free.f_frsize + os.fstat(self._file).st_blocks * 512
         try:
             if size > room:
@@ -79,9 +138,10 @@ class DiskSlots:
             os.ftruncate(self._file, size)
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
-            self._path.unlink(missing_ok=True)
+            if is_new:
+                self.path.unlink(missing_ok=True)
             raise OutOfMemory(
-                f"the disk tier needs {size} bytes in {self._path.parent}, {room} are free: {error.strerror}",
+                f"the disk tier needs {size} bytes in {self.path.parent}, {room} are free: {error.strerror}",
                 field="tiers",
                 remedy=f"register the replica with a disk tier of at most {room // self._stride} blocks",
                 metadata={"asked": str(size), "free": str(room), "num_blocks": str(room // self._stride)},
@@ -94,7 +154,7 @@ class DiskSlots:
             return False
         payload = buffer[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
         buffer[:HEADER_BYTES] = content.seal(payload)
-        return self._does(os.pwritev, [buffer], content.slot * self._stride)
+        return self._does(os.pwritev, [buffer], self._at(content.slot))
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
         """See `Slots.read`. None also while the disk fails."""
@@ -104,7 +164,7 @@ class DiskSlots:
         width = len(buffer) // len(contents)
         for at, content in enumerate(contents):
             row = buffer[at * width : (at + 1) * width]
-            if not self._does(os.preadv, [row], content.slot * self._stride):
+            if not self._does(os.preadv, [row], self._at(content.slot)):
                 return None
             payload = row[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
             if row[:HEADER_BYTES] != content.seal(payload):
@@ -114,12 +174,17 @@ class DiskSlots:
     def held(self, slot: int) -> tuple[int, int]:
         """See `Slots.held`."""
         buffer, _ = self._buffer(1, 0)
-        return held_in(bytes(buffer[:HEADER_BYTES])) if self._does(os.preadv, [buffer], slot * self._stride) else (0, 0)
+        return held_in(bytes(buffer[:HEADER_BYTES])) if self._does(os.preadv, [buffer], self._at(slot)) else (0, 0)
 
-    def close(self) -> None:
-        """Remove the file: what it holds is named by the pages of this worker."""
-        self._path.unlink(missing_ok=True)
+    def close(self, kept: Kept | None = None) -> None:
+        """Close the file; see `Slots.close`."""
+        if kept is not None:
+            os.fsync(self._file)  # else a crash of the host could leave an index that is newer than the slots
+            write_index(self._index, self.identity, kept)
         os.close(self._file)
+
+    def _at(self, slot: int) -> int:
+        return ALIGNMENT_BYTES + slot * self._stride
 
     def _buffer(self, count: int, num_bytes: int) -> tuple[memoryview, Tensor]:
         """Return the buffer of this thread for this number of slots, and the payloads in it."""
@@ -140,7 +205,7 @@ class DiskSlots:
         except OSError as error:
             self._failures += 1
             self.counts.failed += 1
-            _log.warning("%s: %s", self._path, error)
+            _log.warning("%s: %s", self.path, error)
             if self._failures >= FAILURES:
                 self._paused_until = time.monotonic() + PAUSE_S
             return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +28,7 @@ from kvplane.base.stamp_table import StampTable
 from kvplane_worker.memory import use_device
 from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.pages import PageBuffers
+from kvplane_worker.tiers.kept import kept_of
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import Slots
 
@@ -46,13 +47,15 @@ class MoverMemory:
         pages: the pages.
         stamps: their stamp table.
         tiers: slots of each tier of the replica, in its order.
-        identity: 16 bytes that name the meaning of the bytes, as in `Content`.
     """
 
     pages: PageBuffers
     stamps: StampTable
     tiers: Sequence[Slots]
-    identity: bytes
+
+    def first_id(self, tier: int) -> int:
+        """Return where the versions of a tier's slots begin in the stamp table."""
+        return self.pages.num_blocks + sum(one.spec.num_blocks for one in self.tiers[:tier])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +116,18 @@ class Movers:
         with self._lock:
             return self._blocks_written()
 
-    def close(self) -> None:
-        """Stop the threads, each after its job, and release the slots. Jobs that are left never end."""
+    def close(self, keep: bool = False) -> None:
+        """Stop the threads, each after its job, and release the slots. Jobs that are left never end. `keep`: what
+        disks hold is for the next worker; no engine may use the stamp table any more.
+        """
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
         for thread in self._threads:
             thread.join()
-        for tier in self._place.tiers:
-            tier.close()
+        for number, tier in enumerate(self._place.tiers):
+            first = self._place.first_id(number)
+            tier.close(kept_of(self._place.stamps, first, tier.spec.num_blocks) if keep else None)
 
     def _blocks_written(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(chain.from_iterable(self._written)))
@@ -270,8 +276,7 @@ class Movers:
                 self._wait()
             return stamps.read(row.block) == row.stamp
 
-        content = self._content(row.tier, row.slot, row.group, row.job)
-        is_good = tier.write(content, pages.bytes_per_block, fill)
+        is_good = self._write(self._content(row.tier, row.slot, row.group, row.job), pages.bytes_per_block, fill)
         tier.counts.saved += is_good
         tier.counts.saved_bytes += is_good * pages.bytes_per_block
         tier.counts.discarded += not is_good
@@ -290,13 +295,22 @@ class Movers:
             to.copy_(payload)
             return True
 
-        is_good = target.write(content, num_bytes, fill)
+        is_good = self._write(content, num_bytes, fill)
         target.counts.saved += is_good
         target.counts.saved_bytes += is_good * num_bytes
         return is_good
 
+    def _write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+        """Write a slot; meanwhile and after a failure the stamp table says that it holds nothing."""
+        block = [self._place.first_id(content.tier) + content.slot]
+        self._place.stamps.write(block, [0])
+        is_good = self._place.tiers[content.tier].write(content, num_bytes, fill)
+        if is_good:
+            self._place.stamps.write(block, [content.version])
+        return is_good
+
     def _content(self, tier: int, slot: int, group: int, version: int) -> Content:
-        return Content(self._place.identity, tier, slot, group, version)
+        return Content(self._place.tiers[tier].identity, tier, slot, group, version)
 
     def _wait(self) -> None:
         """Wait until the device has copied: on a GPU, operations are asynchronous."""

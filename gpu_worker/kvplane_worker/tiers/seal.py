@@ -24,7 +24,7 @@ class Content:
     """What a slot holds.
 
     Attributes:
-        identity: 16 bytes that name everything that gives the bytes their meaning: model, layout of a block, rank.
+        identity: 16 bytes that name everything that gives the bytes their meaning: replica, layout of a block, rank.
         tier, slot: where it is.
         group: KV cache group of the block.
         version: number of the job that wrote it; no other content of the slot ever has it.

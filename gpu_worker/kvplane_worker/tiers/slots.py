@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,8 @@ from kvplane.base.errors import OutOfMemory
 from kvplane.base.groups import TierSpec
 from kvplane.base.worker import TierUse
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
-from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content, held_in
+from kvplane_worker.tiers.kept import Kept
+from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, UNSEALED, Content, held_in
 
 ALIGNMENT_BYTES = 4096
 MOST_OF_FREE = 0.8  # share of the free host memory that a tier may take
@@ -40,10 +42,12 @@ class Slots(Protocol):
         spec: kind and number of slots.
         slot_bytes: room for the payload of a slot.
         counts: what happened.
+        identity: 16 bytes that name the meaning of the bytes, as in `Content`.
     """
 
     spec: TierSpec
     slot_bytes: int
+    identity: bytes
     counts: SlotCounts
 
     def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
@@ -63,8 +67,8 @@ class Slots(Protocol):
     def held(self, slot: int) -> tuple[int, int]:
         """Return group and bytes of what the slot says that it holds, unverified."""
 
-    def close(self) -> None:
-        """Release the memory."""
+    def close(self, kept: Kept | None = None) -> None:
+        """Release the memory. `kept`: what the slots hold, for the next worker, if no process writes them any more."""
 
 
 def use_of(tier: Slots) -> TierUse:
@@ -101,6 +105,7 @@ class HostSlots:
         self.spec = spec
         self.slot_bytes = aligned(slot_bytes)
         self.counts = SlotCounts()
+        self.identity = secrets.token_bytes(IDENTITY_BYTES)  # no slot outlives this memory
         size, free = spec.num_blocks * self.slot_bytes, int(free_host_bytes() * MOST_OF_FREE)
         if size > free:
             raise OutOfMemory(
@@ -142,8 +147,9 @@ class HostSlots:
         """See `Slots.held`."""
         return held_in(self._header(slot))
 
-    def close(self) -> None:
+    def close(self, kept: Kept | None = None) -> None:
         """See `Slots.close`."""
+        del kept
         del self._rows  # the memory is unmapped with the last view of it
 
     def _payload(self, slot: int, num_bytes: int) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,12 +11,16 @@ from pathlib import Path
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.stamp_table import StampTable
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.tiers.disk import DiskSlots
+from kvplane_worker.tiers.kept import left_by
 from kvplane_worker.tiers.movers import MoverMemory, Movers
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from kvplane_worker.tiers.slots import HostSlots, Slots
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +31,69 @@ class TierOptions:
         specs: the tiers of the replica.
         disk: folder of the files of disk tiers; None = there is none.
         name: of this rank, for the names of these files.
+        content_id: as in `Assignment`.
+        rank: the rank.
+        left: stamp table of a worker of this rank that was killed; b"" = there is none.
     """
 
     specs: Sequence[TierSpec]
     disk: Path | None
     name: str
+    content_id: bytes = b""
+    rank: int = 0
+    left: bytes = b""
 
 
 def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Movers:
     """Allocate the slots of all tiers of a replica, and start the movers between them and the pages.
 
     Raises:
-        InvalidArgument: the folder of a disk tier is missing, or cannot be used.
+        InvalidArgument: the folder of a disk tier is missing, or cannot be used, or its file is of no tier.
         OutOfMemory: a tier does not fit into the free memory of the host, or the free room of the disk.
         WorkerExists: another worker uses the file of a disk tier.
     """
     pages = holdings.buffers
     assert holdings.jobs is not None, "the holdings were allocated with tiers"
     width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
-    # No slot outlives the pages: the incarnation names them.
-    name = f"{pages.plan.digest()} {holdings.stamps.incarnation:x}".encode()
-    identity = blake2b(name, digest_size=IDENTITY_BYTES).digest()
     with ExitStack() as cleanup:
-        slots = list[Slots]()
-        for index in range(len(options.specs)):
-            slots.append(_slots(options, index, width, str(pages.memory.device)))
-            cleanup.callback(slots[-1].close)
+        slots, first = list[Slots](), pages.num_blocks
+        for index, spec in enumerate(options.specs):
+            is_host = spec.kind is TierKind.HOST
+            made = _host(spec, width, holdings) if is_host else _disk(options, index, width, holdings)
+            slots.append(made)
+            cleanup.callback(made.close)
+            if isinstance(made, DiskSlots):
+                _take_over(made, first, holdings.stamps, options.left)
+            first += spec.num_blocks
         cleanup.pop_all()
-    return Movers(MoverMemory(pages, holdings.stamps, slots, identity), ops, holdings.jobs)
+    return Movers(MoverMemory(pages, holdings.stamps, slots), ops, holdings.jobs)
 
 
-def _slots(options: TierOptions, index: int, width: int, device: str) -> Slots:
-    spec = options.specs[index]
-    if spec.kind is TierKind.HOST:
-        return HostSlots(spec, width, device)
+def _host(spec: TierSpec, width: int, holdings: Holdings) -> HostSlots:
+    return HostSlots(spec, width, str(holdings.buffers.memory.device))
+
+
+def _take_over(slots: DiskSlots, first: int, stamps: StampTable, left: bytes) -> None:
+    """Let the stamp table say what a file holds from the time of an earlier worker of this rank."""
+    num_slots = slots.spec.num_blocks
+    kept = slots.take_over(left_by(left, first, num_slots, stamps.num_blocks))
+    if kept is not None:
+        stamps.write(range(first, first + num_slots), kept.versions)
+        stamps.begin_above(max(stamps.owner_epoch, kept.owner_epoch))
+        _log.info("%s: %d slots kept their content", slots.path, num_slots - kept.versions.count(0))
+    slots.begin(kept)
+
+
+def _disk(options: TierOptions, index: int, width: int, holdings: Holdings) -> DiskSlots:
+    spec, plan = options.specs[index], holdings.buffers.plan.digest()
     if options.disk is None:
         raise InvalidArgument(
             "the replica has a disk tier, and this worker has no disk",
             field=f"tiers[{index}]",
             remedy="start the worker with --disk FOLDER, or register the replica without a disk tier",
         )
-    return DiskSlots(spec, width, options.disk, f"{options.name}-{index}.slots")
+    # Each namespace has files of its own: none is emptied because a worker starts with other weights.
+    namespace = blake2b(f"{plan} {options.rank}".encode() + options.content_id[:8], digest_size=8).hexdigest()
+    content = blake2b(f"{plan} {options.rank} {index}".encode() + options.content_id, digest_size=IDENTITY_BYTES)
+    name = f"{options.name}-{namespace}-{index}.slots"
+    return DiskSlots(spec, width, options.disk, name, content.digest())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.columns import U32, column
 from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +61,47 @@ class Entries:
         return len(self.block)
 
 
-def collect(pool: BlockPool, blocks: Iterable[int], digest_size: int) -> Entries:
-    """Return the published keys of these blocks. Rows are sorted by domain (name space of keys) and group, then in the
-    order of `blocks`.
+def every_id(pool: BlockPool, tiers: Tiers, blocks: Iterable[int] | None) -> Iterable[int]:
+    """Return these blocks; for None, the free blocks in eviction order, the other blocks, and the slots of tiers."""
+    if blocks is not None:
+        return blocks
+    return chain(pool.free, [block for block in range(1, pool.num_blocks) if pool.references[block]], tiers.ids)
+
+
+def collect(pool: BlockPool, tiers: Tiers, digest_size: int, blocks: Iterable[int]) -> Entries:
+    """Return the published keys of these blocks, and of these slots of tiers, whose ids are above the pool's. Rows are
+    sorted by domain (name space of keys) and group, then in the order of `blocks`.
     """
-    bare: list[int] = []
-    rows: dict[tuple[str, int], list[tuple[int, int, bytes]]] = {}
+    bare: list[tuple[int, int]] = []
+    rows: dict[tuple[str, int], list[tuple[int, int, int, bytes]]] = {}
     horizon, key_of, stamp = pool.executed_through, pool.key_of, pool.stamp
     for block in blocks:
+        if block >= pool.num_blocks:
+            key, version = tiers.held(block)
+            if key is None:
+                bare.append((block, version))
+            else:
+                rows.setdefault(key[:2], []).append((block, version, 0, key[2]))
+            continue
         key = key_of(block)
         if key is None or pool.key_step[block] > horizon:
-            bare.append(block)
+            bare.append((block, stamp[block]))
             continue
         domain, group, digest = key
-        rows.setdefault((domain, group), []).append((block, pool.key_tokens[block], digest))
+        rows.setdefault((domain, group), []).append((block, stamp[block], pool.key_tokens[block], digest))
         for domain, group, digest in pool.more_keys.get(block, ()):
-            rows.setdefault((domain, group), []).append((block, 0, digest))
+            rows.setdefault((domain, group), []).append((block, stamp[block], 0, digest))
     flat = [row for run in rows.values() for row in run]
     return Entries(
         digest_size,
         runs=[KeyRun(domain, group, len(run)) for (domain, group), run in rows.items()],
-        block=[block for block, _, _ in flat],
-        stamp=[stamp[block] for block, _, _ in flat],
-        num_tokens=[num_tokens for _, num_tokens, _ in flat],
+        block=[block for block, _, _, _ in flat],
+        stamp=[version for _, version, _, _ in flat],
+        num_tokens=[num_tokens for _, _, num_tokens, _ in flat],
         age=[0] * len(flat),
-        digests=b"".join([digest for _, _, digest in flat]),
-        unkeyed_block=bare,
-        unkeyed_stamp=[stamp[block] for block in bare],
+        digests=b"".join([digest for _, _, _, digest in flat]),
+        unkeyed_block=[block for block, _ in bare],
+        unkeyed_stamp=[version for _, version in bare],
     )
 
 

@@ -194,7 +194,7 @@ class FactApplier:
         """
         tiers, key = self._blocks.tiers, self._pool.key_of(block)
         if tiers.each and key is not None:
-            tiers.drop(key)  # saved from this page, or from one with the same content
+            tiers.revoke(key)  # saved from this page, or from one with the same content
         had_keys = self._pool.drop_keys(block, RemoveReason.DROPPED)
         if not had_keys:
             self._pool.restamp(block)

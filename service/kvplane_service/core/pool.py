@@ -403,15 +403,11 @@ class BlockPool:
         return moved
 
     def reset(self) -> bool:
-        """Remove all keys and emit CLEARED; the eviction order stays the same.
-
-        Returns False, and changes nothing, if a request holds a block.
-        """
+        """Remove all keys, emit CLEARED, keep the eviction order. False, and no change, if a request holds a block."""
         if not self.is_unused:
             return False
         self.clear()
-        # The null block's stamp marks the reset. A store may have keys that this pool does not have; recovery accepts
-        # no stamp that was issued before the mark.
+        # Recovery accepts no stamp from before this one: a store may have keys that this pool does not have.
         self.restamp(NULL_BLOCK)
         if self.with_events:
             self.events.append(CacheEvent(EventKind.CLEARED))
@@ -459,12 +455,15 @@ class BlockPool:
 
     def restamp(self, block: int) -> None:
         """Give the block a new stamp: a version number of its content that was never used in this page memory."""
+        self.stamp[block] = self.draw()
+        self.stamped[block] = None
+
+    def draw(self) -> int:
+        """Return a version number that was never used in this page memory, nor in the slots of its tiers."""
         if self._counter == MAX_COUNTER:
             self._next_generation()
-            self._counter = 0
         self._counter += 1
-        self.stamp[block] = self._stamp_base + self._counter
-        self.stamped[block] = None
+        return self._stamp_base + self._counter
 
     def restamp_all(self, blocks: Ints) -> None:
         """Give each of these blocks a new stamp (version), in this order. The caller adds them to `stamped`."""
@@ -478,7 +477,7 @@ class BlockPool:
     def _next_generation(self) -> None:
         """Raise the generation number, a part of each stamp, since the counter in the stamps is at its maximum."""
         assert self.generation < MAX_GENERATION, "the stamps of this epoch are used up"
-        self.generation += 1
+        self.generation, self._counter = self.generation + 1, 0
         self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
     @property

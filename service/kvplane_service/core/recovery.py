@@ -76,6 +76,7 @@ class RecoveredState:
         table: the primary keys, one row per block; several blocks may have the same key.
         shared: for each key that several blocks have, these blocks.
         further: (block, key) of keys other than the primary one of their block.
+        slots: (id, key, version) of slots of tiers, the one used longest ago first.
     """
 
     outcome: RecoveryOutcome
@@ -88,6 +89,7 @@ class RecoveredState:
     table: KeyTable
     shared: list[list[int]]
     further: list[tuple[int, Key]]
+    slots: list[tuple[int, Key, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,14 @@ class PoolShape:
         num_groups: number of KV cache groups.
         digest_size: bytes of a key's digest.
         reserved: blocks that the pool never releases, such as attention sinks.
+        num_stamps: entries of a stamp table: above the blocks are the slots of tiers, with versions as stamps.
     """
 
     num_blocks: int
     num_groups: int
     digest_size: int
     reserved: tuple[int, ...] = ()
+    num_stamps: int = 0
 
 
 class _Rows(NamedTuple):
@@ -141,7 +145,9 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
     shown = [words_of(table) for table in tables]
     rows = _stack(fitting, shape.digest_size, pairs)
     possible = rows.select(_are_possible(rows, pairs, shape))
-    proven = possible.select(_are_proven(possible, shown, shape))
+    all_proven = possible.select(_are_proven(possible, shown, shape))
+    proven = all_proven.select(all_proven.block < shape.num_blocks)
+    slots = _slots(all_proven.select(all_proven.block >= shape.num_blocks), pairs)
     row_of = _first_rows(proven, shape.num_blocks)
     is_first = row_of[proven.block] == np.arange(len(proven.block))
     first, others = _without_doubles(proven.select(is_first), proven.select(~is_first))
@@ -156,8 +162,8 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
     table = KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest)
     return RecoveredState(
         RecoveryOutcome(
-            kept=len(first.block) + len(further),
-            unproven=len(possible.block) - len(first.block) - len(others.block),
+            kept=len(first.block) + len(further) + len(slots),
+            unproven=len(possible.block) - len(first.block) - len(others.block) - len(slots),
             repeated=len(others.block) - len(further),
             impossible=sum(map(len, entries)) - len(possible.block),
         ),
@@ -170,6 +176,7 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
         table,
         table.shared_keys(),
         further,
+        slots,
     )
 
 
@@ -203,7 +210,8 @@ def _join(columns: list[Sequence[int]], dtype: type[np.unsignedinteger[Any]]) ->
 def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
     """Return a mask: which rows name a block and a group that exist in the pool."""
     group_exists = np.array([group < shape.num_groups for _, group in pairs], np.bool_)
-    possible: Mask = (rows.block > 0) & (rows.block < shape.num_blocks) & group_exists[rows.pair]
+    ends = max(shape.num_blocks, shape.num_stamps)
+    possible: Mask = (rows.block > 0) & (rows.block < ends) & group_exists[rows.pair]
     return possible
 
 
@@ -216,11 +224,20 @@ def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
     last_reset = max((int(table[NULL_BLOCK]) for table in shown if table.size), key=in_time, default=0)
     proven = (rows.stamp != 0) & behind_reset(rows.stamp, last_reset)
     for table in shown:
-        seen = np.zeros(shape.num_blocks, np.uint64)
+        seen = np.zeros(max(shape.num_blocks, shape.num_stamps), np.uint64)
         seen[: len(table)] = table
         seen[list(shape.reserved)] = 0
         proven &= seen[rows.block] == rows.stamp
     return proven if shown else np.zeros_like(proven)
+
+
+def _slots(rows: _Rows, pairs: Pairs) -> list[tuple[int, Key, int]]:
+    """Return (id, key, version) of slots of tiers in the order of last use; the first row of a slot counts."""
+    _, first = np.unique(rows.block, return_index=True)
+    rows = rows.select(np.isin(np.arange(len(rows.block)), first))
+    rows = _Rows._make(column[np.argsort(rows.age, kind="stable")] for column in rows)
+    keys = [(*pairs[pair], raw.tobytes()) for pair, raw in zip(rows.pair.tolist(), rows.digest, strict=True)]
+    return list(zip(rows.block.tolist(), keys, rows.stamp.tolist(), strict=True))
 
 
 def _first_rows(rows: _Rows, num_blocks: int) -> Ints:

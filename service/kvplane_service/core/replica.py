@@ -7,7 +7,6 @@ apply(step):  validate -> executed_through -> for each part:
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
@@ -32,7 +31,7 @@ from kvplane_service.core.columns import words_of
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
-from kvplane_service.core.entries import Entries, collect, replay_events, stored_events
+from kvplane_service.core.entries import Entries, collect, every_id, replay_events, stored_events
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
@@ -107,9 +106,9 @@ class Replica:
 
         Args:
             epoch: number of the new life, above the current one.
-            stamp_table: stamps (version numbers of contents) of the page memory, one per block. A key is kept if the
-                stamp of its block is that of the pool, and the step that registered the key was executed. Empty: no key
-                is kept.
+            stamp_table: stamps (version numbers of contents) of the page memory, one per block, then the versions of
+                the slots of tiers. A key is kept if the stamp of its block is that of the pool, and the step that
+                registered the key was executed. Empty: no key is kept.
             busy: further blocks that a load of an earlier life may still write, as movers and the engine report.
             memory_is_new: the pages were allocated again, so no load of an earlier life writes to them.
 
@@ -137,6 +136,7 @@ class Replica:
                     pool.events.append(CacheEvent(EventKind.CLEARED))
             yield from self._drop_unproven(stamp_table) if self._keeps_keys else self._drop_all()
             yield from pool.free.put_unkeyed_first(pool.key_tokens, pool.num_evictable)
+        yield from self.tiers.end_epoch(stamp_table)
 
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
@@ -152,9 +152,9 @@ class Replica:
         self._keeps_keys = True
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
-        self.tiers.begin_epoch(epoch, len(stamp_table) > 0 and not memory_is_new, memory_is_new)
+        self.tiers.begin_epoch(epoch, memory_is_new)
         self.seq = 0
-        self._shown = stamp_table[:]  # the caller may reuse its array
+        self._shown = stamp_table[: self.spec.num_blocks]  # a copy: the caller may reuse its array
         return self._pool.count_keys()
 
     def recover(
@@ -174,12 +174,10 @@ class Replica:
         return outcome
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
-        """Do the first part of `recover`: select the stored entries whose content the page memory still has.
-
-        Changes nothing, so it may run on another thread.
-        """
+        """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
         pool = self._pool
-        shape = PoolShape(pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved))
+        sizes = pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved)
+        shape = PoolShape(*sizes, self.spec.num_stamps)
         return verify_entries(shape, tables, stored)
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
@@ -190,6 +188,7 @@ class Replica:
         """
         assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
         self._pool.install_recovered(state)
+        self.tiers.install(state.slots)
         return state.outcome
 
     def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
@@ -285,13 +284,10 @@ class Replica:
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
         """Return the published keys (those that other clients may see) of these blocks.
 
-        By default of all blocks: first the free blocks in eviction order, then the others.
+        By default of all blocks: first the free blocks in eviction order, then the others, then the slots of tiers.
         """
-        pool = self._pool
-        if blocks is None:
-            held = [block for block in range(1, pool.num_blocks) if pool.references[block]]
-            blocks = chain(pool.free, held)
-        return collect(pool, blocks, self._scheme.digest.size)
+        ids = every_id(self._pool, self.tiers, blocks)
+        return collect(self._pool, self.tiers, self._scheme.digest.size, ids)
 
     def replay_events(self) -> Iterator[CacheEvent]:
         """Yield STORED events of all keys, for a new subscriber.

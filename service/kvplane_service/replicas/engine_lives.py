@@ -26,7 +26,7 @@ from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import OnEnd
-from kvplane_service.replicas.stamps import newest_epoch
+from kvplane_service.replicas.stamps import newest_epoch, slots_alone
 
 Work = Generator[None]
 Clock = Callable[[], int]  # monotonic nanoseconds
@@ -182,8 +182,9 @@ class EngineLives:
         """
         stored = self.recovering
         is_other = self._is_other(request.incarnation)
-        # The stamps of another memory describe other pages: they verify none of these keys.
-        stamp_table: Sequence[int] = () if is_other else request.stamp_table
+        # The stamps of another memory describe other pages: they verify none of these keys, only those of slots.
+        num_blocks = self._replica.spec.num_blocks
+        stamp_table = slots_alone(request.stamp_table, num_blocks) if is_other else request.stamp_table
         if stored is None:
             yield from self._replica.end_epoch(stamp_table)
         else:
@@ -254,6 +255,7 @@ class EngineLives:
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
         announced = (_without(event, busy) for event in self._replica.replay_events())
         yield from self._publish(event for event in announced if event.hashes)
+        yield from self._publish(self._replica.tiers.stored_events())
 
     def _publish(self, events: Iterable[CacheEvent]) -> Work:
         """Publish the events in batches that fit into a message; yields between batches."""

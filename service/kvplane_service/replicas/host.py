@@ -64,7 +64,7 @@ class ReplicaHost(HostState):
             InvalidArgument: the nonce is in use, or stamps or blocks do not fit this pool.
         """
         self._check_sound()
-        check_request(request, self.replica.spec.num_blocks)
+        check_request(request, self.replica.spec)
         newest = self._session or self._lives.opening
         if newest is not None and newest.nonce == request.nonce:
             raise InvalidArgument(

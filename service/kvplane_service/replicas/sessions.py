@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, ServiceRestarted
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 
@@ -59,15 +60,17 @@ class SessionSlot:
             self.is_held, self.deadline_ns = False, deadline_ns()
 
 
-def check_request(request: OpenRequest, num_blocks: int) -> None:
-    """Raise InvalidArgument, naming the field at fault, if a request does not fit a pool of `num_blocks` blocks."""
+def check_request(request: OpenRequest, spec: ReplicaSpec) -> None:
+    """Raise InvalidArgument, naming the field at fault, if a request does not fit the pool and the tiers of a spec."""
+    num_blocks = spec.num_blocks
     if len(request.client) > MAX_CLIENT_CHARS:
         raise InvalidArgument(
             f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS} characters"
         )
-    if len(request.stamp_table) not in (0, num_blocks):
+    if len(request.stamp_table) not in (0, num_blocks, spec.num_stamps):
+        slots = f" and {spec.num_stamps - num_blocks} slots of tiers" if spec.tiers else ""
         raise InvalidArgument(
-            f"{len(request.stamp_table)} stamps for {num_blocks} blocks",
+            f"{len(request.stamp_table)} stamps for {num_blocks} blocks{slots}",
             field="stamp_table",
             remedy="give one stamp per block, or none when no page is to be kept",
         )

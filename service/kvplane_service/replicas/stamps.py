@@ -41,6 +41,18 @@ def no_stamps(num_blocks: int) -> Sequence[int]:
     return memoryview(bytes(num_blocks * 8)).cast("Q")
 
 
+def slots_alone(shown: Sequence[int], num_blocks: int) -> Sequence[int]:
+    """Return a stamp table that proves no block, and the slots of tiers as `shown` does; an empty one if it has none.
+
+    For pages that were allocated again: what is on a disk outlives them.
+    """
+    if len(shown) <= num_blocks:
+        return ()
+    kept = words_of(shown).copy()
+    kept[:num_blocks] = 0
+    return memoryview(kept.view(np.uint8).data).cast("Q")
+
+
 def _pieces(words: Words) -> Iterator[Words]:
     for start in range(0, len(words), _PIECE):
         yield words[start : start + _PIECE]

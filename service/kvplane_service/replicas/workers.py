@@ -33,12 +33,14 @@ class WorkerRoster:
         lease_ms: int,
         clock: Callable[[], int],
         tiers: tuple[TierSpec, ...] = (),
+        content_id: bytes = b"",
     ) -> None:
         """`plans`: memory plans, one per pipeline stage; empty if the groups were given explicitly. `clock`: monotonic
-        nanoseconds. `tiers`: of the replica.
+        nanoseconds. `tiers`, `content_id`: as in `Assignment`.
         """
         self._plans = plans
         self._tiers = tiers
+        self._content_id = content_id
         self._num_ranks = num_ranks
         self.lease_ms = lease_ms
         self._clock = clock
@@ -54,7 +56,7 @@ class WorkerRoster:
         plan = self._plan_of(info.rank)
         self._check_free(info)
         self._keep(info)
-        return Assignment(plan, self._num_ranks, self.lease_ms, self._tiers)
+        return Assignment(plan, self._num_ranks, self.lease_ms, self._tiers, self._content_id)
 
     def renew(self, info: WorkerInfo) -> None:
         """Renew the worker's lease.

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
+from kvplane.base.groups import Medium
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.entries import Entries
@@ -146,6 +147,9 @@ class ReplicaJournal:
         self.log = log
         self.written = Written()
         self._source = source
+        # Ids of the first slots of tiers, which are entries as blocks are, with versions as stamps.
+        ends = accumulate((tier.num_blocks for tier in source.spec.tiers), initial=source.spec.num_blocks)
+        self._first_slots = dict(zip((Medium[tier.kind.name] for tier in source.spec.tiers), ends, strict=False))
         self._max_entries = max_entries
         self._clock = clock
         self._row_bytes = ROW_BYTES + source.digest_size
@@ -179,6 +183,8 @@ class ReplicaJournal:
         for part, outcome, events in zip(step.parts, result.parts, decision.events, strict=True):
             if outcome.orders.stamp_block:
                 self._mark(filter(self._home.__contains__, outcome.orders.stamp_block))
+            for event in outcome.tier_events:
+                self._mark(self._first_slots[event.tier] + slot for slot in event.blocks)
             if outcome.admit_status:
                 self._note_admissions(part, outcome)
             for run in runs_of(events):
@@ -236,7 +242,7 @@ class ReplicaJournal:
         """How far the store is behind the replica."""
         entries = self._num_waiting
         waiting = entries > 0 or self._shedding
-        left = self._source.spec.num_blocks - self._cursor if self._cursor else 0
+        left = self._source.spec.num_stamps - self._cursor if self._cursor else 0
         return Lag(entries, self._clock() - self._since_ns if waiting else 0, self._shedding, left)
 
     @property
@@ -307,7 +313,7 @@ class ReplicaJournal:
         self._clear_log()
         self._dirty.clear()
         self._used.clear()
-        self._shedding, self._cursor = False, 0
+        self._shedding, self._cursor = False, 1 if self._source.spec.tiers else 0  # a disk has kept what it holds
         return old
 
     def drop_all(self) -> LogName:
@@ -359,7 +365,7 @@ class ReplicaJournal:
         for block in blocks:
             del self._dirty[block]
         if self._cursor:
-            end = self._source.spec.num_blocks
+            end = self._source.spec.num_stamps
             stop = min(self._cursor + CHUNK_ROWS - len(blocks), end)
             blocks.update(dict.fromkeys(range(self._cursor, stop)))
             self._cursor = stop if stop < end else 0

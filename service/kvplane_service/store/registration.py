@@ -75,6 +75,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "spec": _text(wire.encode_spec(registration.spec).SerializeToString()),
         "num_ranks": registration.num_ranks,
         "namespace": _text(registration.namespace_digest),
+        "nonce": registration.nonce,
         "registered_by": registration.registered_by,
         "plans": [_text(wire.encode_plan(plan).SerializeToString()) for plan in registration.plans],
         "epoch": record.epoch,
@@ -99,6 +100,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             _bytes(content["namespace"]),
             tuple(wire.decode_plan(plan) for plan in plans),
             str(content.get("registered_by", "")),  # records of earlier versions have no owner
+            _number(content.get("nonce", 0), 1 << 64),
         )
         return ReplicaRecord(
             str(content["name"]),

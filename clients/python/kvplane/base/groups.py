@@ -278,6 +278,11 @@ class ReplicaSpec:
         """The number of tokens of which every cache hit's length is a multiple."""
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
 
+    @property
+    def num_stamps(self) -> int:
+        """The number of stamps of a stamp table: one per block of the device, then one per slot of each tier."""
+        return self.num_blocks + sum(tier.num_blocks for tier in self.tiers)
+
     def validate(self) -> None:
         """Raise InvalidArgument for the first setting that is impossible; the error's field names it."""
         groups, blocks = len(self.groups), self.num_blocks

@@ -5,7 +5,8 @@ pages.
          | magic | version | blocks | incarnation | owner epoch |      0     | seq | part+bits | executed | stamps ...
 
 All numbers are little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = unknown content. Each write has
-eight bytes, so that a reader in another process sees either the old or the new value.
+eight bytes, so that a reader in another process sees either the old or the new value. Of a replica with tiers, the
+slots of the tiers are further blocks, whose stamp is the version that the slot holds (`ReplicaSpec.num_stamps`).
 
 The table is in the same memory as the pages, which outlives the engine. So the table also records the epoch of the
 engine life that owns the pages (the *owner epoch*, which never decreases), the step and part up to which the rank
@@ -162,6 +163,10 @@ class StampTable:
     def owner_epoch(self) -> int:
         """The epoch of the engine life that may write the pages; 0 = none."""
         return self._words[_OWNER_EPOCH]
+
+    def begin_above(self, epoch: int) -> None:
+        """Let epochs up to this one own a new table: none of them is used again for what outlived the memory."""
+        self._words[_OWNER_EPOCH] = epoch
 
     @property
     def executed(self) -> int:

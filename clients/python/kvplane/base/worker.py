@@ -104,12 +104,15 @@ class Assignment:
         num_ranks: number of ranks of the replica.
         lease_ms: the registration expires if the worker does not renew it for this number of milliseconds.
         tiers: the tiers of the replica; the worker holds all their slots, with the bytes of its rank.
+        content_id: names what the slots of a disk tier hold, over restarts of the worker: 8 bytes of the namespace,
+            8 of the registration; b"" without tiers.
     """
 
     plan: RankPlan
     num_ranks: int
     lease_ms: int
     tiers: tuple[TierSpec, ...] = ()
+    content_id: bytes = b""
 
 
 def is_socket_path(path: str) -> bool:

@@ -113,18 +113,20 @@ class RegisterWorkerRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class RegisterWorkerResponse(_message.Message):
-    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms", "tiers")
+    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms", "tiers", "content_id")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     plan: RankPlan
     plan_digest: str
     num_ranks: int
     lease_ms: int
     tiers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.TierSpec]
-    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_replica_pb2.TierSpec, _Mapping]]] = ...) -> None: ...
+    content_id: bytes
+    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[_replica_pb2.TierSpec, _Mapping]]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
 
 class RenewWorkerRequest(_message.Message):
     __slots__ = ("replica", "worker")

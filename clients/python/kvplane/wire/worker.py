@@ -59,6 +59,7 @@ def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
         num_ranks=assignment.num_ranks,
         lease_ms=assignment.lease_ms,
         tiers=encode_tiers(assignment.tiers),
+        content_id=assignment.content_id,
     )
 
 
@@ -73,4 +74,5 @@ def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
             field="plan_digest",
             remedy="use the same version of worker and service",
         )
-    return Assignment(plan, message.num_ranks, message.lease_ms, decode_tiers(message.tiers))
+    tiers = decode_tiers(message.tiers)
+    return Assignment(plan, message.num_ranks, message.lease_ms, tiers, message.content_id)

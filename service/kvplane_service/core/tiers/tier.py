@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -103,6 +103,17 @@ class Tier:
         self.uses[key[1]].stored += 1
         if self._with_events:
             self.events.stored_in_tier(slot, key, self._block_sizes[key[1]], self.medium)
+
+    def install(self, rows: Iterable[tuple[int, Key, int]]) -> None:
+        """Take over (slot, key, version), the one to evict first first, in this unused tier, without events. The first
+        row of a slot or a key counts.
+        """
+        for slot, key, version in rows:
+            if slot not in self.key and key not in self.recent:
+                self.store(key, slot, version)
+        self.num_used = max(self.key, default=-1) + 1
+        self.free = [slot for slot in range(self.num_used) if slot not in self.key]
+        self.take_events()
 
     def refresh(self, key: Key) -> None:
         """Make the key the last one to be evicted: it is used, or the device is about to evict it."""

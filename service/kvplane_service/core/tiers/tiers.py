@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult
-from kvplane_service.core.keys import Key
+from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
+from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
+from kvplane_service.core.columns import pieces
+from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
 
 MAX_JOBS = 4096  # jobs in flight; at this number nothing is saved, moved or loaded
-_JOB_BITS = 32  # a job is numbered by its engine life (epoch) and a counter of 32 bits
+_JOB_BITS = 32  # a job is numbered by its engine life (epoch) and a counter of 32 bits, as a stamp without generation
+_VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
 
 
 class Location(NamedTuple):
@@ -138,7 +142,9 @@ class Tiers:
         ends = [spec.num_blocks]
         for tier in spec.tiers:
             ends.append(ends[-1] + tier.num_blocks)
-        self._firsts = tuple(ends[:-1])  # id of slot 0 of each tier in the blocks of a hit
+        # Id of slot 0 of each tier in the blocks of a hit, and where its versions begin in a stamp table.
+        self._firsts = tuple(ends[:-1])
+        self.ids = range(ends[0], ends[-1])  # of all slots
         self.most_loading = spec.num_blocks // 4  # blocks that loads fill at one time
 
     # -- index -------------------------------------------------------------------------------------------------------
@@ -207,6 +213,14 @@ class Tiers:
         for tier in self.each:
             tier.drop(key)
 
+    def revoke(self, key: Key) -> None:
+        """Drop a key permanently: every rank writes another version for its slots, so that no store recovers it."""
+        for tier, first in zip(self.each, self._firsts, strict=True):
+            slot = tier.find(key)
+            if slot is not None:
+                self.order(("stamp_block", "stamp"), (first + slot, self._pool.draw()))
+        self.drop(key)
+
     def open_jobs(self) -> dict[str, int]:
         """Return the number of jobs in flight by kind."""
         jobs = self.jobs
@@ -216,7 +230,8 @@ class Tiers:
 
     def next_job(self) -> int:
         """Return the number of a new job."""
-        self.last_job += 1
+        # A reset of the cache draws its stamp from the same numbers: older versions count no more.
+        self.last_job = max(self.last_job + 1, self._pool.draw() & _VERSION)
         return self.last_job
 
     @property
@@ -249,16 +264,32 @@ class Tiers:
 
     def give_orders(self, orders: Orders) -> None:
         """Move the rows since the last call into these orders."""
-        if not (self.orders.load_job or self.orders.save_job or self.orders.move_job):
+        given = self.orders
+        if not (given.load_job or given.save_job or given.move_job or given.stamp_block):
             return
-        for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS):
-            setattr(orders, name, [*getattr(orders, name), *getattr(self.orders, name)])
+        for name in ("stamp_block", "stamp", *LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS):
+            setattr(orders, name, [*getattr(orders, name), *getattr(given, name)])
         self.orders = Orders()
 
     def complete(self, last: PartResult) -> None:
         """Move what the end of a step ordered, and evicted for that, into the result of its last part."""
         self.give_orders(last.orders)
         last.tier_events = [*last.tier_events, *self.take_events()]
+
+    # -- a store -----------------------------------------------------------------------------------------------------
+
+    def held(self, block: int) -> tuple[Key | None, int]:
+        """Return the key, if it has one, and the version of the slot with this id."""
+        number = bisect_right(self._firsts, block) - 1
+        tier, slot = self.each[number], block - self._firsts[number]
+        return tier.key.get(slot), tier.version.get(slot, 0)
+
+    def install(self, rows: Sequence[tuple[int, Key, int]]) -> None:
+        """Take over (id, key, version) of slots, verified by the stamp tables of all ranks, in these unused tiers."""
+        for tier, first in zip(self.each, self._firsts, strict=True):
+            slots = range(first, first + tier.num_slots)
+            tier.install((block - first, key, version) for block, key, version in rows if block in slots)
+        self.last_job = max([self.last_job, *(version for _, _, version in rows)])
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 
@@ -278,14 +309,25 @@ class Tiers:
         for row in load.rows:
             self.each[row.source.tier].unpin(row.source.slot)
 
-    def begin_epoch(self, epoch: int, keeps_keys: bool, memory_is_new: bool) -> None:
-        """Begin an engine life. Tiers keep their keys where the device can, because its stamps were shown.
+    def end_epoch(self, shown: Sequence[int]) -> Generator[None]:
+        """End an engine life, in slices: keep the keys whose slot has the same version on all ranks, drop the others.
 
-        Jobs that write slots stay in flight until their end is reported, unless the memory of pages and tiers is new.
+        `shown`: the stamp table, which may have the versions of the slots behind the stamps of the blocks.
+        """
+        last_reset = in_time(shown[NULL_BLOCK]) if len(shown) else 0
+        for tier, first in zip(self.each, self._firsts, strict=True):
+            for piece in pieces(list(tier.in_order())):
+                for key, slot in piece:
+                    version = shown[first + slot] if first + slot < len(shown) else 0
+                    if version != tier.version[slot] or in_time(version) <= last_reset:
+                        tier.drop(key, RemoveReason.UNVERIFIED)
+                yield
+
+    def begin_epoch(self, epoch: int, memory_is_new: bool) -> None:
+        """Begin an engine life. Jobs that write slots stay in flight until their end is reported, unless the memory of
+        pages and tiers is new.
         """
         self.last_job = max(self.last_job, epoch << _JOB_BITS)
-        if not keeps_keys:
-            self.clear()
         if memory_is_new:
             for write in self.jobs.writes():
                 self.end_write(0, write, is_good=False)
