@@ -11,9 +11,10 @@ keys of slots from a store that has lost its tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.stamps import in_time
@@ -22,6 +23,7 @@ from kvplane_service.replicas.stamps import slots_alone
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
+from tests.core.page_scheduler import RandomScheduler
 
 Slot = tuple[int, int]  # tier and slot
 
@@ -87,13 +89,60 @@ def copy_of(page: Page | None) -> Page | None:
     return None if page is None else Page(page.group, list(page.slots))
 
 
-class TierEngine(RandomEngine):
+class TierScheduler(RandomScheduler):
+    """An engine that lets hits be loaded from tiers.
+
+    Attributes:
+        waits: slot -> (life, job) of requests whose hit is loaded.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.waits: dict[int, tuple[tuple[int, int], int]] = {}
+        super().__init__(*args)
+
+    def _admit(self) -> Admit:
+        admit = super()._admit()
+        for row, external in enumerate(admit.external):
+            flags = admit.flags[row]
+            if not external and not flags & (RowFlag.DELAY_CACHING | RowFlag.WHOLE) and self._chance(80):
+                admit.flags[row] |= int(RowFlag.LOAD)
+                admit.expected_hit[row] = ANY_HIT if self._chance(90) else admit.expected_hit[row]
+        return admit
+
+    def jobs_over(self, numbers: Container[int], before: int = 0) -> None:
+        """The next step reports the ends of these jobs, and of all with lower numbers than `before`."""
+        self.waits = {
+            slot: (life, job) for slot, (life, job) in self.waits.items() if job not in numbers and job >= before
+        }
+
+    def _row(self, facts: Facts, slot: int, end: End = End.NONE, *args: object, **named: object) -> None:
+        super()._row(facts, slot, end, *args, **named)  # type: ignore[arg-type]
+        if end is End.HELD and self._waits(slot):
+            self.requests[slot].checked = 0  # no transfer reads pages that a load still writes
+
+    def _waits(self, slot: int) -> bool:
+        return slot in self.waits and slot in self.requests and self.waits[slot][0] == self.requests[slot].life
+
+    def _is_sound(self, request: Request) -> bool:
+        return not self._waits(request.life[0]) and super()._is_sound(request)  # type: ignore[misc]
+
+    def take_answer(self, parts: list[Part], results: list[PartResult]) -> None:
+        super().take_answer(parts, results)
+        for part, result in zip(parts, results, strict=True):
+            for row, slot in enumerate(part.admit.slot):
+                job = result.admit_job[row] if result.admit_job else 0
+                if job:
+                    self.waits[slot] = self.requests[slot].life, job
+                    assert result.admit_granted[row] == 0
+                    assert job in result.orders.load_job, "a job that no mover gets never ends"
+
+
+class TierEngine(TierScheduler, RandomEngine):
     """Drives a replica with tiers.
 
     Attributes:
         jobs: in flight, of this engine life and of earlier ones.
         reports: ended jobs that are not reported yet: number, whether they are done, step to wait for.
-        waits: slot -> (life, job) of requests whose hit is loaded.
         kept_slots: slots that kept their keys over deaths of a worker.
         loaded: rows that were loaded for hits that then ran.
     """
@@ -104,7 +153,6 @@ class TierEngine(RandomEngine):
         self.jobs: list[Job] = []
         self.reports: list[tuple[int, bool, int]] = []
         self.reported_jobs: list[int] = []
-        self.waits: dict[int, tuple[tuple[int, int], int]] = {}
         self.loaded = self.done_loads = 0
         super().__init__(spec, rng, most_drafts)
         self.never, self.breaks = rng.choice([0, 0, 5, 20]), rng.choice([0, 0, 5, 30])
@@ -116,15 +164,6 @@ class TierEngine(RandomEngine):
         self.slow = rng.choice([5, 30, 70])
 
     # -- steps -------------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> Admit:
-        admit = super()._admit()
-        for row, external in enumerate(admit.external):
-            flags = admit.flags[row]
-            if not external and not flags & (RowFlag.DELAY_CACHING | RowFlag.WHOLE) and self._chance(80):
-                admit.flags[row] |= int(RowFlag.LOAD)
-                admit.expected_hit[row] = ANY_HIT if self._chance(90) else admit.expected_hit[row]
-        return admit
 
     def _cache(self, held: list[int]) -> Cache:
         cache = super()._cache(held)
@@ -139,35 +178,15 @@ class TierEngine(RandomEngine):
         if self._chance(10):  # all that is older than the oldest job that a mover has, or that is not reported
             waiting = [*(job.number for job in self.jobs), *(number for number, _, _ in self.reports)]
             cache.jobs_before = min(waiting, default=self.replica.coordinator.tiers.last_job + 1)
-            over_too = {job for _, job in self.waits.values() if job < cache.jobs_before}
-            self.waits = {slot: one for slot, one in self.waits.items() if one[1] not in over_too}
+            self.jobs_over((), cache.jobs_before)
         self.reported_jobs += [number for number, _, _ in ready]
-        over = {number for number, _, _ in ready}
-        self.waits = {slot: one for slot, one in self.waits.items() if one[1] not in over}
+        self.jobs_over([number for number, _, _ in ready])
         return cache
-
-    def _row(self, facts: Facts, slot: int, end: End = End.NONE, *args: object, **named: object) -> None:
-        super()._row(facts, slot, end, *args, **named)  # type: ignore[arg-type]
-        if end is End.HELD and self._waits(slot):
-            self.requests[slot].checked = 0  # no transfer reads pages that a load still writes
-
-    def _waits(self, slot: int) -> bool:
-        return slot in self.waits and slot in self.requests and self.waits[slot][0] == self.requests[slot].life
-
-    def _is_sound(self, request: Request) -> bool:
-        return not self._waits(request.life[0]) and super()._is_sound(request)
 
     def take_answer(self, parts: list[Part], results: list[PartResult]) -> None:
         super().take_answer(parts, results)
-        after: dict[int, int] = {}
-        for part, result in zip(parts, results, strict=True):
-            for row, slot in enumerate(part.admit.slot):
-                job = result.admit_job[row] if result.admit_job else 0
-                if job:
-                    after[job] = result.admit_load_after[row] if result.admit_load_after else 0
-                    self.waits[slot] = self.requests[slot].life, job
-                    assert result.admit_granted[row] == 0
-                    assert job in result.orders.load_job, "a job that no mover gets never ends"
+        for result in results:
+            after = dict(zip(result.admit_job, result.admit_load_after, strict=False))
             self._take_orders(result, after)
 
     def _take_orders(self, result: PartResult, after: dict[int, int]) -> None:
@@ -178,7 +197,7 @@ class TierEngine(RandomEngine):
             loads.setdefault(job, []).append(((tier, slot), version, block))
             assert block not in orders.zero_block, "a page that is loaded is zeroed"
         for job, rows in loads.items():
-            self.jobs.append(self._load(job, rows, after[job]))
+            self.jobs.append(self._load(job, rows, after.get(job, 0)))
         for job, block, tier, slot in zip(
             orders.save_job, orders.save_block, orders.save_tier, orders.save_slot, strict=True
         ):

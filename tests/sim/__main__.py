@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--twins", action="store_true")
     parser.add_argument("--hangs", action="store_true", help="parts hang instead of half of the other faults")
     parser.add_argument("--mirrors", action="store_true", help="the engine of one replica decides itself")
+    parser.add_argument("--tiers", action="store_true", help="replicas have host and disk tiers")
     given = parser.parse_args()
     if given.twins:
         text = README.read_text()
@@ -56,7 +57,7 @@ def main() -> int:
         README.write_text(before + BEGIN + table(given.seeds) + END + after)
         return 0
     seeds = range(given.base, given.base + given.seeds)
-    kind = {"hangs": given.hangs, "mirrors": given.mirrors}
+    kind = {"hangs": given.hangs, "mirrors": given.mirrors, "tiers": given.tiers}
     totals = campaign(seeds, partial(show, kind=kind), given.jobs, **kind)
     if given.record:
         records.append(seeds, totals)

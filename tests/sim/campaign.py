@@ -54,6 +54,15 @@ MIRROR_TWINS = {
     "image of several steps": 1,
 }
 
+# The same for runs with tiers.
+TIER_TWINS = {
+    "saved before execution": 2,
+    "saves of pages that changed": 1,
+    "tier load before launches": 2,
+    "loads done on one rank": 2,
+    "runs before its load is done": 5,
+}
+
 
 @dataclass
 class Totals:
@@ -66,6 +75,7 @@ class Totals:
     services: int = 0
     lives: int = 0
     void: int = 0
+    loaded: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     failed: list[Outcome] = field(default_factory=list)
     digest: str = ""
@@ -78,6 +88,7 @@ class Totals:
         self.services += outcome.services
         self.lives += outcome.lives
         self.void += outcome.is_void
+        self.loaded += outcome.loaded
         self.faults += outcome.faults
         self.digest = hashlib.sha256(f"{self.digest} {outcome.digest}".encode()).hexdigest()[:16]
         if outcome.findings:
@@ -97,7 +108,7 @@ class Totals:
             f"seeds={self.seeds} steps={self.steps} faults={self.faults.total()} hits={self.hits} "
             f"hits_across_restarts={self.hits_across} services={self.services} engine_lives={self.lives} "
             f"void={self.void} failed={len(self.failed)} wrong_hits={wrong} leaks={leaks} "
-            f"digest={self.digest}"
+            f"digest={self.digest}" + (f" loaded={self.loaded}" if self.loaded else "")
         )
 
 

@@ -152,8 +152,7 @@ class Service:
             raise Unavailable("the worker does not answer in time")
         if epoch > table.owner_epoch:
             self.world.record(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0, self.process.pid))
-        table.begin_life(epoch)
-        pages = ClaimedPages(table.reading())
+        pages = _begin_life(here, epoch)
         await asyncio.sleep(network.draw_delay())
         if self.world.rng.random() < network.weather.lose:
             raise Unavailable("the answer was lost")
@@ -167,7 +166,7 @@ class Service:
             if self.world.rng.random() < 0.5 and epoch > table.owner_epoch:
                 place = (worker.replica, worker.rank, table.incarnation)
                 self.world.record(history.Claimed(place, epoch, 0, self.process.pid))
-                table.begin_life(epoch)
+                _begin_life(worker, epoch)
 
         worker.process.spawn(claim())
 
@@ -184,7 +183,7 @@ class Service:
                 continue  # another service has it
 
     def _register(self, site: Site) -> None:
-        registration = Registration(site.spec, history.RANKS, b"", (site.plan,))
+        registration = Registration(site.spec, history.RANKS, b"sim" if site.spec.tiers else b"", (site.plan,))
         if self.registry.find_equal(site.name, registration) is None:
             self.registry.add(site.name, registration, new_replica(site.spec))
 
@@ -314,7 +313,8 @@ class Service:
             self.world.record(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
     def _show(self, host: ReplicaHost, batches: Iterable[Batch]) -> None:
-        stored = ((batch.epoch, one) for batch in batches for one in batch.events if one.kind is EventKind.STORED)
+        events = ((batch.epoch, one) for batch in batches for one in batch.events if not one.tier)
+        stored = ((epoch, one) for epoch, one in events if one.kind is EventKind.STORED)
         for epoch, event in stored:
             for digest, block in zip(event.hashes, event.blocks, strict=True):
                 self.world.record(history.Published(self.number, host.name, epoch, event.group, block, digest))
@@ -334,6 +334,9 @@ class Service:
         try:
             pages = [memory.pages for memory in site.memories]
             site.texts.check_keys(host.replica.reference(), pages, site.invalid_blocks())
+            for memory in site.memories:
+                if memory.tiers is not None:
+                    memory.tiers.check_keys(host.replica.reference(), site.texts)
         except WrongPage as error:
             self.world.record(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -360,7 +363,7 @@ class Seen:
     def shown(self) -> frozenset[tuple[int, int]]:
         """Blocks with published keys, and their stamps."""
         stamps = self.host.replica.reference().coordinator.pool.stamp
-        return frozenset((one.block, stamps[one.block]) for one in self.follower.view)
+        return frozenset((one.block, stamps[one.block]) for one in self.follower.view if not one.tier)
 
 
 def _held(host: ReplicaHost) -> str:
@@ -368,3 +371,12 @@ def _held(host: ReplicaHost) -> str:
     replica = host.replica.reference()
     tables = [(slot, replica.reference().coordinator.tables(slot)) for slot in replica.requests.slots()]
     return str(tables + sorted(replica.reference().tracker.held.items()))
+
+
+def _begin_life(worker: Worker, epoch: int) -> ClaimedPages:
+    """As the worker's Claim."""
+    table, tiers = worker.memory.table, worker.memory.tiers
+    busy = () if tiers is None else tiers.movers.claim(epoch)
+    if tiers is None:
+        table.begin_life(epoch)
+    return ClaimedPages(table.reading(), busy)

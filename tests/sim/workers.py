@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from kvplane import wire
 from kvplane.base.errors import KvplaneError, NotFound
@@ -42,10 +43,11 @@ class RankMemory:
 
     records: Entries | None = None
     records_of = 0
+    tiers: Any = None  # SimTiers, of a replica with tiers
 
     def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes, stamps: Sequence[int] = ()) -> None:
         self.pages = Memory(spec)
-        self.table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation)
+        self.table = StampTable.create(bytearray(table_bytes(spec.num_stamps)), spec.num_stamps, incarnation)
         self.table.write(range(len(stamps)), stamps)
         self.writer = Writer(find.watch)
 

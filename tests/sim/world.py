@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass
 from random import Random
@@ -26,6 +27,7 @@ from tests.sim.mirrored import MirrorChaos, MirroredLife
 from tests.sim.network import Network, Server
 from tests.sim.service import ADDRESSES, Service
 from tests.sim.store import WildStore
+from tests.sim.tiers import SimTiers, TieredLife, draw_tiers, small_pools
 from tests.sim.transport import owners_at
 from tests.sim.workers import Processes, RankMemory, Worker, plan_of
 
@@ -61,8 +63,10 @@ class Site:
         is_mirrored: its engines decide themselves.
     """
 
-    def __init__(self, name: str, rng: Random, is_mirrored: bool) -> None:
+    def __init__(self, name: str, rng: Random, is_mirrored: bool, has_tiers: bool) -> None:
         groups, changes = rng.choice(MIXES)
+        if has_tiers:
+            changes = {**changes, "tiers": draw_tiers(rng)}
         blocks = rng.choice([24, 32, 48]) * (2 if len(groups) > 3 else 1)
         self.name, self.is_mirrored = name, is_mirrored
         self.spec: ReplicaSpec = replica_spec(
@@ -116,6 +120,10 @@ class Site:
             load.write(rng.randint(1, 3))
         self._movers.remove(load)
 
+    def loading_blocks(self) -> set[int]:
+        """Blocks that loads from tiers may still write."""
+        return set().union(*(one.tiers.blocks_of_loads() for one in self.memories if one.tiers is not None))
+
     def busy_blocks(self) -> tuple[int, ...]:
         """Blocks that transfers of earlier engine lives may still write."""
         return tuple(sorted(set[int]().union(*(load.blocks(self.spec) for load in self._movers))))
@@ -160,6 +168,7 @@ class Outcome:
     lives: int
     findings: list[str]
     digest: str
+    loaded: int = 0  # blocks from tiers
 
     @property
     def is_void(self) -> bool:
@@ -170,9 +179,9 @@ class Outcome:
 class World:
     """All state of one run."""
 
-    def __init__(self, seed: int, hangs: bool = False, mirrors: bool = False) -> None:
+    def __init__(self, seed: int, hangs: bool = False, mirrors: bool = False, tiers: bool = False) -> None:
         """`hangs`: parts hang, and bystanders measure how long they wait meanwhile; `mirrors`: the engine of one
-        replica decides itself.
+        replica decides itself; `tiers`: replicas have tiers.
         """
         self.hangs = hangs
         self.store_timeout_ms = 500 if hangs else 2000  # runs are short
@@ -182,9 +191,9 @@ class World:
         self.store = WildStore(self.rng, self.loop.clock_ns)
         self.processes = Processes()
         self.history = history.History()
-        self.sites = {name: Site(name, self.rng, mirrors and name == "b") for name in ("a", "b")}
+        self.sites = {name: Site(name, self.rng, mirrors and name == "b", tiers) for name in ("a", "b")}
         self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
-        self.steps = self.num_services = 0
+        self.steps = self.num_services = self.num_loaded = 0
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
         self.services: dict[str, Service] = {}  # service by address
@@ -271,7 +280,8 @@ class World:
 
     def start_life(self, site: Site) -> None:
         """Start the next life of a replica's engine."""
-        life = MirroredLife(self, site) if site.is_mirrored else EngineLife(self, site)
+        kind = MirroredLife if site.is_mirrored else TieredLife if site.spec.tiers else EngineLife
+        life = kind(self, site)
         life.process.on_death.append(lambda: self.network.note_death(life.process))
         site.lives.append(life)
 
@@ -279,9 +289,17 @@ class World:
         """Start the next worker of a rank: new memory, sometimes with the stamps of the previous one."""
         incarnation = self.rng.getrandbits(64) | 1
         is_alike = site.is_alike and rank < len(site.memories)
-        stamps = site.memories[rank].table.read_all() if is_alike else ()
+        stamps = site.memories[rank].table.read_all()[: site.spec.num_blocks] if is_alike else ()
         memory = RankMemory(site.spec, incarnation, self.processes, stamps)
         process = self.processes.start(f"{site.name} worker {rank}")
+        if site.spec.tiers:
+            memory.tiers = SimTiers(site.spec, memory.pages, memory.table, self)
+            process.on_death.append(memory.tiers.end)
+            before = site.memories[rank] if rank < len(site.memories) else None
+            # An engine that still maps the old memory could change what it says; a crash of the host loses it.
+            if before is not None and not before.writer.pid and self.rng.random() < 0.8:
+                memory.tiers.take_over(before.tiers)
+            process.spawn(memory.tiers.run())
         worker = Worker(site.name, rank, process, memory, site.plan.digest(), self.rng)
         site.memories[rank : rank + 1] = [memory]
         site.workers[rank : rank + 1] = [worker]
@@ -332,9 +350,11 @@ class World:
             sum(len(site.lives) for site in self.sites.values()),
             rules.findings(self.history),
             self.history.digest(),
+            self.num_loaded,
         )
 
 
-def run(seed: int, hangs: bool = False, mirrors: bool = False) -> Outcome:
+def run(seed: int, hangs: bool = False, mirrors: bool = False, tiers: bool = False) -> Outcome:
     """One run of the simulation."""
-    return World(seed, hangs, mirrors).run()
+    with small_pools() if tiers else nullcontext():
+        return World(seed, hangs, mirrors, tiers).run()

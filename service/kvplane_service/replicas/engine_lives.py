@@ -225,6 +225,7 @@ class EngineLives:
         """Publish the removal of each lost key once, in slices; one CLEARED event if no key is left."""
         if loss.shown and not self._replica.count_keys() and not self._replica.tiers.has_keys:
             loss.shown = [CacheEvent(EventKind.CLEARED)]
+            self._replica.tiers.take_events()  # of keys that this event has removed
         while loss.shown:
             for _ in self._publish(loss.shown[:_RUNS_PER_BATCH]):
                 pass

@@ -1,0 +1,344 @@
+"""Tiers in the simulation: the product's movers on simulated slots, and an engine that gives them the jobs.
+
+    TieredLife ──TierJobs, JobTable──▶ Movers (no thread of its own) ──▶ SimSlots, pages of texts
+                                          ▲ stepped by a task of the worker's process
+
+A mover's work is a function that the virtual clock must be able to interrupt between two acts. So it runs on a thread
+of its own, which has the baton only while the simulation waits for it: a run stays a function of its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
+from kvplane.base.job_table import JobKind, JobTable, job_table_bytes, rows_for
+from kvplane.base.stamp_table import StampTable
+from kvplane.base.step import Cache, Part, StepResult
+from kvplane.session.reopening import Revival
+from kvplane.tier_jobs import TierJobs
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.tiers import behind
+from kvplane_worker.tiers import MoverMemory, Movers
+from kvplane_worker.tiers.kept import kept_of
+from kvplane_worker.tiers.movers import Job
+from kvplane_worker.tiers.seal import Content
+from kvplane_worker.tiers.slots import SlotCounts
+from tests.core import page_scheduler
+from tests.core.page_memory import Memory, Page, WrongPage
+from tests.core.page_requests import Texts
+from tests.core.tier_engine import TierScheduler, copy_of
+from tests.sim import history
+from tests.sim.engine import EngineLife
+
+if TYPE_CHECKING:
+    from tests.sim.world import Site, World
+
+HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
+_ACT_S = 0.01  # between two acts of a mover
+_LOOK_S = 0.004
+_LOST_S = 1.0
+Pause = Callable[[], None]
+
+
+@contextmanager
+def small_pools() -> Iterator[None]:
+    """Look at all that is evicted next: a tenth of these pools is a block or two. And ask for longer prompts again."""
+    before = behind.AHEAD_SHARE, page_scheduler.HEADS
+    behind.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
+    try:
+        yield
+    finally:
+        behind.AHEAD_SHARE, page_scheduler.HEADS = before
+
+
+def draw_tiers(rng: Random) -> tuple[TierSpec, ...]:
+    host, disk = TierSpec(TierKind.HOST, rng.choice([8, 30, 90])), TierSpec(TierKind.DISK, rng.choice([12, 150]))
+    return rng.choice([(host,), (host, disk), (host, disk), (disk,)])
+
+
+class Baton:
+    """A function on a thread, which runs from one `pause` to the next."""
+
+    def __init__(self, act: Callable[[], bool]) -> None:
+        self._act, self._mine, self._theirs = act, threading.Semaphore(0), threading.Semaphore(0)
+        self.is_over = self.result = self._is_abandoned = False
+        self.bug: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def step(self) -> bool:
+        """Let it run to its next pause; returns whether it is over."""
+        self._mine.release()
+        self._theirs.acquire()
+        return self.is_over
+
+    def abandon(self) -> None:
+        """End the thread: its process has died."""
+        if not self.is_over:
+            self._is_abandoned = True
+            self.step()
+
+    def pause(self) -> None:
+        """Give the baton back, on the thread."""
+        self._theirs.release()
+        self._mine.acquire()
+        if self._is_abandoned:
+            raise SystemExit
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            self.result = self._act()
+        except SystemExit:
+            pass
+        except Exception as error:
+            self.bug = error
+        self.is_over = True
+        self._theirs.release()
+
+
+class Rows:
+    """What a tensor of payloads is in the product: pages."""
+
+    def __init__(self, pages: list[Page | None]) -> None:
+        self.pages = pages
+
+    def copy_(self, other: Rows) -> None:
+        self.pages = [copy_of(page) for page in other.pages]
+
+    def numel(self) -> int:
+        return len(self.pages)
+
+
+class SimSlots:
+    """A tier. See `kvplane_worker.tiers.Slots`. A slot is as its seal says, or damaged; a write may be lost."""
+
+    slot_bytes = 1
+
+    def __init__(self, spec: TierSpec, rng: Random, pause: Pause) -> None:
+        self.spec, self._rng, self._pause = spec, rng, pause
+        self.counts = SlotCounts()
+        self.identity = rng.randbytes(16)
+        self.slots: dict[int, tuple[Content, Page | None]] = {}
+        self.damages, self.forgets = rng.choice([0, 0, 0.1]), rng.choice([0, 0, 0.1])
+
+    def write(self, content: Content, num_bytes: int, fill: Callable[[Any], bool]) -> bool:
+        del num_bytes
+        target = Rows([None])
+        if self._rng.random() < self.forgets:
+            return fill(target)  # the disk keeps what it had
+        self.slots.pop(content.slot, None)
+        self._pause()
+        is_good = fill(target)
+        self._pause()
+        if is_good and self._rng.random() >= self.damages:
+            self.slots[content.slot] = content, target.pages[0]
+        return is_good
+
+    def read(self, contents: Sequence[Content], num_bytes: int) -> Any:
+        del num_bytes
+        held = [self.slots.get(content.slot) for content in contents]
+        self._pause()
+        if any(one is None or one[0] != content for one, content in zip(held, contents, strict=True)):
+            return None
+        return Rows([copy_of(one[1]) for one in held if one is not None])
+
+    def held(self, slot: int) -> tuple[int, int]:
+        held = self.slots.get(slot)
+        return (held[0].group, 1) if held else (0, 1)
+
+    def close(self, kept: object = None) -> None:
+        """See Slots."""
+
+    def take_over(self, other: SimSlots) -> None:
+        """The disk that another worker had."""
+        self.identity, self.slots = other.identity, other.slots
+
+
+class SimTiers:
+    """The tiers of one rank, and their movers: as long as the worker's memory."""
+
+    def __init__(self, spec: ReplicaSpec, pages: Memory, stamps: StampTable, world: World) -> None:
+        self.spec, self.pages, self.stamps, self.world = spec, pages, stamps, world
+        rng = self.rng = world.rng
+        num_rows = rows_for(spec.num_blocks)
+        self._raw = bytearray(job_table_bytes(num_rows))
+        self.table = JobTable.create(self._raw, num_rows)
+        self._running: Baton | None = None
+        self.slots = [SimSlots(tier, rng, self.pause) for tier in spec.tiers]
+        device = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        groups = [SimpleNamespace(group=group, bytes_per_block=1, layers=(1,)) for group in range(len(spec.groups))]
+        memory: Any = SimpleNamespace(num_blocks=spec.num_blocks, memory=device, group=groups.__getitem__)
+        self.movers = Movers(MoverMemory(memory, stamps, self.slots), self, self.table, num_threads=0)  # type: ignore[arg-type]
+        self._lost: list[tuple[float, Job]] = []
+        self.loses, self.fails, self.slow = rng.choice([0, 0, 0.05]), rng.choice([0, 0, 0.1]), rng.choice([1, 1, 8])
+
+    def take_over(self, other: SimTiers) -> None:
+        """The next worker of the rank has the disk of the last one, and what its stamp table says of it."""
+        first = self.spec.num_blocks
+        for mine, theirs in zip(self.slots, other.slots, strict=True):
+            if mine.spec.kind is TierKind.DISK:
+                kept = kept_of(other.stamps, first, mine.spec.num_blocks)
+                self.stamps.write(range(first, first + mine.spec.num_blocks), kept.versions)
+                self.stamps.begin_above(kept.owner_epoch)
+                mine.take_over(theirs)
+            first += mine.spec.num_blocks
+
+    async def run(self) -> None:
+        """Carry out jobs until the worker dies."""
+        while True:
+            await asyncio.sleep(self.rng.random() * _ACT_S * self.slow)
+            self._end_lost()
+            with self.movers._lock:
+                self.movers._take()
+                job = self.movers._first()
+                if job is not None:
+                    self.movers._working.append(job)
+            if job is not None:
+                await self._carry_out(job)
+
+    async def _carry_out(self, job: Job) -> None:
+        baton = self._running = Baton(lambda: self.movers._carry_out(job))
+        while not baton.step():  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(self.rng.random() * _ACT_S * self.slow)
+        self._running = None
+        if baton.bug is not None:
+            self.world.record(history.Broken(f"a mover: {baton.bug!r}"))
+        if self.rng.random() < self.loses:
+            self._lost.append((self.world.loop.time() + _LOST_S, job))
+            return
+        is_load = job.rows[0].kind == JobKind.LOAD
+        self.world.num_loaded += len(job.rows) * (is_load and baton.result)
+        self.movers._end(job, baton.result and self.rng.random() >= self.fails)
+        if self.rng.random() < 0.05:
+            self.table.end(job.number, self.rng.random() < 0.5)  # reported twice
+
+    def _end_lost(self) -> None:
+        """Ends that were lost come late, as failures."""
+        now = self.world.loop.time()
+        for at, job in list(self._lost):
+            if at <= now or self.world.is_finishing:
+                self._lost.remove((at, job))
+                self.movers._end(job, is_done=False)
+
+    def end(self) -> None:
+        """The worker has died."""
+        if self._running is not None:
+            self._running.abandon()
+
+    def blocks_of_loads(self) -> set[int]:
+        """Blocks that loads of any engine life may still write: also of those that no mover has seen."""
+        jobs = [*self.movers._loads, *self.movers._working]
+        rows = [*(row for job in jobs for row in job.rows), *self.movers._half, *JobTable(bytearray(self._raw)).take()]
+        return {row.block for row in rows if row.kind == JobKind.LOAD}
+
+    def check_keys(self, replica: Replica, texts: Texts) -> None:
+        """What a slot holds under the version that the core knows is what its key says. Raises WrongPage."""
+        for tier, slots in zip(replica.tiers.each, self.slots, strict=True):
+            for (domain, group, digest), slot in tier.in_order():
+                held = slots.slots.get(slot)
+                if held is None or held[0].version != tier.version[slot] or held[1] is None:
+                    continue  # no load takes it
+                num_tokens, text = texts.by_digest[domain, digest]
+                if not Memory(self.spec, {1: held[1]}).holds(group, 1, num_tokens, text):
+                    raise WrongPage(f"tier {tier.number}, slot {slot} has the key of {text!r} and holds {held[1]}")
+
+    # -- operations on pages, with time between two acts ---------------------------------------------------------------
+
+    def pause(self) -> None:
+        if self._running is not None:
+            self._running.pause()
+
+    def gather(self, group: Any, blocks: Sequence[int], target: Rows) -> None:
+        del group
+        (block,) = blocks
+        first = copy_of(self.pages.pages.get(block))
+        self.pause()
+        last = copy_of(self.pages.pages.get(block))
+        if first is not None and last is not None and first.group == last.group:
+            half = len(first.slots) // 2
+            target.pages = [Page(first.group, first.slots[:half] + last.slots[half:])]
+
+    def scatter(self, group: Any, blocks: Sequence[int], rows: Rows) -> None:
+        del group
+        for block, page in zip(blocks, rows.pages, strict=True):
+            self.pages.pages.pop(block, None)
+            self.pause()
+            if page is not None:
+                self.pages.pages[block] = page
+
+
+class TieredLife(TierScheduler, EngineLife):
+    """An engine life on a replica with tiers."""
+
+    def __init__(self, world: World, site: Site) -> None:
+        self._ordered: list[Any] = []  # parts of answers whose jobs were not given to the movers
+        super().__init__(world, site)
+        self.jobs = TierJobs([rank.memory.tiers.table for rank in self.ranks])
+        self.process.spawn(self._order_all())
+
+    async def _order_all(self) -> None:
+        """Give jobs to the movers once every rank has carried out the orders of their step."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            while self._ordered and all(rank.obeyed >= (self.epoch, self._ordered[0][0]) for rank in self.ranks):
+                self.jobs.order(*self._ordered.pop(0))
+
+    async def _take_result(self, parts: list[Part], answer: StepResult) -> None:
+        self._ordered += [(answer.seq, number, result) for number, result in enumerate(answer.parts, answer.part)]
+        await super()._take_result(parts, answer)
+
+    async def _claim(self, next_seq: int, ahead: int) -> None:
+        await super()._claim(next_seq, ahead)
+        self.waits.clear()
+        self._ordered.clear()
+        others = set(self.site.busy_blocks())
+        self.jobs.begin(self.epoch, [block for block in self.session.busy_blocks if block not in others])
+
+    def _cache(self, held: list[int]) -> Cache:
+        cache = super()._cache(held)
+        self._report(cache)
+        return cache
+
+    def _report(self, cache: Cache) -> None:
+        self.jobs.report(cache, self.executed_through)
+        self.jobs_over([*cache.jobs_done, *cache.jobs_failed], cache.jobs_before)
+
+    def _loads_over(self) -> list[int]:
+        loading = set(self.jobs.blocks_loading)
+        return [block for block in super()._loads_over() if block not in loading]
+
+    def plan_end(self) -> list[Part]:
+        (part,) = super().plan_end()
+        part.cache.loads_over = [block for block in part.cache.loads_over if block not in self.jobs.blocks_loading]
+        self._report(part.cache)
+        return [part]
+
+    async def _end_all(self) -> None:
+        while self._is_loading:
+            await self._step(self.plan_end())
+            await asyncio.sleep(_ACT_S)
+        await super()._end_all()
+        host = self._host()
+        if host is not None and host.epoch == self.epoch:
+            tiers = host.replica.reference().tiers
+            left = {"loads": len(tiers.jobs.loads), "pins": sum(len(tier.pins) for tier in tiers.each)}
+            if any(left.values()):
+                self.world.record(history.Broken(f"{self.site.name}: at the end, {left} are left"))
+
+    @property
+    def _is_loading(self) -> bool:
+        """Saves may go on forever: one that fails is tried again."""
+        is_ordered = any(result.orders.load_job for _, _, result in self._ordered)
+        return is_ordered or any(one.blocks for one in self.jobs._moving.values()) or bool(self.site.loading_blocks())
+
+    def _revive(self) -> Revival:
+        revival = super()._revive()
+        return replace(revival, busy_blocks=tuple(sorted({*revival.busy_blocks, *self.jobs.blocks_loading})))
