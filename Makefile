@@ -111,9 +111,11 @@ JOBS ?=
 tiers: $(DEV)  ## figures of tiers: bytes and CPU time of loads, an engine with tiers against its model, damaged slots, planted faults (REQUESTS=300 CASES=10000)
 	@$(PYTHON) -m pytest -q tests/service/test_tier_rows.py
 	@$(PYTHON) -m tests.bench.tier_moves
+	@$(PYTHON) -m tests.bench.tier_figures
 	@$(PYTHON) -m tests.worker.corruption --cases $(or $(CASES),10000)
 	@$(PYTHON) -m tests.core.tier_campaign --runs 200
 	@$(PYTHON) -m tests.core.tier_campaign --twins
+	@$(PYTHON) -m tests.sim --tiers --seeds 20
 	@$(PYTHON) -m tests.engine.tiers --requests $(or $(REQUESTS),300)
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs

@@ -31,9 +31,8 @@ ISSUED = """
     epoch raised by a forged row, unsealed record accepted, record of another place accepted,
     redirect followed blindly, limit checked after building,
     idle check over a change,
-    saved before execution, versions of slots not sealed, slots kept whatever the memory shows,
-    saves of pages that changed,
-    tier load before launches, loads done on one rank, runs before its load is done, loads of an earlier life go on,
+    saved before execution, saves of pages that changed, tier load before launches, loads done on one rank,
+    runs before its load is done, held keys are read, changes of blocks that are not read yet count,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
 

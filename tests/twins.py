@@ -740,15 +740,6 @@ def skip_failed_steps(real: Real) -> Real:
     return lambda self, launch: real(self, launch) if launch in self.pending else []
 
 
-def keep_all_slots(_: Real) -> Real:
-    """A new engine life keeps every key of the tiers."""
-
-    def end_epoch(self: Any, shown: Any) -> Iterator[None]:
-        yield
-
-    return end_epoch
-
-
 def save_unread(_: Real) -> Real:
     """A mover saves a page without a look at its stamp."""
 
@@ -764,11 +755,6 @@ def save_unread(_: Real) -> Real:
     return save
 
 
-def seal_without_version(real: Real) -> Real:
-    """The seal of a slot does not have the version."""
-    return lambda self, tier, slot, group, version: real(self, tier, slot, group, 1)
-
-
 def first_end_counts(real: Real) -> Real:
     """A job is over when one rank has ended it."""
 
@@ -778,16 +764,6 @@ def first_end_counts(real: Real) -> Real:
         real(self, rank, job, is_done)
 
     return end
-
-
-def always_writing(_: Real) -> Real:
-    """A load writes whichever engine life owns the pages."""
-
-    @contextmanager
-    def writing(self: Any, epoch: int, blocks: Any) -> Iterator[bool]:
-        yield True
-
-    return writing
 
 
 CORE, SERVICE = "kvplane_service.core", "kvplane_service"
@@ -1083,14 +1059,6 @@ TWINS: dict[str, Twin] = {
         "a page is saved when the step of its key is executed",
         (Patch(f"{CORE}.tiers.behind:SaveBehind._is_executed", answer(True)),),
     ),
-    "versions of slots not sealed": Twin(
-        "a load takes a slot with the version that its order names",
-        (Patch(f"{MOVERS}._content", seal_without_version),),
-    ),
-    "slots kept whatever the memory shows": Twin(
-        "a new engine life keeps a key of a tier if all ranks show the version of its slot",
-        (Patch(f"{CORE}.tiers.tiers:Tiers.end_epoch", keep_all_slots),),
-    ),
     "saves of pages that changed": Twin(
         "a save counts if the page has the same stamp before and after",
         (Patch(f"{MOVERS}._save", save_unread), Patch(f"{CORE}.tiers.loads:TierLoads._source_is_intact", answer(True))),
@@ -1106,10 +1074,6 @@ TWINS: dict[str, Twin] = {
     "runs before its load is done": Twin(
         "a request runs when its hit is loaded",
         (Patch(f"{CORE}.in_flight:InFlightTracker.loads_from_tiers", answer(False)),),
-    ),
-    "loads of an earlier life go on": Twin(
-        "a load writes only under the epoch of its engine life",
-        (Patch(f"{MOVERS}._writing", always_writing),),
     ),
 }
 

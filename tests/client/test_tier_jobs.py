@@ -117,3 +117,28 @@ def test_waiting_ends_with_a_job(jobs, tables):
     jobs.wait(0.001)
     tables[0].end(JOB + 1, is_done=True)
     jobs.wait(60)
+
+
+def test_costs_are_measured_from_the_order_or_the_load_before(tables):
+    now = [0]
+    jobs = TierJobs(tables, clock=lambda: now[0])
+    jobs.begin(EPOCH, ())
+    assert jobs.costs_ns(7, 2) == [7, 0, 0]
+    jobs.order(1, 0, load(JOB + 1, [4, 6]))
+    jobs.order(1, 0, load(JOB + 2, [8]))
+    now[0] = 200
+    for table in tables:
+        table.end(JOB + 1, True)
+    reported(jobs)
+    assert jobs.costs_ns(7, 2) == [7, 100, 0]
+    now[0] = 380
+    for table in tables:
+        table.end(JOB + 2, True)
+    reported(jobs)
+    assert jobs.costs_ns(7, 2) == [7, 110, 0], "180 since the load before, an eighth of the way"
+    jobs.order(2, 0, load(JOB + 3, [9]))
+    now[0] = 10**9
+    for table in tables:
+        table.end(JOB + 3, False)
+    reported(jobs)
+    assert jobs.costs_ns(7, 2) == [7, 110, 0], "a load that failed is not measured"

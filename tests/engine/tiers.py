@@ -88,16 +88,17 @@ class Loads:
 
     jobs: int = 0
     rows: int = 0
-    with_device: int = 0  # the device had a part of the hit
+    of_sources: Counter[str] = field(default_factory=Counter)  # where the blocks of a hit were: device+host+disk
     of_tiers: Counter[frozenset[int]] = field(default_factory=Counter)
     of_kinds: Counter[frozenset[GroupKind]] = field(default_factory=Counter)
     refused: int = 0  # rows that movers refused
     discarded: int = 0
 
     @property
-    def tiers(self) -> str:
-        """Loads by the tiers that they read."""
-        return ", ".join(f"{'+'.join(map(str, sorted(tiers)))}: {count}" for tiers, count in self.of_tiers.items())
+    def causes(self) -> dict[str, int]:
+        """Loads by what they had to put together, as the acceptance counts them."""
+        mixed = {name: self.of_sources[name] for name in ("device+host", "host+disk", "device+host+disk")}
+        return {**mixed, "window alone": self.only(GroupKind.SLIDING_WINDOW), "state alone": self.only(GroupKind.MAMBA)}
 
     def only(self, kind: GroupKind) -> int:
         return self.of_kinds[frozenset({kind})]
@@ -126,7 +127,10 @@ class CountingEngine(Engine):
                     for group, table in (tables[len(part.granted) + at].items() if job else ())
                     for block in table[: part.admit_hit[at] // groups[group].block_size]
                 ]
-                LOADS.with_device += bool(job) and sum(map(bool, blocks)) > sum(one == job for one, *_ in rows)
+                tiers = {tier for one, _, tier in rows if one == job}
+                names = ["device"] if sum(map(bool, blocks)) > sum(one == job for one, *_ in rows) else []
+                names += [self._session.spec.tiers[tier].kind.value for tier in sorted(tiers)]
+                LOADS.of_sources["+".join(names)] += bool(job)
 
 
 # -- faults that a sound engine survives ------------------------------------------------------------------------------
@@ -196,6 +200,21 @@ class Meddling(CountingEngine):
         if blocks and rng.random() < 0.2:
             part.cache.evicted = [rng.choice(blocks)]
         part.cache.reset = rng.random() < 0.02
+        return part
+
+
+class Weighing(CountingEngine):
+    """Costs change all the time: loads pay, do not, or only those from the host."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._rng, self._plan = Random(7), self._scheduler.plan
+        self._scheduler.plan = self._plan_with_costs  # type: ignore[method-assign]
+
+    def _plan_with_costs(self) -> Part:
+        part = self._plan()
+        if self._rng.random() < 0.3:
+            part.cache.costs_ns = [100, *(self._rng.choice([0, 10, 10**6]) for _ in self._session.spec.tiers)]
         return part
 
 
@@ -299,6 +318,7 @@ BORNE = (
     Fault("late copies", "restarts", engine=CountingEngine, ops=LateCopies),
     Fault("slow movers", "restarts", engine=CountingEngine, slots=Slow),
     Fault("aborts, evictions and resets", "window and full", engine=Meddling, slots=Slow),
+    Fault("changing costs", "window and full, on disk", engine=Weighing),
     Fault("loads that never end", "restarts, given up", engine=CountingEngine, movers=NeverEnding),
 )
 FAULTS = (
@@ -338,11 +358,11 @@ def main() -> int:
         counts = report.counts
         name = mix.name if fault is SOUND_TIERS else f"{mix.name}, {fault.name}"
         print(line(name, report, time.monotonic() - started))
-        share, windows = counts.loaded_tokens / max(1, counts.hit_tokens), loads.only(GroupKind.SLIDING_WINDOW)
+        share = counts.loaded_tokens / max(1, counts.hit_tokens)
         print(
-            f"    {counts.loads} loads of {loads.rows} rows, {share:.0%} of the hit tokens; the device had a part of"
-            f" {loads.with_device}, windows alone {windows}, states alone {loads.only(GroupKind.MAMBA)};"
-            f" by tier {loads.tiers}; {'; '.join(report.complaints) or 'nothing differs'}",
+            f"    {counts.loads} loads of {loads.rows} rows, {share:.0%} of the hit tokens; "
+            f"{', '.join(f'{cause} {count}' for cause, count in loads.causes.items())}; "
+            f"{'; '.join(report.complaints) or 'nothing differs'}",
             flush=True,
         )
         failed += bool(report.complaints)

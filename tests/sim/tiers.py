@@ -335,7 +335,7 @@ class TieredLife(TierScheduler, EngineLife):
 
     @property
     def _is_loading(self) -> bool:
-        """Saves may go on forever: one that fails is tried again."""
+        """Saves never end here: one that fails is tried again."""
         is_ordered = any(result.orders.load_job for _, _, result in self._ordered)
         return is_ordered or any(one.blocks for one in self.jobs._moving.values()) or bool(self.site.loading_blocks())
 

@@ -67,7 +67,7 @@ class Site:
         groups, changes = rng.choice(MIXES)
         if has_tiers:
             changes = {**changes, "tiers": draw_tiers(rng)}
-        blocks = rng.choice([24, 32, 48]) * (2 if len(groups) > 3 else 1)
+        blocks = rng.choice([20, 26] if has_tiers else [24, 32, 48]) * (2 if len(groups) > 3 else 1)
         self.name, self.is_mirrored = name, is_mirrored
         self.spec: ReplicaSpec = replica_spec(
             *groups, num_blocks=blocks, max_model_len=64, max_in_flight_tokens=256, **changes

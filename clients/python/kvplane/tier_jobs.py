@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvplane.base.job_table import JobKind, JobRow, JobTable
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Cache, Orders, PartResult
@@ -33,20 +33,27 @@ class _Moving:
         after: a load is not reported as done before this step is executed.
         blocks: blocks that it fills.
         ranks: ranks whose movers have not ended it.
+        since_ns: when it was ordered.
+        tiers: that it reads.
         is_good: whether no rank failed it.
     """
 
     after: int
     blocks: list[int]
     ranks: set[int]
+    since_ns: int
+    tiers: set[int] = field(default_factory=set)
     is_good: bool = True
 
 
 class TierJobs:
     """The jobs in flight of one engine, on the job tables of all its ranks. Not thread-safe."""
 
-    def __init__(self, tables: Sequence[JobTable]) -> None:
-        """`tables`: the job table of each rank, in rank order."""
+    def __init__(self, tables: Sequence[JobTable], clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`tables`: the job table of each rank, in rank order. `clock`: nanoseconds."""
+        self._clock = clock
+        self._block_ns: dict[int, float] = {}  # by tier: time to load a block, on all ranks
+        self._loaded_ns = 0  # when the last load ended
         self._tables = tuple(tables)
         self._positions = [table.num_ended for table in tables]
         self._moving: dict[int, _Moving] = {}
@@ -85,9 +92,10 @@ class TierJobs:
         rows = list(_rows(result.orders, (self._epoch, seq, part), after))
         for row in rows:
             ranks = set(range(len(self._tables)))
-            moving = self._moving.setdefault(row.job, _Moving(row.after, [], ranks))
+            moving = self._moving.setdefault(row.job, _Moving(row.after, [], ranks, self._clock()))
             if row.kind == JobKind.LOAD:
                 moving.blocks.append(row.block)
+                moving.tiers.add(row.tier)
         for rank, table in enumerate(self._tables):
             if rows and not table.order(rows):
                 for job in dict.fromkeys(row.job for row in rows):
@@ -117,6 +125,18 @@ class TierJobs:
             cache.loads_over = [*cache.loads_over, *self._left_busy]
             self._left_busy = None
 
+    def costs_ns(self, token_ns: int, num_tiers: int) -> list[int]:
+        """Return what `Cache.costs_ns` takes, with the measured times of loads. `token_ns`: to compute a token."""
+        return [token_ns, *(round(self._block_ns.get(tier, 0)) for tier in range(num_tiers))]
+
+    def _measure(self, moving: _Moving) -> None:
+        """Note how long a load took, from its order or the end of the load before, whichever is later."""
+        now = self._clock()
+        took, self._loaded_ns = (now - max(moving.since_ns, self._loaded_ns)) / len(moving.blocks), now
+        for tier in moving.tiers:
+            before = self._block_ns.get(tier, took)
+            self._block_ns[tier] = before + (took - before) / 8
+
     def wait(self, timeout_s: float) -> None:
         """Wait until a job has ended on some rank, at most this time: for an engine that has nothing to launch."""
         deadline = time.monotonic() + timeout_s
@@ -137,6 +157,8 @@ class TierJobs:
         moving.ranks.remove(rank)
         if not moving.ranks:
             self._over.append(job)
+            if moving.blocks and moving.is_good:
+                self._measure(moving)
 
 
 def _rows(orders: Orders, step: tuple[int, int, int], after: dict[int, int]) -> Iterator[JobRow]:

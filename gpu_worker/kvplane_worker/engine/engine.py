@@ -19,6 +19,7 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 
 IDLE_WAIT_S = 0.05
+MEASURED_TOKENS = 32  # of a launch whose time per token counts: smaller ones are mostly overhead
 
 OpenSession = Callable[[Callable[[], Revival]], Session]
 
@@ -71,6 +72,7 @@ class Engine:
         self._report_lag = config.report_lag
         self._reported = 0
         self._load_deadline_s = config.load_deadline_s
+        self._weighs_loads, self._token_ns = config.weighs_loads, 0.0
         self._waits_since: dict[int, float] = {}  # by number of a load: when it was ordered
 
     @property
@@ -108,6 +110,8 @@ class Engine:
         part, executed = self._scheduler.plan(), self._executed_through()
         if self._jobs is not None:
             self._jobs.report(part.cache, executed)
+            if self._weighs_loads and part.cache.jobs_done:
+                part.cache.costs_ns = self._jobs.costs_ns(round(self._token_ns), len(self._session.spec.tiers))
         answer = self._session.apply(part, executed_through=executed)
         (result,) = answer.parts
         self._claim(answer.seq)
@@ -173,9 +177,15 @@ class Engine:
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
         """Run the forward pass of the scheduled rows and sample their next tokens."""
-        if scheduled:
-            launch = Launch([one.row for one in scheduled], self._model.device)
-            self._scheduler.take(scheduled, self._model.logits(launch))
+        if not scheduled:
+            return
+        began = time.perf_counter_ns()
+        launch = Launch([one.row for one in scheduled], self._model.device)
+        self._scheduler.take(scheduled, self._model.logits(launch))
+        num_tokens = sum(len(one.row.tokens) for one in scheduled)
+        if num_tokens >= MEASURED_TOKENS:
+            took = (time.perf_counter_ns() - began) / num_tokens
+            self._token_ns += (took - self._token_ns) / (8 if self._token_ns else 1)
 
 
 def _no_image_yet() -> None:

@@ -173,6 +173,8 @@ class FactApplier:
         for failed in cache.failed_steps:
             result.preempted.extend(self._tracker.fail_step(failed))
         dropped = [self._evict(block) for block in cache.evicted]
+        if cache.costs_ns:
+            self._blocks.tiers.costs_ns = list(cache.costs_ns)
         if cache.jobs_done or cache.jobs_failed or cache.jobs_before:
             self._tier_loads.end_jobs(cache, result)
         if any(dropped):

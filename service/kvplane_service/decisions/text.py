@@ -30,6 +30,9 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
     if cache.jobs_done or cache.jobs_failed:
         yield f"jobs of the movers: {_numbers(cache.jobs_done)} done, {_numbers(cache.jobs_failed)} failed"
+    if cache.costs_ns:
+        of_token, *of_block = cache.costs_ns
+        yield f"costs in ns: {of_token} to compute a token, {of_block} to load a block from each tier"
     if cache.jobs_before:
         yield f"jobs of the movers before {cache.jobs_before}: failed, if they were not reported"
     for row, slot in enumerate(part.news.slot):

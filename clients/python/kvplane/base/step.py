@@ -140,6 +140,9 @@ class Cache:
     jobs_done: list[int] = field(default_factory=list)  # u64: jobs of `Orders` that every rank has done and verified
     jobs_failed: list[int] = field(default_factory=list)  # u64: jobs that failed, and that no rank works on any more
     jobs_before: int = 0  # u64: jobs with lower numbers that were not reported have failed, as those of `jobs_failed`
+    # u64, nanoseconds, from now on: to compute a token of a prompt, then to load a block from each tier; 0 = unknown. A
+    # hit is loaded if that takes less time than to compute it, and while a cost is unknown.
+    costs_ns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

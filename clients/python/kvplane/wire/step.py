@@ -57,6 +57,7 @@ _CACHE = Columns(
     Column("loads_over", by_row=False),
     Column("jobs_done", U64, by_row=False),
     Column("jobs_failed", U64, by_row=False),
+    Column("costs_ns", U64, by_row=False),
 )
 _NEWS = Columns(
     Column("slot"),

@@ -7,6 +7,7 @@ from kvplane.base.groups import CommitRule, HashAlgorithm, ReplicaSpec
 from kvplane.base.step import Admit, Cache, RowFlag
 from kvplane_service.core.tiers.tiers import Tiers
 
+MAX_COST_NS = 60_000_000_000  # of a token or a block
 _WEAK = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
 
 
@@ -29,10 +30,25 @@ def check_tiers(spec: ReplicaSpec) -> None:
 
 
 def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: str) -> None:
-    """Raise InvalidArgument for jobs that were not ordered, and for loads that are done before they could start.
+    """Raise InvalidArgument for jobs that were not ordered, for loads that are done before they could start, and for
+    costs of other tiers.
 
     `where`: prefix of the names of fields.
     """
+    if cache.costs_ns:
+        num_tiers = len(tiers.each) if tiers is not None else 0
+        if len(cache.costs_ns) != 1 + num_tiers:
+            raise InvalidArgument(
+                f"{len(cache.costs_ns)} costs, the replica has {num_tiers} tiers",
+                field=f"{where}cache.costs_ns",
+                remedy="give the cost of a token, then of a block of each tier",
+            )
+        if max(cache.costs_ns) > MAX_COST_NS:
+            raise InvalidArgument(
+                f"{max(cache.costs_ns)} ns are more than a minute",
+                field=f"{where}cache.costs_ns",
+                remedy="give nanoseconds per token and per block, 0 for an unknown cost",
+            )
     last = tiers.last_job if tiers is not None and tiers.each else 0  # without tiers, no state has the number
     for name, jobs in (("jobs_done", cache.jobs_done), ("jobs_failed", cache.jobs_failed)):
         for row, job in enumerate(jobs):

@@ -61,12 +61,12 @@ class TierLoads:
         """
         if not self._tiers.has_keys:
             return None
-        hit = self._find(slot, limit)
-        if hit.num_tokens <= device.num_tokens:
+        plan = self._longest(slot, limit, device)
+        if plan is not None and not self._is_worth_it(plan):
+            plan = self._nearer(slot, limit, device, plan)
+            self._tiers.counters.too_slow += plan is None
+        if plan is None:
             return None
-        plan = self._split(hit, hit.num_tokens - device.num_tokens)
-        if not plan.missing:
-            return None  # the look-up needed a block that the hit does not: a job without rows would never end
         if self.is_pinned(plan):
             return plan  # it is deferred
         if len(self._tiers.jobs) >= MAX_JOBS:
@@ -76,6 +76,35 @@ class TierLoads:
             self._tiers.counters.declined += 1
             return None
         return plan
+
+    def _longest(self, slot: int, limit: int, device: Hit) -> LoadPlan | None:
+        hit = self._find(slot, limit)
+        if hit.num_tokens <= device.num_tokens:
+            return None
+        plan = self._split(hit, hit.num_tokens - device.num_tokens)
+        # Without missing blocks the look-up needed one that the hit does not: a job without rows would never end.
+        return plan if plan.missing else None
+
+    def _nearer(self, slot: int, limit: int, device: Hit, plan: LoadPlan) -> LoadPlan | None:
+        """Return the longest hit without the farthest tiers that is loaded faster than computed, if there is one."""
+        tiers = self._tiers
+        try:
+            for tiers.depth in range(max(one.source.tier for one in plan.missing), 0, -1):
+                nearer = self._longest(slot, limit, device)
+                if nearer is None or self._is_worth_it(nearer):
+                    return nearer
+        finally:
+            tiers.depth = len(tiers.each)
+        return None
+
+    def _is_worth_it(self, plan: LoadPlan) -> bool:
+        """Whether a load, behind those in flight, takes less time than to compute its hit; True if unknown."""
+        costs = self._tiers.costs_ns
+        sources = [one.source.tier for one in plan.missing]
+        sources += [row.source.tier for load in self._tiers.jobs.loads.values() for row in load.rows]
+        if not costs or not costs[0] or any(not costs[1 + tier] for tier in set(sources)):
+            return True
+        return sum(costs[1 + tier] for tier in sources) < plan.gained * costs[0]
 
     def _find(self, slot: int, limit: int) -> Hit:
         """Find the longest prefix in the union that ends between blocks in every group: a block in which a hit ends is

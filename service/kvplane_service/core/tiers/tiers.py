@@ -98,6 +98,7 @@ class TierCounters:
     declined: int = 0  # admissions whose load would have been larger than `most_loading` allows
     no_slot: int = 0  # saves and moves that found no slot to write
     no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
+    too_slow: int = 0  # admissions whose hit is computed sooner than it would be loaded
 
 
 @dataclass(slots=True)
@@ -135,6 +136,8 @@ class Tiers:
         self.counters = TierCounters()
         self.last_job = 0
         self.loading: dict[int, int] = {}  # by slot of a request: the load into its blocks
+        self.costs_ns: list[int] = []  # `Cache.costs_ns`: of a token, and of a block of each tier; empty = unknown
+        self.depth = len(self.each)  # number of tiers that a look-up searches
         self.demand = 0  # blocks that a step takes, at most, in the recent past
         self.demand_now = 0  # the same, of the step being applied
         self.orders = Orders()
@@ -167,7 +170,7 @@ class Tiers:
         return found
 
     def _find_in_tiers(self, key: Key) -> int | None:
-        for tier, first in zip(self.each, self._firsts, strict=True):
+        for tier, first in zip(self.each[: self.depth], self._firsts, strict=False):
             slot = tier.find(key)
             if slot is not None:
                 return first + slot
