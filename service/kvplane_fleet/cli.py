@@ -1,4 +1,4 @@
-"""The commands `kvplane router` and `kvplane fleet list | describe | score`.
+"""The commands `kvplane router` and `kvplane fleet list | describe | score | explain`.
 
 `fleet` asks a router; with --places it follows the engines of a file once instead, and answers as a router would that
 nothing was sent to. What the commands use is imported inside them, so that `kvplane --help` loads neither ZeroMQ nor
@@ -8,6 +8,7 @@ msgspec.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -127,10 +128,7 @@ def score(
     """List what each engine would hit of a prompt, which groups of layers limit it, and what answering there costs."""
     from kvplane.v1 import routing_pb2 as pb
 
-    try:
-        prompt = pb.Prompt(token_ids=[int(one) for one in tokens.split(",")])
-    except ValueError:
-        raise InvalidArgument("not a list of numbers", field="tokens", remedy="separate token ids by commas") from None
+    prompt = _prompt(tokens)
     known = {name.removeprefix("ROUTING_POLICY_").lower(): value for name, value in pb.RoutingPolicy.items()}
     known[""] = known.pop("unspecified")
     if policy not in known:
@@ -139,6 +137,35 @@ def score(
     request = pb.ScoreRequest(model=model, prompt=prompt, policy=cast("pb.RoutingPolicy", known[policy]))
     answer = cast("pb.ScoreResponse", _ask(request, router, places))
     show(answer, output, table=lambda: _scores(answer))
+
+
+@app.command()
+def explain(
+    tokens: TokenIds,
+    model: Model = "",
+    place: Annotated[
+        list[str] | None, typer.Option("--place", help="Only this place; may be given repeatedly.")
+    ] = None,
+    router: RouterAddress = DEFAULT_ROUTER,
+    places: Places = None,
+    output: Output = TABLE,
+) -> None:
+    """Say for each engine why a prompt hits no more there, and why the first one is chosen."""
+    from kvplane.v1 import routing_pb2 as pb
+
+    prompt = _prompt(tokens)
+    request = pb.ScoreRequest(model=model, prompt=prompt, candidates=place or ())
+    answer = cast("pb.ScoreResponse", _ask(request, router, places))
+    show(answer, output, table=lambda: "\n\n".join(explanations(answer, len(prompt.token_ids))))
+
+
+def _prompt(tokens: str) -> pb.Prompt:
+    from kvplane.v1 import routing_pb2 as pb
+
+    try:
+        return pb.Prompt(token_ids=[int(one) for one in tokens.split(",")])
+    except ValueError:
+        raise InvalidArgument("not a list of numbers", field="tokens", remedy="separate token ids by commas") from None
 
 
 # -- asking ----------------------------------------------------------------------------------------------------------
@@ -253,12 +280,74 @@ def _facts(one: pb.PlaceInfo) -> list[list[str]]:
     return [[f"{name.capitalize()}:", value] for name, value in facts.items()]
 
 
+def explanations(answer: pb.ScoreResponse, num_tokens: int) -> Iterator[str]:
+    """Yield a paragraph for each place, and then why the first one was chosen."""
+    longest = max((one.expected_tokens for one in answer.places), default=0)
+    for one in answer.places:
+        lines = [f"{one.place}: {one.hit_tokens} of {num_tokens} tokens hit; at most {max(num_tokens - 1, 0)} can"]
+        if one.expected_tokens > one.hit_tokens:
+            lines.append(f"{one.expected_tokens} once the prompts that were sent there are computed")
+        for tokens, memory in ((one.host_tokens, "host memory"), (one.disk_tokens, "disk")):
+            if tokens:
+                lines.append(f"up to {tokens} more from {memory}, loaded in {one.cost.load_s:.3f} s in all")
+        rows = [["GROUP", "KIND", "HIT ALONE", ""]]
+        for group in one.groups:
+            mark = "limits the hit" if group.limits else ""
+            rows.append([str(group.group), group.kind or "not stated", str(group.tokens_alone), mark])
+        if one.groups:
+            lines.append(columns(rows))
+        lines.append(f"cause: {_cause(one)}")
+        if one.expected_tokens < longest:
+            lines.append(f"{longest - one.expected_tokens} tokens less than the place that has the most")
+        yield "\n".join(lines)
+    yield answer.reason
+
+
+_NEEDS = {
+    "sliding_window": "the last window before a token",
+    "sliding_window_mla": "the last window before a token",
+    "chunked_local_attention": "the chunk of a token",
+    "mamba": "the state at a token",
+}
+
+
+def _cause(one: pb.PlaceScore) -> str:
+    """Return why a place hits no more of a prompt."""
+    if one.inexact:
+        return one.inexact
+    limits = [group for group in one.groups if group.limits]
+    longest = max((group.tokens_alone for group in one.groups), default=0)
+    if not longest:
+        return "none of its blocks is cached: it was not sent there, or was evicted"
+    if limits:
+        first = limits[0]
+        need = _NEEDS.get(first.kind, "every block up to a token")
+        numbers = " and ".join(str(group.group) for group in limits)
+        return f"group {numbers} needs {need}, and has it for {one.hit_tokens} tokens; another group has {longest}"
+    if one.hit_tokens == longest:
+        return f"the blocks after token {one.hit_tokens} are not cached, or not whole"
+    return f"no length above {one.hit_tokens} fits all groups at once"
+
+
 def _scores(answer: pb.ScoreResponse) -> str:
-    rows = [["PLACE", "TOKENS", "EXPECTED", "LIMITED BY GROUPS", "ALONE", "QUEUE S", "MISS S", "COST S", "REMARK"]]
+    rows = [
+        [
+            "PLACE",
+            "TOKENS",
+            "EXPECTED",
+            "IN TIERS",
+            "LIMITED BY GROUPS",
+            "ALONE",
+            "QUEUE S",
+            "MISS S",
+            "COST S",
+            "REMARK",
+        ]
+    ]
     for one in answer.places:
         limits = ", ".join(str(group.group) for group in one.groups if group.limits)
         alone = ", ".join(str(group.tokens_alone) for group in one.groups)
         costs = (f"{value:.3f}" for value in (one.cost.queue_s, one.cost.miss_s, one.cost.total_s))
-        counts = (str(one.hit_tokens), str(one.expected_tokens))
+        counts = (str(one.hit_tokens), str(one.expected_tokens), str(one.host_tokens + one.disk_tokens))
         rows.append([one.place, *counts, limits or "-", alone or "-", *costs, one.inexact or "-"])
     return f"{columns(rows)}\n\n{answer.reason}"

@@ -38,6 +38,7 @@ DELAY_WEIGHT = 2.0
 EXPECTED_S = 2.0  # for which a prompt's entries are expected, or twice the predicted time to its first token
 PUBLISHED_S = 1.0  # after the first token, within which the engine has published them
 DOUBTS, DOUBTED_S = 3, 60.0  # unexplained differences within a time, after which a cache is learned again
+TIER_WEIGHT = 0.8  # of a token in host memory or on disk, in the policy `weights`, as llm-d has it
 SHARED_MEMORY = 0.02  # weight of a prompt in the mean of what recent prompts share
 _UNKNOWN_OUTPUT = 200  # tokens that are generated for a prompt that does not say
 
@@ -54,6 +55,7 @@ class Ask:
         model: name of the model.
         prompt: the prompt.
         candidates: names of the places that may be chosen; None = all of the model.
+        visible: names of the places that its caller may know of; None = all. No cost depends on any other.
         policy: None = the router's.
         book: whether it will be sent to the chosen place.
         output_tokens: tokens that will be generated; 0 = unknown.
@@ -65,6 +67,7 @@ class Ask:
     policy: Policy | None = None
     book: bool = False
     output_tokens: int = 0
+    visible: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Around:
 
     Attributes:
         in_flight: mean number of prompts in flight at a place.
-        longest: tokens that the place with the longest hit is expected to hit.
+        longest: tokens that the place with the most of them has, in any tier.
         known: tokens that some group of some place has: the others are computed wherever the prompt is sent.
         now_s: the router's time.
     """
@@ -115,7 +118,7 @@ class Decisions:
 
     def __init__(self, fleet: Fleet, settings: RouterSettings, clock: Callable[[], float]) -> None:
         """`clock` returns seconds that never decrease."""
-        self._fleet, self._settings, self._clock = fleet, settings, clock
+        self._fleet, self.settings, self._clock = fleet, settings, clock
         self._chooser = Chooser(Random(secrets.randbits(64)))
         self._prior = Prior(settings.prefill_tokens_per_s, settings.decode_s)
         self._bookings: dict[str, Booking] = {}
@@ -149,24 +152,24 @@ class Decisions:
         if ask.prompt.num_tokens < 1:
             raise InvalidArgument("it has no token", field="prompt", remedy="send token_ids, or keys with num_tokens")
         self.sweep()
-        if ask.book and len(self._bookings) >= self._settings.max_decisions:
+        if ask.book and len(self._bookings) >= self.settings.max_decisions:
             raise LimitExceeded(
                 f"{len(self._bookings)} booked prompts have not ended, the maximum",
                 remedy="report the stage ENDED of each, or raise max_decisions",
             )
-        claims = {one.place: one for one in self._fleet.claims(ask.model, ask.prompt, keys)}
+        claims = {one.place: one for one in self._fleet.claims(ask.model, ask.prompt, keys, ask.visible)}
         allowed = [name for name in claims if ask.candidates is None or name in ask.candidates]
         if not allowed:
             raise NotFound(_no_candidate(ask, claims), field="model")
         now_s = self._clock()
         around = Around(
             sum(self.work_of(name).in_flight for name in claims) / len(claims),
-            max(one.expected for one in claims.values()),
-            max(max(one.expected, one.single_group) for one in claims.values()),
+            max(one.reachable for one in claims.values()),
+            max(max(one.reachable, one.single_group) for one in claims.values()),
             now_s,
         )
         options = [self._option(claims[name], ask, around) for name in allowed]
-        policy = ask.policy or self._settings.policy
+        policy = ask.policy or self.settings.policy
         # Places that cannot be reached come last, whatever they claim.
         first_keys = next(iter(keys.values()), ())[:4]
         ordered = self._chooser.order(
@@ -179,7 +182,8 @@ class Decisions:
 
     def _option(self, claim: PlaceClaim, ask: Ask, around: Around) -> Option:
         work, place = self.work_of(claim.place), self._fleet.followed[claim.place].place
-        num_tokens, share = ask.prompt.num_tokens, min(claim.expected / ask.prompt.num_tokens, 1.0)
+        num_tokens = ask.prompt.num_tokens
+        share = min(claim.reachable / num_tokens, 1.0)
         cached = int(work.trust * share * (num_tokens - 1))
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
@@ -194,15 +198,21 @@ class Decisions:
             displacement_s=evicted * miss_s / max(num_tokens - cached, 1) * place.returns.share,
             decode_s=work.costs.row_s() * work.in_flight * output / 2,
             later_s=-probable * (1 + delay) * work.costs.prefill_s(later, around.longest) if later else 0.0,
+            load_s=work.trust * self._load_s(claim),
         )
         used = place.device_entries / place.capacity if place.capacity else 0.0
         waiting = len(work.waiting(around.now_s))
-        return Option(claim.place, share, waiting, work.in_flight, min(used, 1.0), cost)
+        weighted = min((claim.expected + TIER_WEIGHT * (claim.host + claim.disk)) / num_tokens, 1.0)
+        return Option(claim.place, weighted, waiting, work.in_flight, min(used, 1.0), cost)
+
+    def _load_s(self, claim: PlaceClaim) -> float:
+        settings = self.settings
+        return claim.host / settings.host_tokens_per_s + claim.disk / settings.disk_tokens_per_s
 
     def _evicted(self, claim: PlaceClaim, num_tokens: int) -> float:
         """Return the tokens whose entries a place has to evict for a prompt; they count where all groups have them."""
         place = self._fleet.followed[claim.place].place
-        if claim.claim is None or not self._settings.price_displacement or not place.capacity:
+        if claim.claim is None or not self.settings.price_displacement or not place.capacity:
             return 0.0
         left = place.num_blocks_of(num_tokens)
         needed = left * (1 - claim.expected / num_tokens)
@@ -213,7 +223,7 @@ class Decisions:
 
     def _book(self, ask: Ask, keys: Keys, places: Sequence[Scored], now_s: float) -> str:
         chosen, name = places[0], secrets.token_hex(8)
-        known = max(max(one.claim.expected, one.claim.single_group) for one in places)
+        known = max(max(one.claim.reachable, one.claim.single_group) for one in places)
         self._shared += SHARED_MEMORY * (known / ask.prompt.num_tokens - self._shared)
         place = self._fleet.followed[chosen.claim.place].place
         cost = chosen.option.cost
@@ -221,7 +231,8 @@ class Decisions:
             name, chosen.claim.place, ask.prompt.num_tokens, chosen.claim.tokens, chosen.claim.expected,
             cost.first_token_s, cost.miss_s,
             min((one.option.cost.first_token_s for one in places[1:]), default=math.inf),
-            chosen.claim.inexact, (place.stores, place.removals), now_s,
+            chosen.claim.inexact, (place.stores, place.removals), now_s, chosen.claim.host + chosen.claim.disk,
+            cost.load_s,
         )  # fmt: skip
         self._bookings[name] = booking
         self.booked(booking.place, ask)
@@ -273,7 +284,7 @@ class Decisions:
         seen = (followed.place.stores, followed.place.removals) if followed else one.seen
         cause = self.work_of(one.place).learn(one, event.cached, seen)
         if cause != "equal":
-            claimed = f"{one.expected} of {one.num_tokens} tokens claimed"
+            claimed = f"{one.expected} and {one.loaded} in tiers of {one.num_tokens} tokens claimed"
             _log.debug("%s at %s: %s, %d cached: %s", one.name, one.place, claimed, event.cached, cause)
         if cause == "unexplained" and followed is not None:
             self._doubt(one.place, followed)
@@ -301,7 +312,7 @@ class Decisions:
             if place in self._fleet.followed:
                 self._fleet.followed[place].place.expected.forget(name)
         for name, one in list(self._bookings.items()):
-            if one.at_s + self._settings.forget_after_s > now_s:
+            if one.at_s + self.settings.forget_after_s > now_s:
                 break
             del self._bookings[name]
             self.work_of(one.place).forget(one)

@@ -45,6 +45,7 @@ class Fault(Enum):
     FRAMES_LOST = "frames_lost"
     FRAMES_GONE = "frames_gone"
     LIFE_ENDED = "life_ended"
+    SOURCES_MIXED = "sources_mixed"
     HITS_CONTRADICT = "hits_contradict"
     QUEUE_FULL = "queue_full"
     REPLAY_ORDER = "replay_order"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from kvplane_fleet.domains import Domain
 from kvplane_fleet.follow.order import SourceOrder
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.follow.zmq_source import ZmqSource
-from kvplane_fleet.hits import Claim, claims
+from kvplane_fleet.hits import Asked, Claim, claims
 from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex, make_index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_fleet.wire.events import KEY_BYTES
+from kvplane_fleet.wire.events import KEY_BYTES, Tier
 
 
 @asynccontextmanager
@@ -144,6 +144,8 @@ class PlaceClaim:
         expected: the same length, counting the prompts that were sent to the place and are not yet in its events.
         single_group: what one group alone would hit, where it is longer than `expected`, as counted there; else 0. A
             prompt that is computed there leaves what the other groups lack.
+        host, disk: tokens after `expected` that it has in its host memory, and tokens after these on disk, at most: an
+            engine decides what it loads, and not all that it loads counts as a hit of the device.
     """
 
     place: str
@@ -152,6 +154,13 @@ class PlaceClaim:
     inexact: str
     expected: int = 0
     single_group: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def reachable(self) -> int:
+        """Tokens that it has anywhere, at most."""
+        return self.expected + self.host + self.disk
 
 
 class Fleet:
@@ -196,7 +205,11 @@ class Fleet:
         return {domain for domain in known if domain is not None}
 
     def claims(
-        self, model: str, prompt: Prompt, keys: Mapping[Domain, Sequence[int]] | None = None
+        self,
+        model: str,
+        prompt: Prompt,
+        keys: Mapping[Domain, Sequence[int]] | None = None,
+        visible: Collection[str] | None = None,
     ) -> list[PlaceClaim]:
         """Return what each place of a model would hit of a prompt, the longest hit first.
 
@@ -204,13 +217,15 @@ class Fleet:
             model: name of the model.
             prompt: the prompt.
             keys: its keys by domain, if they are computed; those of other domains are computed here.
+            visible: names of the places that are asked for; None = all.
 
         Raises:
             InvalidArgument: a token is out of range.
         """
         found, known = _Batch(), dict(keys or {})
         for name, one in self.of_model(model).items():
-            found.ask(name, one, prompt, known)
+            if visible is None or name in visible:
+                found.ask(name, one, prompt, known)
         return sorted(found.claims(self.index, prompt.num_tokens), key=lambda one: -one.tokens)
 
 
@@ -244,16 +259,35 @@ class _Batch:
         """Return the claims of all places."""
         made = list(self._unknown)
         for keys, places in self._asked.values():
-            with_expected = [name for name, one in places if one.place.expected]
-            asked = [one.place.asked() for _, one in places]
-            asked += [one.place.asked(with_expected=True) for name, one in places if one.place.expected]
-            found = claims(index, keys, num_tokens, asked)
-            expected = dict(zip(with_expected, found[len(places) :], strict=True))
-            for (name, one), claim in zip(places, found, strict=False):
-                counted = expected.get(name, claim)
+            asked = [_variants(one.place) for _, one in places]
+            found = iter(claims(index, keys, num_tokens, [each for variants in asked for each in variants.values()]))
+            for (name, one), variants in zip(places, asked, strict=True):
+                by_variant = {variant: next(found) for variant in variants}
+                claim = by_variant[_DEVICE]
+                counted = by_variant.get(_EXPECTED, claim)
                 tokens, alone = max(claim.tokens, counted.tokens), max(counted.alone, default=0)
+                host = max(by_variant.get(Tier.HOST, counted).tokens, tokens) - tokens
+                disk = max(by_variant.get(Tier.DISK, counted).tokens, tokens + host) - tokens - host
                 single = alone if alone > tokens else 0
                 state = "" if one.state == "current" else f"the place is {one.state}"
                 inexact = one.place.layout().inexact or state
-                made.append(PlaceClaim(name, claim.tokens, claim, inexact, tokens, single))
+                made.append(PlaceClaim(name, claim.tokens, claim, inexact, tokens, single, host, disk))
         return made
+
+
+_DEVICE, _EXPECTED = "device", "expected"
+
+
+def _variants(place: Place) -> dict[object, Asked]:
+    """Return what is asked of a place: its hit on the device, the same with what is expected there, and these with what
+    is in its host memory, and also on disk, as far as it has any.
+    """
+    expects, variants = bool(place.expected), dict[object, Asked]()
+    variants[_DEVICE] = place.asked()
+    if expects:
+        variants[_EXPECTED] = place.asked(with_expected=True)
+    if place.has(Tier.HOST):
+        variants[Tier.HOST] = place.asked(expects, (Tier.HOST,))
+    if place.has(Tier.DISK):
+        variants[Tier.DISK] = place.asked(expects, (Tier.HOST, Tier.DISK))
+    return variants

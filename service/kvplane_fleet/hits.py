@@ -315,7 +315,7 @@ class Asked:
     Attributes:
         rule: the rule of its groups.
         cells: the cell of each group.
-        others: another cell of each group, which may have a key instead; () = none.
+        others: another cell of each group, which may have a key instead, or several times as many; () = none.
     """
 
     rule: HitRule
@@ -331,7 +331,8 @@ def claims(index: Index | NativeIndex, keys: Sequence[int], num_tokens: int, ask
     found = index.find(keys)
 
     def has(one: Asked, groups: Sequence[int]) -> Column:
-        others = [one.others[group] for group in groups] if one.others else ()
+        size = len(one.cells)
+        others = [one.others[first + group] for first in range(0, len(one.others), size) for group in groups]
         return found.has([one.cells[group] for group in groups], others)
 
     return [one.rule.claim(partial(has, one), len(keys), num_tokens) for one in asked]

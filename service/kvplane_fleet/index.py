@@ -210,9 +210,11 @@ class Found:
 
     def has(self, cells: Sequence[int], others: Sequence[int] = ()) -> NDArray[np.bool_]:
         """Return, for each key, whether all of the cells have it. `others`, if given, has another cell for each, which
-        may have the key instead.
+        may have the key instead, or several times as many.
         """
-        choices = [1 << one | 1 << other for one, other in zip(cells, others or cells, strict=True)]
+        choices = [1 << one for one in cells]
+        for at, other in enumerate(others):
+            choices[at % len(cells)] |= 1 << other
         each = np.fromiter((all(bits & one for one in choices) for bits in self.sets), np.bool_, len(self.sets))
         found: NDArray[np.bool_] = each[self.positions]
         return found

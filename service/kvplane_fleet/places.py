@@ -233,13 +233,23 @@ class Place:
             raise self._layout
         return self._layout
 
-    def asked(self, with_expected: bool = False) -> Asked:
-        """Return what a look-up needs; `with_expected`: count what prompts that are sent to the place will leave there.
-        Raises the errors of `layout`.
+    def has(self, tier: Tier) -> bool:
+        """Return whether a tier has an entry."""
+        return any(self._index.size(cell) for (each, _), cell in self.cells.items() if each is tier)
+
+    def asked(self, with_expected: bool = False, tiers: Sequence[Tier] = ()) -> Asked:
+        """Return what a look-up needs. Raises the errors of `layout`.
+
+        Args:
+            with_expected: count what prompts that are sent to the place will leave there.
+            tiers: count what is in these, as if it were on the device.
         """
         layout = self.layout()
         cells = [self.cells[Tier.DEVICE, number] for number in layout.groups]
-        return Asked(layout.rule, cells, self.expected.cells(layout.groups) if with_expected else ())
+        others = list(self.expected.cells(layout.groups)) if with_expected else []
+        for tier in tiers:
+            others += [self.cells.get((tier, number), cell) for number, cell in zip(layout.groups, cells, strict=True)]
+        return Asked(layout.rule, cells, others)
 
     def expect(self, name: str, keys: Sequence[int], num_tokens: int, single_group: int = 0) -> None:
         """Expect the entries that a prompt will leave, until `expected.forget(name)`: where it ends, and where the hit

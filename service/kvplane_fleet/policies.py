@@ -30,16 +30,17 @@ class Cost:
     displacement_s: float = 0.0
     decode_s: float = 0.0
     later_s: float = 0.0
+    load_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:
         """Time to the first token."""
-        return self.queue_s + self.miss_s
+        return self.queue_s + self.load_s + self.miss_s
 
     @property
     def total_s(self) -> float:
         """All costs."""
-        return self.queue_s + self.miss_s + self.delay_s + self.displacement_s + self.decode_s + self.later_s
+        return self.first_token_s + self.delay_s + self.displacement_s + self.decode_s + self.later_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Option:
 
     Attributes:
         place: its name.
-        cached_share: part of the prompt that it is expected to hit.
+        cached_share: part of the prompt that it is expected to hit; what it has in another tier counts less.
         waiting: prompts there without their first token.
         in_flight: prompts there that have not ended.
         used_share: part of its memory that has content.

@@ -36,6 +36,8 @@ class Booking:
         inexact: why the claim may be wrong.
         seen: events of the place that stored and removed, at the decision.
         at_s: when it was booked.
+        loaded: tokens after the expected ones that the place has in other tiers; the engine may load them.
+        load_s: predicted time for that.
         started_s, token_s: when it began, and when its first token came; None before.
         in_flight: prompts in flight at the place when its first token came.
     """
@@ -51,19 +53,28 @@ class Booking:
     inexact: str
     seen: tuple[int, int]
     at_s: float
+    loaded: int = 0
+    load_s: float = 0.0
     started_s: float | None = None
     token_s: float | None = None
     in_flight: int = 0
     cached: int | None = None
 
+    @property
+    def claimed(self) -> int:
+        """Tokens that the place was claimed to have, in any tier."""
+        return self.expected + self.loaded
+
     def cause(self, cached: int, seen: tuple[int, int]) -> str:
         """Return why the engine hit `cached` tokens: see ReportResponse in routing.proto. `seen` as now."""
-        if cached == self.expected:
+        if cached in (self.expected, self.claimed):
             return "equal"
         if self.inexact:
             return "incomplete" if self.inexact.startswith("the place is") else "inexact"
         if self.expected != self.hit:
             return "expected"
+        if self.loaded and cached > self.expected:
+            return "loaded"
         at = cached < self.expected
         if seen[at] != self.seen[at]:
             return "removed" if at else "stored"
@@ -143,8 +154,9 @@ class Work:
         if one.token_s is not None:
             return
         began = max(one.started_s if one.started_s is not None else one.at_s, min(self._token_s, at_s))
-        cached = one.expected if one.cached is None else one.cached
-        self.costs.take_prefill(max(one.num_tokens - cached, 1), cached, at_s - began)
+        cached = one.claimed if one.cached is None else one.cached
+        load_s = one.load_s if cached > one.expected else 0.0
+        self.costs.take_prefill(max(one.num_tokens - cached, 1), cached, max(at_s - began - load_s, 0.0))
         one.token_s, one.in_flight = at_s, self.in_flight
         self._answered_s = max(self._answered_s, one.at_s)
         self._token_s = max(self._token_s, at_s)
@@ -155,11 +167,12 @@ class Work:
         cause = one.cause(cached, seen)
         if one.cached is None:
             one.cached, truth = cached, self.truth
-            truth.claimed, truth.real = truth.claimed + one.expected, truth.real + cached
+            claimed = one.expected if cached == one.expected else one.claimed
+            truth.claimed, truth.real = truth.claimed + claimed, truth.real + cached
             truth.prompts += one.num_tokens
-            truth.differences[cause] += abs(cached - one.expected)
-            if one.expected:
-                self.trust += TRUST_MEMORY * (min(cached / one.expected, 1.0) - self.trust)
+            truth.differences[cause] += abs(cached - claimed)
+            if one.claimed:
+                self.trust += TRUST_MEMORY * (min(cached / one.claimed, 1.0) - self.trust)
         return cause
 
     def end(self, one: Booking, at_s: float, output_tokens: int) -> None:

@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvplane.base.errors import KvplaneError
+from kvplane.v1 import routing_pb2 as pb
+from kvplane_fleet.cli import explanations
 from kvplane_service.cli import app, exit_code
 from tests.router.engine import EngineProcess, batches
 from tests.store.servers import free_port
@@ -61,6 +63,52 @@ def test_score_has_the_prompts_cached_tokens(places):
     other = Done("score", "--places", str(places), "--tokens", tokens, "-o", "json")
     assert other.returncode == 2
     assert "no place has the model ''" in other.stderr
+
+
+def test_explain_says_for_each_place_why_it_hits_no_more(places):
+    prompt = next(batches(0))[0]["token_ids"]
+    tokens = ",".join(map(str, [*prompt, 7]))
+    done = Done("explain", "--places", str(places), "--tokens", tokens, "--model", "m")
+    assert done.stdout.startswith(f"first: {len(prompt)} of {len(prompt) + 1} tokens hit")
+    assert done.stdout.rstrip().endswith("it is the only candidate")
+    assert Done("explain", "--places", str(places), "--tokens", "1,x").returncode == 2
+    assert Done("explain", "--places", str(places), "--tokens", "1", "--place", "no").returncode == 2
+
+
+def place_score(**fields):
+    groups = [pb.PlaceGroupHit(group=at, **each) for at, each in enumerate(fields.pop("groups", ()))]
+    return pb.PlaceScore(place="p", groups=groups, **fields)
+
+
+FULL = {"kind": "full_attention", "tokens_alone": 160}
+CAUSES = {
+    "the place is partial": place_score(inexact="the place is partial"),
+    "none of its blocks is cached: it was not sent there, or was evicted": place_score(
+        groups=[{"kind": "full_attention"}, {"kind": "mamba"}]
+    ),
+    "group 1 needs the last window before a token, and has it for 32 tokens; another group has 160": place_score(
+        hit_tokens=32, groups=[FULL, {"kind": "sliding_window", "tokens_alone": 32, "limits": True}]
+    ),
+    "group 0 needs every block up to a token, and has it for 32 tokens; another group has 96": place_score(
+        hit_tokens=32,
+        groups=[{**FULL, "tokens_alone": 32, "limits": True}, {"kind": "mamba", "tokens_alone": 96}],
+    ),
+    "the blocks after token 160 are not cached, or not whole": place_score(hit_tokens=160, groups=[FULL, FULL]),
+    "no length above 64 fits all groups at once": place_score(
+        hit_tokens=64, groups=[FULL, {"kind": "sliding_window", "tokens_alone": 160}]
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_names_the_group_that_limits(cause):
+    others = pb.PlaceScore(place="q", hit_tokens=5, expected_tokens=500, host_tokens=64)
+    answer = pb.ScoreResponse(places=[CAUSES[cause], others], reason="p by policy cost")
+    first, second, reason = explanations(answer, 200)
+    assert f"cause: {cause}" in first
+    assert "500 tokens less than the place that has the most" in first
+    assert "500 once the prompts that were sent there are computed\nup to 64 more from host memory" in second
+    assert reason == "p by policy cost"
 
 
 def test_wrong_use_and_absent_engines_and_routers_are_errors(places, tmp_path):

@@ -38,12 +38,12 @@ def claims_of_table(seed):
     rule, places = HitRule(spec), []
     for _ in range(3):
         entries = [draw_entries(rng, units) for _ in spec.groups]
-        cells, others = ([new_cell(indexes) for _ in spec.groups] for _ in range(2))
-        for has, *pair in zip(entries, cells, others, strict=True):
+        cells, *others = ([new_cell(indexes) for _ in spec.groups] for _ in range(3))
+        for has, *each in zip(entries, cells, *others, strict=True):
             for unit in has:
                 for index in indexes:
-                    index.add(pair[unit % 5 == 0], [keys[unit - 1]])
-        places.append((Asked(rule, cells, others), entries))
+                    index.add(each[unit % 7 % 3], [keys[unit - 1]])
+        places.append((Asked(rule, cells, [*others[0], *others[1]]), entries))
     both = [claims(index, keys, num_tokens, [asked for asked, _ in places]) for index in indexes]
     assert both[0] == both[1], f"seed {seed}: {spec}"
     for (_, entries), claim in zip(places, both[1], strict=True):

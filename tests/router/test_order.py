@@ -288,3 +288,61 @@ def test_any_losses_and_restarts_end_in_the_state_of_a_fresh_follower(seed):
     assert applied == expected[len(expected) - len(applied) :], "one life, no gap, to the end"
     assert len(applied) >= min(len(expected), rig.engine.keeps)
     assert rig.order.partial == (len(applied) < len(expected))
+
+
+class Mixed(Rig):
+    """Live frames of one engine, and the replays of another behind the same address."""
+
+    def __init__(self, live, other):
+        super().__init__(other)
+        self.sender = live
+        for engine, count in ((live, 5), (other, 9)):
+            engine.publish(count)
+        self.order.connected()
+        self.replay()
+
+    @property
+    def others(self):
+        """What was applied of the engine whose frames do not come live."""
+        return [one for one in self.sink.payloads if one.startswith(f"{self.engine.life}.".encode())]
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 4, 10, 50])
+def test_replays_of_another_engine_behind_the_address_are_not_trusted_for_long(ahead):
+    one = Mixed(Engine(life=1), Engine(life=2))
+    one.sender.publish(ahead)
+    assert len(one.others) == 9
+    for _ in range(4):
+        one.live(one.sender.publish())
+        one.order.check()
+        one.replay()
+    assert one.others == []
+    assert one.faults.counts[Fault.SOURCES_MIXED] == 1
+    assert one.order.partial
+    last = one.sender.publish(20)
+    one.live(last)
+    assert one.sink.payloads[-20:] == [frame.payload for frame in last]
+    assert one.faults.counts[Fault.SOURCES_MIXED] == 1
+
+
+def test_frames_that_the_replay_had_are_no_sign_of_another_engine(rig):
+    for frame in rig.engine.publish(6)[2:]:
+        rig.order.live(frame)
+    rig.replay()
+    assert rig.whole
+    assert rig.faults.counts == {Fault.FRAMES_LOST: 2}
+
+
+def test_a_restart_that_only_a_replay_shows_is_no_sign_of_another_engine():
+    rig = Rig(Engine())
+    rig.order.connected()
+    rig.replay()
+    rig.live(rig.engine.publish(8))
+    rig.engine = Engine(life=1)
+    rig.live([])
+    rig.engine.publish(3)
+    rig.order.check()
+    rig.replay()
+    rig.live(rig.engine.publish(2))
+    assert rig.whole
+    assert rig.faults.counts == {Fault.LIFE_ENDED: 1}

@@ -25,7 +25,7 @@ class Probed:
         self.scene = Scene("a", probe_period_s=10.0, **settings)
         place, decisions = self.scene.place("a"), self.scene.decisions
         place.settings = msgspec.structs.replace(place.settings, endpoint="http://engine")
-        self.prober = Prober(self.scene.fleet, decisions, decisions._settings, self.scene.clock)
+        self.prober = Prober(self.scene.fleet, decisions, decisions.settings, self.scene.clock)
         self.cache, self.asked = set[int](), list[list[int]]()
         for prompt in PROMPTS:
             self.computes(prompt)
@@ -117,7 +117,7 @@ async def test_an_engine_that_fails_or_states_nothing_is_counted_and_teaches_not
 
 async def test_nothing_is_probed_unless_it_is_asked_for():
     scene = Scene("a")
-    prober = Prober(scene.fleet, scene.decisions, scene.decisions._settings, scene.clock)
+    prober = Prober(scene.fleet, scene.decisions, scene.decisions.settings, scene.clock)
     scene.book(PROMPTS[0])
     await prober.run()
     assert not prober.results

@@ -299,6 +299,22 @@ def broken_state() -> Series:
     return scenario.repeat(check)
 
 
+def wrong_claims() -> Series:
+    wrong = 'kvplane_router_wrong_tokens_total{place="r",cause="unexplained"}'
+    return {
+        wrong: [2.0 * at for at in range(60)],
+        'kvplane_router_prompt_tokens_total{place="r"}': [64.0 * at for at in range(60)],
+    }
+
+
+def contradicted() -> Series:
+    return {'kvplane_router_faults_total{place="r",fault="entries_differ"}': [float(at) for at in range(60)]}
+
+
+def partial_place() -> Series:
+    return {'kvplane_router_place_state{place="r",state="partial"}': [1.0] * 60}
+
+
 SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneDown": down,
     "KvplaneReplicaLapsed": silent_engine,
@@ -317,6 +333,9 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneTierSuspended": tiered.failing_disk,
     "KvplaneTierSavesLost": tiered.lost_saves,
     "KvplaneTierLoadsFail": tiered.failing_loads,
+    "KvplaneRouterClaimsWrong": wrong_claims,
+    "KvplaneRouterEntriesDiffer": contradicted,
+    "KvplaneRouterPlaceLost": partial_place,
 }
 
 
@@ -373,6 +392,8 @@ def expected_alert(rule: Alert) -> Alert:
     labels = {"severity": rule["labels"]["severity"]}
     if "by (replica" in rule["expr"]:
         labels["replica"] = "r"
+    if "by (place" in rule["expr"]:
+        labels["place"] = "r"
     if "by (replica, rank, tier)" in rule["expr"]:
         labels |= {"rank": "0", "tier": "disk" if rule["alert"] == "KvplaneTierSuspended" else "host"}
     if rule["alert"] == "KvplaneDown":

@@ -6,10 +6,15 @@
 A replay asks from the last applied frame on, not from the one after it: if the engine answers with other bytes under
 this number, or with nothing, it was restarted, and the place is cleared. If the answer begins later, frames are lost
 and the place is cleared too, because they may have removed any entry.
+
+Behind one address there may be two engines, so that frames and replays come from different ones. A live frame that
+differs from the replay's of the same number, or that continues a life which a replay declared ended, shows it: the
+replay socket is not used any more, and the place has what the live frames state.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from hashlib import blake2b
 from typing import Protocol
@@ -19,6 +24,7 @@ from kvplane_fleet.wire.frames import Frame
 
 MAX_QUEUE_BYTES = 256 << 20
 MAX_REPLAY_BYTES = 2 << 30
+REMEMBERED = 1 << 13  # frames whose digests are kept
 
 
 class Sink(Protocol):
@@ -53,6 +59,9 @@ class SourceOrder:
         self.lives = 1
         self.last: int | None = None
         self._last_digest = b""
+        self._digests = array("Q", bytes(8 * REMEMBERED))  # of applied frames, by their number modulo REMEMBERED
+        self._first = 0  # frame of the life, after which all were applied
+        self._ended_live: int | None = None  # last live frame of a life that a replay declared ended
         self._live: Frame | None = None  # last live frame
         self._queue: deque[Frame] = deque()
         self._queue_bytes = 0
@@ -92,6 +101,10 @@ class SourceOrder:
     def live(self, frame: Frame) -> None:
         """Take a frame of the publisher."""
         before, self._live = self._live, frame
+        ended, self._ended_live = self._ended_live, None
+        if ended is not None and frame.sequence == ended + 1:
+            self._distrust_replays()
+            self._live = frame
         if before is not None and frame.sequence <= before.sequence:
             if frame == before:
                 self._faults.count(Fault.FRAME_REPEATED)
@@ -121,7 +134,11 @@ class SourceOrder:
         if self.last is None:
             self.partial = frame.sequence > 0
         elif frame.sequence <= self.last:
-            return  # the replay had it
+            is_kept = max(self._first, self.last - REMEMBERED + 1) <= frame.sequence
+            if not is_kept or self._digests[frame.sequence % REMEMBERED] == _short(_digest(frame.payload)):
+                return  # the replay had it
+            self._distrust_replays()
+            self._live, self.partial = frame, frame.sequence > 0
         elif frame.sequence > self.last + 1:
             self._faults.count(Fault.FRAMES_LOST, frame.sequence - self.last - 1)
             if self._can_replay:
@@ -133,8 +150,10 @@ class SourceOrder:
 
     def _apply(self, frame: Frame) -> None:
         self._sink.apply(frame.payload)
-        self.last = frame.sequence
-        self._last_digest = blake2b(frame.payload, digest_size=16).digest()
+        if self.last is None:
+            self._first = frame.sequence
+        self.last, self._last_digest = frame.sequence, _digest(frame.payload)
+        self._digests[frame.sequence % REMEMBERED] = _short(self._last_digest)
 
     # -- replays -----------------------------------------------------------------------------------------------------
 
@@ -176,15 +195,13 @@ class SourceOrder:
             self._faults.count(Fault.FRAMES_GONE, frame.sequence - self.last)
             self._forget()
             self._apply(frame)
-        elif blake2b(frame.payload, digest_size=16).digest() != self._last_digest:
-            self._faults.count(Fault.LIFE_ENDED)
-            self._restart()
+        elif _digest(frame.payload) != self._last_digest:
+            self._end_life()
 
     def replay_ended(self) -> None:
         """Take note that the replay was answered completely."""
         if self._previous is None and self.last is not None:
-            self._faults.count(Fault.LIFE_ENDED)
-            self._restart()
+            self._end_life()
             return
         self._finish_replay()
 
@@ -222,6 +239,18 @@ class SourceOrder:
         self._sink.clear(life_ended=False)
         self.last, self.partial = None, True
 
+    def _end_life(self) -> None:
+        """A replay shows that the engine was restarted, or that it is another one than that of the live frames."""
+        self._faults.count(Fault.LIFE_ENDED)
+        live, is_connected = self._live, not self._reconnected
+        self._restart()
+        self._ended_live = live.sequence if live is not None and is_connected else None
+
+    def _distrust_replays(self) -> None:
+        self._faults.count(Fault.SOURCES_MIXED)
+        self._can_replay = False
+        self._restart()
+
     def _restart(self) -> None:
         """Begin with another engine life."""
         self._sink.clear(life_ended=True)
@@ -231,3 +260,11 @@ class SourceOrder:
         self.replaying, self.wanted = False, None
         if self._can_replay:
             self._request()
+
+
+def _digest(payload: bytes) -> bytes:
+    return blake2b(payload, digest_size=16).digest()
+
+
+def _short(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big")

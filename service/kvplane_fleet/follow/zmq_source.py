@@ -1,13 +1,19 @@
 """The sockets of one source: a subscriber to its publisher, and a dealer to its replay socket.
 
-Everything runs on one event loop. A lost connection is found by ZeroMQ's heartbeats, a lost last frame and an engine
-that was restarted behind a proxy by a check after a silence.
+Everything runs on one event loop. Names are resolved here and not by ZeroMQ, whose thread would stand still for all
+sockets while one name is not answered; a name of an engine that is not connected is asked for again. A lost connection
+is found by ZeroMQ's heartbeats, a lost last frame and an engine that was restarted behind a proxy by a check after a
+silence.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+import ipaddress
+import socket as socket_module
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import zmq
@@ -23,6 +29,8 @@ MAX_MESSAGE_BYTES = 256 << 20
 HEARTBEAT_MS, DEAD_AFTER_MS = 1000, 5000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
 FRAMES_PER_TURN = 64
+TURN_S = 0.02
+RESOLVE_S, ASK_AGAIN_S = 5.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,7 @@ class ZmqSource:
 
     Attributes:
         is_connected: whether the publisher's connection is up.
+        resolve: returns an address with numbers instead of a name.
     """
 
     def __init__(self, addresses: tuple[str, str | None], topic: str, order: SourceOrder, faults: Faults) -> None:
@@ -50,10 +59,10 @@ class ZmqSource:
         self._events, self._replay = addresses
         self._topic = topic.encode()
         self._order, self._faults = order, faults
-        self.timing = Timing()
+        self.timing, self.resolve = Timing(), resolved
         self.is_connected = False
         self._changed = asyncio.Event()  # a replay is wanted, or one ended
-        self._frames = 0
+        self._frames, self._spent_s = 0, 0.0
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Follow the publisher. Raises only what a wrong address raises (zmq.ZMQError)."""
@@ -63,8 +72,10 @@ class ZmqSource:
             subscriber.subscribe(self._topic)
             monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             try:
-                subscriber.connect(self._events)
+                address = await self._found(self._events)
+                subscriber.connect(address)
                 async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._follow_name(subscriber, address))
                     tasks.create_task(self._watch(monitor))
                     tasks.create_task(self._receive(subscriber))
                     if self._replay is not None:
@@ -73,6 +84,23 @@ class ZmqSource:
             finally:
                 subscriber.disable_monitor()
                 self.is_connected = False
+
+    async def _found(self, address: str) -> str:
+        """Return the address with numbers, once its name is known."""
+        while True:
+            try:
+                return await self.resolve(address)
+            except (OSError, TimeoutError):
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _follow_name(self, subscriber: zmq.asyncio.Socket, address: str) -> None:
+        """Connect to where the name of an engine that is not connected points now."""
+        while True:
+            await asyncio.sleep(self.timing.check_s)
+            if not self.is_connected and (now := await self._found(self._events)) != address:
+                subscriber.disconnect(address)
+                subscriber.connect(now)
+                address = now
 
     def learn_again(self) -> None:
         """See SourceOrder."""
@@ -96,13 +124,14 @@ class ZmqSource:
     async def _receive(self, subscriber: zmq.asyncio.Socket) -> None:
         while True:
             parts = await subscriber.recv_multipart()
-            frame = parse_live(parts, self._faults)
+            with self._measured():
+                frame = parse_live(parts, self._faults)
+                if frame is not None:
+                    self._order.live(frame)
             if frame is not None:
-                self._order.live(frame)
                 self._changed.set()
             self._frames += 1
-            if self._frames % FRAMES_PER_TURN == 0:
-                await asyncio.sleep(0)  # the other sources' turn
+            await self._pause(self._frames)
 
     async def _check(self) -> None:
         while True:
@@ -123,9 +152,13 @@ class ZmqSource:
             dealer = context.socket(zmq.DEALER)  # a new one for each replay: no answer of an earlier one arrives
             with closing(dealer):
                 _prepare(dealer)
-                dealer.connect(address)
-                await dealer.send_multipart(replay_request(start))
-                await self._take_replay(dealer)
+                try:
+                    dealer.connect(await self.resolve(address))
+                except (OSError, TimeoutError):
+                    self._order.replay_failed()
+                else:
+                    await dealer.send_multipart(replay_request(start))
+                    await self._take_replay(dealer)
             self._changed.set()
 
     async def _take_replay(self, dealer: zmq.asyncio.Socket) -> None:
@@ -143,12 +176,40 @@ class ZmqSource:
             if is_replay_end(parts):
                 self._order.replay_ended()
                 return
-            frame = parse_replay(parts, self._topic, self._faults)
-            if frame is not None:
-                self._order.replayed(frame)
+            with self._measured():
+                frame = parse_replay(parts, self._topic, self._faults)
+                if frame is not None:
+                    self._order.replayed(frame)
             taken += 1
-            if taken % FRAMES_PER_TURN == 0:
-                await asyncio.sleep(0)
+            await self._pause(taken)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._spent_s += time.perf_counter() - began_s
+
+    async def _pause(self, taken: int) -> None:
+        """Leave the event loop to others: an engine that publishes without end gets half of it at most."""
+        if self._spent_s > TURN_S:
+            spent_s, self._spent_s = self._spent_s, 0.0
+            await asyncio.sleep(spent_s)
+        elif taken % FRAMES_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+
+async def resolved(address: str) -> str:
+    """Return an address with numbers instead of a name. Raises OSError, TimeoutError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://"):
+        return address
+    with suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return address
+    async with asyncio.timeout(RESOLVE_S):
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket_module.SOCK_STREAM)
+    number = str(found[0][4][0])
+    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
 
 
 def _prepare(socket: zmq.asyncio.Socket) -> None:

@@ -281,7 +281,7 @@ PyObject* MakeLayout(PyObject*, PyObject* arguments) {
 // A place whose hit is asked for.
 struct Asked {
     const Layout* layout;
-    std::vector<Number> cells, others;  // by group of the layout; `others` may have a key instead
+    std::vector<Number> cells, others;  // by group of the layout; `others`, several for each, may have a key instead
 };
 
 std::vector<Asked> ReadAsked(const Table& table, PyObject* given) {
@@ -291,15 +291,18 @@ std::vector<Asked> ReadAsked(const Table& table, PyObject* given) {
         ForEach(At(place, 1), [&](PyObject* cell) { one.cells.push_back(ReadCell(table, cell)); });
         ForEach(At(place, 2), [&](PyObject* cell) { one.others.push_back(ReadCell(table, cell)); });
         Check(one.cells.size() == static_cast<size_t>(one.layout->num_groups));
-        Check(one.others.empty() || one.others.size() == one.cells.size());
+        Check(one.others.size() % one.cells.size() == 0);
         asked.push_back(std::move(one));
     });
     return asked;
 }
 
 Runs ColumnOf(const Columns& columns, const Asked& one, size_t group) {
-    const Runs& own = columns.Of(one.cells[group]);
-    return one.others.empty() ? own : Either(own, columns.Of(one.others[group]));
+    Runs all = columns.Of(one.cells[group]);
+    for (size_t at = group; at < one.others.size(); at += one.cells.size()) {
+        all = Either(all, columns.Of(one.others[at]));
+    }
+    return all;
 }
 
 // claims(index, keys, num_tokens, [(layout, cells, others), ...]) -> [(tokens, (alone, ...)), ...]

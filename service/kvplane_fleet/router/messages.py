@@ -92,9 +92,12 @@ def _place_score(scored: Scored, followed: Followed) -> pb.PlaceScore:
         expected_tokens=claim.expected,
         groups=groups,
         inexact=claim.inexact,
+        host_tokens=claim.host,
+        disk_tokens=claim.disk,
         cost=pb.PlaceCost(
             queue_s=cost.queue_s, miss_s=cost.miss_s, delay_s=cost.delay_s,
             displacement_s=cost.displacement_s, decode_s=cost.decode_s, later_s=cost.later_s, total_s=cost.total_s,
+            load_s=cost.load_s,
         ),
         in_flight=scored.option.in_flight,
     )  # fmt: skip

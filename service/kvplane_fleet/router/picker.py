@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
+import msgspec
 from google.protobuf.struct_pb2 import ListValue, Struct
 
 from kvplane.base.errors import KvplaneError, LimitExceeded, NotFound
@@ -36,12 +37,12 @@ SPACE, SUBSET_SPACE = "envoy.lb", "envoy.lb.subset_hint"
 SUBSET, SERVED = f"{HEADER}-subset", f"{HEADER}-served"
 ATTRIBUTES, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 MAX_BODY_BYTES = 32 << 20
+BODY_S = 60.0  # for a request's body to arrive
 MAX_ENDPOINTS = 4  # the chosen one, and those that a proxy tries after it
 _CHUNK = 60 << 10  # of a body, so that a message is below the proxy's limit
 _TAIL = 64 << 10  # of a response's body, in which its usage is
-_CACHED, _GENERATED = (
-    re.compile(rb'(?<!\\)"%s"\s*:\s*(\d{1,9})' % name) for name in (b"cached_tokens", b"completion_tokens")
-)
+_NUMBER = re.compile(rb"\s*:\s*(\d{1,9})")
+_JSON = msgspec.json.Decoder()
 _OVERWRITE = 2
 
 Decide = Callable[[Ask], Awaitable[Decision]]
@@ -75,17 +76,29 @@ class EndpointPicker:
         self._fleet, self._decisions, self._decide = fleet, decisions, decide
         self.clock, self.reports = clock, decisions
         self.prompts, self.endpoints = Prompts(fleet), Endpoints(fleet)
+        self.room = Room(decisions.settings.max_body_bytes)
 
     async def Process(self, context: Context) -> None:  # noqa: N802
         """See front_ends.proto."""
         exchange = Exchange(self)
         try:
-            while (raw := await next_message(context)) is not None:
-                await asyncio.sleep(CALL.get().owe(len(raw)) / 1000)
+            while (raw := await self._next(context, exchange)) is not None:
+                if (owed_ms := CALL.get().owe(len(raw))) > 0:
+                    await asyncio.sleep(owed_ms / 1000)
                 for answer in await exchange.take(parse(pb.ProcessRequest, raw)):
                     await context.write(answer.SerializeToString())
+        except TimeoutError:
+            await context.write(_immediate(Refused(408, f"the body took over {BODY_S:g} s")).SerializeToString())
         finally:
             exchange.end()
+
+    @staticmethod
+    async def _next(context: Context, exchange: Exchange) -> bytes | None:
+        """Return the next message. Raises TimeoutError if a body that takes room does not arrive."""
+        if not exchange.takes_room:
+            return await next_message(context)
+        async with asyncio.timeout_at(exchange.body_due_s):
+            return await next_message(context)
 
     async def pick(self, body: bytes, subset: list[str] | None) -> tuple[Decision | None, dict[str, str]]:
         """Return the decision about a request, and the addresses of the places in the order of preference.
@@ -114,7 +127,7 @@ class EndpointPicker:
 
     async def _ask(self, body: bytes, visible: set[str], addresses: Mapping[str, str]) -> Ask:
         try:
-            request = json.loads(body)
+            request = _JSON.decode(body)
         except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
@@ -134,17 +147,39 @@ class EndpointPicker:
         return Ask(model, prompt, frozenset(addresses), book=True, output_tokens=output)
 
 
+class Room:
+    """The memory for bodies of requests that have no engine yet."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.taken_bytes = most_bytes, 0
+
+    def take(self, num_bytes: int) -> None:
+        """Take some of it. Raises Refused if there is not enough."""
+        if self.taken_bytes + num_bytes > self.most_bytes:
+            raise Refused(429, f"bodies of requests take {self.taken_bytes} bytes of the router, of {self.most_bytes}")
+        self.taken_bytes += num_bytes
+
+
 class Exchange:
-    """One HTTP request and its response."""
+    """One HTTP request and its response.
+
+    Attributes:
+        body_due_s: when the body must have arrived, on the event loop's clock.
+    """
 
     def __init__(self, picker: EndpointPicker) -> None:
-        self._picker = picker
+        self._picker, self.body_due_s = picker, asyncio.get_running_loop().time() + BODY_S
         self._subset: list[str] | None = None
         self._body = bytearray()
-        self._is_picked = self._is_refused = self._is_stream = False
+        self._is_picked = self._is_refused = self._is_stream = self._has_no_body = False
         self._decision = ""  # that is not reported as ended
         self._address = ""
         self._tail = b""
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether a part of the body has arrived, and not all."""
+        return bool(self._body)
 
     async def take(self, request: pb.ProcessRequest) -> list[pb.ProcessResponse]:
         """Take the next part; returns what the proxy does with it and with parts before it."""
@@ -156,6 +191,7 @@ class Exchange:
                 return await self._request(part, request)
         except Refused as refused:
             self._is_refused = True
+            self._leave_room()
             return [_immediate(refused)]
         return self._response(part, request)
 
@@ -164,19 +200,27 @@ class Exchange:
     async def _request(self, part: str, request: pb.ProcessRequest) -> list[pb.ProcessResponse]:
         if part == "request_headers":
             self._subset = _subset_of(request)
-            return await self._pick() if request.request_headers.end_of_stream else []
+            self._has_no_body = request.request_headers.end_of_stream
+            return await self._pick(is_end=True) if self._has_no_body else []
         if part == "request_trailers":
-            answers = [] if self._is_picked else [*await self._pick(), *_chunks(bytes(self._body), False)]
+            answers = [] if self._is_picked else await self._pick(is_end=False)
             return [*answers, pb.ProcessResponse(request_trailers=pb.TrailersAnswer())]
-        self._body += request.request_body.body
-        if len(self._body) > MAX_BODY_BYTES:
+        received = request.request_body.body
+        if len(self._body) + len(received) > MAX_BODY_BYTES:
             raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-        if not request.request_body.end_of_stream:
-            return []
-        return [*await self._pick(), *_chunks(bytes(self._body), True)]
+        self._picker.room.take(len(received))
+        self._body += received
+        return await self._pick(is_end=True) if request.request_body.end_of_stream else []
 
-    async def _pick(self) -> list[pb.ProcessResponse]:
-        decision, addresses = await self._picker.pick(bytes(self._body), self._subset)
+    def _leave_room(self) -> None:
+        self._picker.room.taken_bytes -= len(self._body)
+        self._body = bytearray()
+
+    async def _pick(self, is_end: bool) -> list[pb.ProcessResponse]:
+        """Return the answer to the headers, and the body, if there is one."""
+        body = bytes(self._body)
+        decision, addresses = await self._picker.pick(body, self._subset)
+        self._leave_room()
         self._is_picked = True
         self._decision = decision.name if decision else ""
         self._address = next(iter(addresses.values()))
@@ -187,7 +231,7 @@ class Exchange:
         changed = pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=[option]), clear_route_cache=True)
         answer = pb.ProcessResponse(request_headers=pb.CommonAnswer(response=changed))
         answer.dynamic_metadata.update({SPACE: {HEADER: value}})
-        return [answer]
+        return [answer, *(_chunks(body, is_end) if body or not self._has_no_body else ())]
 
     # -- response ----------------------------------------------------------------------------------------------------
 
@@ -222,8 +266,10 @@ class Exchange:
 
     def end(self) -> None:
         """The exchange has ended, or its stream was broken off."""
-        cached, generated = (_last_number(pattern, self._tail) for pattern in (_CACHED, _GENERATED))
-        self._report(self._picker.reports.ended, Event(self._picker.clock(), cached, generated or 0))
+        self._leave_room()
+        if self._decision:
+            cached, generated = (last_number(name, self._tail) for name in (b"cached_tokens", b"completion_tokens"))
+            self._report(self._picker.reports.ended, Event(self._picker.clock(), cached, generated or 0))
         self._decision, self._tail = "", b""
 
     def _report(self, report: Callable[[str, Event], str], event: Event) -> None:
@@ -232,9 +278,17 @@ class Exchange:
                 report(self._decision, event)
 
 
-def _last_number(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else None
+def last_number(name: bytes, text: bytes) -> int | None:
+    """Return the last number that a JSON text gives this name; None if there is none. Names in strings have escaped
+    quotation marks.
+    """
+    quoted, end = b'"%s"' % name, len(text)
+    while (at := text.rfind(quoted, 0, end)) >= 0:
+        found = _NUMBER.match(text, at + len(quoted))
+        if found and text[at - 1 : at] != b"\\":
+            return int(found[1])
+        end = at
+    return None
 
 
 def _chunks(body: bytes, is_end: bool) -> list[pb.ProcessResponse]:

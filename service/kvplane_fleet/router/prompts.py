@@ -97,8 +97,4 @@ def _tokenize(url: str, body: bytes, opened: Callable[..., Any] = urlopen) -> Se
 
 
 def _are_tokens(given: object) -> bool:
-    return (
-        isinstance(given, list)
-        and bool(given)
-        and all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 32 for one in given)
-    )
+    return isinstance(given, list) and set(map(type, given)) == {int} and 0 <= min(given) <= max(given) < 1 << 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
@@ -43,7 +44,8 @@ class RoutingServicer:
     async def ScoreStream(self, context: Context) -> None:  # noqa: N802
         """See routing.proto. A stream without requests for long costs one task."""
         while (raw := await self._next(context)) is not None:
-            await asyncio.sleep(CALL.get().owe(len(raw)) / 1000)
+            if (owed_ms := CALL.get().owe(len(raw))) > 0:
+                await asyncio.sleep(owed_ms / 1000)
             try:
                 answer = pb.ScoreStreamResponse(response=await self._score(parse(pb.ScoreStreamRequest, raw).request))
             except KvplaneError as error:
@@ -99,11 +101,11 @@ class RoutingServicer:
         if CALL.get().owner.every_replica:
             seen = ask
         else:
-            places = self._fleet.of_model(ask.model)
-            allowed = frozenset(filter(is_visible, ask.candidates if ask.candidates is not None else places))
+            visible = frozenset(filter(is_visible, self._fleet.of_model(ask.model)))
+            allowed = visible if ask.candidates is None else visible & ask.candidates
             if not allowed:
                 raise NotFound(f"no place has the model {ask.model[:140]!r}", field="model")
-            seen = Ask(ask.model, ask.prompt, allowed, ask.policy, ask.book, ask.output_tokens)
+            seen = replace(ask, candidates=allowed, visible=visible)
         return self._decisions.score(seen, await self._keys(seen))
 
     async def _keys(self, ask: Ask) -> Keys:

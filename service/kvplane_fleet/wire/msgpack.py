@@ -20,6 +20,7 @@ from kvplane_fleet.wire.events import (
     MAX_BLOCK_SIZE,
     MAX_GROUP,
     MAX_HASHES,
+    MAX_HASHES_OF_BATCH,
     MAX_WINDOW,
     TIERS,
     WHOLE_KEY_BYTES,
@@ -139,6 +140,9 @@ class BatchDecoder:
             except _ERRORS:
                 continue
             self._form = form
+            if _num_hashes(batch.events) > MAX_HASHES_OF_BATCH:
+                self._faults.count(Fault.TOO_MANY_HASHES)
+                return None
             events = [self._checked(event) for event in batch.events]
             return Batch(batch.time, [event for event in events if event is not None], self._rank(batch.rank))
         return self._decode_each(payload)
@@ -269,6 +273,10 @@ class BatchDecoder:
             return rank
         self._faults.count(Fault.RANK_INVALID)
         return None
+
+
+def _num_hashes(events: Sequence[_Maps | _Arrays]) -> int:
+    return sum(len(one.block_hashes) for one in events if not isinstance(one, _ClearedMap | _ClearedArray))
 
 
 def _key_bytes(hashes: Sequence[int | bytes]) -> int:

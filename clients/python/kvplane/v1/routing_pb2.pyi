@@ -80,7 +80,7 @@ class ScoreResponse(_message.Message):
     def __init__(self, decision_id: _Optional[str] = ..., places: _Optional[_Iterable[_Union[PlaceScore, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlaceScore(_message.Message):
-    __slots__ = ("place", "endpoint", "hit_tokens", "expected_tokens", "groups", "inexact", "cost", "in_flight")
+    __slots__ = ("place", "endpoint", "hit_tokens", "expected_tokens", "groups", "inexact", "cost", "in_flight", "host_tokens", "disk_tokens")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,8 @@ class PlaceScore(_message.Message):
     INEXACT_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     place: str
     endpoint: str
     hit_tokens: int
@@ -97,7 +99,9 @@ class PlaceScore(_message.Message):
     inexact: str
     cost: PlaceCost
     in_flight: int
-    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroupHit, _Mapping]]] = ..., inexact: _Optional[str] = ..., cost: _Optional[_Union[PlaceCost, _Mapping]] = ..., in_flight: _Optional[int] = ...) -> None: ...
+    host_tokens: int
+    disk_tokens: int
+    def __init__(self, place: _Optional[str] = ..., endpoint: _Optional[str] = ..., hit_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[PlaceGroupHit, _Mapping]]] = ..., inexact: _Optional[str] = ..., cost: _Optional[_Union[PlaceCost, _Mapping]] = ..., in_flight: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ...) -> None: ...
 
 class PlaceGroupHit(_message.Message):
     __slots__ = ("group", "kind", "tokens_alone", "limits")
@@ -112,7 +116,7 @@ class PlaceGroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., tokens_alone: _Optional[int] = ..., limits: bool = ...) -> None: ...
 
 class PlaceCost(_message.Message):
-    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s", "later_s")
+    __slots__ = ("queue_s", "miss_s", "delay_s", "displacement_s", "decode_s", "total_s", "later_s", "load_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     MISS_S_FIELD_NUMBER: _ClassVar[int]
     DELAY_S_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +124,7 @@ class PlaceCost(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     LATER_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     miss_s: float
     delay_s: float
@@ -127,7 +132,8 @@ class PlaceCost(_message.Message):
     decode_s: float
     total_s: float
     later_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., later_s: _Optional[float] = ...) -> None: ...
+    load_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., miss_s: _Optional[float] = ..., delay_s: _Optional[float] = ..., displacement_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., total_s: _Optional[float] = ..., later_s: _Optional[float] = ..., load_s: _Optional[float] = ...) -> None: ...
 
 class ScoreStreamRequest(_message.Message):
     __slots__ = ("request",)

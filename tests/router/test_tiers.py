@@ -1,0 +1,119 @@
+"""What an engine has in other tiers than the device: kept apart, never claimed as a hit, and priced by what it takes to
+load.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvplane.v1 import routing_pb2 as pb
+from kvplane_fleet.decisions import Event
+from kvplane_fleet.router.messages import encode_decision
+from kvplane_fleet.wire.events import Batch, Removed, Stored, Tier
+from tests.router.fleets import BLOCK, DOMAIN, FULL, GROUPS, WINDOW, Scene, chosen, tokens
+
+PROMPT = tokens(1, 20)
+KEYS = DOMAIN.keys(PROMPT)
+MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
+
+
+def offloads(scene, name, tier, keys, group=0):
+    """Publish an event of vLLM's connector about blocks that it has: no tokens, no parent, block size 0."""
+    event: dict[str, object] = {"type": "BlockStored", "block_hashes": list(keys), "token_ids": []}
+    event["parent_block_hash"] = None
+    event |= {"block_size": 0, "lora_id": None, "medium": MEDIA[tier], "lora_name": None, "group_idx": group}
+    scene.place(name).apply(msgspec.msgpack.encode([1.0, [event], 0]))
+    assert not scene.place(name).faults.counts
+
+
+def claim_of(scene, name, prompt=PROMPT):
+    return next(one.claim for one in scene.score(prompt).places if one.claim.place == name)
+
+
+def test_tiers_extend_a_hit_and_are_no_part_of_it():
+    scene = Scene("a")
+    scene.stores("a", PROMPT[: 4 * BLOCK])
+    offloads(scene, "a", Tier.HOST, KEYS[2:10])
+    offloads(scene, "a", Tier.DISK, KEYS[10:])
+    claim = claim_of(scene, "a")
+    assert (claim.tokens, claim.expected, claim.host, claim.disk) == (64, 64, 6 * BLOCK, 9 * BLOCK)
+    scene.place("a").apply_batch(Batch(1.0, [Removed(0, Tier.HOST, KEYS[4:5])]))
+    claim = claim_of(scene, "a")
+    assert (claim.tokens, claim.host, claim.disk) == (64, 0, 0)
+    scene.removes("a", PROMPT[: 4 * BLOCK])
+    assert claim_of(scene, "a").tokens == 0
+
+
+def test_a_window_in_host_memory_extends_the_hit_of_all_groups():
+    scene = Scene("a", groups=GROUPS)
+    scene.stores("a", PROMPT, only=0)
+    assert claim_of(scene, "a").expected == 0
+    offloads(scene, "a", Tier.HOST, KEYS[8:10], group=1)
+    claim = claim_of(scene, "a")
+    assert (claim.tokens, claim.host) == (0, 10 * BLOCK)
+    assert claim.single_group > claim.expected
+
+
+def test_what_is_in_a_tier_costs_its_load_and_not_its_computation():
+    scene = Scene("a", "b", "c", host_tokens_per_s=1e6, disk_tokens_per_s=3e4)
+    offloads(scene, "a", Tier.HOST, KEYS)
+    offloads(scene, "b", Tier.DISK, KEYS)
+    decision = scene.score(PROMPT)
+    costs = {one.claim.place: one.option.cost for one in decision.places}
+    assert [one.claim.place for one in decision.places] == ["a", "b", "c"]
+    assert costs["a"].load_s == pytest.approx(19 * BLOCK / 1e6)
+    assert costs["b"].load_s == pytest.approx(19 * BLOCK / 3e4)
+    assert (costs["c"].load_s, costs["a"].miss_s < costs["c"].miss_s) == (0.0, True)
+    assert costs["a"].first_token_s == costs["a"].queue_s + costs["a"].miss_s + costs["a"].load_s
+    scene.stores("c", PROMPT)
+    assert chosen(scene.score(PROMPT)) == "c"
+    shares = {one.claim.place: one.option.cached_share for one in scene.score(PROMPT).places}
+    assert shares["a"] == shares["b"] == pytest.approx(0.8 * shares["c"])
+
+
+def test_a_disk_that_is_slower_than_the_engine_is_not_worth_a_detour():
+    scene = Scene("a", "b", prefill_tokens_per_s=1e5, disk_tokens_per_s=100.0)
+    offloads(scene, "b", Tier.DISK, KEYS)
+    assert chosen(scene.score(PROMPT)) == "a"
+
+
+def test_an_answer_states_the_tiers():
+    scene = Scene("a")
+    offloads(scene, "a", Tier.HOST, KEYS[:4])
+    (place,) = encode_decision(scene.score(PROMPT), scene.decisions, 0).places
+    assert (place.hit_tokens, place.host_tokens, place.disk_tokens) == (0, 64, 0)
+    assert place.cost.load_s > 0
+    assert isinstance(place, pb.PlaceScore)
+
+
+@pytest.mark.parametrize(
+    ("cached", "cause"),
+    [(64, "equal"), (160, "equal"), (128, "loaded"), (48, "unexplained"), (176, "loaded")],
+)
+def test_an_engine_that_loads_all_or_nothing_of_a_tier_is_as_claimed(cached, cause):
+    scene = Scene("a")
+    scene.stores("a", PROMPT[: 4 * BLOCK])
+    offloads(scene, "a", Tier.HOST, KEYS[4:10])
+    name = scene.book(PROMPT)[1]
+    assert scene.decisions.ended(name, Event(scene.clock(), cached)) == cause
+    truth = scene.decisions.work_of("a").truth
+    assert truth.claimed - truth.real in (0, 160 - cached)
+    assert truth.differences[cause] == abs(truth.claimed - truth.real)
+
+
+def test_a_life_that_ends_takes_its_tiers_along():
+    scene = Scene("a")
+    offloads(scene, "a", Tier.HOST, KEYS)
+    scene.place("a").clear(life_ended=True)
+    assert scene.place("a").content() == {}
+    scene.stores("a", tokens(999, 3))
+    assert claim_of(scene, "a").host == 0
+
+
+def test_stores_of_a_tier_teach_no_group():
+    scene = Scene("a", groups=(FULL, WINDOW))
+    before = dict(scene.place("a").formats)
+    offloads(scene, "a", Tier.HOST, KEYS, group=1)
+    assert scene.place("a").formats == before
+    assert Stored(1, Tier.HOST, KEYS, WINDOW).tier is Tier.HOST
