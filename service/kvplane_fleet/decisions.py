@@ -3,9 +3,9 @@
     claims ─▶ costs ─▶ policy ─▶ booking ─▶ reports ─▶ fitted costs, claimed against real tokens
 
 A miss is computed while others wait, so its time counts for the prompts in flight too, as far as some place has what is
-missed: twice their number at the place with this one, at most their mean number per place. With its own time alone a
-fleet that runs short of memory spreads prefixes over all engines, and computes them repeatedly; with the mean alone an
-idle engine is never given a prompt.
+missed: twice their number at the place with this one, at most their mean number per place, which counts as one at
+least. With its own time alone a fleet that runs short of memory spreads prefixes over all engines, and computes them
+repeatedly; with the mean alone an idle engine is never given a prompt.
 
 A claim is multiplied by the share of the place's recent claims that came true: content for which a prompt waits long in
 a queue may be evicted before it is computed.
@@ -30,6 +30,7 @@ from kvplane_fleet.costs import EngineCosts, Prior
 from kvplane_fleet.domains import Domain
 from kvplane_fleet.fleet import Fleet, Followed, PlaceClaim, Prompt
 from kvplane_fleet.policies import Chooser, Cost, Option, Policy
+from kvplane_fleet.returns import sample
 from kvplane_fleet.settings import RouterSettings
 from kvplane_fleet.wire.events import KEY_MASK
 from kvplane_fleet.work import Booking, Work
@@ -188,7 +189,7 @@ class Decisions:
         miss_s = work.costs.prefill_s(num_tokens - cached, cached)
         output = ask.output_tokens or _UNKNOWN_OUTPUT
         evicted = self._evicted(claim, num_tokens)
-        delay = DELAY_WEIGHT * min(around.in_flight, work.in_flight + 1)
+        delay = DELAY_WEIGHT * min(max(around.in_flight, 1.0), work.in_flight + 1)
         unknown_s = work.costs.prefill_s(max(num_tokens - around.known, 1), around.known)
         later, probable = max(claim.single_group - around.longest, 0), work.trust * self._shared
         cost = Cost(
@@ -239,7 +240,9 @@ class Decisions:
         self.work_of(booking.place).book(booking)
         of_place = keys.get(place.domain) if place.domain else None
         if of_place is not None and chosen.claim.claim is not None:
-            place.returns.asked(of_place)
+            sampled = sample(of_place)
+            for one in places:
+                self._fleet.followed[one.claim.place].place.returns.asked(sampled)
             place.expect(name, of_place, booking.num_tokens, chosen.claim.single_group)
             self._expected[name] = now_s + max(EXPECTED_S, 2 * booking.first_token_s), booking.place
         return name

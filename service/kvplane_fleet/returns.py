@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SAMPLE = 8  # one key in this number, by its value, so that removal and prompt choose the same
+SAMPLE = 32  # one key in this number, by its value, so that removal and prompt choose the same
 MOST = 1 << 14  # sampled keys that are remembered
 _PRIOR, _PRIOR_KEYS = 0.2, 16.0
 _HALVED_AT = 4096.0
@@ -27,7 +27,7 @@ class Returns:
 
     def removed(self, keys: Sequence[int]) -> None:
         """Take note of removed keys."""
-        for key in _sample(keys):
+        for key in sample(keys):
             if key not in self._gone:
                 self._gone[key] = None
                 self._removed += 1
@@ -36,16 +36,16 @@ class Returns:
         if self._removed > _HALVED_AT:
             self._removed, self._returned = self._removed / 2, self._returned / 2
 
-    def asked(self, keys: Sequence[int]) -> None:
-        """Take note of the keys of a prompt that was sent to this place."""
+    def asked(self, sampled: Sequence[int]) -> None:
+        """Take note of the sampled keys of a prompt, wherever it is sent: it may be elsewhere because they are gone."""
         if not self._gone:
             return
-        for key in _sample(keys):
+        for key in sampled:
             if key in self._gone:
                 del self._gone[key]
                 self._returned += 1
 
 
-def _sample(keys: Sequence[int]) -> list[int]:
+def sample(keys: Sequence[int]) -> list[int]:
     """Return the sampled keys, cut to 64 bits: of longer integers an engine could choose many with equal hashes."""
     return [key % (1 << 64) for key in keys if key % SAMPLE == 0]

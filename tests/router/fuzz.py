@@ -2,32 +2,38 @@
 
     python -m tests.router.fuzz [SECONDS [SEED]]      60 seconds, seed 0; exits 1 at a finding and prints its payload
 
-A payload whose outcome (faults, kinds of events) is new joins the corpus from which later ones are made. A finding is
+A payload that takes a new way through the code (a pair of lines of decoder, place or index that follow each other, by
+sys.settrace) joins the corpus from which later ones are made. A finding is
 an exception, a lost batch that is not counted, a key out of range, a change of another engine's entries, or entries of
 the place that differ from a multiset of the decoded events.
 """
 
 from __future__ import annotations
 
+import inspect
 import struct
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
+from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
 
+from kvplane_fleet import domains, index, places
 from kvplane_fleet.faults import Fault, Faults
 from kvplane_fleet.native import make_index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
+from kvplane_fleet.wire import msgpack
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.frames import parse_live, parse_replay
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from tests.router.fleets import DOMAIN, tokens
 
+FOLLOWED = frozenset(inspect.getfile(one) for one in (msgpack, places, domains, index))
 MOST_CORPUS, MOST_BYTES = 2000, 8192  # payloads from which others are made, and the bytes of each
 CHECKED = 8  # payloads between two comparisons of all entries
 HEAD = ["BlockStored", [11, -12], None, list(range(32)), 16, None]
@@ -97,6 +103,36 @@ def damaged(rng: Random, payload: bytes) -> bytes:
     return bytes(raw)
 
 
+class Ways:
+    """Pairs of lines that followed each other in the followed files while this was entered."""
+
+    def __init__(self) -> None:
+        self.pairs = set[tuple[CodeType, int, int]]()
+
+    def __enter__(self) -> Ways:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        del event
+        if frame.f_code.co_filename not in FOLLOWED:
+            return None
+        code, pairs, last = frame.f_code, self.pairs, frame.f_lineno
+
+        def line(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+            nonlocal last
+            if event == "line":
+                pairs.add((code, last, frame.f_lineno))
+                last = frame.f_lineno
+            return line
+
+        return line
+
+
 class Fuzzer:
     """One place that takes everything, next to another that must not change."""
 
@@ -109,14 +145,14 @@ class Fuzzer:
         self._kept = self._other.content()
         self._model: dict[tuple[Tier, int], Counter[int]] = {}
         self._corpus = [msgspec.msgpack.encode(one) for one in SEEDS]
-        self._seen = set[object]()
+        self._seen = set[tuple[CodeType, int, int]]()
         self._forms: dict[int, GroupFormat] = {}
         self._key_bytes = 0
         self.runs = 0
 
     @property
-    def outcomes(self) -> int:
-        """Number of different outcomes."""
+    def ways(self) -> int:
+        """Number of different pairs of lines."""
         return len(self._seen)
 
     def run(self, payload: bytes | None = None) -> None:
@@ -147,7 +183,8 @@ class Fuzzer:
         batch = BatchDecoder(faults).decode(raw)
         assert batch is not None or faults.counts, "a lost batch is counted"
         before = self.place.faults.counts.copy()
-        self.place.apply(raw)
+        with Ways() as ways:
+            self.place.apply(raw)
         self._follow(batch, self.place.faults.counts - before)
         if self.runs % CHECKED == 0:
             content = {cell: Counter(keys) for cell, keys in self.place.content().items() if keys}
@@ -155,10 +192,8 @@ class Fuzzer:
         if self.runs % 64 == 0:
             assert self._other.content() == self._kept, "another place changed"
             self._check_frames(raw)
-        kinds = tuple(type(one).__name__ for one in batch.events)[:3] if batch else ()
-        outcome = kinds, frozenset(faults.counts.items())
-        if outcome not in self._seen and len(raw) <= MOST_BYTES:
-            self._seen.add(outcome)
+        if not ways.pairs <= self._seen and len(raw) <= MOST_BYTES:
+            self._seen |= ways.pairs
             self._corpus.append(raw)
             del self._corpus[: len(self._corpus) - MOST_CORPUS]
 
@@ -206,7 +241,7 @@ def main(seconds: float, seed: int, clock: Callable[[], float] = time.monotonic)
     while clock() < until:
         fuzzer.run()
     counts = fuzzer.place.faults
-    print(f"{fuzzer.runs:,} payloads, {fuzzer.outcomes} outcomes, seed {seed}; {counts}")
+    print(f"{fuzzer.runs:,} payloads, {fuzzer.ways} pairs of lines, seed {seed}; {counts}")
 
 
 if __name__ == "__main__":
