@@ -172,10 +172,7 @@ class Decisions:
         options = [self._option(claims[name], ask, around) for name in allowed]
         policy = ask.policy or self.settings.policy
         # Places that cannot be reached come last, whatever they claim.
-        first_keys = next(iter(keys.values()), ())[:4]
-        ordered = self._chooser.order(
-            policy, options, b"".join((key & KEY_MASK).to_bytes(8, "big") for key in first_keys)
-        )
+        ordered = self._chooser.order(policy, options, _start_of(ask.prompt, keys))
         ordered.sort(key=lambda one: not self._fleet.followed[one.place].source.is_connected)
         places = [Scored(claims[one.place], one) for one in ordered]
         name = self._book(ask, keys, places, now_s) if ask.book else ""
@@ -323,6 +320,14 @@ class Decisions:
 
 def _no_one_listens(place: str, ask: Ask) -> None:
     del place, ask
+
+
+def _start_of(prompt: Prompt, keys: Keys) -> bytes:
+    """Return what a prompt begins with: its first keys, or tokens where it is not known yet how engines hash."""
+    first = next(iter(keys.values()), ())[:4]
+    if first:
+        return b"".join((key & KEY_MASK).to_bytes(8, "big") for key in first)
+    return b"".join(token.to_bytes(4, "big") for token in prompt.tokens[:16])
 
 
 def _no_candidate(ask: Ask, claims: Mapping[str, PlaceClaim]) -> str:

@@ -10,9 +10,10 @@ import pytest
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.groups import GroupKind
 from kvplane.base.hashing import HashScheme, RequestHasher
-from kvplane_fleet.decisions import Event
+from kvplane_fleet.decisions import Ask, Event
 from kvplane_fleet.domains import keys_of
 from kvplane_fleet.faults import Fault
+from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import HitRule
 from kvplane_fleet.policies import Policy
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
@@ -304,3 +305,13 @@ def test_equal_places_are_chosen_alike_by_every_router():
     first, second = ([chosen(Scene("a", "b", "c").score(prompt)) for prompt in prompts] for _ in range(2))
     assert first == second
     assert set(first) == {"a", "b", "c"}
+
+
+def test_prompts_are_spread_before_it_is_known_how_engines_hash():
+    scene = Scene("a", "b")
+    for name in ("a", "b"):
+        scene.place(name).clear(life_ended=True)
+    asks = [Ask("m", Prompt(tokens(seed, 2))) for seed in range(20)]
+    first, again = ([chosen(scene.decisions.score(ask, {})) for ask in asks] for _ in range(2))
+    assert first == again
+    assert set(first) == {"a", "b"}
