@@ -33,7 +33,7 @@ from kvplane_worker.tiers.movers import Job
 from kvplane_worker.tiers.seal import UNSEALED, Content
 from tests.engine.__main__ import line
 from tests.engine.faults import Fault
-from tests.engine.stress import DENSE, FULL, STATE, Mix, Report, run_mix, tuned
+from tests.engine.stress import DENSE, FULL, LATENT_ROWS, STATE, Mix, Report, run_mix, tuned
 from tests.engine.workload import Returning
 from tests.engine.world import SOUND, Pool
 
@@ -62,6 +62,7 @@ KINDS = (
     tiered("window and full", (WINDOW, FULL), 110),
     tiered("chunk and full", (CHUNK, FULL), 110),
     tiered("states and full", (STATE, FULL), 120, pool=DENSE),
+    tiered("latents", (LATENT_ROWS, LATENT_ROWS), 70),
     tiered("all kinds", (STATE, FULL, *EVEN.layers[::3]), 170, pool=DENSE),
 )
 OTHERS = (

@@ -56,11 +56,11 @@ MIRROR_TWINS = {
 
 # The same for runs with tiers.
 TIER_TWINS = {
-    "saved before execution": 2,
+    "saved before execution": 4,
     "saves of pages that changed": 1,
-    "tier load before launches": 2,
-    "loads done on one rank": 2,
-    "runs before its load is done": 5,
+    "tier load before launches": 8,
+    "loads done on one rank": 1,
+    "runs before its load is done": 2,
 }
 
 
