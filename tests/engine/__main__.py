@@ -36,9 +36,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="device of the engine; the dense model runs on the CPU")
     parser.add_argument("--backend", help="of operations on pages (default: torch on the CPU, triton on a GPU)")
     parser.add_argument("--kinds", action="store_true", help="a model per kind of cache group, with long requests")
+    parser.add_argument("--only", nargs="*", default=[], help="names of mixes or kinds")
     given = parser.parse_args()
     backend = given.backend or default_backend(given.device)
-    mixes = KINDS if given.kinds else MIXES
+    mixes = [mix for mix in (KINDS if given.kinds else MIXES) if not given.only or mix.name in given.only]
     torch.set_num_threads(1)
     total, began = Report(), time.monotonic()
     with lender() as other:

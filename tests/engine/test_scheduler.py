@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvplane.base.errors import InvalidArgument, OtherWriter, StaleEpoch
-from kvplane_worker.engine.batch import Row, kept_states, state_index
+from kvplane_worker.engine.batch import Launch, Row, state_index
 from kvplane_worker.engine.config import ATTENTION, EVEN, MIXED, ModelConfig
 from kvplane_worker.engine.drafter import draft
 from kvplane_worker.engine.engine import Engine
@@ -40,10 +41,11 @@ def test_state_is_in_the_block_of_its_last_token(tokens, index):
 def test_states_after_drafts_are_in_the_speculative_blocks():
     """14 tokens, one known token and three drafts: the last state is after 18 tokens, in the second block."""
     table = [90, 91, 92, 93, 94]
-    row = Row([1, 2, 3, 4], start=14, num_outputs=4, tables=[table])
-    assert kept_states(row, 0, 16) == [94, 93, 92, 91]
-    chunk = Row([1, 2, 3, 4], start=14, num_outputs=0, tables=[table])
-    assert kept_states(chunk, 0, 16) == [0, 0, 0, 91]
+    row = Row([1, 2, 3, 4], start=14, num_outputs=4, tables=[table], states={0: 90})
+    chunk = Row([1, 2, 3, 4], start=14, num_outputs=0, tables=[table[::-1]], states={0: 94})
+    read, written = Launch([row, chunk], torch.device("cpu")).states(0, 16)
+    assert read.tolist() == [90, 94]
+    assert written.tolist() == [94, 93, 92, 91, 0, 0, 0, 93]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ STORING = ("copy", "gather", "scatter", "checked", "zero", "write", "drafts", "l
 MAX_REGISTERS = {"decode bfloat16": 168, "decode float16": 168}
 
 # Known accesses of local memory: (chip, launch) → count.
-# The scan over chunks of 64 tokens: each product is three, of halves of its operands, which stay in registers.
-KNOWN_SPILLS = {(arch, "scan rows, 512 tokens per row"): count for arch, count in ((80, 846), (90, 40), (100, 73))}
-KNOWN_SPILLS |= {
+KNOWN_SPILLS = {
     (80, "prefill float8, 16 x 128"): 8,
     (90, "prefill float32, 4 x 128"): 10,
     (100, "decode float32, 2 x 64"): 6,

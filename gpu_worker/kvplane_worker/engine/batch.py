@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, getitem, itemgetter
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvplane_worker.ops.interface import Batch, HostTables
 
+Count = TypeVar("Count", int, Tensor)
 NO_STATE = 0  # the null block: before the first token the state is zero
 
 
@@ -51,14 +56,15 @@ class Launch:
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = rows
         self._device = device
-        counts = torch.tensor([len(row.tokens) for row in rows])
-        self._starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        counts = _column(map(len, map(attrgetter("tokens"), rows)))
+        self._ends = _column(map(attrgetter("start"), rows)) + counts
+        self._outputs = _column(map(attrgetter("num_outputs"), rows))
+        self._starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         self._row = torch.repeat_interleave(counts)
         token = torch.arange(len(self._row))
-        first = torch.tensor([row.start for row in rows]) - self._starts[:-1]
-        self._positions = token + first[self._row]
-        outputs = self._starts[1:] - torch.tensor([row.num_outputs for row in rows])
-        self.tokens = self._on_device(torch.tensor([token for row in rows for token in row.tokens]))
+        self._positions = token + (self._ends - self._starts[1:])[self._row]
+        outputs = self._starts[1:] - self._outputs
+        self.tokens = self._on_device(_column(chain.from_iterable(map(attrgetter("tokens"), rows))))
         self.positions = self._on_device(self._positions)
         self.outputs = self._on_device((token >= outputs[self._row]).nonzero().flatten())
         self.query_start = self._on_device(self._starts.int())
@@ -73,7 +79,7 @@ class Launch:
         The slots are int64 [tokens], block id * block_size + offset in the block.
         """
         if group not in self._attention:
-            lengths = torch.tensor([row.end for row in self.rows])
+            lengths = self._ends
             table = self._table(group, -(-lengths // block_size))
             block = table[self._row, self._positions // block_size].long()
             slots = block * block_size + self._positions % block_size
@@ -91,37 +97,47 @@ class Launch:
         state is not stored.
         """
         if group not in self._states:
-            read = torch.tensor([row.states[group] for row in self.rows], dtype=torch.int32)
-            write = [block for row in self.rows for block in kept_states(row, group, block_size)]
-            self._states[group] = self._on_device(read), self._on_device(torch.tensor(write, dtype=torch.int32))
+            read = _column(map(itemgetter(group), map(attrgetter("states"), self.rows))).int()
+            self._states[group] = self._on_device(read), self._on_device(self._kept_states(group, block_size))
         return self._states[group]
 
+    def _kept_states(self, group: int, block_size: int) -> Tensor:
+        """Return, for each token, the block that receives the state after it, int32; 0 = the state is not stored.
+
+        The state after a row's last token is stored in that token's block. If drafts are rejected, an earlier token
+        with logits becomes the last accepted one. Its state is stored in one of the following blocks, nearest first:
+
+            table     .. | run  | spec | spec |       (two drafts; 0, 1 or 2 of them are rejected)
+            state of     | last | last-1 | last-2 |
+        """
+        kept = self._outputs.clamp(min=1)
+        running = state_index(self._ends, block_size)
+        behind = torch.arange(int(kept.max()))
+        token = self._starts[1:, None] - 1 - behind
+        blocks = torch.zeros(len(self._row), dtype=torch.int32)
+        blocks[token[behind < kept[:, None]]] = self._blocks(group, running, running + kept)
+        return blocks
+
     def _table(self, group: int, used: Tensor) -> Tensor:
-        """Return the block table of a group on the host, int32 [rows, most blocks]; 0 after a row's last block."""
+        """Return the first `used` blocks of each row in a group, on the host, int32 [rows, most blocks]; then 0."""
         table = torch.zeros((len(self.rows), int(used.max())), dtype=torch.int32)
-        for line, row, count in zip(table, self.rows, used.tolist(), strict=True):
-            line[:count] = torch.tensor(row.tables[group][:count], dtype=torch.int32)
+        table[torch.arange(table.shape[1]) < used[:, None]] = self._blocks(group, torch.zeros_like(used), used)
         return table
+
+    def _blocks(self, group: int, begin: Tensor, end: Tensor) -> Tensor:
+        """Return blocks begin .. end of each row in a group, row after row, int32 [blocks]."""
+        tables = map(itemgetter(group), map(attrgetter("tables"), self.rows))
+        return _column(chain.from_iterable(map(getitem, tables, map(slice, begin.tolist(), end.tolist())))).int()
 
     def _on_device(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)
 
 
-def kept_states(row: Row, group: int, block_size: int) -> list[int]:
-    """Return, for each token of the row, the block that receives the state after it; 0 = the state is not stored.
-
-    The state after the last token is stored in that token's block. If drafts are rejected, an earlier token with logits
-    becomes the last accepted one. Its state is stored in one of the following blocks, nearest first:
-
-        table     .. | run  | spec | spec |       (two drafts; 0, 1 or 2 of them are rejected)
-        state of     | last | last-1 | last-2 |
-    """
-    running = state_index(row.end, block_size)
-    last = max(row.num_outputs, 1)
-    kept = [0] * (len(row.tokens) - last)
-    return kept + [row.tables[group][running + behind] for behind in range(last - 1, -1, -1)]
+def _column(values: Iterable[int]) -> Tensor:
+    """Return numbers as int64, without a statement of Python per number."""
+    return torch.from_numpy(np.fromiter(values, np.int64))
 
 
-def state_index(num_tokens: int, block_size: int) -> int:
+def state_index(num_tokens: Count, block_size: int) -> Count:
     """Return the index in a block table of the block with the state after `num_tokens` tokens; -1 for 0 tokens."""
     return -(-num_tokens // block_size) - 1

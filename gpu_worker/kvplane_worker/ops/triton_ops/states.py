@@ -25,7 +25,10 @@ MAX_STATE = 256
 MAX_WIDTH = 8
 # Tokens of a chunk: products need 16; where rows are longer, 64.
 CHUNK, CHUNK_OF_DECODES = 64, 16
-MAX_HEAD_TILE = 32
+# Elements of a head per program, and columns of its state per product: small, so that operands of long chunks fit into
+# registers. Decodes load a state at once.
+HEAD_TILE, HEAD_TILE_OF_DECODES = 16, 32
+PART, PART_OF_DECODES = 32, MAX_STATE
 TILE_TOKENS, TILE_COLUMNS, PIECE = 16, 256, 4096
 SCAN_WARPS = 8
 # y of bfloat16 has 8 bits, products of 11 bits are enough.
@@ -50,14 +53,15 @@ def shape_of(pages: StatePages, inputs: StateInputs, chip: Chip) -> StateShape:
     """Return the compile-time constants of a step."""
     _, heads, head_size, state_size = pages.ssm.shape
     is_long = inputs.x.shape[0] > CHUNK_OF_DECODES * inputs.read_block.shape[0] and not chip.interpreted
+    in_parts = is_long or chip.interpreted
     return StateShape(
         heads=heads,
         head_size=head_size,
         state_size=state_size,
         width=pages.conv.shape[2] + 1,
         chunk=CHUNK if is_long else CHUNK_OF_DECODES,
-        padded_v=min(MAX_HEAD_TILE, power_of_two(head_size)),
-        padded_n=power_of_two(state_size),
+        padded_v=min(HEAD_TILE if in_parts else HEAD_TILE_OF_DECODES, power_of_two(head_size)),
+        part_n=min(PART if in_parts else PART_OF_DECODES, power_of_two(state_size)),
         round_bfloat16=chip.interpreted and pages.ssm.dtype == torch.bfloat16,
         tokens=TILE_TOKENS,
         columns=TILE_COLUMNS,
@@ -80,7 +84,7 @@ def launches(
     held = HeldStates(
         x.new_empty((rows,), dtype=torch.int32),
         pages.conv.new_empty((rows, *pages.conv.shape[1:])),
-        pages.ssm.new_empty((rows, *pages.ssm.shape[1:])),
+        pages.ssm.new_empty((rows, *pages.ssm.shape[1:]), dtype=torch.float32),
     )
     tokens = StateTokens(
         inputs.query_start, inputs.read_block, inputs.write_block, x, x.stride(0), inputs.dt, inputs.dt.stride(0)

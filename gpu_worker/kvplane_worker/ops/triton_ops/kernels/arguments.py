@@ -178,7 +178,8 @@ class StateVectors(NamedTuple):
 
 class HeldStates(NamedTuple):
     """Copies of what rows read: whether another row overwrites a row's block, int32 [rows]; the inputs of convolutions
-    [rows, channels, width - 1]; and states [rows, heads, head_size, state_size], written only where one does.
+    [rows, channels, width - 1]; and states, float32 [rows, heads, head_size, state_size], before the row where another
+    row overwrites them, then after each chunk that another follows.
     """
 
     is_shared: Tensor
@@ -193,7 +194,7 @@ class StateShape:
     Attributes:
         heads, head_size, state_size: see `StatePages`; width: tokens that the convolution covers.
         chunk: tokens of a step of the scan.
-        padded_v: elements of a head per program; padded_n: elements of a state, padded for products.
+        padded_v: elements of a head per program; part_n: columns of a state that one product takes.
         round_bfloat16: whether states must be rounded before they are stored.
         tokens, columns: size of a tile of the convolution; piece: elements copied by a program.
         scan, scan_rows: tokens and rows that are looked at in one step.
@@ -206,7 +207,7 @@ class StateShape:
     width: int
     chunk: int
     padded_v: int
-    padded_n: int
+    part_n: int
     round_bfloat16: bool
     tokens: int
     columns: int

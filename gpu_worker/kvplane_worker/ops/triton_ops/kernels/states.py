@@ -160,25 +160,21 @@ def grown(state, v, b, step, decay, until, last, index, S: tl.constexpr):
 def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
     """Advance one head's state over a row's tokens. The grid is (rows, heads, tiles of S.padded_v elements of a head).
 
-    inputs is the result of `convolve_tokens`; y is [tokens, heads, head_size].
+    inputs is the result of `convolve_tokens`; y is [tokens, heads, head_size]. A chunk goes through the state in parts
+    of S.part_n columns, so that the operands of a product fit into registers; between chunks the state is in `held`.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
     begin = tl.load(tokens.starts + row)
     end = tl.load(tokens.starts + row + 1)
     read = tl.load(tokens.read + row)
+    is_shared = tl.load(held.is_shared + row) != 0
     index = tl.arange(0, S.chunk)
     part = tl.program_id(2) * S.padded_v + tl.arange(0, S.padded_v)
-    n = tl.arange(0, S.padded_n)
-    in_state = (part < S.head_size)[:, None] & (n < S.state_size)[None, :]
-    place = (head * S.head_size + part)[:, None] * S.state_size + n[None, :]
-    if tl.load(held.is_shared + row) != 0:
-        size: tl.constexpr = S.heads * S.head_size * S.state_size
-        state = tl.load(held.ssm + row.to(tl.int64) * size + place, mask=in_state, other=0).to(tl.float32)
-    else:
-        source = pages.ssm + read.to(tl.int64) * pages.ssm_stride + place
-        state = tl.load(source, mask=in_state & (read != 0), other=0).to(tl.float32)
-    tl.debug_barrier()  # a row may store into the block that it read
+    n = tl.arange(0, S.part_n)
+    size: tl.constexpr = S.heads * S.head_size * S.state_size
+    running = held.ssm + row.to(tl.int64) * size
+    source = pages.ssm + read.to(tl.int64) * pages.ssm_stride
     a = tl.load(weights.a + head).to(tl.float32)
     d = tl.load(weights.d + head).to(tl.float32)
     b_start: tl.constexpr = S.heads * S.head_size
@@ -187,23 +183,44 @@ def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
         real = token < end
         line = inputs + token.to(tl.int64)[:, None] * S.channels
         in_v = real[:, None] & (part < S.head_size)[None, :]
-        in_n = real[:, None] & (n < S.state_size)[None, :]
-        v = tl.load(line + (head * S.head_size + part)[None, :], mask=in_v, other=0)
-        b = tl.load(line + (b_start + n)[None, :], mask=in_n, other=0)
-        c = tl.load(line + (b_start + S.state_size + n)[None, :], mask=in_n, other=0)
+        values = line + (head * S.head_size + part)[None, :]
         step = tl.load(tokens.dt + token.to(tl.int64) * tokens.dt_stride + head, mask=real, other=0).to(tl.float32)
         decay = tl.cumsum(step * a, axis=0)
+        block = tl.load(tokens.write + token, mask=real, other=0)
+        wanted = (block != 0) | ((index == S.chunk - 1) & (start + S.chunk < end))
+        is_running = is_shared | (start > begin)
+        old = tl.full([S.chunk, S.padded_v], 0.0, tl.float32)
+        scores = tl.full([S.chunk, S.chunk], 0.0, tl.float32)
+        for first in tl.range(0, S.state_size, S.part_n, num_stages=1):
+            column = first + n
+            in_n = real[:, None] & (column < S.state_size)[None, :]
+            b = tl.load(line + (b_start + column)[None, :], mask=in_n, other=0)
+            c = tl.load(line + (b_start + S.state_size + column)[None, :], mask=in_n, other=0)
+            inside = (part < S.head_size)[:, None] & (column < S.state_size)[None, :]
+            place = (head * S.head_size + part)[:, None] * S.state_size + column[None, :]
+            if is_running:
+                state = tl.load(running + place, mask=inside, other=0)
+            else:
+                state = tl.load(source + place, mask=inside & (read != 0), other=0).to(tl.float32)
+            tl.debug_barrier()  # a row may store into the block that it read
+            scores = tl.dot(c, b.T, scores, input_precision=S.precision_y)
+            old = tl.dot(c, state.T, old, input_precision=S.precision_y)
+            kept = next_kept(wanted, index, -1, S)
+            while kept < S.chunk:
+                v = tl.load(values, mask=in_v, other=0)
+                new = grown(state, v, b, step, decay, at(decay, index, kept), kept, index, S)
+                target = at(block, index, kept)
+                if target != 0:
+                    store = pages.ssm + target.to(tl.int64) * pages.ssm_stride + place
+                    tl.store(store, rounded(new, S), mask=inside)
+                if kept == S.chunk - 1:
+                    tl.store(running + place, new, mask=inside)
+                kept = next_kept(wanted, index, kept, S)
         between = tl.where(index[:, None] >= index[None, :], decay[:, None] - decay[None, :], float("-inf"))
         weight = tl.exp2(between * LOG2_E) * step[None, :]
-        mixed = tl.dot(tl.dot(c, b.T, input_precision=S.precision_y) * weight, v, input_precision=S.precision_y)
-        mixed += tl.dot(c, state.T, input_precision=S.precision_y) * tl.exp2(decay * LOG2_E)[:, None] + d * v
+        v = tl.load(values, mask=in_v, other=0)
+        mixed = tl.dot(scores * weight, v, input_precision=S.precision_y)
+        mixed += old * tl.exp2(decay * LOG2_E)[:, None] + d * v
         out = y + (token.to(tl.int64)[:, None] * S.heads + head) * S.head_size + part[None, :]
         tl.store(out, mixed, mask=in_v)
-        block = tl.load(tokens.write + token, mask=real, other=0)
-        kept = next_kept(block != 0, index, -1, S)
-        while kept < S.chunk:
-            stored = rounded(grown(state, v, b, step, decay, at(decay, index, kept), kept, index, S), S)
-            target = pages.ssm + at(block, index, kept).to(tl.int64) * pages.ssm_stride + place
-            tl.store(target, stored, mask=in_state)
-            kept = next_kept(block != 0, index, kept, S)
-        state = grown(state, v, b, step, decay, at(decay, index, S.chunk - 1), S.chunk - 1, index, S)
+        tl.debug_barrier()  # the next chunk reads what other threads stored
