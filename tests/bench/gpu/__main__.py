@@ -27,11 +27,11 @@ import triton
 
 from kvplane_worker.ops.triton_ops import compiles
 from kvplane_worker.ops.triton_ops.launch import Launch
-from tests.bench.gpu import correct, decoding, limits, moving, together
+from tests.bench.gpu import correct, decoding, limits, moving, serving, together
 from tests.bench.gpu.figures import FULL, TINY, Figure, Sizes
 from tests.bench.gpu.timing import Clock, DryClock
 
-MEASURED = {"moving": moving, "decoding": decoding, "together": together}
+MEASURED = {"moving": moving, "decoding": decoding, "serving": serving, "together": together}
 PARTS = ("correct", *MEASURED)
 INTERPRETED = "CPU, interpreted: NO FIGURE COUNTS"
 RESULTS = Path(__file__).parents[1] / "results"

@@ -18,7 +18,7 @@ class Figure:
     """One line of the table.
 
     Attributes:
-        value: bytes per second, or a ratio of two measurements.
+        value: in `unit` if it is a rate, or a ratio of two measurements.
         limit: name of the limit that `ratio` is a part of; of the other measurement where the value is a ratio.
         goal: what `ratio` should reach (with `at_most`: not pass); None for a peer, which is only compared with.
     """
@@ -29,6 +29,7 @@ class Figure:
     ratio: float
     goal: float | None = None
     at_most: bool = False
+    unit: str = "B/s"
 
     @property
     def verdict(self) -> str:
@@ -39,7 +40,8 @@ class Figure:
 
     @property
     def row(self) -> str:
-        value = f"{self.value / 1e9:.1f} GB/s" if self.value > 1e4 else f"{self.value:.3f}"
+        rate = f"{self.value / 1e12:.1f} TFLOP/s" if self.unit == "FLOP/s" else f"{self.value / 1e9:.1f} GB/s"
+        value = rate if self.value > 1e4 else f"{self.value:.3f}"
         goal = "" if self.goal is None else f"{'≤' if self.at_most else '≥'} {self.goal:.2f}"
         return f"| {self.name} | {value} | {self.ratio:.3f} of {self.limit} | {goal} | {self.verdict} |"
 

@@ -1,0 +1,160 @@
+"""Figures of batches as they are served: prefill, mixed and draft batches, few rows, other shapes, states, the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvplane_worker.ops.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    StateInputs,
+    StatePages,
+    StateWeights,
+)
+from kvplane_worker.ops.triton_ops import attention
+from kvplane_worker.ops.triton_ops.backend import TritonOps
+from tests.bench.gpu.decoding import batch_of, random_pages, runner
+from tests.bench.gpu.figures import Figure, Sizes
+from tests.bench.gpu.limits import Limits
+from tests.bench.gpu.timing import Clock
+
+PAGE, DRAFTS, WINDOW, CALLS = 16, 3, 128, 100
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a layer: of pages, query heads for each of them, elements."""
+
+    kv: int
+    group: int = 8
+    size: int = 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lengths of rows, and numbers of their last tokens that are queries; none = one each."""
+
+    lengths: list[int]
+    queries: list[int] | None = None
+
+    @property
+    def attended(self) -> int:
+        """Pairs of a query and a token to which it attends."""
+        pairs = zip(self.lengths, self.queries or [1] * len(self.lengths), strict=True)
+        return sum(count * length - count * (count - 1) // 2 for length, count in pairs)
+
+
+def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    yield from prefill(clock, sizes)
+    heads, lengths = Heads(sizes.kv_heads), [sizes.context] * sizes.rows
+    chunk = Rows([sizes.context], [sizes.context // 16])
+    mixed = Rows([sizes.context] * sizes.rows, [sizes.context // 16] + [1] * (sizes.rows - 1))
+    apart = seconds(clock, heads, chunk) + seconds(clock, heads, Rows(lengths[1:]))
+    together = apart / seconds(clock, heads, mixed)
+    name = f"a chunk of {sizes.context // 16} with {sizes.rows - 1} decodes"
+    yield Figure(name, together, "both alone", together, 1.0)
+    several = Rows(lengths, [DRAFTS + 1] * sizes.rows)
+    for name, of, rows, goal in (
+        (f"{DRAFTS} drafts per row", heads, several, 0.85),
+        ("1 row", heads, Rows([sizes.context // 4]), None),
+        ("8 rows", heads, Rows([sizes.context // 4] * 8), None),
+        ("one head of pages", Heads(1), Rows(lengths), 0.85),
+        ("heads of 64", Heads(sizes.kv_heads, size=64), Rows(lengths), 0.85),
+        ("heads of 256", Heads(sizes.kv_heads, group=2, size=256), Rows(lengths), 0.85),
+    ):
+        rate = 4 * sum(rows.lengths) * of.kv * of.size / seconds(clock, of, rows)
+        context = f"{len(rows.lengths)} x {rows.lengths[0]} tokens"
+        yield Figure(f"{name}, {context}", rate, limits.read.name, rate / limits.read.value, goal)
+    rule = AttentionRule(0.1, WINDOW, sinks=torch.zeros(heads.kv * heads.group, device=clock.device))
+    read = 4 * min(WINDOW, sizes.context) * sizes.rows * heads.kv * heads.size
+    rate = read / seconds(clock, heads, Rows(lengths), rule)
+    yield Figure(f"window of {WINDOW} with sinks, {sizes.rows} rows", rate, limits.read.name, rate / limits.read.value)
+    yield from states(clock, sizes, limits)
+    yield from host(clock, sizes, limits)
+
+
+def prefill(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+    """One row from its first token on, as parts of a matrix product and of torch's attention on a dense cache."""
+    heads, rows, size = Heads(sizes.kv_heads), Rows([sizes.context], [sizes.context]), min(8192, sizes.context)
+    a = torch.randn((size, size), device=clock.device).bfloat16()
+    product = 2 * size**3 / clock.seconds(lambda: a @ a)
+    flop = 4 * rows.attended * heads.kv * heads.group * heads.size
+    rate = flop / seconds(clock, heads, rows)
+    name = f"prefill bfloat16, {sizes.context} tokens"
+    yield Figure(name, rate, "a matrix product", rate / product, unit="FLOP/s")
+    q = torch.randn((1, heads.kv * heads.group, sizes.context, heads.size), device=clock.device).bfloat16()
+    k, v = (q[:, :: heads.group].contiguous() for _ in range(2))
+
+    def dense() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    other = flop / clock.seconds(dense)
+    yield Figure(f"{name}, and a dense cache", rate, "torch SDPA", rate / other, 0.9, unit="FLOP/s")
+
+
+def layer(clock: Clock, heads: Heads, rows: Rows) -> tuple[Tensor, AttentionPages, Batch]:
+    """Queries, pages and the batch of rows."""
+    batch, num_blocks = batch_of(rows.lengths, PAGE, clock.device)
+    room = random_pages((num_blocks, 2, PAGE, heads.kv, heads.size), torch.bfloat16, clock.device)
+    counts = rows.queries or [1] * len(rows.lengths)
+    query = torch.randn((sum(counts), heads.kv * heads.group, heads.size), device=clock.device).bfloat16()
+    if rows.queries:
+        starts = torch.tensor([0, *counts]).cumsum(0).int().to(clock.device)
+        batch = Batch(batch.block_table, batch.seq_lens, starts)
+    return query, AttentionPages(room[:, 0], room[:, 1]), batch
+
+
+def seconds(clock: Clock, heads: Heads, rows: Rows, rule: AttentionRule | None = None) -> float:
+    query, pages, batch = layer(clock, heads, rows)
+    call = attention.keys_and_values(query, pages, batch, rule or AttentionRule(heads.size**-0.5))
+    return clock.seconds(runner(call, clock.device))
+
+
+def states(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    """Steps of a layer of Mamba-2: decodes move states; prompts move tokens, since states stay on chip or in caches."""
+    heads, size, state = 4 * sizes.kv_heads, 64, 128
+    channels = heads * size + 2 * state
+    for count in (1, sizes.context // 16):
+        tokens, blocks = sizes.rows * count, sizes.rows + 1
+        conv = torch.randn((blocks, channels, 3), device=clock.device).bfloat16()
+        pages = StatePages(conv, torch.randn((blocks, heads, size, state), device=clock.device))
+        starts = torch.arange(0, tokens + 1, count, dtype=torch.int32, device=clock.device)
+        write = torch.zeros(tokens, dtype=torch.int32, device=clock.device)
+        write[count - 1 :: count] = torch.arange(1, blocks, dtype=torch.int32, device=clock.device)
+        x = torch.randn((tokens, channels), device=clock.device).bfloat16()
+        dt = torch.rand((tokens, heads), device=clock.device)
+        inputs = StateInputs(starts, write[count - 1 :: count].contiguous(), write, x, dt)
+        shapes = ((channels, 4), (channels,), (heads,), (heads,))
+        weight, bias, a, d = (torch.randn(shape, device=clock.device) for shape in shapes)
+        weights, ops = StateWeights(weight, bias, -a.abs(), d), TritonOps()
+        moved = 8 * sizes.rows * heads * size * state + 4 * tokens * channels
+
+        def work() -> Tensor:
+            return ops.state_step(pages, inputs, weights)  # noqa: B023 - called within the iteration
+
+        rate = moved / clock.seconds(work)
+        name = f"states, {heads} heads of {size} x {state}: {sizes.rows} rows of {count} tokens"
+        yield Figure(name, rate, limits.copy.name, rate / limits.copy.value)
+
+
+def host(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    """Time of the host per prepared call of attention; work of the device is not waited for."""
+    query, pages, batch = layer(clock, Heads(sizes.kv_heads), Rows([PAGE] * sizes.rows))
+    ops, rule = TritonOps(), AttentionRule(0.1)
+    ops.decode_attention(query, pages, batch, rule)
+    if clock.device.type == "cuda":
+        torch.cuda.synchronize(clock.device)
+    calls = CALLS if clock.device.type == "cuda" else 1
+    begin = time.perf_counter()
+    for _ in range(calls):
+        ops.decode_attention(query, pages, batch, rule)
+    spent = (time.perf_counter() - begin) / calls
+    limit = f"two times the {limits.launch.name}"
+    yield Figure("host time of a decode call, seconds", spent, limit, spent / limits.launch.value / 2)
