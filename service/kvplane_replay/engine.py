@@ -2,17 +2,18 @@
 of the trace.
 
 The loop is `kvplane.scheduling`. This module adds the requests of a trace, which send hashes instead of tokens, the
-clock, and the counts.
+clock, and the counts. Of a replica with tiers, movers end every job some steps after its order; nothing is moved.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import Protocol
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
-from kvplane.base.step import End, Part, PartResult, RowFlag, StepResult
+from kvplane.base.step import AdmitStatus, End, Part, PartResult, RowFlag, StepResult
 from kvplane.scheduling import Limits, Request, Scheduler
 from kvplane_replay.plan import CostModel, EngineConfig
 from kvplane_replay.requests import LiveRequest
@@ -56,15 +57,15 @@ class Engine:
         self.clock_ns = 0
         self.completed = 0
         self.refusals: list[Refusal] = []
-        self.tally = Tally(num_groups=len(self.spec.groups))
+        self.tally = Tally(num_groups=len(self.spec.groups), num_tiers=len(self.spec.tiers))
         self._session = session
         self._config = config
         self._cost = cost
         self._scheme = HashScheme.of(self.spec)
-        self._scheduler = Scheduler(
-            self.spec,
-            Limits(config.max_running, config.token_budget, admit_rows=config.admit_rows, admit_flags=RowFlag.FULL_FIT),
-        )
+        flags = RowFlag.FULL_FIT | (RowFlag.LOAD if self.spec.tiers else RowFlag.NONE)
+        limits = Limits(config.max_running, config.token_budget, admit_rows=config.admit_rows, admit_flags=flags)
+        self._scheduler = Scheduler(self.spec, limits)
+        self._jobs: deque[list[int]] = deque([[] for _ in range(config.mover_steps)])  # those that a step reports
 
     @property
     def num_waiting(self) -> int:
@@ -105,6 +106,7 @@ class Engine:
 
     def _exchange(self) -> tuple[Part, PartResult]:
         part = self._scheduler.plan()
+        part.cache.jobs_done = self._jobs.popleft()
         self.tally.ended += list(part.facts.end).count(End.FREE)
         self._session.submit(part)
         for request in islice(self._scheduler.waiting, self._config.admit_rows):
@@ -112,19 +114,28 @@ class Engine:
             request.hash_prompt()
         (answer,) = self._session.receive().parts
         self.tally.count(part, answer)
+        orders = answer.orders
+        self._jobs.append([*dict.fromkeys(orders.load_job), *orders.save_job, *orders.move_job])
         return part, answer
+
+    def _count_admissions(self, part: Part, answer: PartResult) -> None:
+        """Count what the answer admits, before it leaves the queue. A request that loads computes later."""
+        waiting = {request.slot: request for request in islice(self._scheduler.waiting, self._config.admit_rows)}
+        rows = zip(part.admit.slot, answer.admit_status, answer.admit_hit, answer.admit_granted, strict=True)
+        for slot, status, hit, granted in rows:
+            if status == AdmitStatus.GRANTED:
+                request = waiting[slot]
+                self.tally.count_admission(request.num_tokens, hit, granted, bool(request.hits))
 
     def _compute(self, part: Part, answer: PartResult) -> None:
         """Advance the clock by the cost of the launch, and append a token to each request that has computed all its
         tokens.
         """
+        self._count_admissions(part, answer)
         rows = self._scheduler.update(part, answer)
         decode_rows = answer.granted.count(1)
         self.clock_ns += self._cost.step_ns(sum(row.num_tokens for row in rows) - decode_rows, decode_rows)
         for row in rows:
-            hits = row.request.hits
-            if row.is_admission:
-                self.tally.count_admission(row.request.num_tokens, hits[-1], row.num_tokens, len(hits) > 1)
             self._scheduler.finish_row(row, [0] * row.num_outputs)
 
     def _finish(self, request: Request) -> None:

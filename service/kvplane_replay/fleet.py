@@ -95,7 +95,8 @@ class Fleet:
 
     def tally(self) -> Tally:
         """Return the sum of the counts of all engines."""
-        total = Tally(num_groups=self.engines[0].tally.num_groups)
+        first = self.engines[0].tally
+        total = Tally(first.num_groups, first.num_tiers)
         for engine in self.engines:
             total.add(engine.tally)
         return total

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvplane.base.groups import EvictionPolicy
+    from kvplane.base.groups import EvictionPolicy, TierSpec
     from kvplane.base.sources import LayerSource, ModelSource
 
 NS_PER_SECOND = 1_000_000_000
@@ -68,12 +68,14 @@ class EngineConfig:
         token_budget: most tokens scheduled in one step.
         admit_rows: most requests that one step asks to admit; they are announced to the service before they can run.
         max_output: most tokens that a request generates; with 1 only the prefill is replayed.
+        mover_steps: steps after which a job of the movers of tiers ends.
     """
 
     max_running: int = 256
     token_budget: int = 8192
     admit_rows: int = 16
     max_output: int = UNLIMITED_OUTPUT
+    mover_steps: int = 2
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -106,6 +108,7 @@ class RunPlan:
         prefix_match_unit, eviction: as in ModelSource.
         engine, cost, routing: see their types.
         with_events: whether results contain cache events, so that the engines count evictions too.
+        tiers: places for blocks that leave the device of each replica.
     """
 
     model: str
@@ -120,6 +123,7 @@ class RunPlan:
     with_events: bool = False
     prefix_match_unit: int = 0
     eviction: EvictionPolicy | None = None
+    tiers: tuple[TierSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -138,4 +142,5 @@ class RunPlan:
             max_batched_tokens=self.engine.token_budget,
             prefix_match_unit=self.prefix_match_unit,
             eviction=self.eviction,
+            tiers=self.tiers,
         )

@@ -82,7 +82,9 @@ class ReplayRun:
         )
 
     def _engine(self, name: str, undo: ExitStack) -> Engine:
-        self._client.register_replica(name, self._plan.source(), num_ranks=self._plan.tensor_parallel)
+        namespace = b"replay" if self._plan.tiers else b""
+        source = self._plan.source()
+        self._client.register_replica(name, source, num_ranks=self._plan.tensor_parallel, namespace_digest=namespace)
         undo.callback(self._client.deregister_replica, name)
         session = self._client.session(name, with_events=self._plan.with_events)
         undo.callback(session.close)
@@ -112,4 +114,5 @@ def counts_of(described: DescribeReplicaResponse) -> ServiceCounts:
         allocated_blocks=tuple(group.allocated_blocks for group in groups),
         hit_blocks=tuple(group.hit_blocks for group in groups),
         evicted_blocks=tuple(group.evicted_blocks for group in groups),
+        tier_hit_tokens=tuple(tier.hit_tokens for tier in described.tiers),
     )

@@ -29,7 +29,7 @@ class Tally:
     """The counts of one engine. They never decrease. Lists have one entry per KV cache group.
 
     Attributes:
-        num_groups: number of KV cache groups.
+        num_groups, num_tiers: number of KV cache groups, and of tiers.
         steps, rows: steps sent, and rows (operations on one request) of their facts, news, run and admit sections.
         messages: messages sent and received.
         admitted, resumed: granted admissions, and those of them that followed a preemption.
@@ -42,9 +42,11 @@ class Tally:
         evicted_blocks: keys removed because their block was allocated again, counted from cache events; 0 without
             events.
         prompt_tokens, generated_tokens: tokens of the requests that were completed.
+        tier_hit_tokens: tokens by which loads made hits longer, by the farthest tier that the load reads.
     """
 
     num_groups: int
+    num_tiers: int = 0
     steps: int = 0
     rows: int = 0
     messages: int = 0
@@ -62,8 +64,10 @@ class Tally:
     allocated_blocks: list[int] = field(default_factory=list)
     hit_blocks: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)
+    tier_hit_tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.tier_hit_tokens = self.tier_hit_tokens or [0] * self.num_tiers
         for column in ("allocated_blocks", "hit_blocks", "evicted_blocks"):
             setattr(self, column, getattr(self, column) or [0] * self.num_groups)
 
@@ -76,6 +80,10 @@ class Tally:
         self.granted_tokens += sum(answer.granted)
         self.refused += answer.admit_status.count(AdmitStatus.REFUSED)
         self._count_blocks(part, answer)
+        for job, gained in zip(answer.admit_job, answer.admit_tier_tokens, strict=False):
+            if job:
+                rows = zip(answer.orders.load_job, answer.orders.load_tier, strict=True)
+                self.tier_hit_tokens[max(tier for one, tier in rows if one == job)] += gained
         for run in runs_of(answer.events):
             if run.kind is EventKind.REMOVED and run.reason in EVICTIONS:
                 self.evicted_blocks[run.group] += len(run.hashes)
@@ -108,7 +116,7 @@ class Tally:
         """Add the counts of another engine with the same groups."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if name == "num_groups":
+            if name in ("num_groups", "num_tiers"):
                 assert mine == theirs, "engines of one fleet have equal groups"
             elif isinstance(mine, list):
                 setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
@@ -143,6 +151,7 @@ class ServiceCounts:
     allocated_blocks: tuple[int, ...]
     hit_blocks: tuple[int, ...]
     evicted_blocks: tuple[int, ...]
+    tier_hit_tokens: tuple[int, ...] = ()
 
     def __add__(self, other: ServiceCounts) -> ServiceCounts:
         return ServiceCounts(
@@ -157,6 +166,7 @@ class ServiceCounts:
             allocated_blocks=_sums(self.allocated_blocks, other.allocated_blocks),
             hit_blocks=_sums(self.hit_blocks, other.hit_blocks),
             evicted_blocks=_sums(self.evicted_blocks, other.evicted_blocks),
+            tier_hit_tokens=_sums(self.tier_hit_tokens, other.tier_hit_tokens),
         )
 
 
@@ -208,6 +218,13 @@ class Summary:
         return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
 
     @property
+    def tier_shares(self) -> dict[str, float]:
+        """The part of `hit_share` that loads added, by tier."""
+        queried = max(1, self.counts.queried_tokens)
+        tiers = zip(self.spec.tiers, self.counts.tier_hit_tokens, strict=True)
+        return {tier.kind.value: tokens / queried for tier, tokens in tiers}
+
+    @property
     def evicted(self) -> int:
         """The number of cache keys (hashes of cached blocks) that were evicted because their block was allocated again,
         over all groups.
@@ -240,6 +257,7 @@ class Summary:
             "replicas": self.num_replicas,
             "groups": [{"kind": g.kind.value, "block_size": g.block_size} for g in self.spec.groups],
             "num_blocks": self.spec.num_blocks,
+            "tiers": [{"kind": tier.kind.value, "num_blocks": tier.num_blocks} for tier in self.spec.tiers],
             "max_model_len": self.spec.max_model_len,
             "cost_model": asdict(self.cost),
             "requests": self.requests,

@@ -1,98 +1,131 @@
-"""Hits by the size of a host tier, on a real trace: `python -m tests.bench.tiers TRACE --pools 2000 10000`.
+"""Hits by the size of tiers, on public traces: `KVPLANE_WORKLOADS=FOLDER python -m tests.bench.tiers`.
 
-For each pool of P blocks: the pool alone, with a host tier of 2 P slots, and one pool of 3 P blocks, which is what the
-first two could have together. Movers end each job `--latency` steps after its order. Full attention alone, as a replica
-in this process, without decoding.
+Prints a table and writes results/tiers.md (10 minutes); `--limit 500 --no-write` for less. Each cell is a replay of a
+whole trace (of Weka, 120 sessions) on one core with its own managers: full attention alone, eight requests at a time,
+in chunks of 8,192 tokens, with one generated token; movers end each job two steps after its order. The last column is
+one pool of as many blocks as device and tiers have together, in which nothing is in two places.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
-from itertools import islice
+import multiprocessing
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec, TierKind, TierSpec
-from kvplane.base.session import OpenRequest
-from kvplane.base.step import Part, PartResult, RowFlag
-from kvplane.blocking.session import Session
-from kvplane.scheduling import Limits, Scheduler
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane_replay.engine import Engine
 from kvplane_replay.fleet import Fleet
 from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import TraceFile
-from kvplane_service.config import Config
-from kvplane_service.core.tiers.tiers import TierCounters
-from kvplane_service.registry import Registration, Registry
-from kvplane_service.replicas.inprocess import InProcessTransport
+from tests.bench.machine import machine_line
+from tests.bench.policies import CHUNK, FULL_ONLY, TRACES, CoreSession, replica_of, requests_of
+from tests.conftest import workloads_folder, workloads_line
 
-BUDGET = 8192
-RUNNING = 8
-
-
-class TierEngine(Engine):
-    """An engine whose movers end every job some steps after its order, without moving anything."""
-
-    def __init__(self, session: Session, latency: int) -> None:
-        super().__init__(session, EngineConfig(max_running=RUNNING, token_budget=BUDGET, max_output=1), CostModel())
-        flags = RowFlag.FULL_FIT | (RowFlag.LOAD if self.spec.tiers else RowFlag.NONE)
-        self._scheduler = Scheduler(self.spec, Limits(RUNNING, BUDGET, admit_rows=16, admit_flags=flags))
-        self._jobs: deque[list[int]] = deque([[] for _ in range(latency)])
-
-    def _exchange(self) -> tuple[Part, PartResult]:
-        part = self._scheduler.plan()
-        part.cache.jobs_done = self._jobs.popleft()
-        self._session.submit(part)
-        for request in islice(self._scheduler.waiting, 16):
-            request.hash_prompt()  # type: ignore[attr-defined]
-        (answer,) = self._session.receive().parts
-        orders = answer.orders
-        self._jobs.append([*dict.fromkeys(orders.load_job), *orders.save_job, *orders.move_job])
-        return part, answer
+RESULTS = Path(__file__).parent / "results" / "tiers.md"
+RUNNING, MOVER_STEPS = 8, 2
+POOLS = {"conversation": (2000, 10_000), "synthetic": (2000, 10_000), "Weka": (500, 2000)}
+SHARES = ((0, 0), (1, 0), (2, 0), (4, 0), (1, 4), (0, 4))  # slots of host and disk, in pools
 
 
-def replay(trace: Path, limit: int, num_blocks: int, host: int, args: argparse.Namespace) -> tuple[float, TierCounters]:
-    """Return the share of looked-up tokens that were hit, and the counters of the tiers."""
-    size = args.block_size
-    spec = ReplicaSpec(
-        groups=(GroupSpec(GroupKind.FULL_ATTENTION, size, page_bytes=1),),
-        num_blocks=num_blocks,
-        max_model_len=1 << 18,
-        hash_block_size=size,
-        scheduler_block_size=size,
-        max_in_flight_tokens=BUDGET,
-        events=False,
-        tiers=(TierSpec(TierKind.HOST, host),) if host else (),
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay: blocks of the device, and slots of the tiers."""
+
+    trace: str
+    pool: int
+    host: int
+    disk: int
+
+    @property
+    def tiers(self) -> tuple[TierSpec, ...]:
+        """The tiers that the replica has."""
+        sizes = {TierKind.HOST: self.host, TierKind.DISK: self.disk}
+        return tuple(TierSpec(kind, count) for kind, count in sizes.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Percentages of the prompts' tokens that hit: all, and what loads from each tier added."""
+
+    share: float
+    of_tiers: dict[str, float]
+    no_room: int
+
+
+def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
+    """Replay a cell."""
+    spec = replica_of(FULL_ONLY, TRACES[cell.trace][1], cell.pool, tiers=cell.tiers)
+    session = CoreSession(spec)
+    engine = Engine(
+        session, EngineConfig(RUNNING, CHUNK, max_output=1, mover_steps=MOVER_STEPS), CostModel(10**9, 0, 0)
     )
-    registry = Registry(Config(), lambda: 0)
-    registry.register("replay", Registration(spec, namespace_digest=b"replay"))
-    transport = InProcessTransport(lambda name: registry.get(name).host)
-    session = Session(transport, OpenRequest("replay", nonce=1, with_events=False), heartbeats=False)
-    with TraceFile(trace) as requests:
-        fleet = Fleet([TierEngine(session, args.latency)], islice(requests, limit))
+    with ExitStack() as files:
+        fleet = Fleet([engine], requests_of(folder, cell.trace, limit, files))
         while fleet.run_step():
             pass
-    replica = registry.get("replay").host.replica.reference()
-    counters = replica.counters
-    return counters.hit_tokens / counters.queried_tokens, replica.coordinator.tiers.counters
+    tally, tiers = engine.tally, session.replica.tiers
+    assert tally.tier_hit_tokens == [tier.hit_tokens for tier in tiers.each]
+    shares = zip(spec.tiers, tally.tier_hit_tokens, strict=True)
+    of_tiers = {tier.kind.value: 100 * tokens / tally.queried_tokens for tier, tokens in shares}
+    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, tiers.counters.declined)
 
 
-def main() -> None:
+def rows(given: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the rows of the table."""
+    cells = [
+        Cell(trace, pool, host * pool, disk * pool)
+        for trace in given.traces
+        for pool in POOLS[trace]
+        for host, disk in SHARES
+    ]
+    alone = {cell: Cell(cell.trace, cell.pool + cell.host + cell.disk, 0, 0) for cell in cells}
+    asked = list(dict.fromkeys([*cells, *alone.values()]))
+    with multiprocessing.get_context("spawn").Pool(given.processes) as processes:
+        found = dict(zip(asked, processes.imap(partial(hits_of, folder=folder, limit=given.limit), asked), strict=True))
+    lines = []
+    for cell in cells:
+        hits, whole = found[cell], found[alone[cell]]
+        of_tiers = [f"{hits.of_tiers[kind]:.1f}" if kind in hits.of_tiers else "" for kind in ("host", "disk")]
+        sizes = [f"{count:,}" for count in (cell.pool, cell.host, cell.disk)]
+        shares = [f"{hits.share:.1f}", *of_tiers, f"{whole.share:.1f}", f"{hits.no_room:,}"]
+        lines.append(f"| {' | '.join([cell.trace, *sizes, *shares])} |")
+    return lines
+
+
+def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--pools", type=int, nargs="+", default=[2000, 10_000])
-    parser.add_argument("--limit", type=int, default=1 << 30)
-    parser.add_argument("--latency", type=int, default=2)
-    parser.add_argument("--block-size", type=int, default=512)
-    args = parser.parse_args()
-    for pool in args.pools:
-        alone, _ = replay(args.trace, args.limit, pool, 0, args)
-        with_host, counters = replay(args.trace, args.limit, pool, 2 * pool, args)
-        large, _ = replay(args.trace, args.limit, 3 * pool, 0, args)
-        shares = f"alone {alone:.1%}, host of {2 * pool:,} {with_host:.1%}, pool of {3 * pool:,} {large:.1%}"
-        print(f"pool {pool:,}: {shares}, ratio {with_host / large:.3f}; {counters}", flush=True)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.tiers", description=__doc__)
+    parser.add_argument("--limit", type=int, default=1 << 30, help="requests of each trace")
+    parser.add_argument("--traces", nargs="+", choices=POOLS, default=list(POOLS))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--no-write", action="store_true")
+    given = parser.parse_args()
+    folder = workloads_folder()
+    if folder is None:
+        print(workloads_line(), file=sys.stderr)
+        return 1
+    head = [
+        "# Tiers",
+        "",
+        "Percentage of the prompts' tokens that hit, by blocks of the device and slots of its tiers:",
+        "`python -m tests.bench.tiers`. *from* is what loads from a tier added to the hits of the device, by the",
+        "farthest tier that a load read. *one pool* is the hit of a device with as many blocks as device and tiers.",
+        "*no room* counts admissions whose load would have put more than a quarter of the device under loads.",
+        "",
+        machine_line(),
+        "",
+        "| trace | device | host | disk | hit | from host | from disk | one pool | no room |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    text = "\n".join([*head, *rows(given, folder), ""])
+    print(text)
+    if not given.no_write:
+        RESULTS.write_text(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import yaml
 
 from kvplane_service.models.model_types import READERS
@@ -131,3 +132,35 @@ def test_plan_compares_planners(kvplane):
     assert lines[6].split() == ["2,048", "63.3", "63.3", "71.1", "+0.0%", "+12.3%"]
     answer = json.loads(kvplane("plan", "gemma-3-27b", "--compare", "-o", "json")[1])
     assert (answer["binds"], len(answer["cells"]), answer["best"]["groups"]) == ("groups", 3, 7)
+
+
+def test_plan_says_what_tiers_hold(kvplane):
+    """gpt-oss-20b at 131,072 tokens: 8,192 blocks of full attention and 8 of the window, as a load of
+    tests/service/tier_rows.py has them.
+    """
+    words = ("plan", "gpt-oss-20b", "--context", "131072", "--host", "64GiB", "--disk", "1TB")
+    code, out, _ = kvplane(*words)
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["TIER", "SLOTS", "SLOT", "BYTES", "BLOCKS/PROMPT", "PROMPTS", "OF", "131,072", "TOKENS"] in lines
+    (host,) = [line for line in lines if line[:1] == ["host"] and len(line) == 6 and "_" not in line[2]]
+    assert host == ["host", "174,762", "393,216", "8,200", "21.31", "2,793,464"]
+    assert ["host", "1", "full_attention", "8,192", "174,591", "2,793,456"] in lines
+    assert ["host", "0", "sliding_window", "8", "170", "2,720"] in lines
+    tiers = json.loads(kvplane(*words, "-o", "json")[1])["tiers"]
+    assert [one["kind"] for one in tiers] == ["host", "disk"]
+    assert tiers[1]["slot_bytes"] == tiers[0]["slot_bytes"] + 4096  # with the page of its seal
+    assert tiers[1]["num_blocks"] == 10**12 // tiers[1]["slot_bytes"]
+    assert "tiers" not in json.loads(kvplane(*words[:4], "-o", "json")[1])
+
+
+@pytest.mark.parametrize(("option", "field"), [("--host", "host"), ("--disk", "disk")])
+def test_a_tier_without_a_slot_for_each_group_is_refused(kvplane, option, field):
+    code, _, errors = kvplane("plan", "gpt-oss-20b", option, "390KiB")
+    assert code == 2
+    assert errors.startswith(f"kvplane: {field}: 399,360 bytes are ")
+    assert "the model has 2 groups (give at least " in errors
+    code, _, errors = kvplane("plan", "gpt-oss-20b", option, "plenty")
+    assert (code, errors.split(":")[1].strip()) == (2, field)
+    code, _, errors = kvplane("plan", "gpt-oss-20b", option, "1GiB", "--no-prefix-caching")
+    assert (code, "no block has a key" in errors) == (2, True)

@@ -57,6 +57,31 @@ def test_replay_json_has_equal_counts_of_engine_and_service(trace):
     assert answer["generated_tokens"] == 40 * 20
 
 
+def test_replay_with_tiers_says_what_each_one_hit(tmp_path):
+    """Prompts that come back when the pool has evicted them: the host has some, the disk the rest."""
+    path = tmp_path / "trace.jsonl"
+    lines = [json.loads(mooncake_line(number % 12, 1, output=2)) for number in range(36)]
+    path.write_text("".join(json.dumps({**line, "timestamp": 50 * at}) + "\n" for at, line in enumerate(lines)))
+    pool = ("--pool-blocks", "600", "--max-model-len", "4096", "--one-at-a-time", "--token-budget", "512")
+    tiers = ("--host-blocks", "400", "--disk-blocks", "3000", "--mover-steps", "1")
+
+    def outcome(*words):
+        done = run_kvplane("replay", str(path), *pool, *words, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    alone, tiered = outcome(), outcome(*tiers)
+    assert tiered["disagreements"] == alone["disagreements"] == []
+    assert tiered["tiers"] == [{"kind": "host", "num_blocks": 400}, {"kind": "disk", "num_blocks": 3000}]
+    host, disk = tiered["service"]["tier_hit_tokens"]
+    assert min(host, disk) > 0
+    assert tiered["service"]["hit_tokens"] > 2 * alone["service"]["hit_tokens"]
+    done = run_kvplane("replay", str(path), *pool, *tiers)
+    assert "loaded from disk" in done.stdout
+    done = run_kvplane("replay", str(path), "--log", "--host-blocks", "5")
+    assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--host-blocks")
+
+
 def test_replay_takes_a_match_unit(tmp_path):
     path = tmp_path / "twice.jsonl"
     path.write_text(2 * mooncake_line(0, 4))

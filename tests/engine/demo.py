@@ -1,14 +1,13 @@
 """`make demo-engine`: a service, workers, and the reference engine, which answers conversations.
 
-The conversations run twice: with a prefix cache and without. Every answer is compared with that of a dense model, which
-computes without pages. The weights are random, so the text of an answer would be noise and is not shown.
+The conversations run twice: with a prefix cache and without. Then one leaves the device for tiers, and comes back
+(`demo_tiers`). Every answer is compared with that of a dense model, which computes without pages. The weights are
+random, so the text of an answer would be noise and is not shown.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,18 +35,18 @@ from kvplane_worker.engine.ranks import attach_ranks
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import draw_weights
+from tests.engine import demo_tiers
 from tests.engine.backends import Place, backend_of, default_backend, suited
 from tests.engine.talk import Talk, conversations, readable
 from tests.engine.twin import Twin
+from tests.engine.workers import running_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = {"with-cache": False, "without-cache": True}  # whether caching is disabled
 CONFIG = SchedulerConfig(max_running=6, token_budget=160, chunk_tokens=80)
 CONVERSATIONS, TURNS, AT_ONCE = 6, 3, 6
-START_S = 60.0
 VIEW_INTERVAL_S = 0.15
 LINES = 12
-WORKER = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import main; main()", "worker"]
 
 
 @dataclass
@@ -101,8 +100,10 @@ def main() -> int:
             ):
                 looks.append(converse(engine, twin, conversations(ROOT, count, TURNS, seed=4), show))
             print(looks[-1].line, flush=True)
-    print(saved(*looks))
-    return 1 if any(look.differing or not look.compared for look in looks) else 0
+        print(saved(*looks), flush=True)
+        text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs" / "concepts").glob("*.md")))
+        differing = demo_tiers.show(address, place, text)
+    return 1 if differing or any(look.differing or not look.compared for look in looks) else 0
 
 
 def saved(cached: Look, uncached: Look) -> str:
@@ -132,56 +133,11 @@ def running_engine(address: str, replica: str, place: Place) -> Iterator[tuple[E
         tempfile.TemporaryDirectory(prefix="kvplane-demo-") as folder,
     ):
         client.register_replica(replica, source, num_ranks=model.num_ranks)
-        with running_workers(address, replica, place.device, Path(folder)) as workers:
+        with running_workers(address, replica, place.device, Path(folder), model.num_ranks) as workers:
             ops, weights = backend_of(place.backend, place.device), draw_weights(model)
             memory = attach_ranks(workers, ops)
             forward = Model(model, weights, [one.pages for one in memory], ops)
             yield Engine(partial(client.lasting_session, replica), memory, forward, CONFIG), Twin(model, weights)
-
-
-@contextmanager
-def running_workers(address: str, replica: str, device: str, folder: Path) -> Iterator[list[str]]:
-    """Start a worker process per rank. Returns their addresses."""
-    given = ["--service", address, "--replica", replica, "--device", device]
-    processes = [
-        subprocess.Popen(
-            [*WORKER, *given, "--rank", str(rank), "--run-dir", str(folder / str(rank))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(MIXED.num_ranks)
-    ]
-    try:
-        yield [address_of(process) for process in processes]
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            leave(process)
-
-
-def leave(worker: subprocess.Popen[str]) -> None:
-    """Stop the workers with two signals: they would wait for this process, the engine.
-    Two at once may arrive as one.
-    """
-    for _ in range(int(START_S)):
-        try:
-            worker.wait(1)
-            return
-        except subprocess.TimeoutExpired:
-            worker.terminate()
-    raise TimeoutError(f"worker {worker.pid} did not exit")
-
-
-def address_of(worker: subprocess.Popen[str]) -> str:
-    """The address that a worker prints once it is ready."""
-    assert worker.stdout is not None
-    matched = re.search(r"pages at (\S+)", worker.stdout.readline())
-    if matched is None:
-        raise SystemExit("demo: a worker did not start")
-    return matched.group(1)
 
 
 Show = Callable[[Look], None]

@@ -20,6 +20,11 @@ from tests.engine.world import World
 RUN = re.compile(r"(\d+) answers in .*\| ([\d,]+) tokens computed \| hit ([\d,]+) tokens .*\| 0 of (\d+) tokens differ")
 LAST = re.compile(r"the cache saved ([\d,]+) of ([\d,]+) tokens \(\d+%\) and -?[\d.]+ of .* s; .*: 0 of (\d+) differ")
 
+BACK = re.compile(
+    r"the conversation came back from the (.*) tier: hit (\d+) of (\d+) tokens, "
+    r"(\d+) of them on the device; without tiers (\d+)"
+)
+
 
 def numbers(cells: Sequence[str]) -> list[int]:
     return [int(one.replace(",", "")) for one in cells]
@@ -33,13 +38,23 @@ def test_demo_gets_hits_equal_tokens_and_says_what_the_cache_saved():
     cached, uncached = (numbers(found) for found in RUN.findall(done.stdout))
     assert cached[0] == uncached[0] == 9
     assert cached[2] > uncached[2] == 0
-    matched = LAST.fullmatch(done.stdout.splitlines()[-1])
+    *_, last, _, _, hit, times, loaded, equal = done.stdout.splitlines()
+    matched = LAST.fullmatch(last)
     assert matched, done.stdout
     saved, computed, compared = numbers(matched.groups())
     assert (saved, computed) == (uncached[1] - cached[1], uncached[1])
     assert saved > 0
     assert compared == cached[3] + uncached[3] > 0
     assert done.stdout.count("prompt tokens cached") == 18
+    tier, *tokens = BACK.fullmatch(hit).groups()  # type: ignore[union-attr]
+    from_tiers, prompt, on_device, bare = map(int, tokens)
+    assert tier == "disk"
+    assert bare <= on_device < from_tiers <= prompt
+    assert re.fullmatch(r"answered in [\d.]+ s with tiers and [\d.]+ s without: -?[\d.]+ s saved", times)
+    kib = [int(one) for one in re.findall(r"(\d+) KiB", loaded)]
+    assert 2 * kib[0] < kib[1]
+    assert kib[2] == pytest.approx(kib[1] - kib[0], abs=1)
+    assert re.fullmatch(r"both gave the dense model's tokens: 0 of [1-9]\d* differ", equal)
 
 
 def test_no_byte_of_an_answer_is_printed():

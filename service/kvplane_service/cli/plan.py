@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import Drafter
+from kvplane.base.groups import Drafter, TierKind
 from kvplane_service.cli import plots
 from kvplane_service.cli.options import TABLE, Output, Shape
 from kvplane_service.cli.output import columns, text_of
@@ -22,6 +22,7 @@ from kvplane_service.cli.output import columns, text_of
 if TYPE_CHECKING:
     from kvplane_service.core.planner import Comparison
     from kvplane_service.models.sizing import Figures, Sizing
+    from kvplane_service.models.tiers import TierFigures
 
 _BAR_CELLS = 40
 _TEXT_COLUMNS = 100
@@ -66,6 +67,8 @@ def plan_command(
     plot: Annotated[
         Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
     ] = None,
+    host: Annotated[str, typer.Option(help="Host memory of one rank for a tier, such as 256GiB.")] = "",
+    disk: Annotated[str, typer.Option(help="Disk of one rank for a tier, such as 2TB.")] = "",
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the plan of the planner best, and with the ideal.")
     ] = False,
@@ -93,16 +96,15 @@ def plan_command(
     if compare:
         print(_comparison(sizing.comparison(), output))
         return
-    figures = figures_of(sizing)
+    figures, tiers = figures_of(sizing), _figures_of_tiers(sizing, {TierKind.HOST: host, TierKind.DISK: disk})
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
-    if plot is not None:
-        _plot(f"{model} in {where}", sizing, plot)
+    _plot(f"{model} in {where}", sizing, plot)
 
     def table() -> str:
         head = _head(f"{model} in {where}", sizing, figures)
-        return "\n\n".join((head, _groups(figures), _variants(sizing), _lengths(sizing)))
+        return "\n\n".join((head, _groups(figures), *_tiers(sizing, tiers), _variants(sizing), _lengths(sizing)))
 
-    print(text_of(lambda: _plain(sizing, figures), output, table=table))
+    print(text_of(lambda: {**_plain(sizing, figures), **_plain_tiers(tiers)}, output, table=table))
 
 
 def models_command(output: Output = TABLE) -> None:
@@ -201,6 +203,37 @@ def _groups(figures: Figures) -> str:
     return columns(rows)
 
 
+def _figures_of_tiers(sizing: Sizing, sizes: Mapping[TierKind, str]) -> list[TierFigures]:
+    from kvplane_service.models.sizing import parse_bytes
+    from kvplane_service.models.tiers import tier_figures
+
+    return [tier_figures(sizing, kind, parse_bytes(text, kind.value)) for kind, text in sizes.items() if text]
+
+
+def _tiers(sizing: Sizing, tiers: Sequence[TierFigures]) -> Iterator[str]:
+    """Yield a table of all tiers, and one of what they hold by group."""
+    if not tiers:
+        return
+    length = f"{sizing.options.max_model_len:,}"
+    rows = [("TIER", "SLOTS", "SLOT BYTES", "BLOCKS/PROMPT", f"PROMPTS OF {length}", "TOKENS")]
+    of_groups = [("TIER", "GROUP", "KIND", "BLOCKS/PROMPT", "SLOTS", "TOKENS")]
+    for tier in tiers:
+        sizes = (f"{tier.num_blocks:,}", f"{tier.slot_bytes:,}", f"{tier.blocks_per_prompt:,}")
+        rows.append((tier.kind.value, *sizes, f"{tier.prompts:,.2f}", f"{tier.prompt_tokens:,}"))
+        for number, one in enumerate(tier.groups):
+            counts = (f"{one.blocks_per_prompt:,}", f"{one.slots:,}", f"{one.tokens:,}")
+            of_groups.append((tier.kind.value, str(number), one.kind.value, *counts))
+    yield columns(rows)
+    yield columns(of_groups)
+
+
+def _plain_tiers(tiers: Sequence[TierFigures]) -> dict[str, object]:
+    plain = [asdict(tier) | {"kind": tier.kind.value} for tier in tiers]
+    for one in plain:
+        one["groups"] = [{**group, "kind": group["kind"].value} for group in one["groups"]]
+    return {"tiers": plain} if tiers else {}
+
+
 def _variants(sizing: Sizing) -> str:
     from kvplane_service.models.sizing import figures_by_layout
 
@@ -242,9 +275,11 @@ def _counts(figures: Figures) -> dict[str, object]:
     return {**{name: value for name, value in asdict(figures).items() if name != "groups"}, "gain": figures.gain}
 
 
-def _plot(title: str, sizing: Sizing, path: Path) -> None:
+def _plot(title: str, sizing: Sizing, path: Path | None) -> None:
     from kvplane_service.models.sizing import figures_by_length
 
+    if path is None:
+        return
     plots.check_path(path)
     _draw(title, figures_by_length(sizing), path)
 

@@ -90,11 +90,21 @@ class HashAlgorithm(Enum):
     XXHASH_CBOR = "xxhash_cbor"
 
 
+_PAGE_BYTES = 4096
+
+
 class TierKind(Enum):
     """Where a tier (a place for blocks that leave the device) keeps its blocks. The value is the name on the wire."""
 
     HOST = "host"
     DISK = "disk"
+
+    def slot_bytes(self, block_bytes: int) -> int:
+        """Return the memory of a slot on one rank: whole pages of 4 KiB, on a disk with one more for the seal.
+
+        `block_bytes`: bytes of a block of the widest group on that rank.
+        """
+        return -(-block_bytes // _PAGE_BYTES) * _PAGE_BYTES + _PAGE_BYTES * (self is TierKind.DISK)
 
 
 class Medium(IntEnum):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
 from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
 from kvplane_service.cli.options import SERVICE_VARIABLE
 
@@ -33,6 +35,9 @@ def replay_command(
         EvictionPolicy | None,
         typer.Option(help="Eviction: lru, window_tail, turn_tail or hazard. Default: as the service is configured."),
     ] = None,
+    host_blocks: Annotated[int, typer.Option(min=0, help="Slots of a host tier for what leaves the pool.")] = 0,
+    disk_blocks: Annotated[int, typer.Option(min=0, help="Slots of a disk tier behind it.")] = 0,
+    mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the movers of tiers end a job.")] = 2,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
@@ -63,21 +68,29 @@ def replay_command(
     A recording is replayed without a service and compared bit by bit; exits 1 if a decision differs. With --pool-blocks
     it is a what-if: the recorded steps in a pool of another size, where refused requests are retried with each step.
     """
+    tiers = _tiers({TierKind.HOST: host_blocks, TierKind.DISK: disk_blocks}, log)
     if log:
         from kvplane_service.cli.replay.report import show_log
 
         raise typer.Exit(show_log(file, pool_blocks, as_json))
     from kvplane_service.cli.replay.trace import ReplayOptions, show_replay
 
-    engine = EngineConfig(
-        max_running=1 if one_at_a_time else concurrency, token_budget=token_budget, max_output=max_output
-    )
+    running = 1 if one_at_a_time else concurrency
+    engine = EngineConfig(running, token_budget, max_output=max_output, mover_steps=mover_steps)
     cost = CostModel(prefill_tokens_per_second, decode_step_us)
     plan = RunPlan(
         model, tensor_parallel, replicas, pool_blocks or _POOL_BLOCKS, block_size, max_model_len, engine, cost, routing,
-        events, prefix_match_unit, eviction,
+        events, prefix_match_unit, eviction, tiers,
     )  # fmt: skip
     raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
+
+
+def _tiers(sizes: Mapping[TierKind, int], log: bool) -> tuple[TierSpec, ...]:
+    tiers = tuple(TierSpec(kind, count) for kind, count in sizes.items() if count)
+    if log and tiers:
+        what = "a recording is replayed with the tiers that it was made with"
+        raise InvalidArgument(what, field=f"--{tiers[0].kind.value}-blocks", remedy="replay a trace, or leave it out")
+    return tiers
 
 
 def demo_command(

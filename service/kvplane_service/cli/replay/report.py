@@ -40,6 +40,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("model", f"{summary.model}: {', '.join(describe_groups(summary.spec))}"),
         ("replicas", f"{summary.num_replicas} of {summary.spec.num_blocks} blocks"),
+        *((f"{tier.kind.value} tier", f"{tier.num_blocks:,} blocks") for tier in summary.spec.tiers),
         ("cost model", str(summary.cost)),
         ("requests", f"{summary.requests:,}"),
         ("completed", f"{summary.completed:,}"),
@@ -48,6 +49,10 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("generated tokens", f"{summary.tally.generated_tokens:,}"),
         ("looked up tokens", f"{counts.queried_tokens:,}"),
         ("hit tokens", f"{counts.hit_tokens:,} ({summary.hit_share:.1%})"),
+        *(
+            (f"loaded from {tier}", f"{share:.1%} of the tokens looked up")
+            for tier, share in summary.tier_shares.items()
+        ),
         ("block hits per group", _numbers(counts.hit_blocks)),
         ("evictions per group", _numbers(counts.evicted_blocks)),
         ("preemptions", f"{counts.preempted:,}"),
