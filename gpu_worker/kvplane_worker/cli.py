@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import TierKind
 
 
 def command(
@@ -34,6 +35,12 @@ def command(
     staging_mib: Annotated[int, typer.Option(help="Size of the host staging buffer for page transfers, in MiB.")] = 16,
     disk: Annotated[
         Path | None, typer.Option(help="Folder on a local disk for the disk tier, if the replica has one.")
+    ] = None,
+    host_mib: Annotated[
+        int | None, typer.Option(min=1, help="Most host memory of a host tier, in MiB. Default: 80 % of what is free.")
+    ] = None,
+    disk_mib: Annotated[
+        int | None, typer.Option(min=1, help="Most room of a disk tier, in MiB. Default: what is free.")
     ] = None,
     backend: Annotated[
         str, typer.Option(help="Backend of page operations: auto, triton, flashinfer or torch.")
@@ -60,7 +67,11 @@ def command(
     access = context.find_root().obj  # set by the options before the command
     staging_bytes = staging_mib << 20
     backend = "torch" if opaque else backend  # the engine moves its pages: no kernel needs to be tested
-    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait, disk)
+    sizes = {TierKind.HOST: host_mib, TierKind.DISK: disk_mib}
+    most_bytes = {kind: mib << 20 for kind, mib in sizes.items() if mib is not None}
+    options = WorkerOptions(
+        service, replica, rank, device, run_dir, staging_bytes, backend, access, wait, disk, most_bytes
+    )
     run(options, _print_address)
 
 

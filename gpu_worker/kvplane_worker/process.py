@@ -10,14 +10,15 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 from kvplane.base.errors import KvplaneError, NoPlan, NotFound, Unavailable, WorkerExists, WrongPlan
+from kvplane.base.groups import TierKind
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.blocking.workers import WorkersClient
 from kvplane.rpc.access import PLAIN, Access
@@ -58,6 +59,7 @@ class WorkerOptions:
         staging_bytes: size of the staging buffer in bytes; raised to the size of one block if it is smaller.
         backend: name of the backend of page operations; "auto" = the first that works on the device.
         disk: folder for the files of disk tiers; None = the worker has no disk.
+        most_bytes: most memory of a host tier, and most room of a disk tier; without a kind, what is free.
         access: TLS and token for the service.
         wait: whether to retry until the service is reachable and the replica is registered, instead of raising an
             error.
@@ -73,6 +75,7 @@ class WorkerOptions:
     access: Access = PLAIN
     wait: bool = False
     disk: Path | None = None
+    most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
 
 
 class Stop:
@@ -176,7 +179,7 @@ class WorkerProcess:
             if tiers:
                 content = assignment.content_id, options.rank
                 name = shared_prefix(run_dir.path).rstrip("-")
-                where = TierOptions(tiers, options.disk, name, *content, run_dir.left)
+                where = TierOptions(tiers, options.disk, name, *content, run_dir.left, options.most_bytes)
                 self._served.movers = start_movers(holdings, where, self._backend.ops)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
         self._servicer = WorkerServicer(self._served)

@@ -139,7 +139,7 @@ def test_only_pods_of_workers_on_nodes_need_a_privileged_namespace(case):
         for one in objects
         if any(not is_restricted(spec) for spec in pod_specs([without_given_containers(one)]))
     ]
-    daemons = name in ("everything", "gpu-daemonset", "gpu-dra", "gpu-workers")
+    daemons = name in ("everything", "gpu-daemonset", "gpu-dra", "gpu-tiers", "gpu-workers")
     assert needing == (["DaemonSet"] if daemons else [])
 
 
@@ -238,6 +238,44 @@ def test_a_worker_s_replica_begins_with_the_prefix_of_its_owner(mode, name):
 
     assert replica() == f"--replica={name}"
     assert replica(access={"replicaPrefix": "acme/"}) == f"--replica=acme/{name}"
+
+
+def worker_of(values):
+    """The spec of the pod that has the worker of rank 0, and its container."""
+    for spec in pod_specs(Helm4().objects({"gpuWorker": values})):
+        for one in spec["containers"]:
+            if one["name"] == "worker-0":
+                return spec, one
+    raise AssertionError("no worker")
+
+
+def test_workers_have_the_tiers_of_the_values():
+    _, bare = worker_of({"mode": "daemonset"})
+    assert not any(word.startswith(("--host-mib", "--disk")) for word in bare["args"])
+    folder = "/data/tiers"
+    disk = {"type": "hostPath", "path": folder, "size": "2Ti"}
+    resources = {"requests": {"memory": "80Gi"}}
+    spec, worker = worker_of(
+        {"mode": "daemonset", "tiers": {"hostMemory": "64Gi", "disk": disk}, "resources": resources}
+    )
+    assert {f"--host-mib={64 << 10}", f"--disk={folder}", f"--disk-mib={2 << 20}"} <= set(worker["args"])
+    assert {"name": "tiers", "mountPath": folder} in worker["volumeMounts"]
+    assert {"name": "tiers", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}} in spec["volumes"]
+    (owner,) = spec["initContainers"]  # gives the folder to the user of workers
+    assert folder in owner["args"]
+    assert {"name": "tiers", "mountPath": folder} in owner["volumeMounts"]
+
+
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_a_claim_has_room_for_the_disk_tiers_of_all_ranks(mode):
+    claim = {"type": "claim", "size": "100Gi", "storageClassName": "fast"}
+    spec, worker = worker_of({"mode": mode, "ranks": 3, "tiers": {"disk": claim}})
+    (volume,) = (one["ephemeral"] for one in spec["volumes"] if one["name"] == "tiers")
+    asked = volume["volumeClaimTemplate"]["spec"]
+    assert asked["resources"]["requests"]["storage"] == f"{300 << 10}Mi"
+    assert asked["storageClassName"] == "fast"
+    (mount,) = (one["mountPath"] for one in worker["volumeMounts"] if one["name"] == "tiers")
+    assert f"--disk={mount}" in worker["args"]
 
 
 def admits(policies, source, target, port):

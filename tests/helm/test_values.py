@@ -114,6 +114,34 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"gpuWorker": {"mode": "daemonset", "service": "kvplane.a.svc:7070"}, "store": EXTERNAL},
         "store.type is of a service, but gpuWorker.service makes this a release of workers alone",
     ),
+    "tiers of no worker": ({"gpuWorker": {"tiers": {"hostMemory": "1Gi"}}}, "but gpuWorker.mode is disabled"),
+    "a claim without a size": (
+        {"gpuWorker": {"mode": "daemonset", "tiers": {"disk": {"type": "claim"}}}},
+        "gpuWorker.tiers.disk.size is empty",
+    ),
+    "a disk of no type": (
+        {"gpuWorker": {"mode": "daemonset", "tiers": {"disk": {"size": "1Gi"}}}},
+        "gpuWorker.tiers.disk is given, but its type is none",
+    ),
+    "a class of no claim": (
+        {"gpuWorker": {"mode": "daemonset", "tiers": {"disk": {"type": "hostPath", "storageClassName": "fast"}}}},
+        "storageClassName is of a claim, but the type is hostPath",
+    ),
+    "a folder of the node in the service's pod": (
+        {"gpuWorker": {"mode": "sidecar", "tiers": {"disk": {"type": "hostPath"}}}},
+        "type hostPath is for workers on nodes",
+    ),
+    "a host tier above the memory of its container": (
+        {
+            "gpuWorker": {
+                "mode": "daemonset",
+                "tiers": {"hostMemory": "8Gi"},
+                "resources": {"requests": {"memory": "9Gi"}, "limits": {"memory": "12Gi"}},
+            }
+        },
+        "gpuWorker.resources.requests.memory 9Gi has no room for a host tier of 8Gi, which is at most 80 % of it: give "
+        "at least 10240Mi",
+    ),
     "a worker without a certificate": (
         {"gpuWorker": {"mode": "daemonset"}, "tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}},
         "gpuWorker has no certificate",

@@ -70,9 +70,7 @@ class Holdings:
     _memories: tuple[Memory, ...] = field(repr=False)
 
     @classmethod
-    def allocate(
-        cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, num_slots: int = 0
-    ) -> Holdings:
+    def allocate(cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int, num_slots: int = 0) -> Holdings:
         """Allocate zeroed pages, a stamp table (page version numbers), a staging buffer and, for tiers of this number
         of slots, a job table, with a new incarnation (a random number that identifies the memory).
 

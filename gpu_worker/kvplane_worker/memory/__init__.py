@@ -16,7 +16,7 @@ from kvplane_worker.memory.kinds import (
     pin_host_memory,
     use_device,
 )
-from kvplane_worker.memory.shared import SharedMemory, free_host_bytes
+from kvplane_worker.memory.shared import SharedMemory, free_host_bytes, is_in_memory
 
 __all__ = [
     "Memory",
@@ -27,6 +27,7 @@ __all__ = [
     "check_device",
     "free_bytes",
     "free_host_bytes",
+    "is_in_memory",
     "open_memory",
     "pin_host_memory",
     "use_device",

@@ -106,7 +106,23 @@ def free_shared_bytes() -> int:
     return min(found.f_bavail * found.f_frsize, free_host_bytes())
 
 
-def free_host_bytes() -> int:
-    """Return the number of bytes that are free on the machine."""
+def free_host_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of bytes that are free on the machine, and within the memory limit of this container.
+
+    `group`: folder of the control group (v2) that a container sees as its own.
+    """
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
+    free = int(available.split()[1]) * 1024
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such group, or no limit: "max"
+        return free
+    return min(free, max(0, limit - used))
+
+
+def is_in_memory(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Return whether the files of a folder are in memory (tmpfs, ramfs). `mounts`: the mounted file systems."""
+    at = folder.resolve()
+    kinds = {Path(one.split()[1].replace("\\040", " ")): one.split()[2] for one in mounts.read_text().splitlines()}
+    nearest = next((path for path in (at, *at.parents) if path in kinds), None)
+    return nearest is not None and kinds[nearest] in ("tmpfs", "ramfs")

@@ -216,9 +216,19 @@ class Movers:
     def _carry_out(self, job: Job) -> bool:
         """Do a job; returns whether all is where it should be, and verified."""
         first = job.rows[0]
+        if not all(map(self._names_slots, job.rows)):
+            _log.error("job %d names a slot that is not there", job.number)
+            return False
         if first.kind == JobKind.LOAD:
             return all(self._load(piece) for piece in self._pieces(job.rows))
         return self._save(first) if first.kind == JobKind.SAVE else self._move(first)
+
+    def _names_slots(self, row: JobRow) -> bool:
+        """Whether there are the slots of a row: a file would grow by a write behind its end."""
+        tiers, places = self._place.tiers, [(row.tier, row.slot)]
+        if row.kind == JobKind.MOVE:
+            places.append((row.block, row.stamp))
+        return all(tier < len(tiers) and slot < tiers[tier].spec.num_blocks for tier, slot in places)
 
     def _pieces(self, rows: Sequence[JobRow]) -> Iterator[list[JobRow]]:
         """Yield runs of rows of one group in consecutive slots of one tier, of at most PIECE_BYTES."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from kvplane.base.errors import InvalidArgument
+from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.stamp_table import StampTable
 from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.memory import is_in_memory
 from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import left_by
 from kvplane_worker.tiers.movers import MoverMemory, Movers
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from kvplane_worker.tiers.slots import HostSlots, Slots
+
+MOST_AT_ONCE = 0x7FFFF000  # bytes that Linux reads or writes in one call
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class TierOptions:
         content_id: as in `Assignment`.
         rank: the rank.
         left: stamp table of a worker of this rank that was killed; b"" = there is none.
+        most_bytes: limits of the operator by kind of tier; a kind without one has the free memory, or the free disk.
     """
 
     specs: Sequence[TierSpec]
@@ -42,6 +46,7 @@ class TierOptions:
     content_id: bytes = b""
     rank: int = 0
     left: bytes = b""
+    most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
 
 
 def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Movers:
@@ -49,7 +54,8 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
 
     Raises:
         InvalidArgument: the folder of a disk tier is missing, or cannot be used, or its file is of no tier.
-        OutOfMemory: a tier does not fit into the free memory of the host, or the free room of the disk.
+        OutOfMemory: a tier does not fit into the free memory of the host, the free room of the disk, or the limit of
+            the operator.
         WorkerExists: another worker uses the file of a disk tier.
     """
     pages = holdings.buffers
@@ -58,6 +64,7 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
     with ExitStack() as cleanup:
         slots, first = list[Slots](), pages.num_blocks
         for index, spec in enumerate(options.specs):
+            _check_size(options, index, width)
             is_host = spec.kind is TierKind.HOST
             made = _host(spec, width, holdings) if is_host else _disk(options, index, width, holdings)
             slots.append(made)
@@ -67,6 +74,27 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
             first += spec.num_blocks
         cleanup.pop_all()
     return Movers(MoverMemory(pages, holdings.stamps, slots), ops, holdings.jobs)
+
+
+def _check_size(options: TierOptions, index: int, width: int) -> None:
+    """Raise OutOfMemory for a tier above the limit of the operator, InvalidArgument for blocks that no disk reads at
+    once.
+    """
+    spec = options.specs[index]
+    slot_bytes, most = spec.kind.slot_bytes(width), options.most_bytes.get(spec.kind)
+    if most is not None and spec.num_blocks * slot_bytes > most:
+        raise OutOfMemory(
+            f"the {spec.kind.value} tier needs {spec.num_blocks * slot_bytes} bytes, this worker may use {most}",
+            field=f"tiers[{index}].num_blocks",
+            remedy=f"register the replica with at most {most // slot_bytes} blocks, or raise --{spec.kind.value}-mib",
+            metadata={"num_blocks": str(most // slot_bytes)},
+        )
+    if spec.kind is TierKind.DISK and slot_bytes > MOST_AT_ONCE:
+        raise InvalidArgument(
+            f"a block has {width} bytes on this rank, and the system reads at most {MOST_AT_ONCE} at once",
+            field=f"tiers[{index}]",
+            remedy="use smaller blocks, or register the replica without a disk tier",
+        )
 
 
 def _host(spec: TierSpec, width: int, holdings: Holdings) -> HostSlots:
@@ -91,6 +119,10 @@ def _disk(options: TierOptions, index: int, width: int, holdings: Holdings) -> D
             "the replica has a disk tier, and this worker has no disk",
             field=f"tiers[{index}]",
             remedy="start the worker with --disk FOLDER, or register the replica without a disk tier",
+        )
+    if is_in_memory(options.disk):
+        _log.warning(
+            "%s is in memory, not on a disk: its tier takes memory, and is lost with the machine", options.disk
         )
     # Each namespace has files of its own: none is emptied because a worker starts with other weights.
     namespace = blake2b(f"{plan} {options.rank}".encode() + options.content_id[:8], digest_size=8).hexdigest()

@@ -140,6 +140,31 @@ gpuWorker.replica is the same on every node, but a rank has one worker: include 
 {{- if and (eq $worker.mode "sidecar") $worker.replica (not (contains "$(POD_NAME)" $worker.replica)) }}
 gpuWorker.replica is the same in every pod, but a rank has one worker: include $(POD_NAME)
 {{- end }}
+{{- $tiers := $worker.tiers }}
+{{- if and (eq $worker.mode "disabled") (or $tiers.hostMemory (ne $tiers.disk.type "none")) }}
+gpuWorker.tiers are of workers, but gpuWorker.mode is disabled: set gpuWorker.mode, or remove them
+{{- end }}
+{{- if and (eq $tiers.disk.type "claim") (not $tiers.disk.size) }}
+gpuWorker.tiers.disk.size is empty, but a claim has a size: give it, such as 500Gi, or use type hostPath
+{{- end }}
+{{- if and (eq $tiers.disk.type "none") (or $tiers.disk.size $tiers.disk.storageClassName) }}
+gpuWorker.tiers.disk is given, but its type is none: set type=hostPath or type=claim, or remove it
+{{- end }}
+{{- if and (ne $tiers.disk.type "claim") $tiers.disk.storageClassName }}
+gpuWorker.tiers.disk.storageClassName is of a claim, but the type is {{ $tiers.disk.type }}: set type=claim, or remove it
+{{- end }}
+{{- if and (eq $tiers.disk.type "hostPath") (eq $worker.mode "sidecar") }}
+gpuWorker.tiers.disk.type hostPath is for workers on nodes, since pods of the service may not have one: use type claim, or mode daemonset
+{{- end }}
+{{- if and $tiers.hostMemory (ne $worker.mode "disabled") }}
+{{- $needed := div (add (mul 5 (include "kvplane.mebibytes" $tiers.hostMemory | int64)) 3) 4 }}
+{{- range $name := list "requests" "limits" }}
+{{- $given := dig $name "memory" "" $worker.resources | toString }}
+{{- if and (regexMatch "^[0-9]+(Mi|Gi|Ti)$" $given) (lt (include "kvplane.mebibytes" $given | int64) $needed) }}
+gpuWorker.resources.{{ $name }}.memory {{ $given }} has no room for a host tier of {{ $tiers.hostMemory }}, which is at most 80 % of it: give at least {{ $needed }}Mi
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if and $worker.resourceClaims (semverCompare "<1.31-0" .Capabilities.KubeVersion.Version) }}
 gpuWorker.resourceClaims needs Kubernetes 1.31, this is {{ .Capabilities.KubeVersion.Version }}: use gpuWorker.runtimeClassName
 {{- end }}

@@ -22,6 +22,15 @@ its socket exists: it binds the socket when it serves, and a new one first remov
     - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}
     - --run-dir={{ $worker.runDir }}/rank-{{ $rank }}
     - --staging-mib={{ int $worker.stagingMiB }}
+    {{- with $worker.tiers.hostMemory }}
+    - --host-mib={{ include "kvplane.mebibytes" . }}
+    {{- end }}
+    {{- if ne $worker.tiers.disk.type "none" }}
+    - --disk={{ include "kvplane.tierDir" $.root }}
+    {{- with $worker.tiers.disk.size }}
+    - --disk-mib={{ include "kvplane.mebibytes" . }}
+    {{- end }}
+    {{- end }}
     - --wait
   env:
     - name: NODE_NAME
@@ -55,7 +64,41 @@ its socket exists: it binds the socket when it serves, and a new one first remov
     {{- if not $isDaemon }}
     - {name: shm, mountPath: /dev/shm}
     {{- end }}
+    {{- if ne $worker.tiers.disk.type "none" }}
+    - {name: tiers, mountPath: {{ include "kvplane.tierDir" $.root }}}
+    {{- end }}
     {{- include "kvplane.accessMounts" $.root | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* Where workers see the folder of disk tiers. */}}
+{{- define "kvplane.tierDir" -}}
+{{ ternary .Values.gpuWorker.tiers.disk.path "/var/lib/kvplane/tiers" (eq .Values.gpuWorker.tiers.disk.type "hostPath") }}
+{{- end }}
+
+{{/* A size such as 64Gi in MiB. */}}
+{{- define "kvplane.mebibytes" -}}
+{{- $count := regexFind "^[0-9]+" . | int64 -}}
+{{- mul $count (get (dict "Mi" 1 "Gi" 1024 "Ti" 1048576) (regexFind "(Mi|Gi|Ti)$" .)) -}}
+{{- end }}
+
+{{/* The folder of disk tiers, of all ranks of a pod. */}}
+{{- define "kvplane.tierVolumes" -}}
+{{- $disk := .Values.gpuWorker.tiers.disk -}}
+{{- if eq $disk.type "hostPath" }}
+- name: tiers
+  hostPath: {path: {{ $disk.path }}, type: DirectoryOrCreate}
+{{- else if eq $disk.type "claim" }}
+- name: tiers
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $disk.storageClassName }}
+        storageClassName: {{ . | quote }}
+        {{- end }}
+        resources:
+          requests: {storage: {{ mul (include "kvplane.mebibytes" $disk.size | int64) (int .Values.gpuWorker.ranks) }}Mi}
 {{- end }}
 {{- end }}
 
@@ -112,6 +155,7 @@ its socket exists: it binds the socket when it serves, and a new one first remov
   emptyDir: {medium: Memory, sizeLimit: 16Mi}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .Values.gpuWorker.shmSize }}}
+{{- include "kvplane.tierVolumes" . }}
 {{- include "kvplane.accessVolumes" . }}
 {{- end }}
 

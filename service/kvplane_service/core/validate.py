@@ -488,7 +488,8 @@ class StepValidator:
         unknown = reduce(or_, column, 0) & ~allowed
         if unknown:
             name = ": LOAD is for admit rows of a replica with tiers" if unknown & RowFlag.LOAD else ""
-            self._require(False, field, f"bit {unknown & -unknown} is not a flag of these rows{name}")
+            what = f"bit {unknown & -unknown} is not a flag of these rows{name}"
+            raise InvalidArgument(what, field=self._where + field, remedy="leave it out")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:
         if not isinstance(tokens, array) or tokens.typecode not in "BHI":  # each entry of such an array is an id

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec, TierKind
-from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.planner import to_groups
-from kvplane_service.core.requests import Requests
-from kvplane_service.core.setup import is_cached
+from kvplane_service.core.tiers.rows import blocks_of_hit
 from kvplane_service.models.sizing import Sizing
 
 
@@ -83,17 +81,12 @@ def _blocks_per_prompt(sizing: Sizing) -> list[int]:
     plan = sizing.plan()
     spec = ReplicaSpec(
         groups=to_groups(plan),
-        num_blocks=2,  # nothing is allocated: only the rules of the groups are asked
+        num_blocks=2,  # nothing is allocated: the rules of the groups are asked
         max_model_len=plan.options.max_model_len,
         hash_block_size=plan.hash_block_size,
         scheduler_block_size=plan.scheduler_block_size,
         max_in_flight_tokens=plan.options.max_in_flight_tokens,
         partial_hits=plan.partial_hits,
     )
-    length = sizing.options.max_model_len // spec.scheduler_block_size * spec.scheduler_block_size
-    return [
-        length // manager.block_size - max(manager.skipped_tokens(length), 0) // manager.block_size
-        if is_cached(manager.spec)
-        else 0
-        for manager in Coordinator(spec, Requests()).managers
-    ]
+    unit = spec.scheduler_block_size
+    return blocks_of_hit(spec, sizing.options.max_model_len // unit * unit)

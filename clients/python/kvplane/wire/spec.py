@@ -151,10 +151,14 @@ def decode_tiers(messages: Iterable[pb.TierSpec]) -> tuple[TierSpec, ...]:
 
 
 def _decode_tier(message: pb.TierSpec, where: str) -> TierSpec:
-    if not message.kind:
+    return TierSpec(decode_tier_kind(message.kind, where), message.num_blocks)
+
+
+def decode_tier_kind(number: int, where: str) -> TierKind:
+    """Return the kind of a tier. Raises InvalidArgument if it has none, or an unknown one."""
+    if not number:
         raise InvalidArgument("the tier has no kind", field=f"{where}.kind", remedy="use a value of the enum TierKind")
-    kind = decode_enum(pb.TierKind, "TIER_KIND", message.kind, f"{where}.kind", TierKind.HOST)
-    return TierSpec(kind, message.num_blocks)
+    return decode_enum(pb.TierKind, "TIER_KIND", number, f"{where}.kind", TierKind.HOST)
 
 
 def _decode_group(message: pb.GroupSpec, where: str) -> GroupSpec:

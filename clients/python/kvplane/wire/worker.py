@@ -8,13 +8,12 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import TierKind
 from kvplane.base.worker import Assignment, TierUse, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2 as pb
 from kvplane.v1.replica_pb2 import TierKind as TierKindMessage
 from kvplane.wire.columns import build
 from kvplane.wire.plan import decode_plan, encode_plan
-from kvplane.wire.spec import decode_enum, decode_tiers, encode_enum, encode_tiers
+from kvplane.wire.spec import decode_enum, decode_tier_kind, decode_tiers, encode_enum, encode_tiers
 
 _M = TypeVar("_M", bound=Message)
 _OF_TIER = tuple(one.name for one in fields(TierUse) if one.name != "kind")
@@ -36,8 +35,7 @@ def encode_tier_use(kind: type[_M], use: TierUse, where: str, **more: object) ->
 
 
 def _decode_tier_use(message: pb.TierUse, where: str) -> TierUse:
-    kind = decode_enum(TierKindMessage, "TIER_KIND", message.kind, f"{where}.kind", TierKind.HOST)
-    return TierUse(kind, **{name: getattr(message, name) for name in _OF_TIER})
+    return TierUse(decode_tier_kind(message.kind, where), **{name: getattr(message, name) for name in _OF_TIER})
 
 
 def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:

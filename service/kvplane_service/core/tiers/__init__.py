@@ -10,6 +10,7 @@ slot of a tier has a *version*, the job that wrote it, which no other content ev
     tiers       all tiers of a replica, the jobs in flight, and the union of device and tiers as an index for look-ups
     loads       begins and ends the loads of admitted requests
     behind      chooses what to save and to move at the end of a step
+    rows        the blocks of a prefix that a hit needs
     entries     the exported state of the tiers
     invariants  checks them
 """
