@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvplane.base.step import RemoveReason
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.tiers.loads import TierLoads
+from kvplane_service.core.tiers.loads import LoadPlan, TierLoads
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Tiers
 from tests.core.test_page_contents import MIXES
@@ -73,6 +75,10 @@ TWINS: dict[str, tuple[type, str, Callable[[Wrapped], Wrapped]]] = {
         real(self, job, write, is_good) if is_good else self.each[write.tier].writing.discard(write.key)
     )),
     "block released under a load": (Tiers, "order", lambda real: _early_release(real)),
+    "a load without rows": (TierLoads, "plan", lambda real: _empty_load(real)),
+    "an eviction of a tier that is no event": (Tier, "take_events", lambda real: lambda self: (
+        [event for event in real(self) if event.reason is not RemoveReason.EVICTED]
+    )),
 }  # fmt: skip
 
 
@@ -85,6 +91,20 @@ def _early_release(real: Wrapped) -> Wrapped:
             self._pool.release([row[4]])
 
     return order
+
+
+def _empty_load(real: Wrapped) -> Wrapped:
+    """A hit whose look-up needed a block that the hit does not."""
+
+    def plan(self: TierLoads, slot: int, limit: int, device: Hit) -> LoadPlan | None:
+        found = real(self, slot, limit, device)
+        if found is not None or not self._tiers.has_keys:
+            return found
+        hit = self._find(slot, limit)
+        bare = self._split(hit, hit.num_tokens - device.num_tokens)
+        return bare if hit.num_tokens > device.num_tokens and not bare.missing else None
+
+    return plan
 
 
 def runs_until_found(twin: str, base: int = 0) -> int:
