@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
+from kvplane.base.groups import TierKind
 from kvplane.base.hashing import native
 from kvplane.base.sources import ModelSource
 from kvplane.base.step import Budget
-from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.base.worker import TierUse, WorkerInfo, WorkerState
 from kvplane.blocking.client import connect
 from kvplane.blocking.workers import WorkersClient
 from kvplane.rpc.channel import open_channel
@@ -33,7 +34,7 @@ from tests.store.test_writer import Away
 
 CHECKS = [
     "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "state",
-    "loads", "chunks", "prompts", "drafts", "cores", "hashes",
+    "loads", "tiers", "chunks", "prompts", "drafts", "cores", "hashes",
 ]  # fmt: skip
 
 
@@ -82,6 +83,14 @@ def silent_worker(service: Service) -> Iterator[None]:
 def foreign_epoch(service: Service) -> Iterator[None]:
     infos = [WorkerInfo(rank, 11 + rank, "unix:/run/here", 77, "cpu", WorkerState.READY, 5, 9) for rank in (0, 1)]
     with workers(service, *infos):
+        yield
+
+
+@contextmanager
+def failing_disk(service: Service) -> Iterator[None]:
+    disk = TierUse(TierKind.DISK, refused_blocks=2, suspended=True)
+    states = [WorkerInfo(rank, 11 + rank, "unix:/run/here", 77, "cpu", tiers=(disk,) * rank) for rank in (0, 1)]
+    with workers(service, *states):
         yield
 
 
@@ -196,6 +205,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "store": store_away,
     "state": broken_state,
     "loads": load_of_a_dead_engine,
+    "tiers": failing_disk,
     "chunks": small_budget,
     "prompts": decodes_in_front,
     "drafts": rejecting_engine,

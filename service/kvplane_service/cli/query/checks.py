@@ -21,6 +21,7 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
 from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
 from kvplane_service.cli.client import described
+from kvplane_service.cli.output import tier_word
 
 MAX_CLOCK_SKEW_MS = 1000
 _TIMEOUT_S = 5.0
@@ -62,6 +63,7 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _stores(channel, replicas),
             _state(channel),
             _loads(replicas),
+            _tiers(replicas),
             _chunks(replicas),
             _starved(replicas),
             _drafts(replicas),
@@ -201,6 +203,20 @@ def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
     seen = f"held for loads of earlier engine lives: {'; '.join(held)}" if held else "no block is held for an old load"
     remedy = "when the transfers have ended, the engine lists the blocks in loads_over (`kvplane describe REPLICA`)"
     return Finding("loads", not held, seen, remedy)
+
+
+def _tiers(replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Check that every slot of a tier held what was written to it, and that no disk is left alone because it fails."""
+    wrong = [
+        f"{one.replica} rank {worker.rank}: {use.refused_blocks} damaged blocks in the {tier_word(use.kind)} tier"
+        + (", which is suspended" if use.suspended else "")
+        for one in replicas
+        for worker in one.workers
+        for use in worker.tiers
+        if use.refused_blocks or use.suspended
+    ]
+    remedy = "check memory and disk of that machine (`kvplane describe REPLICA`): see KvplaneTierDamaged"
+    return Finding("tiers", not wrong, "; ".join(wrong) or "no tier is damaged or suspended", remedy)
 
 
 def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
