@@ -33,9 +33,9 @@ _COUNTS = (
     ),
     (
         "kvplane_tier_declined_loads",
-        "Admissions that got the device's hit because a longer one was not loaded: declined (too many blocks are under "
-        "load); no_job (too many jobs; counts saves too).",
-        ("declined", "no_job"),
+        "Admissions that got the device's hit because a longer one was not loaded: declined (too many blocks are "
+        "under load); too_slow (computing is faster); no_job (too many jobs; counts saves too).",
+        ("declined", "too_slow", "no_job"),
     ),
 )
 
