@@ -2,11 +2,11 @@
 
     python -m tests.bench.vllm_schedule [NUM_REQUESTS ...]
 
-Stock, kvplane in process, kvplane followed by a service ("mirror"), and kvplane with a service that decides ("remote"),
-whose program is sent while the step before it runs, take turns in one process (`tests/vllm/schedule_times.py`), with a
-fake model. The times are CPU times of the engine's thread in schedule(); in mode mirror they include submitting the
-step. `others` is the CPU time per step of the mirror's own thread; `waited` is how long schedule() waited for the
-service that decides. Only the ratios can be compared between machines.
+Stock, kvplane in process, the same on the Python core ("python"), kvplane followed by a service ("mirror"), and kvplane
+with a service that decides ("remote"), whose program is sent while the step before it runs, take turns in one process
+(`tests/vllm/schedule_times.py`), with a fake model. The times are CPU times of the engine's thread in schedule(); in
+mode mirror they include submitting the step. `others` is the CPU time per step of the mirror's own thread; `waited` is
+how long schedule() waited for the service that decides. Only the ratios can be compared between machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from tests.vllm import environment
 from tests.vllm.processes import Service
 
-MODES = "kvplane", "mirror", "remote"
+MODES = "kvplane", "python", "mirror", "remote"
 SCRIPT = environment.ROOT / "tests" / "vllm" / "schedule_times.py"
 
 

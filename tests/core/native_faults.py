@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +63,13 @@ FAULTS = [
           "const Int keys = RegisterBoundOf(slot) + 1;"),
     Fault("pages of all groups are left to a load", "coordinator.h", "!(admission.loaded_groups >> one->group & 1)",
           "false"),
+    Fault("a row that ends a request leaves its grant", "open_step.h",
+          "if (Entry(facts.end, 0, kEndNone) != kEndNone) Forget(slot);", ""),
+    Fault("keys of a row are not noted", "open_step.h", "tracker_.NoteKeys(slot, seq_);", ""),
+    Fault("a part begins without its preempted requests", "open_step.h",
+          "result_.taken_back += static_cast<Int>(result_.preempted.size() - before);", ""),
+    Fault("the quiet zone of a row leaves lookahead out", "open_step.h",
+          "end + growth.lookahead <= requests_.fast_path_until[slot]", "end <= requests_.fast_path_until[slot]"),
     Fault("a hit is not shortened again", "lookup.h", "length >= candidate", "true"),
     Fault("the single-group hit is reported always", "lookup.h", "longest_ > length ? longest_ : 0", "longest_"),
     Fault("events start one token late", "cache_events.h", "starts.push_back(start);", "starts.push_back(start + 1);"),
@@ -141,9 +150,12 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.core import native
-    from tests.core.builders import replica_spec
+    from tests.core import test_open_step
+    from tests.core.builders import REFERENCE, SAFE, replica_spec
+    from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
     from tests.core.test_page_contents import MIXES, run
+    from tests.core.test_step_law import MIXES as LAW_MIXES
     from tests.fuzz import steps
 
     with steps.twin_engines():
@@ -153,6 +165,11 @@ def checks() -> Iterator[tuple[str, object]]:
                     yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
     for case in CASES:
         yield case.__name__, case
+    with paired():
+        for seed in range(6):  # of tests/core/test_native_rows.py
+            for mix, commit in product(LAW_MIXES, (SAFE, REFERENCE)):
+                play = partial(test_open_step.play, mix, commit, seed)
+                yield f"rows of {mix}, {commit.name}, seed {seed}", play
     for number, program in enumerate(steps.seeds()):
         yield f"program {number} of tests/fuzz", lambda program=program: steps.run(program)
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from copy import deepcopy
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvplane.base.groups import EvictionPolicy, MambaMode
 from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, Facts, News, Part, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
+from kvplane_service import core
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
@@ -311,6 +313,25 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setenv(cores.VARIABLE, "")
     assert isinstance(cores.new_replica(replica_spec(full())), Replica)
     assert "not installed" in cores.describe()
+
+
+def test_a_library_of_other_sources_is_named_and_not_used(tmp_path, monkeypatch):
+    """Its functions can lack what the Python files of this tree call."""
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "module.cpp").write_bytes(b"// of a later commit")
+    library = tmp_path / "native" / "_native.abi3.so"
+    library.write_bytes(b"of an earlier one")
+    monkeypatch.setattr(core, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.delitem(sys.modules, "kvplane_service.core.native._native")
+    monkeypatch.setattr(cores, "_problem", cores._problem.__wrapped__)
+    monkeypatch.setenv(cores.VARIABLE, "native")
+    with pytest.raises(FailedPrecondition, match="compiled from other sources: run make"):
+        cores.new_replica(replica_spec(full()))
+    monkeypatch.setenv(cores.VARIABLE, "")
+    assert isinstance(cores.new_replica(replica_spec(full())), Replica)
+    assert cores.describe() == "python (the compiled core was compiled from other sources: run make)"
+    library.write_bytes(sha256(b"// of a later commit").hexdigest().encode())
+    assert cores.describe() == "native"
 
 
 def test_a_seed_plays_alike_on_both_cores(monkeypatch):

@@ -7,13 +7,15 @@ script (-P), since `tests` is the package of vLLM's tests here; see `tests.bench
 one group is full attention, the others are sliding windows. "even": in each step 1 of 16 requests fills a block;
 "phase": all requests fill a block in the same step, every 16 steps. "remote" is kvplane with the service at ADDRESS,
 which gets each program ahead and answers it while the engine pauses; "mirror" is kvplane followed by this service,
-which applies the steps in such a pause. `others` is the CPU time of the process's other threads in a step.
+which applies the steps in such a pause. "python" is kvplane in process on the Python core. `others` is the CPU time of
+the process's other threads in a step.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ BLOCK, PROMPT, WINDOW, TURN = 16, 512, 128, 8  # tokens of a block, a prompt and
 WARM_UP = 16  # steps
 WAIT_S = 60  # for the service to apply the last step
 PAUSE_S = 0.02  # in each step of each side, as while a model runs: in it a service answers
-NAMES = "stock", "kvplane", "mirror", "remote"
+NAMES = "stock", "kvplane", "python", "mirror", "remote"
 WITH_SERVICE = "mirror", "remote"
 
 
@@ -82,6 +84,7 @@ class Side:
 
 def side(name: str, num_requests: int, num_groups: int, load: str, steps: int, address: str) -> Side:
     """A scheduler with its requests, after their prompts are computed."""
+    os.environ["KVPLANE_CORE"] = "python" if name == "python" else "auto"
     longest = PROMPT + BLOCK + WARM_UP + steps + 8
     sizes = {"max_num_seqs": num_requests, "max_num_batched_tokens": num_requests * (PROMPT + BLOCK)}
     model = create_scheduler(max_model_len=2048, enable_prefix_caching=True, block_size=BLOCK, **sizes)

@@ -22,6 +22,7 @@ from kvplane_service.core.open_step import AdmitTerms, OpenStep
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_vllm import events, views
+from kvplane_vllm.cores import new_core, open_step
 from kvplane_vllm.handoffs import Handoffs
 from kvplane_vllm.known import Known
 from kvplane_vllm.spec import limits_of, replica_spec
@@ -93,7 +94,7 @@ class InProcessManager(KVCacheManager):
 
     def new_replica(self, spec: ReplicaSpec) -> Replica:
         """Return the allocator of this engine life, with an empty cache."""
-        return Replica(spec)
+        return new_core(spec)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class InProcessManager(KVCacheManager):
 
     def _open(self) -> OpenStep:
         if self._step is None:
-            self._step = OpenStep(self.replica, self.replica.seq if self.executed is None else self.executed)
+            self._step = open_step(self.replica, self.replica.seq if self.executed is None else self.executed)
             self._taken = 0
         return self._step
 
@@ -135,7 +136,7 @@ class InProcessManager(KVCacheManager):
     def _flush(self) -> None:
         """Collect the cache events of the calls so far; the step stays open."""
         if self._step is not None:
-            results = self._step.flush() if self.pool.events.runs else self._step.results
+            results = self._step.flush() if self._step.has_events else self._step.results
             self._take(results[self._taken :])
             self._taken = len(results)
 
@@ -156,7 +157,7 @@ class InProcessManager(KVCacheManager):
         `scheduler.OnKvplane`.
         """
         if self.executed is None:
-            if self._step is not None and self._step.granted:
+            if self._step is not None and self._step.any_granted:
                 self.close_step()
             self._open()
 
@@ -233,7 +234,7 @@ class InProcessManager(KVCacheManager):
             self._forget_slot(known.slot)
 
     def _has_run(self, slot: int) -> None:
-        if self.executed is None and self._step is not None and slot in self._step.granted:
+        if self.executed is None and self._step is not None and self._step.is_granted(slot):
             self.close_step()  # launches are not reported: the one of this step has run
 
     def _forget_slot(self, slot: int) -> None:
@@ -243,7 +244,7 @@ class InProcessManager(KVCacheManager):
 
     def tables_of(self, slot: int) -> list[list[int]]:
         """Return the block ids of the request in `slot`, one list per group."""
-        return [manager.table[slot] for manager in self.managers]
+        return self.replica.coordinator.tables(slot)
 
     def _view(self, rows: Sequence[Sequence[int]]) -> KVCacheBlocks:
         """Return the blocks with these ids, by group. The caller must not change `rows` later."""
@@ -331,7 +332,7 @@ class InProcessManager(KVCacheManager):
         known = self._find(request)
         slot = known.slot
         granted: Sequence[Sequence[int]] | None
-        if self._step is not None and slot in self._step.granted and self.commit is CommitRule.SAFE:
+        if self._step is not None and self._step.is_granted(slot) and self.commit is CommitRule.SAFE:
             self.close_step()  # a request runs once in a step
         flags = (DELAY_CACHING if delay_cache_blocks else 0) | (FULL_FIT if full_sequence_must_fit else 0)
         if self.replica.requests.running[slot]:
@@ -458,9 +459,7 @@ class InProcessManager(KVCacheManager):
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """See vLLM's KVCacheManager."""
         known = self.known.get(request_id)
-        if known is None:
-            return self.empty_kv_cache_blocks
-        return self._view([row[:] for row in self.tables_of(known.slot)])
+        return self.empty_kv_cache_blocks if known is None else self._view(self.tables_of(known.slot))
 
     def take_new_block_ids(self) -> list[int]:
         """See vLLM's KVCacheManager. Ends the open step."""

@@ -86,26 +86,36 @@ class OpenStep:
 
     def __init__(self, replica: Replica, executed_through: int) -> None:
         """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks."""
+        self._be_within(replica, replica.seq + 1, executed_through)
+        replica.begin_step(self.seq, executed_through)
+
+    @classmethod
+    def within(cls, replica: Replica, seq: int, executed_through: int) -> OpenStep:
+        """Return step `seq` of a replica, to which rows of it were applied before."""
+        step = cls.__new__(cls)
+        step._be_within(replica, seq, executed_through)
+        return step
+
+    def _be_within(self, replica: Replica, seq: int, executed_through: int) -> None:
         self._replica = replica
         self._requests = replica.requests
         self._blocks = replica.coordinator
         self._tracker = replica.tracker
         self._aligns = replica.spec.align.block_size > 0
         self._safe = replica.spec.commit is CommitRule.SAFE
-        self.seq = replica.seq + 1
+        self.seq = seq
         self._executed_through = executed_through
         self._parts: list[PartRows] = []
         self._results: list[PartResult] = []
         self._begun = False  # `new_step` was called
         self.new_blocks: list[list[int]] = []  # of the last admit row that was granted, per group
         self.granted: set[int] = set()  # slots that run in this step; read only
-        self._loads: set[int] = set()  # slots whose load begins in this step
+        self.loads: set[int] = set()  # slots whose load begins in this step
         self._row_in: dict[int, int] = {}  # by slot: number of the part with its last run or admit row
         self._decode_flags = UNALIGNED if self._aligns else 0
         pool = self._blocks.pool
         self._epoch = pool.epoch
         self._through = max(executed_through, pool.executed_through)
-        replica.begin_step(self.seq, executed_through)
         self._open_part()
 
     @cached_property
@@ -131,6 +141,20 @@ class OpenStep:
             self._close_part()
             self._open_part()
         return self._results
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there are cache events that no complete result has."""
+        return bool(self._blocks.pool.events.runs)
+
+    @property
+    def any_granted(self) -> bool:
+        """Whether a slot runs in this step."""
+        return bool(self.granted)
+
+    def is_granted(self, slot: int) -> bool:
+        """Whether the slot runs in this step."""
+        return slot in self.granted
 
     @property
     def results(self) -> list[PartResult]:
@@ -226,7 +250,7 @@ class OpenStep:
         after it.
         """
         self._validator.check_row(Part(cache=cache), self.seq)
-        if self._loads.intersection(cache.released):
+        if self.loads.intersection(cache.released):
             raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
         if self._section > _Section.CACHE or self._rows.cache is not None:
             self._close_part()
@@ -449,7 +473,7 @@ class OpenStep:
             self.granted.add(slot)
             self.new_blocks = self._applier.new_blocks
             if row.external and row.flags & DELAY_CACHING:
-                self._loads.add(slot)
+                self.loads.add(slot)
         return status
 
     def _is_plain_admission(self, row: AdmitRow) -> bool:

@@ -9,17 +9,23 @@ Python one. The environment variable KVPLANE_CORE selects another:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
+from kvplane.base.compiled import NOT_INSTALLED, problem_of
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import ReplicaSpec
+from kvplane_service import core
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import load_state
 from kvplane_service.core.twin import TwinReplica
 
+_PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
@@ -56,7 +62,7 @@ def describe() -> str:
         _required()
     if choice != AUTO:
         return choice
-    return "python (the compiled core is not installed)" if _native() is None else "native"
+    return f"python ({_problem() or NOT_INSTALLED})" if _native() is None else "native"
 
 
 def core_of(replica: ReplicaCore) -> str:
@@ -99,17 +105,24 @@ def _choice() -> str:
 
 
 def _native() -> ModuleType | None:
+    if _problem():
+        return None
     try:
-        return import_module("kvplane_service.core.native")
+        return import_module(_PACKAGE)
     except ImportError:
         return None
+
+
+@cache
+def _problem() -> str:
+    return "" if f"{_PACKAGE}._native" in sys.modules else problem_of(Path(core.__file__).parent / "native")
 
 
 def _required() -> ModuleType:
     native = _native()
     if native is None:
         raise FailedPrecondition(
-            "the compiled core is not installed",
+            _problem() or NOT_INSTALLED,
             field=VARIABLE,
             remedy=f"install g++ and install kvplane again, or set {VARIABLE}=python",
         )

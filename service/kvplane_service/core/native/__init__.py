@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -28,11 +29,13 @@ from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
-from kvplane_service.core.in_flight import SLICE_REQUESTS
+from kvplane_service.core.in_flight import SLICE_REQUESTS, InFlightTracker
 from kvplane_service.core.interface import BlockCounts, GroupView, NoTiers, ReplicaCore, RequestColumns, TiersView
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
+from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
+from kvplane_service.core.native.row_views import NativeCoordinator
 from kvplane_service.core.native.settings import of_group, settings
 from kvplane_service.core.native.transfer import entries_of, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
@@ -120,7 +123,7 @@ class NativeReplica:
         return self._apply(step, True)
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
-        applied = _native.apply(self._changed(), step, alone)
+        applied = _native.apply(self.changed(), step, alone)
         if isinstance(applied, int):
             if applied == REFUSED:
                 self.reference().check(step)  # names the fault
@@ -168,6 +171,25 @@ class NativeReplica:
             logged.append((hashed, [b"".join(one.digests) for one in of_news] if part.news.tokens else []))
         return tuple(made), logged
 
+    def open_step(self, executed_through: int) -> NativeOpenStep:
+        """Begin the next step, whose rows are applied one by one, see `OpenStep`."""
+        return NativeOpenStep(self, executed_through)
+
+    @property
+    def core(self) -> object:
+        """The core, to be read only."""
+        return self._core if self._aside is None else self.changed()
+
+    @cached_property
+    def coordinator(self) -> NativeCoordinator:
+        """What an engine in this process reads."""
+        return NativeCoordinator(self)
+
+    @property
+    def tracker(self) -> InFlightTracker:
+        """Records of the steps in flight, to be read only."""
+        return self.reference().tracker
+
     # -- engine lives ------------------------------------------------------------------------------------------------
 
     def begin_epoch(
@@ -180,7 +202,7 @@ class NativeReplica:
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
-        core = self._changed()
+        core = self.changed()
         begins = True
         while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
             begins = False
@@ -208,7 +230,7 @@ class NativeReplica:
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
-        _native.enter_epoch(self._changed(), epoch, list(busy), memory_is_new)
+        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new)
         self._keeps_keys, self._shown = True, stamp_table[:]
         return self.count_keys()
 
@@ -235,10 +257,10 @@ class NativeReplica:
         """Install the result of `verify_entries`, see `Replica.install_recovered`."""
         assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
         pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
-        _native.install(self._changed(), pool)
+        _native.install(self.changed(), pool)
         return recovered.outcome
 
-    def _changed(self) -> object:
+    def changed(self) -> object:
         """Return the core, which has the state from now on."""
         if self._aside is not None:
             self._take_over(self._aside)
@@ -261,7 +283,7 @@ class NativeReplica:
 
     def store_empty_ranges(self) -> None:
         """Report empty registrations, see `Replica.store_empty_ranges`."""
-        _native.store_empty_ranges(self._changed())
+        _native.store_empty_ranges(self.changed())
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
 #include <atomic>
 
 #include "answers.h"
+#include "open_step.h"
 #include "read_step.h"
-#include "replica.h"
 
 namespace kvplane {
 
@@ -14,7 +14,8 @@ constexpr const char* kName = "kvplane.core";
 struct Core {
     explicit Core(Spec spec) : replica(std::move(spec)) {}
     Replica replica;
-    Step step;  // the last one that was read
+    std::unique_ptr<OpenStep> rows;  // of an engine that applies its steps row by row
+    Step step;                       // the last one that was read
     std::vector<PartResult> results;
     bool has_step = false;
     bool is_broken = false;  // a change has failed in its middle

@@ -60,6 +60,11 @@ class FactApplier {
         if (cache.reset) result->reset_done = pool_.Reset();
     }
 
+    void AddDigests(Int slot, const uint8_t* data, size_t count, size_t digest_size) {
+        requests_.content[slot].add(data, count, digest_size);
+        if (blocks_.spec.enable_caching) requests_.InvalidateRegisterBound(slot);
+    }
+
   private:
     // Applies rows that only append tokens and hashes.
     void AppendAll(const Facts& facts, const Column& counts, const uint8_t* at, size_t digest_size) {
@@ -89,11 +94,6 @@ class FactApplier {
         requests_.ends_at[slot] = requests_.LaunchEnd(slot);
         requests_.computed[slot] = std::min(requests_.computed[slot], computed);
         requests_.InvalidateFastPath(slot);
-    }
-
-    void AddDigests(Int slot, const uint8_t* data, size_t count, size_t digest_size) {
-        requests_.content[slot].add(data, count, digest_size);
-        if (blocks_.spec.enable_caching) requests_.InvalidateRegisterBound(slot);
     }
 
     void Commit(Int slot, Int num_tokens, Int seq) {

@@ -2,6 +2,7 @@
 
 #include "bind_lives.h"
 #include "bind_reads.h"
+#include "bind_rows.h"
 
 namespace kvplane {
 namespace {
@@ -205,6 +206,23 @@ PyMethodDef kMethods[] = {
     {"common_blocks", CommonBlocks, METH_VARARGS, "Count the blocks that all running requests share."},
     {"free_order", FreeOrder, METH_VARARGS, "Return the free blocks in the order of eviction."},
     {"numbers", Numbers, METH_VARARGS, "Return numbers of the state."},
+    {"open_step", OpenRows, METH_VARARGS, "Begin a step that is applied row by row."},
+    {"close_step", CloseRows, METH_VARARGS, "End the open step."},
+    {"flush_step", FlushRows, METH_VARARGS, "Return the answers of the open step so far."},
+    {"decode_row", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(DecodeRow)), METH_FASTCALL,
+     "Append what a running request gained, and grant it tokens."},
+    {"extend_row", ExtendRow, METH_VARARGS, "Grant tokens to a running request."},
+    {"update_row", UpdateRow, METH_VARARGS, "Apply a row of facts."},
+    {"cache_row", CacheRow, METH_VARARGS, "Apply a cache section."},
+    {"add_row", AddRow, METH_VARARGS, "Put a new request into a slot."},
+    {"admit_row", AdmitOneRow, METH_VARARGS, "Admit a waiting request."},
+    {"is_granted", IsGranted, METH_VARARGS, "Whether a slot runs in the open step."},
+    {"find_inside", FindInside, METH_VARARGS, "Find a cached prefix that the replica's own requests may use."},
+    {"look_up", LookUpSlot, METH_VARARGS, "Find the cached prefix of a request, up to a limit."},
+    {"tables", TablesOf, METH_VARARGS, "Return the blocks of a slot."},
+    {"take_blocks", TakeBlocks, METH_VARARGS, "Take free blocks."},
+    {"touch_blocks", TouchBlocks, METH_VARARGS, "Add a reference to blocks."},
+    {"has_events", HasEvents, METH_VARARGS, "Whether there are events that no answer has."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -13,26 +13,40 @@ class Replica {
         : spec(std::move(replica_spec)),
           blocks(spec),
           tracker(blocks, counters),
-          facts_(blocks, tracker),
+          facts(blocks, tracker),
           validator_(spec, blocks.requests, blocks.pool) {}
 
     bool Accepts(const Step& step) { return validator_.Accepts(step); }
 
     // Applies a step that was accepted.
     void Apply(const Step& step, std::vector<PartResult>* results) {
-        seq = std::max(seq, step.seq);
-        blocks.pool.step = step.seq;
-        tracker.Executed(step.executed_through);
+        BeginStep(step.seq, step.executed_through);
         results->resize(step.parts.size());
         for (size_t number = 0; number < step.parts.size(); ++number) {
             (*results)[number].Clear();
             ApplyPart(step.parts[number], step.seq, step.part == 0 && number == 0, &(*results)[number]);
         }
-        if (step.last) {
-            tracker.CloseStep(step.seq);
-            ++counters.steps;
-            results->back().free_blocks = blocks.pool.num_free();
-        }
+        if (step.last) CompleteStep(step.seq, &results->back());
+    }
+
+    // The rows of an `OpenStep` are applied between these calls.
+    void BeginStep(Int step, Int executed_through) {
+        seq = std::max(seq, step);
+        blocks.pool.step = step;
+        tracker.Executed(executed_through);
+    }
+
+    void CompletePart(PartResult* result) {
+        counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
+        blocks.TakeOrders(&result->orders);
+        result->events = blocks.pool.TakeEvents();
+        result->free_blocks = blocks.pool.num_free();
+    }
+
+    void CompleteStep(Int step, PartResult* last) {
+        tracker.CloseStep(step);
+        ++counters.steps;
+        last->free_blocks = blocks.pool.num_free();
         SweepDomains();
     }
 
@@ -58,12 +72,13 @@ class Replica {
     Coordinator blocks;
     Counters counters;
     InFlightTracker tracker;
+    FactApplier facts;
     Int seq = 0;
 
   private:
     void ApplyPart(const Part& part, Int step, bool opens, PartResult* result) {
-        facts_.Apply(part, step, result);
-        facts_.ApplyCache(part.cache, result);
+        facts.Apply(part, step, result);
+        facts.ApplyCache(part.cache, result);
         result->taken_back = static_cast<Int>(result->preempted.size());
         ApplyNews(part, result);
         if (opens) blocks.NewStep();
@@ -74,12 +89,10 @@ class Replica {
         if (part.with_tables) AddAllTables(part, result);
         counters.unaligned_chunks += applier.unaligned_chunks;
         counters.starved_chunks += applier.starved_chunks;
-        counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
-        blocks.TakeOrders(&result->orders);
-        result->events = blocks.pool.TakeEvents();
-        result->free_blocks = blocks.pool.num_free();
+        CompletePart(result);
     }
 
+  public:
     void ApplyNews(const Part& part, PartResult* result) {
         const News& news = part.news;
         const Column& counts = part.news_made.given ? part.news_made.num_hashes : news.num_hashes;
@@ -102,10 +115,11 @@ class Replica {
             requests.skip_reading[slot] = Entry(news.skip_reading, row, 0) != 0;
         }
         if (part.with_hashes) {
-            for (const Int slot : news.slot) facts_.ReportHashes(slot, result);
+            for (const Int slot : news.slot) facts.ReportHashes(slot, result);
         }
     }
 
+  private:
     void ApplyPeek(const Peek& peek, PartResult* result) const {
         for (size_t row = 0; row < peek.slot.size(); ++row) {
             const Hit hit = blocks.FindHit(peek.slot[row], Entry(peek.limit, row, kUnlimited));
@@ -152,7 +166,6 @@ class Replica {
         next_sweep_ = pairs.Live() * 2 + 1024;
     }
 
-    FactApplier facts_;
     StepValidator validator_;
     size_t next_sweep_ = 1024;
 };

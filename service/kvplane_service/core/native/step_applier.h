@@ -110,6 +110,13 @@ class StepApplier {
         if (!result_.admit_load_after.empty()) result_.admit_load_after.resize(rows.slot.size(), 0);
     }
 
+    // Applies a section of one row behind the sections that were applied before it; returns the row's status.
+    Int AdmitOne(const Admit& row) {
+        admit_ = &row;
+        return AdmitRow(0);
+    }
+    const Rows& fresh() const { return fresh_; }  // new blocks per group of the last row that got some
+
     Int unaligned_chunks = 0, starved_chunks = 0;
 
   private:
@@ -255,17 +262,19 @@ class StepApplier {
         result_.admit_single_group_hit.push_back(0);
         if (!result_.admit_load_after.empty()) result_.admit_load_after.push_back(0);
         const Int slot = admit_->slot[row];
-        const Int status = requests_.running[slot] || requests_.held[slot] ? Int{kNotWaiting} : TryAdmit(row);
-        return result_.admit_status[row] = status;
+        const size_t at = result_.admit_status.size() - 1;
+        const Int status = requests_.running[slot] || requests_.held[slot] ? Int{kNotWaiting} : TryAdmit(row, at);
+        return result_.admit_status[at] = status;
     }
 
-    Int TryAdmit(size_t row) {
+    // `at`: the place of the row among the admit rows of the result.
+    Int TryAdmit(size_t row, size_t at) {
         const Admit& rows = *admit_;
         const Int slot = rows.slot[row], external = Entry(rows.external, row, 0), flags = Entry(rows.flags, row, 0);
         if (requests_.loading.contains(slot)) return kDeferred;
         const Hit hit = blocks_.FindHit(slot, Entry(rows.hit_limit, row, kUnlimited));
-        result_.admit_hit[row] = hit.num_tokens;
-        result_.admit_single_group_hit[row] = hit.single_group_hit;
+        result_.admit_hit[at] = hit.num_tokens;
+        result_.admit_single_group_hit[at] = hit.single_group_hit;
         const Int start = hit.num_tokens + external, expected = Entry(rows.expected_hit, row, kAnyHit);
         if ((expected != kAnyHit && expected != hit.num_tokens) || start > requests_.num_tokens[slot]) return kStaleHit;
         const Int given = Entry(rows.single_group_hit, row, kUnlimited);
@@ -283,23 +292,23 @@ class StepApplier {
         Spend(wanted);
         tracker_.NoteGrant(slot, wanted, seq_);
         if (late) {
-            NoteLoad(row, tracker_.NoteLoad(slot, hit));
+            NoteLoad(at, tracker_.NoteLoad(slot, hit));
         } else if (external) {
             tracker_.NoteFilling(slot, hit, seq_);
         }
         tracker_.NoteKeys(slot, seq_);
         tracker_.NoteAdmission(slot, hit);
-        result_.admit_granted[row] = wanted;
-        const Int number = static_cast<Int>(result_.granted.size() + row);
+        result_.admit_granted[at] = wanted;
+        const Int number = static_cast<Int>(result_.granted.size() + at);
         ReportNewBlocks(number, fresh_);
         for (const auto& one : blocks_.managers) result_.tables.Add(number, one->group, one->table[slot]);
         return kGranted;
     }
 
-    void NoteLoad(size_t row, Int load_after) {
+    void NoteLoad(size_t at, Int load_after) {
         if (!load_after) return;
         result_.admit_load_after.resize(result_.admit_status.size(), 0);
-        result_.admit_load_after[row] = load_after;
+        result_.admit_load_after[at] = load_after;
     }
 
     Int WantedAtAdmission(size_t row, Int start, Int flags) {

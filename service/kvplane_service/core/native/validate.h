@@ -19,24 +19,42 @@ class StepValidator {
     }
 
     bool Accepts(const Step& step) {
-        for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
-        slots_.clear();
-        not_busy_.clear();
-        asked_to_load_.clear();
-        loads_over_.clear();
-        computed_.clear();
-        executed_through_ = pool_.executed_through;
+        BeginRows();
         if (step.parts.empty() || step.executed_through < 0 || step.executed_through >= step.seq) return false;
         executed_through_ = std::max(executed_through_, step.executed_through);
         num_parts_ = step.parts.size();
-        return std::all_of(step.parts.begin(), step.parts.end(), [&](const Part& part) {
-            return AcceptsFacts(part.facts, step.seq, !part.run.extra.empty()) &&
-                   AcceptsCache(part.cache, step.seq) && AcceptsNews(part.news) && AcceptsRun(part.run) &&
-                   AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) && AcceptsBudget(part.budget);
-        });
+        return std::all_of(step.parts.begin(), step.parts.end(),
+                           [&](const Part& part) { return AcceptsPart(part, step.seq); });
+    }
+
+    // Begins a step whose rows are checked one by one, each after those before it were applied.
+    void BeginRows() {
+        ForgetSlots();
+        not_busy_.clear();
+        asked_to_load_.clear();
+        loads_over_.clear();
+        executed_through_ = pool_.executed_through;
+        num_parts_ = 2;
+    }
+
+    bool AcceptsRow(const Part& part, Int seq) {
+        ForgetSlots();
+        return AcceptsPart(part, seq);
     }
 
   private:
+    void ForgetSlots() {
+        for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
+        slots_.clear();
+        computed_.clear();
+    }
+
+    bool AcceptsPart(const Part& part, Int seq) {
+        return AcceptsFacts(part.facts, seq, !part.run.extra.empty()) && AcceptsCache(part.cache, seq) &&
+               AcceptsNews(part.news) && AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
+               AcceptsBudget(part.budget);
+    }
+
     // The state that a slot would have after the rows that were checked so far.
     struct Slot {
         bool live = false, held = false, by_service = false;

@@ -1,0 +1,285 @@
+// Functions of the module `_native` for a step that is applied row by row, and reads of the engine in this process.
+#pragma once
+
+#include "bind_reads.h"
+
+namespace kvplane {
+
+inline OpenStep& RowsOf(Core& core) {
+    Require(core.rows != nullptr, "no step is open");
+    return *core.rows;
+}
+
+// The hashes of a row, which a Python sequence of bytes has. False if they have several sizes.
+inline bool ReadDigests(PyObject* sequence, std::vector<uint8_t>* joined, size_t* digest_size, Int* count) {
+    joined->clear();
+    *digest_size = 0;
+    *count = 0;
+    bool equal = true;
+    ForEach(sequence, [&](PyObject* one) {
+        char* data = nullptr;
+        Py_ssize_t size = 0;
+        Check(PyBytes_AsStringAndSize(one, &data, &size) == 0);
+        equal &= size > 0 && (*count == 0 || *digest_size == static_cast<size_t>(size));
+        *digest_size = static_cast<size_t>(size);
+        ++*count;
+        joined->insert(joined->end(), data, data + size);
+    });
+    return equal;
+}
+
+inline PyObject* TakeParts(OpenStep& rows) {
+    Owned list(PyList_New(static_cast<Py_ssize_t>(rows.finished.size())));
+    Py_ssize_t at = 0;
+    for (PartResult& part : rows.finished) PyList_SetItem(list.get(), at++, ToPy(part));
+    rows.finished.clear();
+    return list.Release();
+}
+
+// Changes the open step. Returns NotImplemented where `change` returns nullptr: the row is not valid.
+template <typename F>
+PyObject* ChangeRows(PyObject* capsule, F&& change) {
+    Core& core = CoreOf(capsule);
+    PyObject* answer = Change(core, [&](Replica&) { return change(RowsOf(core)); });
+    return answer != nullptr ? answer : Py_NewRef(Py_NotImplemented);
+}
+
+// open_step(core, executed_through) -> number of the step
+inline PyObject* OpenRows(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Core& core = CoreOf(At(arguments, 0));
+        const Int executed_through = Number(At(arguments, 1));
+        if (core.rows == nullptr) core.rows = std::make_unique<OpenStep>(core.replica);
+        return Change(core, [&](Replica&) {
+            core.rows->Begin(executed_through);
+            return ToPy(core.rows->seq());
+        });
+    });
+}
+
+// close_step(core) -> (answers that `flush_step` has not returned, executed_through)
+inline PyObject* CloseRows(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) {
+            rows.Close();
+            PyObject* parts = TakeParts(rows);
+            return Tuple(parts, ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.executed_through));
+        });
+    });
+}
+
+// flush_step(core) -> answers of complete parts that it has not returned before
+inline PyObject* FlushRows(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) {
+            rows.Flush();
+            return TakeParts(rows);
+        });
+    });
+}
+
+// The answer to a row of a running request: False where it was not applied, None where it was refused, else new blocks.
+inline PyObject* GrantedToPy(Granted granted, const OpenStep& rows) {
+    switch (granted) {
+        case Granted::kLeft:
+            return Py_NewRef(Py_False);
+        case Granted::kRefused:
+            return Py_NewRef(Py_None);
+        case Granted::kQuiet:
+            return NotNull(PyTuple_New(0));
+        default:
+            const auto is_empty = [](const BlockList& row) { return row.empty(); };
+            const bool none = std::all_of(rows.fresh.begin(), rows.fresh.end(), is_empty);
+            return none ? NotNull(PyTuple_New(0)) : ToPy(rows.fresh);
+    }
+}
+
+// decode_row(core, slot, num_tokens, digests, num_new, lookahead, in_flight)
+inline PyObject* DecodeRow(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&]() -> PyObject* {
+        Check(count == 7);
+        const Int slot = Number(arguments[1]), num_tokens = Number(arguments[2]);
+        const Growth growth{Number(arguments[4]), Number(arguments[5]), Number(arguments[6])};
+        std::vector<uint8_t> joined;
+        size_t digest_size = 0;
+        Int num_digests = 0;
+        if (!ReadDigests(arguments[3], &joined, &digest_size, &num_digests)) Py_RETURN_FALSE;
+        const Hashes hashes{joined.data(), joined.size()};
+        return ChangeRows(arguments[0], [&](OpenStep& rows) {
+            return GrantedToPy(rows.Decode(slot, num_tokens, hashes, digest_size, growth), rows);
+        });
+    });
+}
+
+// extend_row(core, slot, num_new, lookahead, in_flight, flags, reserved)
+inline PyObject* ExtendRow(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Int slot = Number(At(arguments, 1)), flags = Number(At(arguments, 5));
+        Growth growth{Number(At(arguments, 2)), Number(At(arguments, 3)), Number(At(arguments, 4))};
+        growth.leave_free = Number(At(arguments, 6));
+        return ChangeRows(At(arguments, 0),
+                          [&](OpenStep& rows) { return GrantedToPy(rows.Extend(slot, growth, flags), rows); });
+    });
+}
+
+// update_row(core, Update) -> slots that are preempted
+inline PyObject* UpdateRow(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        PyObject* row = At(arguments, 1);
+        const auto column = [&](Py_ssize_t at, Int otherwise) {
+            const Int value = Number(At(row, at));
+            return value == otherwise ? Column() : Column{value};
+        };
+        Part part;
+        std::vector<uint8_t> joined;
+        size_t digest_size = 0;
+        Int count = 0;
+        if (!ReadDigests(At(row, 3), &joined, &digest_size, &count)) return Py_NewRef(Py_NotImplemented);
+        part.facts.slot = {Number(At(row, 0))};
+        part.facts.computed = column(1, kUnchanged);
+        part.facts.appended = column(2, 0);
+        if (count) part.facts.num_hashes = {count};
+        part.facts.hashes = Hashes{joined.data(), joined.size()};
+        part.facts.commit = column(4, kUnchanged);
+        part.facts.release_skipped = column(5, kUnchanged);
+        part.facts.end = column(6, kEndNone);
+        part.facts.fence = column(7, 0);
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
+            Column preempted;
+            return rows.Update(part, &preempted) ? ToPy(preempted) : nullptr;
+        });
+    });
+}
+
+// cache_row(core, Cache) -> (slots that are preempted, reset_done)
+inline PyObject* CacheRow(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Part part;
+        ReadCache(At(arguments, 1), &part.cache);
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
+            Column preempted;
+            if (!rows.ChangeCache(part, &preempted)) return nullptr;
+            return Tuple(ToPy(preempted), PyBool_FromLong(rows.reset_done()));
+        });
+    });
+}
+
+// add_row(core, News) -> None
+inline PyObject* AddRow(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Part part;
+        ReadNews(At(arguments, 1), &part.news);
+        Check(part.news.slot.size() == 1);
+        return ChangeRows(At(arguments, 0),
+                          [&](OpenStep& rows) { return rows.Add(part) ? Py_NewRef(Py_None) : nullptr; });
+    });
+}
+
+// admit_row(core, slot, num_hit, num_new, AdmitTerms) -> (status, new blocks per group or None)
+inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        PyObject* terms = At(arguments, 4);
+        const auto term = [&](Py_ssize_t at) { return Column{Number(At(terms, at))}; };
+        const Int num_new = Number(At(arguments, 3));
+        Part part;
+        part.admit.slot = {Number(At(arguments, 1))};
+        part.admit.expected_hit = {Number(At(arguments, 2))};
+        part.admit.hit_limit = term(0);
+        part.admit.external = term(1);
+        part.admit.lookahead = term(2);
+        part.admit.encoder_tokens = term(3);
+        part.admit.reserved = term(4);
+        part.admit.watermark = term(5);
+        part.admit.flags = term(6);
+        part.admit.skip_zero_groups.resize(1);
+        FromPy(At(terms, 7), &part.admit.skip_zero_groups[0]);
+        part.admit.single_group_hit = term(8);
+        part.admit.min_new = {0};
+        part.admit.on_refusal = kSkip;
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
+            const Int status = rows.Admit(&part, num_new);
+            if (status < 0) return nullptr;
+            return Tuple(ToPy(status), status == kGranted ? ToPy(rows.AdmittedBlocks()) : Py_NewRef(Py_None));
+        });
+    });
+}
+
+// is_granted(core, slot): whether the slot runs in the open step; slot -1: whether any does
+inline PyObject* IsGranted(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const OpenStep& rows = RowsOf(CoreOf(At(arguments, 0)));
+        const Int slot = Number(At(arguments, 1));
+        return PyBool_FromLong(slot < 0 ? rows.num_granted() > 0 : rows.HasGranted(slot));
+    });
+}
+
+// find_inside(core, digests, max_tokens, longest) -> as find; digests: a sequence of bytes, in the domain ""
+inline PyObject* FindInside(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Core& core = CoreOf(At(arguments, 0));
+        Digests digests;
+        Int count = 0;
+        Check(ReadDigests(At(arguments, 1), &digests.bytes, &digests.size, &count));
+        const Int most = Number(At(arguments, 2)), longest = Number(At(arguments, 3));
+        uint32_t id = kUnknownDomain;
+        core.replica.blocks.pool.pairs.Known(std::string(), &id);
+        const PrefixLookup& lookup = *core.replica.blocks.lookup;
+        return LookUp(core, count, [&] { return lookup.Find(digests, id, most, kInside, longest); });
+    });
+}
+
+// look_up(core, slot, limit) -> as find, or None: the slot has no request
+inline PyObject* LookUpSlot(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Core& core = CoreOf(At(arguments, 0));
+        const Int slot = Number(At(arguments, 1)), limit = Number(At(arguments, 2));
+        const Coordinator& blocks = core.replica.blocks;
+        if (!blocks.requests.IsLive(slot)) Py_RETURN_NONE;
+        return LookUp(core, blocks.requests.content[slot].count(), [&] { return blocks.FindHit(slot, limit); });
+    });
+}
+
+// tables(core, slot) -> blocks per group
+inline PyObject* TablesOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+        const Int slot = Number(At(arguments, 1));
+        Check(slot >= 0 && slot < blocks.requests.size());
+        Owned list(PyList_New(0));
+        for (const auto& one : blocks.managers) Append(list, ToPy(one->table[slot]));
+        return list.Release();
+    });
+}
+
+// take_blocks(core, count) -> free blocks, which belong to no request from now on
+inline PyObject* TakeBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Int count = Number(At(arguments, 1));
+        return Change(CoreOf(At(arguments, 0)), [&](Replica& replica) {
+            BlockList taken;
+            replica.blocks.pool.Take(count, &taken);
+            return ToPy(taken);
+        });
+    });
+}
+
+// touch_blocks(core, blocks): adds a reference to each
+inline PyObject* TouchBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        BlockList blocks;
+        FromPy(At(arguments, 1), &blocks);
+        return Change(CoreOf(At(arguments, 0)), [&](Replica& replica) {
+            for (const Block block : blocks) Require(block < replica.blocks.pool.num_blocks, "no such block");
+            for (const Block block : blocks) replica.blocks.pool.Touch(block);
+            return Py_NewRef(Py_None);
+        });
+    });
+}
+
+// has_events(core): whether there are events that no answer has
+inline PyObject* HasEvents(PyObject*, PyObject* arguments) {
+    return Guarded(
+        [&]() -> PyObject* { return PyBool_FromLong(!CoreOf(At(arguments, 0)).replica.blocks.pool.events.empty()); });
+}
+
+}  // namespace kvplane

@@ -1,0 +1,80 @@
+"""Random engines that apply their steps row by row on both cores: each answer, error and state must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_service.core import native, state
+from kvplane_service.core.open_step import OpenStep
+from kvplane_service.core.replica import Replica
+from tests.core import test_open_step
+
+
+class PairedReplica(Replica):
+    """A replica with a compiled core in the same state."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.second = native.NativeReplica(spec)
+
+
+class PairedStep:
+    """Applies each row to a step of the Python core, which answers, and to one of the compiled core."""
+
+    def __init__(self, replica, executed_through):
+        self.first = OpenStep(replica, executed_through)
+        self.second = replica.second.open_step(executed_through)
+        self.replica, self.recorded = replica, self.first.recorded
+        assert self.first.seq == self.second.seq
+
+    def __getattr__(self, name):
+        answer = getattr(self.first, name)
+        if not callable(answer):
+            assert answer == getattr(self.second, name), name
+            return answer
+
+        def both(*row, **columns):
+            (answer, error), (of_other, other_error) = (
+                _outcome(getattr(step, name), row, columns) for step in (self.first, self.second)
+            )
+            if name in ("decode", "extend") and answer and not any(answer):
+                answer = ()  # no new blocks
+            assert answer == of_other, (name, row)
+            assert _plain(error) == _plain(other_error), (name, row)
+            if error is not None:
+                raise error
+            return answer
+
+        return both
+
+    def close(self):
+        result, other = self.first.close(), self.second.close()
+        assert result.published_through == other.published_through
+        for part, of_other in zip(result.parts, other.parts, strict=True):
+            assert of_other == part
+        assert state.digest(self.replica) == state.digest(self.replica.second)
+        return result
+
+
+def _outcome(call, row, columns):
+    try:
+        return call(*row, **columns), None
+    except InvalidArgument as error:
+        return None, error
+
+
+def _plain(error):
+    return error and (error.message, error.field, error.remedy)
+
+
+@contextmanager
+def paired() -> Iterator[None]:
+    """Let the engines of `test_open_step` decide on both cores."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(test_open_step, "Replica", PairedReplica)
+        patched.setattr(test_open_step, "OpenStep", PairedStep)
+        yield
