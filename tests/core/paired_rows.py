@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import PartResult
 from kvplane_service.core import native, state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from tests.core import test_open_step
+
+SLOTS = range(10)  # of these engines
+COLUMNS = [column.name for column in fields(PartResult)]
 
 
 class PairedReplica(Replica):
@@ -45,6 +50,7 @@ class PairedStep:
                 answer = ()  # no new blocks
             assert answer == of_other, (name, row)
             assert _plain(error) == _plain(other_error), (name, row)
+            assert [slot for slot in SLOTS if self.second.is_granted(slot)] == sorted(self.first.granted), (name, row)
             if error is not None:
                 raise error
             return answer
@@ -55,7 +61,8 @@ class PairedStep:
         result, other = self.first.close(), self.second.close()
         assert result.published_through == other.published_through
         for part, of_other in zip(result.parts, other.parts, strict=True):
-            assert of_other == part
+            for name in COLUMNS:
+                assert getattr(of_other, name) == getattr(part, name), name
         assert state.digest(self.replica) == state.digest(self.replica.second)
         return result
 

@@ -103,7 +103,7 @@ class Engine:
             gained = self.hashes(self.text[slot])[old:]
         num_tokens = len(self.text[slot])
         known = num_tokens - requests.computed[slot]
-        lookahead, in_flight = self.random.choice([0, 0, 1]), requests.in_flight[slot]
+        lookahead, in_flight = self.random.choice([0, 0, 1, 3]), requests.in_flight[slot]
         new = self.step.decode(slot, num_tokens, gained, known, lookahead, in_flight) if known == 1 else False
         if new is not False:
             self.decoded += 1
