@@ -66,8 +66,6 @@ FAULTS = [
     Fault("a row that ends a request leaves its grant", "open_step.h",
           "if (Entry(facts.end, 0, kEndNone) != kEndNone) Forget(slot);", ""),
     Fault("keys of a row are not noted", "open_step.h", "tracker_.NoteKeys(slot, seq_);", ""),
-    Fault("a part begins without its preempted requests", "open_step.h",
-          "result_.taken_back += static_cast<Int>(result_.preempted.size() - before);", ""),
     Fault("the quiet zone of a row leaves lookahead out", "open_step.h",
           "end + growth.lookahead <= requests_.fast_path_until[slot]", "end <= requests_.fast_path_until[slot]"),
     Fault("a hit is not shortened again", "lookup.h", "length >= candidate", "true"),

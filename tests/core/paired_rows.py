@@ -84,4 +84,5 @@ def paired() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(test_open_step, "Replica", PairedReplica)
         patched.setattr(test_open_step, "OpenStep", PairedStep)
+        patched.setattr(test_open_step.Engine, "lookaheads", (0, 0, 1, 3))
         yield

@@ -72,3 +72,13 @@ def test_refused_rows_name_the_same_fault_and_change_nothing(step, row):
     assert state.digest(step.replica.second) == before
     assert step.decode(0, 13, [], 1, 0, 0) == [[4]]
     step.close()
+
+
+def test_requests_that_adopted_a_withdrawn_key_count_as_taken_back(step):
+    text = "b" * 16
+    step.add(1, 16, digests(step.replica.spec, text))
+    assert step.admit(1, 0, 16) is GRANTED
+    step.add(2, 20, digests(step.replica.spec, text + "c" * 4))
+    assert step.admit(2, step.look_up(2).num_tokens, 4) is GRANTED
+    assert step.update(Update(1, end=End.FREE)) == [2]
+    assert sum(part.taken_back for part in step.close().parts) == 1

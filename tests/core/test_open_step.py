@@ -22,6 +22,8 @@ PREFIXES = ["a" * 24, "b" * 40, "a" * 12 + "c" * 20]
 class Engine:
     """Schedules random rows on a replica, and applies each recorded step to a second one."""
 
+    lookaheads = 0, 0, 1  # drawn for rows
+
     def __init__(self, spec, seed):
         self.spec, self.random = spec, Random(seed)
         self.replica, self.follower = Replica(spec), Replica(spec)
@@ -103,7 +105,7 @@ class Engine:
             gained = self.hashes(self.text[slot])[old:]
         num_tokens = len(self.text[slot])
         known = num_tokens - requests.computed[slot]
-        lookahead, in_flight = self.random.choice([0, 0, 1, 3]), requests.in_flight[slot]
+        lookahead, in_flight = self.random.choice(self.lookaheads), requests.in_flight[slot]
         new = self.step.decode(slot, num_tokens, gained, known, lookahead, in_flight) if known == 1 else False
         if new is not False:
             self.decoded += 1
