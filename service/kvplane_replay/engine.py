@@ -84,7 +84,7 @@ class Engine:
 
     def submit(self, trace: TraceRequest) -> None:
         """Append a request to the queue. A request that is longer than max_model_len with its output is refused."""
-        request = LiveRequest(trace, self._config.max_output, self._scheme)
+        request = LiveRequest(trace, self._config.max_output, self._scheme, self.spec.hint_values)
         if request.max_tokens > self.spec.max_model_len:
             detail = f"{request.max_tokens} tokens with its output, more than max_model_len, {self.spec.max_model_len}"
             self.refusals.append(Refusal(trace.name, TOO_LONG, detail))

@@ -132,6 +132,7 @@ class RunPlan:
     def source(self) -> ModelSource | LayerSource:
         """Return the source with which each replica is registered."""
         from kvplane.base.sources import ModelSource  # not for the options of a command
+        from kvplane_replay.workloads.traces import WEKA_HINTS
 
         return ModelSource(
             model=self.model,
@@ -143,4 +144,5 @@ class RunPlan:
             prefix_match_unit=self.prefix_match_unit,
             eviction=self.eviction,
             tiers=self.tiers,
+            hint_values=WEKA_HINTS,
         )

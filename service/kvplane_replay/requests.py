@@ -19,11 +19,21 @@ class LiveRequest(Request):
         num_prompt: number of prompt tokens.
     """
 
-    __slots__ = ("_hash_due", "_hasher", "_num_tokens", "_output", "_prompt_hashes", "_scheme", "num_prompt", "trace")
+    __slots__ = (
+        "_hash_due",
+        "_hasher",
+        "_hint_values",
+        "_num_tokens",
+        "_output",
+        "_prompt_hashes",
+        "_scheme",
+        "num_prompt",
+        "trace",
+    )
 
-    def __init__(self, trace: TraceRequest, max_output: int, scheme: HashScheme) -> None:
+    def __init__(self, trace: TraceRequest, max_output: int, scheme: HashScheme, hint_values: int = 0) -> None:
         super().__init__(trace.name, (), min(trace.output_tokens, max_output))
-        self.trace = trace
+        self.trace, self._hint_values = trace, hint_values
         self.num_prompt = self._num_tokens = len(trace.prompt)
         self._scheme = scheme
         self._hasher: RequestHasher | None = None
@@ -75,6 +85,8 @@ class LiveRequest(Request):
         """Append the next token of the trace's output, whichever token was sampled."""
         del token
         self._num_tokens += 1
+        if self.is_done and self.trace.hint < self._hint_values:
+            self.hint = self.trace.hint
 
     def content(self, num_appended: int) -> FactRow:
         """Return the row of a step that reports the last `num_appended` tokens, with the hashes of the blocks that

@@ -18,11 +18,12 @@ import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher
@@ -127,6 +128,22 @@ def replay(spec: ReplicaSpec, trace: Iterable[TraceRequest]) -> Engine:
         pass
     assert not engine.refusals, engine.refusals[0]
     return engine
+
+
+def with_hints(trace: Iterable[TraceRequest], size: int, percent_right: int) -> list[TraceRequest]:
+    """Return the requests with hints whether a later prompt continues them: 2, or 1 if none does; `percent_right` of
+    the hints are right.
+    """
+    hasher, rng = HashScheme.of(replica_of(FULL_ONLY, size, 2)), Random(percent_right)
+    requests, later, hinted = list(trace), set[bytes](), list[TraceRequest]()
+    for request in reversed(requests):
+        raw, width = RequestHasher(hasher).append(request.prompt.packed()), hasher.digest.size
+        chain = [raw[at : at + width] for at in range(0, len(raw), width)]
+        continues = len(chain) > 1 and chain[-1] in later
+        later.update(chain)
+        is_right = rng.randrange(100) < percent_right
+        hinted.append(replace(request, hint=1 + int(continues is is_right)))
+    return hinted[::-1]
 
 
 def share_of_hits(engine: Engine) -> float:

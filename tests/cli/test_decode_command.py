@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, Peek, Resume, Run, Step, StepResult
 from kvplane_service.decisions.log import Decision
 from kvplane_service.telemetry.ops import pack
-from tests.service.hosts import HostWorld
+from tests.service.hosts import HostWorld, spec_of
+
+
+def test_decode_prints_the_hints_of_new_and_ended_requests(kvplane):
+    world = HostWorld(spec=replace(spec_of(), hint_values=3))
+    engine = world.open()
+    engine.step(Part(news=News([3, 4], [20, 20], tokens=[9] * 40, hint=[2, 0])))
+    engine.step(Part(facts=Facts([3, 4], hint=[-1, 1], end=[End.NONE, End.FREE])))
+    packed = [pack(entry) for entry in world.host.decisions if isinstance(entry, Decision)]
+    printed = [kvplane("decode", one)[1].splitlines()[1:3] for one in packed]
+    assert printed[0] == [
+        "new slot 3: 20 tokens, hint 2",
+        "new slot 4: 20 tokens, hint 0",
+    ]
+    assert printed[1] == [
+        "fact slot 3: nothing",
+        "fact slot 4: hint 1, ends: free",
+    ]
 
 
 def test_decode_prints_operations_row_by_row(kvplane):

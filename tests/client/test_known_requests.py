@@ -133,9 +133,12 @@ def noted(*parts: Part) -> KnownRequests:
 def test_hashes_and_all_fields_of_a_request_are_sent_again():
     keys = ExtraKeys(salt="s")
     first = News([4, 5], [20, 33], [], [1, 2], b"aabbcc", ["x", "y"], ["", "d"], [keys, keys], [0, 1], [0, 99])
-    known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), Part())
+    first.hint = [1, 2]
+    known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), part_of(FactRow(5, hint=3)))
     news = known.revival(7).news
-    assert news == News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
+    expected = News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
+    expected.hint = [1, 3]
+    assert news == expected
 
 
 OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.groups import AlignSpec, ReplicaSpec
 from kvplane.base.step import AdmitStatus, End, Part, PartResult, Step
 from kvplane.scheduling import MAX_IDLE_STEPS, Limits, Request, Scheduled, Scheduler
+from kvplane.session.rows import part_of
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.client.stepper import Stepper
@@ -138,6 +140,24 @@ def test_a_request_ends_with_a_stop_token():
     request = engine.add([1, 2, 3], max_new_tokens=40, stop_token_ids={next_token([1, 2, 3])})
     engine.run()
     assert len(request.output) == 1
+
+
+def test_a_hint_is_sent_with_the_request_and_as_it_is_when_the_request_ends():
+    engine = Engine()
+    quiet, hinted = engine.add([1, 2, 3], max_new_tokens=9), engine.add([4, 5, 6], max_new_tokens=9, hint=1)
+    rows = [quiet.news_row(), hinted.news_row()]
+    assert part_of(*rows).news.hint == [0, 1]
+    with pytest.raises(InvalidArgument, match="hint_values 0") as refused:  # this replica has none
+        engine.run()
+    assert refused.value.field == "parts[0].news.hint"
+    hinted.hint = 0
+    ended = Engine(replace(MIXES["full"], hint_values=8))
+    request = ended.add([1, 2, 3], max_new_tokens=9, hint=1)
+    ended.step()
+    request.hint = 7
+    ended.run()
+    hints = [part.facts.hint[part.facts.end.index(End.FREE)] for part, _ in ended.parts if End.FREE in part.facts.end]
+    assert hints == [7]
 
 
 def test_a_second_request_hits_the_prefix_of_the_first():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import accumulate
 from random import Random
@@ -17,9 +19,12 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
-from kvplane.base.step import Admit, End, Facts, News, Part, Step
+from kvplane.base.step import UNCHANGED, Admit, End, Facts, News, Part, Step
 from kvplane_service.core import inspect
+from kvplane_service.core.facts import Update
 from kvplane_service.core.hazard import GHOST_POOLS, HORIZON, MANY_USES, MOST_SAMPLED, PIECES, Hazards, History, Learner
+from kvplane_service.core.native import NativeReplica
+from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.policies import HazardList
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
@@ -62,11 +67,12 @@ class Core:
         self.replica, self.seq, self.tables = Replica(self.spec), 0, list[list[int]]()
         self.replica.begin_epoch(1)
 
-    def serve(self, names: Sequence[int]) -> None:
-        news = News([0], [len(names) * BLOCK + 1], num_hashes=[len(names)], hashes=b"".join(chain(names)))
+    def serve(self, names: Sequence[int], hint: int = 0, last_hint: int = UNCHANGED) -> None:
+        hashes = b"".join(chain(names))
+        news = News([0], [len(names) * BLOCK + 1], num_hashes=[len(names)], hashes=hashes, hint=[hint])
         result = self.step(Part(news=news, admit=Admit([0])))
         self.tables.append(result.new_blocks.ids)
-        self.step(Part(facts=Facts([0], end=[int(End.FREE)])))
+        self.step(Part(facts=Facts([0], end=[int(End.FREE)], hint=[last_hint])))
 
     def step(self, part: Part):
         self.seq += 1
@@ -184,6 +190,85 @@ def test_it_does_not_lead_where_lru_is_best():
         core.serve((number // 2, number // 2 + 1, 3))
     assert not core.free.learner.leads
     assert core.replica.counters.hit_tokens >= 300 * 3 * BLOCK
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+
+
+def hinted(seed: int, count: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield prompts of equal length, some of which are soon asked again, with a hint: 1 = not again, 2 = again."""
+    rng, due = Random(seed), deque[int]()
+    for number in range(count):
+        if len(due) > 8:
+            yield (due.popleft(), 1, 2, 3), 1
+        else:
+            hint = rng.choice((1, 1, 1, 2))
+            if hint == 2:
+                due.append(number)
+            yield (number, 1, 2, 3), hint
+
+
+@pytest.mark.parametrize("said", ["when it arrives", "when it ends", "when it ends, wrong before"])
+def test_it_learns_what_hints_of_the_engine_are_worth(said):
+    cores = [Core(HAZARD, 100, hint_values=3) for _ in range(2)]
+    for names, hint in hinted(5, 700):
+        arrives, ends = {"when it arrives": (hint, UNCHANGED), "when it ends": (0, hint)}.get(said, (3 - hint, hint))
+        cores[0].serve(names)
+        cores[1].serve(names, arrives, ends)
+        assert not cores[1].replica.requests.hints
+    without, with_hints = (core.replica.counters.hit_tokens for core in cores)
+    assert with_hints > 1.3 * without
+
+
+def test_hints_are_kept_by_a_preempted_request_and_in_the_state():
+    core = Core(HAZARD, hint_values=3)
+    news = News([0], [9], num_hashes=[2], hashes=b"".join(chain((1, 2))), hint=[2])
+    core.step(Part(news=news, admit=Admit([0])))
+    core.step(Part(facts=Facts([0], end=[int(End.PREEMPTED)])))
+    assert core.replica.requests.hints == {0: 2}
+    loaded = load_state(core.spec, export_state(core.replica))
+    assert loaded.requests.hints == {0: 2}
+    with pytest.raises(InvalidArgument, match="hints"):
+        load_state(replace(core.spec, hint_values=2), export_state(core.replica))
+
+
+@pytest.mark.parametrize("kind", [Replica, NativeReplica])
+@pytest.mark.parametrize(("announced", "hint"), [(0, 1), (3, 3), (3, -2), (3, 1 << 40)])
+@pytest.mark.parametrize("section", ["news", "facts"])
+def test_hints_that_were_not_announced_are_refused_and_change_nothing(kind, announced, hint, section):
+    core = Core(HAZARD if kind is Replica else LRU, hint_values=announced)
+    core.replica = kind(core.spec)
+    core.replica.begin_epoch(1)
+    core.step(Part(news=News([0], [9], num_hashes=[2], hashes=b"".join(chain((1, 2)))), admit=Admit([0])))
+    before = digest(core.replica.reference())
+    bad = Part(news=News([1], [9], hint=[hint])) if section == "news" else Part(facts=Facts([0], hint=[hint]))
+    with pytest.raises(InvalidArgument, match=f"hint_values {announced}, found {hint}") as refused:
+        core.step(bad)
+    assert refused.value.field == f"parts[0].{section}.hint"
+    assert digest(core.replica.reference()) == before
+    core.seq -= 1
+    core.step(Part(facts=Facts([0], hint=[max(0, announced - 1)], end=[int(End.FREE)])))
+
+
+def test_more_hints_than_the_policy_distinguishes_are_refused_at_the_registration():
+    with pytest.raises(InvalidArgument, match=r"hint_values|must be 0 to 64") as refused:
+        Core(HAZARD, hint_values=65)
+    assert refused.value.field == "hint_values"
+
+
+def test_the_engine_of_a_mirror_records_the_hints_of_its_rows():
+    spec = Core(HAZARD, hint_values=3).spec
+    engine = Replica(spec)
+    engine.begin_epoch(1)
+    step = OpenStep(engine, 0)
+    step.add(0, 9, chain((1, 2)), hint=1)
+    step.close()
+    assert step.recorded().parts[0].news.hint == [1]
+    step = OpenStep(engine, 1)
+    step.update(Update(0, hint=2))
+    assert engine.requests.hints == {0: 2}
+    step.close()
+    assert step.recorded().parts[0].facts.hint == [2]
 
 
 # -- replays and images ------------------------------------------------------------------------------------------------

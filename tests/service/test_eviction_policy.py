@@ -10,6 +10,8 @@ from kvplane import connect, wire
 from kvplane.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.sources import ModelSource
+from kvplane.base.step import End
+from kvplane.session.rows import FactRow, NewsRow, part_of
 from kvplane.unary import calls
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config, load
@@ -81,6 +83,25 @@ def test_a_source_without_a_policy_gets_the_configured_one_and_keeps_it():
             assert wire.decode_spec(client.describe_replica(name).spec).eviction is policy
 
 
+def test_hints_are_announced_at_the_registration_and_refused_without():
+    with running() as service, connect(service.address) as client:
+        for values, source in enumerate((*both_sources(), replace(SPEC, num_blocks=64)), 1):
+            given = replace(source, eviction=EvictionPolicy.HAZARD, hint_values=values)
+            assert client.register_replica(f"r{values}", given).spec.hint_values == values
+            with client.session(f"r{values}") as session:
+                assert session.spec.hint_values == values
+                session.apply(part_of(NewsRow(0, [1, 2, 3], hint=values - 1), NewsRow(1, [4])))
+                session.apply(part_of(FactRow(0, end=End.FREE, hint=0)))
+                with pytest.raises(InvalidArgument, match=f"hint_values {values}, found -1 to {values}") as refused:
+                    session.apply(part_of(FactRow(1, hint=values), FactRow(1)))
+                assert refused.value.field == "parts[0].facts.hint"
+        with pytest.raises(InvalidArgument, match="must be 0 to 64") as refused:
+            client.register_replica("more", replace(SPEC, hint_values=65))
+        assert refused.value.field == "hint_values"
+        with pytest.raises(AlreadyExists, match="hint_values"):
+            client.register_replica("r1", replace(both_sources()[0], hint_values=2))
+
+
 def test_the_configuration_takes_every_policy_and_no_other():
     for policy in EvictionPolicy:
         assert f"eviction: {policy.value}" in load({"eviction": policy.value}, {}, None).as_yaml()
@@ -91,5 +112,9 @@ def test_the_configuration_takes_every_policy_and_no_other():
 
 def test_replicas_with_different_policies_share_stored_entries():
     """The policy decides when a key leaves, not what it names."""
-    names = {namespace_of(Registration(replace(SPEC, eviction=policy), 1, b"")) for policy in EvictionPolicy}
+    names = {
+        namespace_of(Registration(replace(SPEC, eviction=policy, hint_values=hints), 1, b""))
+        for policy in EvictionPolicy
+        for hints in (0, 3)
+    }
     assert len(names) == 1

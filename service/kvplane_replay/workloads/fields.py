@@ -59,6 +59,11 @@ class Record:
             raise self._bad(name, f"{_brief(value)} is not a non-empty string")
         return value
 
+    def optional(self, name: str) -> str:
+        """Return a string field; "" if it is missing or anything else."""
+        value = self._values.get(name)
+        return value if isinstance(value, str) else ""
+
     def ids(self, name: str, tokens_per_id: int) -> array[int]:
         """Return a list of hash ids: integers from 0, limited so that the text they stand for fits into a stream (a
         numbered sequence of tokens). Raises MalformedTrace.

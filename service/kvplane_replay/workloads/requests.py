@@ -101,6 +101,7 @@ class TraceRequest:
         prompt: 1 token or more.
         output: the tokens that the model generates. They occur in no other request, except in later prompts of the same
             session if the workload includes them.
+        hint: what an engine knows of the next request of the session when this one ends, see `News.hint`; 0 = nothing.
     """
 
     name: str
@@ -108,6 +109,7 @@ class TraceRequest:
     session: str
     prompt: TokenSource
     output: TokenSource
+    hint: int = 0
 
     @property
     def output_tokens(self) -> int:

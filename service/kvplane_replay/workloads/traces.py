@@ -9,14 +9,14 @@ Weka (Claude Code traces, callanjfox/kv-cache-tester): a line is a session, `req
 session has its own stream. The trace does not identify the last, incomplete block: its tokens are unique to the request
 and are never a cache hit. A sub-agent is an entry with its own `requests`, which use the ids of the session; their
 times count from the entry if the first of these times is smaller than the entry's own time, otherwise from the start of
-the session. Sessions have no common clock: they start at equal distances.
+the session. Sessions have no common clock: they start at equal distances. `stop` is optional; it is a request's hint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, count
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvplane_replay.workloads.requests import POSITIONS, Span, TokenSource, Trac
 
 MOONCAKE_TOKENS_PER_ID = 512
 DEFAULT_SPACING_S = 60.0
+WEKA_HINTS = 7  # the stop reason: 1 tool use, 2 end of the turn, 3 any other; 3 more in a sub-agent
 
 
 class TraceKind(Enum):
@@ -162,8 +163,9 @@ class _Session:
             raise record.malformed(f"hash_id_scope: it is {scope!r}, but only ids of scope 'local' can be replayed")
         block_size = record.count("block_size", least=1)
         requests = []
-        for at, (time, entry) in enumerate(_flattened(record)):
-            requests.append(self._request(f"{name}/{at}", name, time, entry, block_size))
+        for at, (time, entry, is_nested) in enumerate(_flattened(record)):
+            request = self._request(f"{name}/{at}", name, time, entry, block_size)
+            requests.append(replace(request, hint=_hint(entry) + 3 * is_nested))
         return sorted(requests, key=lambda request: request.arrival_s)
 
     def _request(self, name: str, session: str, time: float, entry: Record, block_size: int) -> TraceRequest:
@@ -190,15 +192,19 @@ class _Session:
         return TokenSource((Span(self.number, start, self.own_tokens, generated=True),) if num_tokens else ())
 
 
-def _flattened(session: Record) -> Iterator[tuple[float, Record]]:
-    """Yield requests with seconds since the session's start. An entry that is a sub-agent is replaced by the
-    sub-agent's requests.
+def _hint(entry: Record) -> int:
+    return {"tool_use": 1, "end_turn": 2}.get(entry.optional("stop"), 3)
+
+
+def _flattened(session: Record) -> Iterator[tuple[float, Record, bool]]:
+    """Yield requests with seconds since the session's start, and whether they are those of a sub-agent. An entry that
+    is a sub-agent is replaced by the sub-agent's requests.
     """
     for entry in session.records("requests"):
         time = entry.time("t")
         if "requests" not in entry:
-            yield time, entry
+            yield time, entry, False
             continue
         nested = entry.records("requests")
         offset = time if nested and nested[0].time("t") < time else 0.0
-        yield from ((offset + request.time("t"), request) for request in nested)
+        yield from ((offset + request.time("t"), request, True) for request in nested)

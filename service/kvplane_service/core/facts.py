@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.hashing import pack_tokens, split_hashes
-from kvplane.base.step import UNCHANGED, Cache, End, Facts, Part, PartResult, RemoveReason
+from kvplane.base.step import UNCHANGED, Cache, End, Facts, News, Part, PartResult, RemoveReason
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
+from kvplane_service.core.policies import note_hint
 from kvplane_service.core.tiers.loads import TierLoads
 
 
@@ -30,6 +31,7 @@ class Update(NamedTuple):
     release_skipped: int = UNCHANGED
     end: End = End.NONE
     fence: int = 0
+    hint: int = UNCHANGED
 
 
 class FactApplier:
@@ -53,7 +55,8 @@ class FactApplier:
     def apply(self, part: Part, seq: int, result: PartResult) -> None:
         """Apply the section `facts` of a part, row by row; adds the preempted slots to `result`."""
         facts = part.facts
-        if facts.computed or facts.tokens or facts.commit or facts.end or facts.release_skipped or part.with_hashes:
+        said = (facts.computed, facts.tokens, facts.commit, facts.end, facts.release_skipped, facts.hint)
+        if any(said) or part.with_hashes:
             self._facts_by_row(part, seq, result)
             return
         num_tokens = self._requests.num_tokens
@@ -61,6 +64,11 @@ class FactApplier:
             num_tokens[slot] += count
         for row, digests in _given_hashes(facts).items():
             self.add_digests(facts.slot[row], digests)
+
+    def note_hints(self, news: News) -> None:
+        """Record the hints of new requests."""
+        for slot, hint in zip(news.slot, news.hint, strict=False):
+            note_hint(self._pool, self._requests, slot, hint)
 
     def _facts_by_row(self, part: Part, seq: int, result: PartResult) -> None:
         facts = part.facts
@@ -76,6 +84,7 @@ class FactApplier:
                 release_skipped=facts.release_skipped[row] if facts.release_skipped else UNCHANGED,
                 end=End(facts.end[row]) if facts.end else End.NONE,
                 fence=facts.fence[row] if facts.fence else 0,
+                hint=facts.hint[row] if facts.hint else UNCHANGED,
             )
             tokens = facts.tokens[token_at : token_at + appended] if facts.tokens else ()
             token_at += appended
@@ -98,6 +107,8 @@ class FactApplier:
             self._commit(slot, update.commit, seq)
         if update.release_skipped != UNCHANGED and requests.running[slot]:
             self._blocks.release_skipped(slot, update.release_skipped)
+        if update.hint != UNCHANGED:
+            note_hint(self._pool, requests, slot, update.hint)
         if update.end is not End.NONE:
             self._end(slot, update.end, update.fence, seq, result)
 

@@ -3,7 +3,8 @@ that or by LRU. Integers only; time is the number of admissions. Nothing here kn
 
     request of an admission      its prompt is divided where content is new, was seen, was seen many times
     piece                        such a division of one request; all its keys have one class
-    class                        which piece -> how many tokens of the prompt are new -> how many it has
+    class                        which piece -> how many tokens of the prompt are new -> how many it has,
+                                 or: which piece -> what the engine hints -> how many are new
     hazard of a class at an age  of the keys that were unused at this age, the share that was used before the next age
 
 The worth of a key is its Gittins index: over all times that one could wait from its age on, the greatest probability of
@@ -35,6 +36,7 @@ HORIZON = 1 << 14  # admissions that are remembered
 MOST_SAMPLED = 1 << 14  # keys of a pool that are followed, at most
 GHOST_POOLS = 4  # keys that are remembered, in pools
 NODES = 1 << 11  # classes, at most
+_HINT = 1 << 7  # marks a feature of a class as a hint
 
 _ONE = 1 << 20  # probability
 _ALIVE = 1 << 30
@@ -62,9 +64,10 @@ _BIN = np.concatenate([[0], np.repeat(np.arange(NUM_AGES), _WIDTHS)])  # by age
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An admitted prompt: its tokens, and where its content stops to be seen many times and to be seen."""
+    """An admitted prompt: its number, its tokens, and where its content stops to be seen many times and to be seen."""
 
     number: int
+    num_tokens: int
     many_end: int
     seen_end: int
 
@@ -260,7 +263,7 @@ class Learner:
         self._lru: OrderedDict[int, None] = OrderedDict()
         self.leads, self._gain, self._looked_up = False, 0, 0
 
-    def admit(self, digests: Sequence[bytes], domain: str, num_tokens: int, num_hit: int = 0) -> Prompt:
+    def admit(self, digests: Sequence[bytes], domain: str, num_tokens: int, num_hit: int = 0, hint: int = 0) -> Prompt:
         """Follow an admission; returns how its prompt is divided. `num_hit`: tokens of its hit, which were seen."""
         keys, depths = self._sampled(digests, domain)
         entries = [self._entry.get(key, -1) for key in keys]
@@ -272,20 +275,26 @@ class Learner:
         self._duel(keys, entries[:known])
         number = self.history.begin()
         self.history.use(self._owner[[entry for entry in entries if entry >= 0]])
-        self._describe(number, num_tokens, seen_end)
+        prompt = Prompt(number, num_tokens, many_end, seen_end)
+        self.describe(prompt, hint)
         self._touch(keys, depths, entries, number * PIECES, (many, known))
         if number % _DECAY_EVERY == 0:
             self._hazards.decay()
         if number % _REFRESH_EVERY == 0:
             self._hazards.refresh()
         self._shrink()
-        return Prompt(number, many_end, seen_end)
+        return prompt
 
-    def _describe(self, number: int, num_tokens: int, seen_end: int) -> None:
-        new = ((num_tokens - seen_end) >> 9).bit_length()
+    def describe(self, prompt: Prompt, hint: int) -> None:
+        """Give the pieces of a prompt their classes. A hint, which may change until the blocks are released, comes
+        before what the prompt shows, and replaces its length: the fewer the classes, the sooner each is known.
+        """
+        if prompt.number <= self.history.now - HORIZON:
+            return  # its row is that of a later prompt
+        new = ((prompt.num_tokens - prompt.seen_end) >> 9).bit_length()
+        features = (_HINT | hint, new) if hint else (new, (prompt.num_tokens >> 9).bit_length())
         for piece in range(PIECES):
-            name = (piece, new, (num_tokens >> 9).bit_length())
-            self.history.node[number % HORIZON, piece] = self._hazards.node(name)
+            self.history.node[prompt.number % HORIZON, piece] = self._hazards.node((piece, *features))
 
     def _touch(
         self, keys: Sequence[int], depths: Sequence[int], entries: list[int], first: int, ends: tuple[int, int]

@@ -237,8 +237,8 @@ class OpenStep:
         slot, requests = update.slot, self._requests
         if not 0 <= slot < len(requests.running) or not requests.running[slot] or requests.by_service[slot]:
             return False
-        others = (update.computed, update.commit, update.release_skipped)
-        if others != (UNCHANGED, UNCHANGED, UNCHANGED) or update.end or update.fence:
+        others = (update.computed, update.commit, update.release_skipped, update.hint)
+        if others.count(UNCHANGED) < len(others) or update.end or update.fence:
             return False
         num_tokens = requests.num_tokens[slot] + update.appended
         if not 0 <= update.appended <= requests.limit[slot] - requests.num_tokens[slot]:
@@ -327,7 +327,8 @@ class OpenStep:
             if digests:
                 self._replica.facts.add_digests(slot, digests)
             # Recorded before the rows of other requests, which neither read nor change what this row changes.
-            rows.facts.append((slot, UNCHANGED, num_tokens - before, digests, UNCHANGED, UNCHANGED, NO_END, 0))
+            row = (slot, UNCHANGED, num_tokens - before, digests, UNCHANGED, UNCHANGED, NO_END, 0, UNCHANGED)
+            rows.facts.append(row)
         row_in[slot] = len(self._parts)
         new: Sequence[list[int]] | None = ()
         if is_quiet or end + lookahead <= requests.fast_path_until[slot]:

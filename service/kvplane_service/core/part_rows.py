@@ -22,7 +22,7 @@ from kvplane.base.step import (
     Watermark,
 )
 
-FactsRow = tuple[int, int, int, Sequence[bytes], int, int, End, int]  # an `Update`
+FactsRow = tuple[int, int, int, Sequence[bytes], int, int, End, int, int]  # an `Update`
 RunRow = tuple[int, int, int, int, int, int]  # slot, extra, lookahead, in_flight, flags, reserved
 
 
@@ -90,7 +90,7 @@ def facts_section(updates: Sequence[FactsRow]) -> Facts:
     """Return rows of facts as a section."""
     if not updates:
         return Facts()
-    slot, computed, appended, digests, commit, release_skipped, end, fence = zip(*updates, strict=True)
+    slot, computed, appended, digests, commit, release_skipped, end, fence, hint = zip(*updates, strict=True)
     return Facts(
         slot=list(slot),
         computed=_column(computed, UNCHANGED),
@@ -101,6 +101,7 @@ def facts_section(updates: Sequence[FactsRow]) -> Facts:
         end=_column(end, End.NONE),
         fence=_column(fence, 0),
         release_skipped=_column(release_skipped, UNCHANGED),
+        hint=_column(hint, UNCHANGED),
     )
 
 
@@ -140,7 +141,7 @@ def news_section(rows: Sequence[News]) -> News:
         num_hashes=[row.num_hashes[0] for row in rows],
         hashes=b"".join([row.hashes for row in rows]),
     )
-    for name in ("request_id", "domain", "traceparent", "skip_reading", "max_tokens"):
+    for name in ("request_id", "domain", "traceparent", "skip_reading", "max_tokens", "hint"):
         entries = [getattr(row, name) for row in rows]
         if any(entries):
             default = type(next(entry[0] for entry in entries if entry))()

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy
+from kvplane.base.step import UNCHANGED
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
@@ -21,6 +24,7 @@ from kvplane_service.core.hazard import PIECES, Learner, Prompt, check
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
+    from kvplane.base.step import Part
     from kvplane_service.core.managers.base import GroupManager
     from kvplane_service.core.pool import BlockPool
     from kvplane_service.core.requests import Requests
@@ -42,7 +46,37 @@ def note_admitted(pool: BlockPool, requests: Requests, slot: int, num_hit: int) 
     free = pool.free
     if isinstance(free, HazardList):
         digests, domain = requests.content[slot].digests, requests.domain[slot]
-        free.prompts[slot] = free.learner.admit(digests, domain, requests.num_tokens[slot], num_hit)
+        hint = requests.hints.get(slot, 0)
+        free.prompts[slot] = free.learner.admit(digests, domain, requests.num_tokens[slot], num_hit, hint)
+
+
+def are_hints(spec: ReplicaSpec, column: Sequence[int], least: int = 0) -> bool:
+    """Whether the entries are hints that the engine of this replica has announced, or `least`."""
+    return not column or (least <= min(column) and max(column) < max(1, spec.hint_values))
+
+
+def has_announced_hints(spec: ReplicaSpec, part: Part) -> bool:
+    """Whether all hints of a part are those that its engine has announced."""
+    given = vars(part)  # sections that are missing are empty
+    facts = "facts" not in given or are_hints(spec, part.facts.hint, UNCHANGED)
+    return facts and ("news" not in given or are_hints(spec, part.news.hint))
+
+
+def check_hints(spec: ReplicaSpec, column: Sequence[int], least: int, field: str) -> None:
+    """Raise InvalidArgument unless `are_hints`."""
+    if not are_hints(spec, column, least):
+        announced = f"the replica was registered with hint_values {spec.hint_values}"
+        remedy = "announce the number of hints as hint_values of the registration, and send hints below it"
+        raise InvalidArgument(f"{announced}, found {min(column)} to {max(column)}", field=field, remedy=remedy)
+
+
+def note_hint(pool: BlockPool, requests: Requests, slot: int, hint: int) -> None:
+    """Record for HAZARD what the engine says of requests that continue this one."""
+    free = pool.free
+    if isinstance(free, HazardList):
+        requests.hints[slot] = hint
+        if slot in free.prompts:
+            free.learner.describe(free.prompts[slot], hint)
 
 
 def note_released(managers: Sequence[GroupManager], slot: int) -> None:
@@ -126,7 +160,7 @@ class HazardList(WindowTailList):
 
     def state(self) -> list[Any]:
         """Return what a list has in addition to the order of its blocks; `load` takes it."""
-        prompts = {slot: [one.number, one.many_end, one.seen_end] for slot, one in self.prompts.items()}
+        prompts = {slot: list(astuple(one)) for slot, one in self.prompts.items()}
         return [self.owner[:], prompts, self.learner.state()]
 
     def load(self, state: list[Any]) -> None:

@@ -86,8 +86,7 @@ class Replica:
         self.begin_step(step.seq, step.executed_through)
         results = []
         for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
-            opens = step.part + number == 0
-            results.append(self._apply_part(part, contents, step.seq, opens))
+            results.append(self._apply_part(part, contents, step.seq, step.part + number == 0))
         if step.last:
             self.complete_step(step.seq, results[-1])
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
@@ -448,6 +447,7 @@ class Replica:
             requests.request_id[slot] = news.request_id[row] if news.request_id else ""
             requests.domain[slot] = news.domain[row] if news.domain else ""
             requests.skip_reading[slot] = bool(news.skip_reading and news.skip_reading[row])
+        self.facts.note_hints(news)
 
     def _peek(self, peek: Peek, result: PartResult) -> None:
         for row, slot in enumerate(peek.slot):

@@ -72,6 +72,7 @@ class Requests:
         self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step with drafts, and where its row ended
         self.unserved: dict[int, int] = {}  # by slot: consecutive rows that had room for less than a state block
         self.hit_end: dict[int, int] = {}  # by slot: tokens of the hit of a running request; not with LRU
+        self.hints: dict[int, int] = {}  # by slot: what the engine says of later requests; only with HAZARD
         self.num_running = 0
         self.loading: set[int] = set()  # slots whose pages a transfer still writes, running or preempted since
         self.not_zeroed: set[int] = set()  # running slots without a grant since their load began; it may fail
@@ -174,6 +175,7 @@ class Requests:
         self.loading.discard(slot)
         self.content[slot] = Content([])
         self.asked.pop(slot, None)
+        self.hints.pop(slot, None)
 
     def hashes(self, slot: int) -> list[bytes]:
         """Return the hashes of the request's full hash blocks."""

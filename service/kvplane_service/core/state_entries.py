@@ -9,16 +9,17 @@ from dataclasses import astuple, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme, HashTail, RequestHasher
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.counters import Counters, Residency
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
+from kvplane_service.core.hazard import check
 from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
-from kvplane_service.core.policies import HazardList
+from kvplane_service.core.policies import HazardList, are_hints
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
 from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
@@ -121,8 +122,8 @@ def _policy_state(replica: Replica) -> tuple[Any, ...] | None:
     free = replica.coordinator.pool.free
     if not isinstance(free, WindowTailList):
         return None
-    own = [dict(free.superseded)] if isinstance(free, TurnTailList) else []
-    own = free.state() if isinstance(free, HazardList) else own
+    own: list[Any] = [dict(free.superseded)] if isinstance(free, TurnTailList) else []
+    own = [*free.state(), dict(replica.requests.hints)] if isinstance(free, HazardList) else own
     return replica.spec.eviction.value, free.copy_first(), dict(replica.requests.hit_end), *own
 
 
@@ -200,6 +201,7 @@ def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
         setattr(replica.counters, name, value)
     _load_pool(replica.coordinator.pool, entries)
     _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
+    check(are_hints(replica.spec, list(replica.requests.hints.values())), "hints")
     _load_tracker(replica.tracker, entries["tracker"][0])
     tiers = replica.coordinator.tiers
     if tiers.each or "tiers" in entries:
@@ -229,7 +231,7 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
         if isinstance(pool.free, TurnTailList):
             (pool.free.superseded,) = others
         elif isinstance(pool.free, HazardList):
-            pool.free.load(others)
+            pool.free.load(others[:-1])
     else:
         pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}
@@ -262,7 +264,8 @@ def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: Ha
     for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
         setattr(requests, name, state[name])
     if "eviction" in entries:
-        requests.hit_end = entries["eviction"][0][2]
+        policy, _, requests.hit_end, *others = entries["eviction"][0]
+        requests.hints = others[-1] if policy == EvictionPolicy.HAZARD.value else {}
     for name in BOUNDS:
         setattr(requests, name, [NO_FAST_PATH] * len(requests.live))
     requests.content = [Content([]) for _ in requests.live]

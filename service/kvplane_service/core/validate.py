@@ -33,6 +33,7 @@ from kvplane.base.step import (
     Step,
     Watermark,
 )
+from kvplane_service.core.policies import check_hints
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.tiers.checks import check_jobs, check_load_rows
@@ -43,8 +44,8 @@ MAX_TOKEN_ID = (1 << 32) - 1
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
-_FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
-_NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
+_FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped", "hint")
+_NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent hint".split()
 _ADMIT_COLUMNS = (
     "extra cap lookahead external expected_hit encoder_tokens reserved watermark flags hit_limit min_new "
     "skip_zero_groups single_group_hit"
@@ -147,6 +148,7 @@ class StepValidator:
             )
             self._token_ids(facts.tokens, "facts.tokens")
         size = self._digest_size(facts.hashes, facts.num_hashes, "facts")
+        check_hints(self._spec, facts.hint, UNCHANGED, f"{self._where}facts.hint")
         if self._is_plain_growth(facts, size):
             self._plain = facts.slot
             return
@@ -162,7 +164,7 @@ class StepValidator:
         """Whether the rows only append tokens, within limits, to distinct running requests whose hashes are given, as
         most rows do. Used only in a step of one part: then no later facts depend on the changes of these rows.
         """
-        said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence, facts.release_skipped)
+        said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence, facts.release_skipped, facts.hint)
         if any(said) or self._num_parts > 1 or not facts.appended or not self._are_running(facts.slot):
             return False
         requests = self._requests
@@ -193,11 +195,10 @@ class StepValidator:
 
     def _fact_tokens(self, facts: Facts, row: int, known: _Slot) -> None:
         appended = facts.appended[row] if facts.appended else 0
-        limit = known.limit
         self._require(
-            0 <= appended <= limit - known.num_tokens,
+            0 <= appended <= known.limit - known.num_tokens,
             f"facts.appended[{row}]",
-            f"the request would have {known.num_tokens + appended} tokens, its limit is {limit}",
+            f"the request would have {known.num_tokens + appended} tokens, its limit is {known.limit}",
         )
         known.num_tokens += appended
         if appended and known.by_service:
@@ -311,8 +312,7 @@ class StepValidator:
         self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "send one entry per new request")
         for name, texts in (("request_id", news.request_id), ("domain", news.domain)):
             self._require(all(isinstance(one, str) for one in texts), f"news.{name}", "every entry must be a text")
-        by_service = bool(news.tokens)
-        if by_service:
+        if by_service := bool(news.tokens):
             self._require(
                 len(news.tokens) == sum(news.num_tokens),
                 "news.tokens",
@@ -320,6 +320,7 @@ class StepValidator:
             )
             self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
             self._token_ids(news.tokens, "news.tokens")
+        check_hints(self._spec, news.hint, 0, f"{self._where}news.hint")
         size = self._digest_size(news.hashes, news.num_hashes, "news")
         for row, slot in enumerate(news.slot):
             self._new_slot(news, row, slot, by_service, size)

@@ -37,7 +37,8 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
         yield f"jobs of the movers before {cache.jobs_before}: failed, if they were not reported"
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
-        yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"
+        hint = f", hint {part.news.hint[row]}" if part.news.hint else ""
+        yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}{hint}"
     if part.resume is not None:
         rows = zip(part.resume.slot, part.resume.computed, strict=True)
         yield from (f"resumed slot {slot}: {_tokens(computed)} computed" for slot, computed in rows)
@@ -86,6 +87,8 @@ def _fact_lines(part: Part) -> Iterator[str]:
             said.append(f"commit {facts.commit[row]}")
         if facts.release_skipped and facts.release_skipped[row] >= 0:
             said.append(f"release what is skipped at {facts.release_skipped[row]}")
+        if facts.hint and facts.hint[row] >= 0:
+            said.append(f"hint {facts.hint[row]}")
         if _at(facts.end, row):
             said.append(f"ends: {End(facts.end[row]).name.lower()}")
         yield f"fact slot {slot}: {', '.join(said) or 'nothing'}"

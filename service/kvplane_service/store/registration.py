@@ -57,9 +57,9 @@ def namespace_of(registration: Registration) -> bytes:
     """Return 16 bytes, a digest that differs between two registrations if neither can use the entries stored for the
     other.
 
-    The eviction policy is left out: it decides when a key leaves, not which content a key names.
+    The eviction policy and the hints are left out: they decide when a key leaves, not which content a key names.
     """
-    alike = replace(registration.spec, eviction=EvictionPolicy.LRU)
+    alike = replace(registration.spec, eviction=EvictionPolicy.LRU, hint_values=0)
     spec = wire.encode_spec(alike).SerializeToString(deterministic=True)
     digest = hashlib.blake2b(digest_size=16)
     for part in (registration.namespace_digest, registration.num_ranks.to_bytes(4, "little"), spec):

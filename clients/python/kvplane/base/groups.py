@@ -13,6 +13,7 @@ from enum import Enum, IntEnum
 from kvplane.base.errors import InvalidArgument
 
 MAX_GROUPS = 64
+MAX_HINTS = 64
 MAX_BLOCKS = 1 << 28
 NULL_BLOCK = 0  # has no page: the entry of a table where a request has no block
 MAX_TOKENS = 1 << 30
@@ -260,6 +261,7 @@ class ReplicaSpec:
         events: whether step results contain cache events.
         eviction: which cached block is evicted first.
         tiers: places for blocks that leave the device, the nearest first; () = an evicted block is lost.
+        hint_values: values of `News.hint` that the engine distinguishes, 0 included; 0 = it sends no hints.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -282,6 +284,7 @@ class ReplicaSpec:
     events: bool = True
     eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state._spec_digest
     tiers: tuple[TierSpec, ...] = field(default=(), repr=False)
+    hint_values: int = field(default=0, repr=False)
 
     @property
     def hit_alignment(self) -> int:
@@ -315,6 +318,8 @@ class ReplicaSpec:
         for name in ("hash_lookahead_tokens", "prefill_lookahead"):
             found = getattr(self, name)
             _require(found >= 0, name, found, "must be 0 or more")
+        hints = self.hint_values
+        _require(0 <= hints <= MAX_HINTS, "hint_values", hints, f"must be 0 to {MAX_HINTS}")
         for index, group in enumerate(self.groups):
             group.validate(f"groups[{index}]")
         for index, tier in enumerate(self.tiers):

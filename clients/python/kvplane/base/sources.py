@@ -34,6 +34,7 @@ class PoolSettings:
             `is_draft`.
         planner: how layers are distributed over groups. BEST needs memory_bytes, and an engine that uses the placement
             of the answer.
+        hint_values: as in ReplicaSpec.
         tiers: as in ReplicaSpec; needs `namespace_digest` at the registration.
     """
 
@@ -54,6 +55,7 @@ class PoolSettings:
     eviction: EvictionPolicy | None = None
     planner: Planner = Planner.REFERENCE
     tiers: tuple[TierSpec, ...] = ()
+    hint_values: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

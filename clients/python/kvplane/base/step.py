@@ -123,6 +123,7 @@ class Facts:
     fence: list[int] = field(default_factory=list)  # u64, default 0: blocks return once this step is executed
     # i32, default UNCHANGED: release the blocks that no launch reads once this number of tokens is computed
     release_skipped: list[int] = field(default_factory=list)
+    hint: list[int] = field(default_factory=list)  # i32, default UNCHANGED: as `News.hint`, by what is known now
 
 
 @dataclass(slots=True)
@@ -194,6 +195,7 @@ class News:
     skip_reading: list[int] = field(default_factory=list)  # default 0; 1 = do not look the prefix up, but register it
     max_tokens: list[int] = field(default_factory=list)  # default 0 = max_model_len: maximum length in tokens
     traceparent: list[str] = field(default_factory=list)  # default "": W3C context, see kvplane.base.trace
+    hint: list[int] = field(default_factory=list)  # default 0: what the engine knows of later requests, an own number
 
 
 @dataclass(slots=True)
@@ -226,8 +228,7 @@ class Resume:
 class Run:
     """The running requests in scheduling order, each at most once per step.
 
-    A row asks for known tokens + extra - computed tokens; the row's cap and the part's budget limit the number of
-    tokens that the row is granted.
+    A row asks for known tokens + extra - computed tokens; its cap and the part's budget limit what it is granted.
     """
 
     slot: MutableSequence[int] = field(default_factory=list)

@@ -57,6 +57,8 @@ class Request:
         max_new_tokens: most tokens to generate; a stop token may end the request earlier.
         domain: requests share blocks only within a domain.
         stop_token_ids: the request ends with any of these tokens.
+        hint: what the engine knows of later requests that continue this one, see `News.hint`; set it again before the
+            request ends, such as by why it stops. Only for a replica with `hint_values`.
         tokens: the prompt and the generated tokens.
         slot: the request's number at the service; NO_SLOT before it is announced.
         computed: number of leading tokens whose keys, values and states are in pages.
@@ -74,6 +76,7 @@ class Request:
     max_new_tokens: int
     domain: str = ""
     stop_token_ids: Container[int] = ()
+    hint: int = 0
     tokens: list[int] = field(init=False)
     slot: int = field(default=NO_SLOT, init=False)
     computed: int = field(default=0, init=False)
@@ -119,7 +122,12 @@ class Request:
     def news_row(self) -> NewsRow:
         """Return the row that announces the request, with all its tokens, to the service."""
         return NewsRow(
-            self.slot, self.tokens, request_id=self.request_id, domain=self.domain, max_tokens=self.max_tokens
+            self.slot,
+            self.tokens,
+            request_id=self.request_id,
+            domain=self.domain,
+            max_tokens=self.max_tokens,
+            hint=self.hint,
         )
 
     def append(self, token: int) -> None:

@@ -347,7 +347,7 @@ class Scheduler:
 
     def _end(self, request: Request, fact: FactRow) -> None:
         if request.slot != NO_SLOT:
-            self._facts.append(fact)
+            self._facts.append(replace(fact, hint=request.hint) if request.hint else fact)
             self._by_slot[request.slot] = None
             self._free_slots.append(request.slot)
             request.slot = NO_SLOT

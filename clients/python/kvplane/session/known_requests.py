@@ -17,6 +17,7 @@ from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
+    UNCHANGED,
     Admit,
     AdmitStatus,
     End,
@@ -32,7 +33,7 @@ from kvplane.base.when_read import given_fields
 from kvplane.session.reopening import Revival
 
 _MAX_COLLECTED = 32  # decode steps whose tokens are added together
-_DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_reading": 0, "max_tokens": 0}
+_DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_reading": 0, "max_tokens": 0, "hint": 0}
 
 
 class _Request:
@@ -129,6 +130,9 @@ class KnownRequests:
         given = given_fields(part)  # sections that are missing are empty
         if "facts" in given and part.facts.slot:
             self._add_appended(part.facts)
+            for slot, hint in zip(part.facts.slot, part.facts.hint, strict=False):
+                if hint != UNCHANGED:
+                    self._requests[slot].facts["hint"] = hint
             if part.facts.hashes or part.facts.end:
                 self._add_hashes_and_ends(part.facts)
         if part.resume is not None:

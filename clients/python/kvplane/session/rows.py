@@ -57,6 +57,7 @@ class FactRow(Row):
     commit: int = UNCHANGED
     end: End = End.NONE
     fence: int = 0
+    hint: int = UNCHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class NewsRow(Row):
     skip_reading: bool = False
     max_tokens: int = 0
     traceparent: str = ""
+    hint: int = 0
 
 
 @dataclass(frozen=True, slots=True)

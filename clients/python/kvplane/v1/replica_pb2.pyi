@@ -161,7 +161,7 @@ class TierSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class ReplicaSpec(_message.Message):
-    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers")
+    __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers", "hint_values")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class ReplicaSpec(_message.Message):
     DISABLE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    HINT_VALUES_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupSpec]
     num_blocks: int
     max_model_len: int
@@ -202,10 +203,11 @@ class ReplicaSpec(_message.Message):
     disable_events: bool
     eviction: EvictionPolicy
     tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
+    hint_values: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupSpec, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., hash_block_size: _Optional[int] = ..., scheduler_block_size: _Optional[int] = ..., max_in_flight_tokens: _Optional[int] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., partial_hits: bool = ..., watermark_blocks: _Optional[int] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_lookahead_tokens: _Optional[int] = ..., prefill_lookahead: _Optional[int] = ..., keep_divergence_boundary: bool = ..., align: _Optional[_Union[AlignSpec, _Mapping]] = ..., disable_events: bool = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ..., hint_values: _Optional[int] = ...) -> None: ...
 
 class ModelSource(_message.Message):
-    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config", "tiers")
+    __slots__ = ("model", "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "memory_bytes", "num_blocks", "max_batched_tokens", "max_concurrent_batches", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "config", "tiers", "hint_values")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +230,7 @@ class ModelSource(_message.Message):
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    HINT_VALUES_FIELD_NUMBER: _ClassVar[int]
     model: str
     tensor_parallel: int
     cache_dtype: str
@@ -250,7 +253,8 @@ class ModelSource(_message.Message):
     planner: Planner
     config: str
     tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
-    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., config: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
+    hint_values: int
+    def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., config: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ..., hint_values: _Optional[int] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
     __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state", "checkpoint_alignment")
@@ -327,7 +331,7 @@ class Layer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., format: _Optional[_Union[LayerFormat, _Mapping]] = ..., shares_with: _Optional[str] = ...) -> None: ...
 
 class LayerSource(_message.Message):
-    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "tiers")
+    __slots__ = ("layers", "memory_bytes", "num_blocks", "max_model_len", "max_batched_tokens", "max_concurrent_batches", "block_outermost", "disable_caching", "retention_interval", "watermark", "commit", "hash_algorithm", "hash_seed", "decode_context_parallel", "stages", "speculative_tokens", "drafter", "prefix_match_unit", "eviction", "planner", "tiers", "hint_values")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +353,7 @@ class LayerSource(_message.Message):
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    HINT_VALUES_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[Layer]
     memory_bytes: int
     num_blocks: int
@@ -370,7 +375,8 @@ class LayerSource(_message.Message):
     eviction: EvictionPolicy
     planner: Planner
     tiers: _containers.RepeatedCompositeFieldContainer[TierSpec]
-    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ...) -> None: ...
+    hint_values: int
+    def __init__(self, layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., block_outermost: bool = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ..., decode_context_parallel: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[PipelineStage, _Mapping]]] = ..., speculative_tokens: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., prefix_match_unit: _Optional[int] = ..., eviction: _Optional[_Union[EvictionPolicy, str]] = ..., planner: _Optional[_Union[Planner, str]] = ..., tiers: _Optional[_Iterable[_Union[TierSpec, _Mapping]]] = ..., hint_values: _Optional[int] = ...) -> None: ...
 
 class PipelineStage(_message.Message):
     __slots__ = ("layer_names",)

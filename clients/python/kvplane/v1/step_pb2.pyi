@@ -49,7 +49,7 @@ REMOVE_REASON_MOVED: RemoveReason
 REMOVE_REASON_LEFT_WINDOW: RemoveReason
 
 class Facts(_message.Message):
-    __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped")
+    __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped", "hint")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     APPENDED_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Facts(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     computed: bytes
     appended: bytes
@@ -70,7 +71,8 @@ class Facts(_message.Message):
     end: bytes
     fence: bytes
     release_skipped: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ..., release_skipped: _Optional[bytes] = ...) -> None: ...
+    hint: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ..., release_skipped: _Optional[bytes] = ..., hint: _Optional[bytes] = ...) -> None: ...
 
 class Cache(_message.Message):
     __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over", "jobs_done", "jobs_failed", "jobs_before", "costs_ns")
@@ -119,7 +121,7 @@ class ExtraKeys(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., salt: _Optional[str] = ..., multimodal: _Optional[_Iterable[_Union[MultimodalItem, _Mapping]]] = ..., prompt_embeds: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens", "traceparent")
+    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens", "traceparent", "hint")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,7 @@ class News(_message.Message):
     SKIP_READING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     num_tokens: bytes
     tokens: bytes
@@ -142,7 +145,8 @@ class News(_message.Message):
     skip_reading: bytes
     max_tokens: bytes
     traceparent: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ...) -> None: ...
+    hint: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ..., hint: _Optional[bytes] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal", "reserved")

@@ -13,7 +13,7 @@ get no other meaning.
 
   Facts 11 truncate                   Cache 6 zero_again
   Cache 7 jobs_done                   Cache 8 jobs_failed
-  News 12 hint                        News 13 ttl_steps
+  News 13 ttl_steps
   Step 8 time_ms
   PartResult 19 admit_loading         PartResult 20 admit_tier_tokens
   Orders 8 load_job                   Orders 9 load_block

@@ -56,6 +56,7 @@ _SAME_IN_REPLICA = (
     "hash_lookahead_tokens",
     "prefill_lookahead",
     "keep_divergence_boundary",
+    "hint_values",
 )
 
 

@@ -49,6 +49,7 @@ FACTS = Columns(
     Column("end", highest=3),
     Column("fence", U64),
     Column("release_skipped", I32),
+    Column("hint", I32),
 )
 _CACHE = Columns(
     Column("failed_steps", U64, by_row=False),
@@ -66,6 +67,7 @@ _NEWS = Columns(
     Column("num_hashes"),
     Column("skip_reading", highest=1),
     Column("max_tokens"),
+    Column("hint"),
 )
 _RESUME = Columns(
     Column("slot"),

@@ -50,7 +50,8 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
     yield f"pool: {usable - answer.free_blocks} of {usable} blocks held by {answer.running_requests} running requests"
     if answer.spec.eviction > EvictionPolicy.EVICTION_POLICY_LRU:
-        yield f"eviction: {word(EvictionPolicy.Name(answer.spec.eviction), 'EVICTION_POLICY_')}"
+        hints = f", hints below {answer.spec.hint_values}" if answer.spec.hint_values else ""
+        yield f"eviction: {word(EvictionPolicy.Name(answer.spec.eviction), 'EVICTION_POLICY_')}{hints}"
     if answer.busy_blocks:
         yield f"      {answer.busy_blocks} of them under loads of earlier engine lives"
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0

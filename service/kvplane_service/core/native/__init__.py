@@ -39,6 +39,7 @@ from kvplane_service.core.native.row_views import NativeCoordinator
 from kvplane_service.core.native.settings import of_group, settings
 from kvplane_service.core.native.transfer import entries_of, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
+from kvplane_service.core.policies import has_announced_hints
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.replica import Replica, check_alone, hash_news
@@ -123,6 +124,8 @@ class NativeReplica:
         return self._apply(step, True)
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
+        if not all(has_announced_hints(self.spec, part) for part in step.parts):  # LRU does not use them
+            self.reference().check(step)  # names the fault
         applied = _native.apply(self.changed(), step, alone)
         if isinstance(applied, int):
             if applied == REFUSED:
