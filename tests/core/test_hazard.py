@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -22,10 +22,20 @@ from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.step import UNCHANGED, Admit, End, Facts, News, Part, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.facts import Update
-from kvplane_service.core.hazard import GHOST_POOLS, HORIZON, MANY_USES, MOST_SAMPLED, PIECES, Hazards, History, Learner
+from kvplane_service.core.hazard import (
+    GHOST_POOLS,
+    HORIZON,
+    MANY_USES,
+    MOST_SAMPLED,
+    PIECES,
+    Hazards,
+    History,
+    Learner,
+)
 from kvplane_service.core.native import NativeReplica
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.policies import HazardList
+from kvplane_service.core.recency import Recency
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from tests.core import test_page_contents
@@ -159,6 +169,44 @@ def test_more_classes_than_there_is_room_for_take_that_above():
     assert max(nodes) < len(hazards.parent)
     assert len(hazards.names) == len(hazards.parent) - 1
     assert hazards.node((200, 1, 1)) == 0
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_order_of_last_uses_is_that_of_an_ordered_dict(data):
+    size, places = 12, data.draw(st.integers(1, 8))
+    recency, model, recent = Recency(size, places), OrderedDict[int, None](), OrderedDict[int, None]()
+    for _ in range(data.draw(st.integers(1, 30))):
+        used = data.draw(st.lists(st.integers(0, size - 1), max_size=size // 2, unique=True))
+        recency.hold(np.array(used, np.int64))
+        for one in used:
+            model.pop(one, None)
+        taken = data.draw(st.integers(0, max(0, len(model) - 1)))
+        gone = [model.popitem(last=False)[0] for _ in range(taken)]
+        assert recency.take_oldest(taken).tolist() == gone
+        for one in gone:
+            recent.pop(one, None)
+        recency.use(np.array(used, np.int64))
+        model.update(dict.fromkeys(used))
+        for one in used:
+            recent[one] = None
+            recent.move_to_end(one)
+        while len(recent) > places:
+            recent.popitem(last=False)
+        assert recency.order().tolist() == [*model]
+        assert np.flatnonzero(recency.recent).tolist() == sorted(recent)
+        if data.draw(st.booleans()):
+            recency.load(recency.order(), recency.num_recent)
+
+
+def test_an_engine_that_repeats_or_chooses_its_hashes_is_followed_within_the_limits():
+    learner = Learner(4 * MOST_SAMPLED, 16)
+    zeros = [bytes(2) + number.to_bytes(14, "little") for number in range(GHOST_POOLS * MOST_SAMPLED)]
+    for _ in range(2):
+        learner.admit([*zeros, *zeros[:9]], "d", len(zeros) * 16)
+    assert len(learner._entry) <= len(learner._key)
+    assert learner.admit(zeros[:40], "", 640).seen_end == 0
+    assert learner.admit([*zeros[:40], *zeros[:40]], "d", 1280).seen_end == 640
 
 
 # -- what it decides ---------------------------------------------------------------------------------------------------

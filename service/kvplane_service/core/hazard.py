@@ -18,7 +18,6 @@ Only a sample of the keys is followed, those whose digest ends in zero bits. Wha
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +25,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from kvplane_service.core.recency import Recency
 
 _Longs: TypeAlias = npt.NDArray[np.int64]
 
@@ -35,6 +36,8 @@ MANY_USES = 24
 HORIZON = 1 << 14  # admissions that are remembered
 MOST_SAMPLED = 1 << 14  # keys of a pool that are followed, at most
 GHOST_POOLS = 4  # keys that are remembered, in pools
+LEAST_REMEMBERED = 1 << 16  # keys
+BATCHES = 64  # parts of a pool; victims are chosen one part at a time
 NODES = 1 << 11  # classes, at most
 _HINT = 1 << 7  # marks a feature of a class as a hint
 
@@ -44,7 +47,7 @@ _UNIT = 1 << 10  # a use
 _PRIOR = _ONE // 50
 _SHRINK_TOKENS = 1 << 18  # of data that weigh as much as the class above
 _DECAY_EVERY, _DECAY_SHIFT = 128, 7  # half-life: 11,000 admissions
-_REFRESH_EVERY, _REFRESHED = 16, 128  # admissions; classes
+_REFRESH_EVERY, _REFRESHED = 32, 256  # admissions; classes
 _DUEL_POOLS = 8  # look-ups that the duel remembers, in pools
 _WINS = 1000  # HAZARD begins with 1/1000 of the look-ups more than LRU
 
@@ -87,6 +90,7 @@ class Hazards:
         self.parent = np.zeros(NODES, np.int64)  # 0 is the root
         self.names: dict[int, int] = {}
         self._next = 0
+        self._added: list[tuple[_Longs, _Longs, _Longs, _Longs]] = []
         self.compute(np.zeros(1, np.int64))
 
     def node(self, name: Sequence[int]) -> int:
@@ -106,17 +110,27 @@ class Hazards:
             node = found
         return node
 
-    def add(self, table: _Longs, nodes: _Longs, ages: _Longs, counts: _Longs | int) -> None:
-        """Add counts of keys to `used` or `waited`, for classes and all above them."""
+    def add(self, nodes: _Longs, ages: _Longs, used: int, waited: _Longs) -> None:
+        """Add keys of classes: how many waited through the ages, and `used` to those that were used at them."""
+        self._added.append((nodes, ages, np.full(len(nodes), used, np.int64), waited))
+
+    def flush(self) -> None:
+        """Count what was added, for its classes and all above them."""
+        if not self._added:
+            return
+        nodes, ages, used, waited = map(np.concatenate, zip(*self._added, strict=True))
+        self._added.clear()
         while True:
-            np.add.at(table, (nodes, ages), counts)
-            if not nodes.any():
+            np.add.at(self.used, (nodes, ages), used)
+            np.add.at(self.waited, (nodes, ages), waited)
+            below = nodes > 0
+            if not below.any():
                 return
-            counts = np.where(nodes == 0, 0, counts)
-            nodes = self.parent[nodes]
+            nodes, ages, used, waited = self.parent[nodes[below]], ages[below], used[below], waited[below]
 
     def state(self) -> list[Any]:
         """Return the state, which `load` takes."""
+        self.flush()
         count = len(self.names) + 1
         tables = [_words(table[:count]) for table in (self.used, self.waited, self.index, self.parent)]
         return [self.names.copy(), self._next, *tables]
@@ -134,11 +148,13 @@ class Hazards:
 
     def decay(self) -> None:
         """Let earlier data weigh less."""
+        self.flush()
         for table in (self.used, self.waited):
             table -= table >> _DECAY_SHIFT
 
     def refresh(self) -> None:
         """Compute the index of some classes, in turn."""
+        self.flush()
         count = len(self.names) + 1
         first, self._next = self._next, (self._next + _REFRESHED) % count if count > _REFRESHED else 0
         self.compute(np.arange(first, min(first + _REFRESHED, count)))
@@ -195,9 +211,8 @@ class History:
         born = self.now - AGES[1:]
         bins = np.flatnonzero(born > 0)
         rows = born[bins] % HORIZON
-        for piece in range(PIECES):
-            alive = self.alive[rows, piece]
-            self._hazards.add(self._hazards.waited, self.node[rows, piece], bins, alive * _UNIT)
+        waited = self.alive[rows].ravel() * _UNIT
+        self._hazards.add(self.node[rows].ravel(), np.repeat(bins, PIECES), 0, waited)
         self.alive[self.now % HORIZON] = 0
         return self.now
 
@@ -207,34 +222,34 @@ class History:
         recent = numbers > self.now - HORIZON
         numbers, pieces = numbers[recent], pieces[recent]
         nodes, ages = self.node[numbers % HORIZON, pieces], _BIN[self.now - numbers]
-        for table in (self._hazards.used, self._hazards.waited):
-            self._hazards.add(table, nodes, ages, _UNIT)
+        self._hazards.add(nodes, ages, _UNIT, np.full(len(nodes), _UNIT, np.int64))
         np.subtract.at(self.alive, (numbers % HORIZON, pieces), 1)
 
-    def lose(self, owner: int) -> None:
-        """A key that this piece used last is not followed any more."""
-        if owner // PIECES > self.now - HORIZON:
-            self.alive[owner // PIECES % HORIZON, owner % PIECES] -= 1
+    def lose(self, owners: _Longs) -> None:
+        """Keys that these pieces used last are not followed any more."""
+        owners = owners[owners // PIECES > self.now - HORIZON]
+        np.subtract.at(self.alive, (owners // PIECES % HORIZON, owners % PIECES), 1)
 
     def order(self, owners: _Longs, depths: _Longs, count: int) -> _Longs:
         """Return the positions of the `count` entries of least worth, the least first: of equal ones the oldest first,
         of one request the deepest first. No key is worth less than one behind it in the same request.
         """
-        numbers, pieces = owners // PIECES, owners % PIECES
-        rows, ages = numbers % HORIZON, self.now - numbers
-        bins = _BIN[np.clip(ages, 0, HORIZON - 1)]
-        has = np.zeros((HORIZON, PIECES), np.bool_)
-        has[rows, pieces] = True
-        worth = np.zeros(len(owners), np.int64)
-        for piece in range(PIECES):
-            mine = np.where(has[rows, piece] & (pieces >= piece), self._hazards.index[self.node[rows, piece], bins], 0)
-            worth = np.maximum(worth, mine)
-        worth[ages >= HORIZON] = 0
+        cells = owners % (HORIZON * PIECES)
+        has = np.zeros(HORIZON * PIECES, np.bool_)
+        has[cells] = True
+        owns = np.zeros(HORIZON, np.bool_)
+        owns[cells // PIECES] = True
+        rows = np.flatnonzero(owns)
+        mine = self._hazards.index[self.node[rows], _BIN[(self.now - rows) % HORIZON][:, None]]
+        of_row = np.zeros((HORIZON, PIECES), np.int64)
+        of_row[rows] = np.maximum.accumulate(mine * has.reshape(HORIZON, PIECES)[rows], axis=1)
+        worth = of_row.ravel()[cells]
+        worth[owners <= (self.now - HORIZON) * PIECES + PIECES - 1] = 0
         at = np.arange(len(owners))
         if count < len(owners) // 4:
             bound = np.partition(worth, count)[count]
             at = np.flatnonzero(worth <= bound)
-        chosen: _Longs = at[np.lexsort((-depths[at], numbers[at], worth[at]))[:count]]
+        chosen: _Longs = at[np.lexsort((-depths[at], owners[at] // PIECES, worth[at]))[:count]]
         return chosen
 
 
@@ -251,30 +266,27 @@ class Learner:
         self._pool = max(1, num_hash_blocks >> self._shift)
         self._hazards = Hazards(_SHRINK_TOKENS // hash_block_size >> self._shift)
         self.history = History(self._hazards)
-        most = GHOST_POOLS * max(self._pool, MOST_SAMPLED)
-        self._entry: OrderedDict[int, int] = OrderedDict()  # by key, the least recently used first
-        self._unused = list(range(most, -1, -1))
-        self._owner = np.zeros(most + 1, np.int64)
-        self._depth = np.zeros(most + 1, np.int64)
-        self._uses = np.zeros(most + 1, np.int64)
-        self._resident = np.zeros(most + 1, np.bool_)
+        most = max(GHOST_POOLS * self._pool, LEAST_REMEMBERED)
+        self._entry: dict[int, int] = {}  # by key
+        self._key = np.zeros(most, np.uint64)
+        self._owner, self._depth, self._uses = (np.zeros(most, np.int64) for _ in range(3))
+        self._resident = np.zeros(most, np.bool_)
+        self._recency = Recency(most, self._pool)
         self._num_resident = 0
-        self._victims: deque[tuple[int, int]] = deque()
-        self._lru: OrderedDict[int, None] = OrderedDict()
+        self._victims, self._victim_owners = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.leads, self._gain, self._looked_up = False, 0, 0
 
     def admit(self, digests: Sequence[bytes], domain: str, num_tokens: int, num_hit: int = 0, hint: int = 0) -> Prompt:
         """Follow an admission; returns how its prompt is divided. `num_hit`: tokens of its hit, which were seen."""
         keys, depths = self._sampled(digests, domain)
-        entries = [self._entry.get(key, -1) for key in keys]
-        known = next((at for at, entry in enumerate(entries) if entry < 0), len(entries))
-        uses = self._uses[entries[:known]]
-        many = int(np.count_nonzero(uses >= MANY_USES - 1))
-        many_end = depths[many - 1] if many else 0
-        seen_end = max(num_hit, depths[known - 1] if known else 0)
-        self._duel(keys, entries[:known])
+        entries = np.array([self._entry.get(key, -1) for key in keys], np.int64)
+        known = _run(entries >= 0)
+        many = int(np.count_nonzero(self._uses[entries[:known]] >= MANY_USES - 1))
+        many_end = int(depths[many - 1]) if many else 0
+        seen_end = max(num_hit, int(depths[known - 1]) if known else 0)
+        self._duel(len(keys), entries[:known])
         number = self.history.begin()
-        self.history.use(self._owner[[entry for entry in entries if entry >= 0]])
+        self.history.use(self._owner[entries[entries >= 0]])
         prompt = Prompt(number, num_tokens, many_end, seen_end)
         self.describe(prompt, hint)
         self._touch(keys, depths, entries, number * PIECES, (many, known))
@@ -296,111 +308,122 @@ class Learner:
         for piece in range(PIECES):
             self.history.node[prompt.number % HORIZON, piece] = self._hazards.node((piece, *features))
 
-    def _touch(
-        self, keys: Sequence[int], depths: Sequence[int], entries: list[int], first: int, ends: tuple[int, int]
-    ) -> None:
-        alive, many, known = self.history.alive[first // PIECES % HORIZON], *ends
-        for key, entry in zip(keys, entries, strict=True):
-            if entry >= 0:
-                self._entry.move_to_end(key)  # it must not be the one that a new entry replaces
-        for at in range(len(keys) - 1, -1, -1):
-            key, entry = keys[at], entries[at]
-            if entry < 0:
-                entry = entries[at] = self._new_entry()
-                self._entry[key] = entry
-            else:
-                self._entry.move_to_end(key)
-            piece = MANY if at < many else SEEN if at < known else NEW
-            alive[piece] += 1
-            self._owner[entry], self._depth[entry] = first + piece, depths[at]
-            self._uses[entry] += 1
-            self._num_resident += not self._resident[entry]
-            self._resident[entry] = True
-            self._lru[key] = None
-            self._lru.move_to_end(key)
+    def _touch(self, keys: Sequence[int], depths: _Longs, entries: _Longs, first: int, ends: tuple[int, int]) -> None:
+        if not len(entries):
+            return
+        new = np.flatnonzero(entries < 0)
+        self._recency.hold(entries[entries >= 0])
+        entries[new] = self._new_entries([keys[at] for at in new.tolist()])
+        at, (many, known) = np.arange(len(entries)), ends
+        pieces = np.where(at < many, MANY, np.where(at < known, SEEN, NEW))
+        self.history.alive[first // PIECES % HORIZON] = np.bincount(pieces, minlength=PIECES)
+        self._owner[entries], self._depth[entries] = first + pieces, depths
+        self._uses[entries] += 1
+        self._num_resident += len(entries) - int(np.count_nonzero(self._resident[entries]))
+        self._resident[entries] = True
+        self._recency.use(entries[::-1])
 
-    def _new_entry(self) -> int:
-        if not self._unused:
-            _, entry = self._entry.popitem(last=False)
-            self.history.lose(int(self._owner[entry]))
-            self._num_resident -= bool(self._resident[entry])
-            self._resident[entry] = False
-            self._uses[entry] = 0
-            return entry
-        return self._unused.pop()
+    def _new_entries(self, keys: Sequence[int]) -> _Longs:
+        """Return an entry for each key; those of the keys that were used longest ago where all are taken."""
+        free = min(len(keys), len(self._key) - len(self._entry))
+        entries = np.arange(len(self._entry), len(self._entry) + free)
+        if free < len(keys):
+            oldest = self._recency.take_oldest(len(keys) - free)
+            for key in self._key[oldest].tolist():
+                del self._entry[key]
+            self.history.lose(self._owner[oldest])
+            self._num_resident -= int(np.count_nonzero(self._resident[oldest]))
+            self._resident[oldest], self._uses[oldest] = False, 0
+            entries = np.concatenate([entries, oldest])
+        self._entry.update(zip(keys, entries.tolist(), strict=True))
+        self._key[entries] = keys
+        return entries
 
     def _shrink(self) -> None:
-        """Evict from both ghosts what does not fit."""
-        while len(self._lru) > self._pool:
-            self._lru.popitem(last=False)
-        now = self.history.now
-        while self._num_resident > self._pool:
-            if not self._victims:
+        """Evict from the ghost of HAZARD what does not fit."""
+        while (missing := self._num_resident - self._pool) > 0:
+            if not len(self._victims):
+                now = self.history.now
                 at = np.flatnonzero(self._resident & (self._owner < now * PIECES))  # a request holds its blocks
                 if not len(at):
-                    break  # it is longer than the pool
-                count = max(self._num_resident - self._pool, self._pool // 64, 1)
-                found = at[self.history.order(self._owner[at], self._depth[at], count)]
-                self._victims.extend(zip(found.tolist(), self._owner[found].tolist(), strict=True))
-            entry, owner = self._victims.popleft()
-            if self._resident[entry] and self._owner[entry] == owner:
-                self._resident[entry] = False
-                self._num_resident -= 1
+                    return  # it is longer than the pool
+                count = max(missing, self._pool // BATCHES, 1)
+                self._victims = at[self.history.order(self._owner[at], self._depth[at], count)]
+                self._victim_owners = self._owner[self._victims]
+            stay = self._resident[self._victims] & (self._owner[self._victims] == self._victim_owners)
+            rows = np.flatnonzero(stay)[:missing]
+            self._resident[self._victims[rows]] = False
+            self._num_resident -= len(rows)
+            end = int(rows[-1]) + 1 if len(rows) == missing else len(self._victims)
+            self._victims, self._victim_owners = self._victims[end:], self._victim_owners[end:]
 
-    def _duel(self, keys: Sequence[int], entries: Sequence[int]) -> None:
-        """Compare what the ghosts hit of a prompt."""
-        lru = next((at for at, key in enumerate(keys) if key not in self._lru), len(keys))
-        hazard = next((at for at, entry in enumerate(entries) if not self._resident[entry]), len(entries))
+    def _duel(self, num_keys: int, entries: _Longs) -> None:
+        """Compare what the ghosts hit of a prompt. `entries`: of its known beginning."""
+        lru, hazard = _run(self._recency.recent[entries]), _run(self._resident[entries])
         remembered = _DUEL_POOLS * self._pool
-        self._gain -= self._gain * len(keys) // remembered
-        self._looked_up -= self._looked_up * len(keys) // remembered
+        self._gain -= self._gain * num_keys // remembered
+        self._looked_up -= self._looked_up * num_keys // remembered
         self._gain += (hazard - lru) * _UNIT
-        self._looked_up += len(keys) * _UNIT
+        self._looked_up += num_keys * _UNIT
         if self._gain * _WINS > self._looked_up:
             self.leads = True
         elif self._gain < 0:
             self.leads = False
 
-    def _sampled(self, digests: Sequence[bytes], domain: str) -> tuple[list[int], list[int]]:
-        """Return the sampled keys of a chain of digests, each once, and how many tokens end with each. An engine that
-        sends hashes may repeat one.
+    def _sampled(self, digests: Sequence[bytes], domain: str) -> tuple[list[int], _Longs]:
+        """Return the sampled keys of a chain of digests, each once, and how many tokens end with each: an engine that
+        sends hashes may repeat one, and choose them so that all are sampled.
         """
-        mask = (1 << self._shift) - 1
+        if not digests:
+            return [], np.zeros(0, np.int64)
         salt = int.from_bytes(blake2b(domain.encode(), digest_size=8).digest()) if domain else 0
-        found: dict[int, int] = {}
-        for at, digest in enumerate(digests):
-            if not int.from_bytes(digest[:2], "little") & mask:
-                found.setdefault(int.from_bytes(digest[:8], "little") ^ salt, (at + 1) * self._size)
-        return list(found), list(found.values())
+        rows = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+        heads = np.ascontiguousarray(rows[:, :8]).view("<u8").ravel()
+        at = np.flatnonzero(heads & np.uint64((1 << self._shift) - 1) == 0)[: len(self._key) // 2]
+        keys = (heads[at] ^ np.uint64(salt)).tolist()
+        first = dict(zip(reversed(keys), reversed(at.tolist()), strict=True))
+        if len(first) < len(keys):
+            keys = list(dict.fromkeys(keys))
+            at = np.array([first[key] for key in keys], np.int64)
+        return keys, (at + 1) * self._size
 
     def state(self) -> list[Any]:
         """Return the state, which `load` takes. Entries are numbered by the last use of their keys."""
-        entries = list(self._entry.values())
-        number_of = {entry: number for number, entry in enumerate(entries)}
-        victims = [(number_of[entry], owner) for entry, owner in self._victims if entry in number_of]
+        entries = self._recency.order()
+        number_of = np.zeros(len(self._key), np.int64)
+        number_of[entries] = np.arange(len(entries))
+        stay = self._resident[self._victims] & (self._owner[self._victims] == self._victim_owners)
+        victims = [_words(number_of[self._victims[stay]]), _words(self._victim_owners[stay])]
         columns = [_words(column[entries]) for column in (self._owner, self._depth, self._uses, self._resident)]
-        ghosts = [array("Q", self._entry), columns, array("Q", self._lru), victims]
+        ghosts = [array("Q", self._key[entries].tobytes()), columns, self._recency.num_recent, victims]
         return [self._hazards.state(), self.history.state(), ghosts, [self.leads, self._gain, self._looked_up]]
 
     def load(self, state: list[Any]) -> None:
         """Continue from a state. Raises ValueError if it does not fit this pool."""
-        hazards, history, (keys, columns, lru, victims), (self.leads, self._gain, self._looked_up) = state
-        if len(keys) > len(self._owner) or len(lru) > self._pool:
-            raise ValueError(f"{len(keys)} keys of the ghosts")
+        hazards, history, (keys, columns, num_recent, victims), (self.leads, self._gain, self._looked_up) = state
+        count = len(keys)
+        check(count <= len(self._key), "keys")
+        check(0 <= num_recent <= min(count, self._pool), "number of keys of the LRU ghost")
         self._hazards.load(hazards)
         self.history.load(history)
-        self._entry = OrderedDict(zip(keys, range(len(keys)), strict=True))
-        self._unused = list(range(len(self._owner) - 1, len(keys) - 1, -1))
+        self._entry = dict(zip(keys, range(count), strict=True))
+        check(len(self._entry) == count, "repeated keys")
+        self._key[:count] = np.frombuffer(keys, np.uint64)
         for column, words in zip((self._owner, self._depth, self._uses, self._resident), columns, strict=True):
             column[:] = 0
-            column[: len(keys)] = _longs(words)
-        check(
-            int(self._owner.min()) >= 0 and int(self._owner.max()) < (self.history.now + 1) * PIECES, "owners of keys"
-        )
-        check(all(0 <= entry < len(keys) for entry, _ in victims), "victims")
+            column[:count] = _longs(words)
+        end = (self.history.now + 1) * PIECES
+        check(int(self._owner.min()) >= 0 and int(self._owner.max()) < end, "owners of keys")
         self._num_resident = int(np.count_nonzero(self._resident))
-        self._lru = OrderedDict.fromkeys(lru)
-        self._victims = deque((entry, owner) for entry, owner in victims)
+        self._recency.load(np.arange(count), num_recent)
+        self._victims, self._victim_owners = map(_longs, victims)
+        check(len(self._victims) == len(self._victim_owners), "owners of victims")
+        check(bool(((self._victims >= 0) & (self._victims < count)).all()), "victims")
+
+
+def _run(flags: npt.NDArray[np.bool_]) -> int:
+    """Return how many entries at the beginning are true."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def check(holds: bool, what: str) -> None:

@@ -1,7 +1,7 @@
 """The free list of each eviction policy, and that of HAZARD: victims by what `hazard` has learnt, in batches.
 
 HAZARD divides its list as WINDOW_TAIL does. Where the blocks before the divider do not suffice, and the ghosts of the
-learner say that it hits more than LRU, it puts the blocks of least worth there, 1/256 of all at a time; otherwise the
+learner say that it hits more than LRU, it puts the blocks of least worth there, 1/64 of all at a time; otherwise the
 order behind the divider, that of LRU, continues.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvplane_service.core.pool import BlockPool
     from kvplane_service.core.requests import Requests
 
-_BATCH = 256  # parts of the candidates
+_BATCH = 64  # parts of the candidates
 _HELD, _BEFORE, _BEHIND = range(3)  # where a block is: not in the list, before the divider, behind it
 
 
