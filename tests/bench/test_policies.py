@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from hashlib import blake2b
+from itertools import accumulate
 from random import Random
+from typing import Any
 
 import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy
 from kvplane_replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
+from tests.bench.curves import Chain, hits_of
 from tests.bench.policies import Cell, bound, replay, replica_of, requests_of, share_of_hits
 
 LRU, WINDOW_TAIL = EvictionPolicy.LRU, EvictionPolicy.WINDOW_TAIL
@@ -81,3 +85,35 @@ def test_the_bound_is_the_best_that_any_choice_reaches(seed):
     tokens = sum(4 * len(word) + 1 for word in words)
     found = bound(requests_by_letter(words), 4, 3)
     assert round(found * tokens / 400, 6) == best_by_search(words, 3)
+
+
+def drawn_prompts(seed, count=400):
+    """Prompts of a mix of documents, loops, chats and popular ones, which changes in the middle for odd seeds."""
+    rng = Random(seed)
+    loop, chats = rng.randint(5, 60), [list[tuple[Any, ...]]() for _ in range(rng.randint(3, 40))]
+    names: list[tuple[Any, ...]]
+    for number in range(count):
+        if number == 0 or (number == count // 2 and seed % 2):
+            weights = [rng.random() for _ in range(4)]
+        kind = rng.choices(range(4), weights)[0]
+        if kind == 0:
+            names = [(number, at) for at in range(rng.randint(1, 24))]
+        elif kind == 1:
+            names = [("loop", number % loop, at) for at in range(8)]
+        elif kind == 2:
+            chat = rng.choice(chats)
+            if len(chat) > 20 or rng.random() < 0.1:
+                chat.clear()
+            chat += [(number, at) for at in range(rng.randint(1, 4))]
+            names = [("system",), *chat]
+        else:
+            names = [("popular", int(rng.paretovariate(1.1)), at) for at in range(rng.randint(1, 6))]
+        digests = accumulate(names, lambda parent, one: blake2b(parent + repr(one).encode()).digest()[:16], initial=b"")
+        yield Chain([*digests][1:], len(names) * 64 + 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hazard_hits_no_less_than_lru_of_any_mix(seed):
+    """Half a point is the limit for pools of less than 3,000 blocks."""
+    hits = hits_of([*drawn_prompts(seed)], 64, Random(seed).choice((48, 96, 200, 400)))
+    assert hits.lru - 0.5 <= hits.hazard <= hits.optimum

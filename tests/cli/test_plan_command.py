@@ -123,6 +123,28 @@ def test_models_lists_names_and_model_types(kvplane):
     assert all(one in out for one in READERS)
 
 
+def test_plan_compares_planners_for_a_mix_of_lengths(kvplane):
+    _, out, _ = kvplane("plan", "gemma-3-27b", "--mix", "1000:3,5000", "-o", "json")
+    assert [cell["length"] for cell in json.loads(out)["cells"]] == [1000, 5000, 32768]
+
+
+@pytest.mark.parametrize(
+    ("mix", "problem"),
+    [
+        ("2048;3", "is no length with a weight"),
+        ("2048,2048:2", "is no length with a weight"),
+        ("2048:0", "weights"),
+        ("0", "a length of 0 tokens"),
+        (",".join(map(str, range(1, 18))), "17 lengths"),
+    ],
+)
+def test_plan_refuses_a_mix_by_name(kvplane, mix, problem):
+    code, _, err = kvplane("plan", "gemma-3-27b", "--mix", mix)
+    assert code
+    assert "mix" in err
+    assert problem in err
+
+
 def test_plan_compares_planners(kvplane):
     code, out, _ = kvplane("plan", "gemma-3-27b", "--compare")
     assert code == 0

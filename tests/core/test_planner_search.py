@@ -12,6 +12,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Planner
 from kvplane.base.layer_spec import RequestLimits
 from kvplane_service.core.planner import Layout, PlanOptions, Worker, compare, plan_cache, search, to_groups
+from kvplane_service.core.planner.search import MIX
 from tests.conformance.groups import _layers, _options, read_cases
 from tests.core.planner_layers import PAGE, chunked, full, latent, named, state, window
 
@@ -71,12 +72,13 @@ def test_odd_numbers_of_layers_gain(name, length, gain, groups):
     layout=st.sampled_from(Layout),
     num_stages=st.integers(1, 4),
     max_model_len=st.sampled_from([100, 5000, 40_000]),
+    mix=st.dictionaries(st.sampled_from([64, 600, 2048, 50_000]), st.integers(1, 9), min_size=1) | st.none(),
 )
-def test_no_length_gets_fewer_requests(kinds, layout, num_stages, max_model_len):
+def test_no_length_gets_fewer_requests(kinds, layout, num_stages, max_model_len, mix):
     layers = named(**{f"k{number}": (count, spec) for number, (spec, count) in enumerate(kinds)})
     workers = [Worker(layers[stage::num_stages], 1 << 28) for stage in range(min(num_stages, len(layers)))]
     try:
-        found = compare(workers, PlanOptions(max_model_len=max_model_len, layout=layout))
+        found = compare(workers, PlanOptions(max_model_len=max_model_len, layout=layout), mix or MIX)
     except InvalidArgument:
         assume(condition=False)
     best, reference = found.best, found.reference

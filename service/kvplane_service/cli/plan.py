@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -72,6 +73,7 @@ def plan_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the plan of the planner best, and with the ideal.")
     ] = False,
+    mix: Annotated[str, typer.Option(help="Compare for requests of these lengths and weights: 2048:3,32768.")] = "",
     output: Output = TABLE,
 ) -> None:
     """Plan capacity without a service: groups, bytes per token, blocks, and how many requests fit concurrently.
@@ -93,9 +95,8 @@ def plan_command(
     )
     given = (_memory(memory, gpu, utilization), batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit)
     sizing = Sizing(find_model(model), options, *given, parse_bytes(weights, "weights"))
-    if compare:
-        print(_comparison(sizing.comparison(), output))
-        return
+    if compare or mix:
+        return print(_comparison(sizing.comparison(_mix(mix)), output))
     figures, tiers = figures_of(sizing), _figures_of_tiers(sizing, {TierKind.HOST: host, TierKind.DISK: disk})
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     _plot(f"{model} in {where}", sizing, plot)
@@ -105,6 +106,18 @@ def plan_command(
         return "\n\n".join((head, _groups(figures), *_tiers(sizing, tiers), _variants(sizing), _lengths(sizing)))
 
     print(text_of(lambda: {**_plain(sizing, figures), **_plain_tiers(tiers)}, output, table=table))
+
+
+def _mix(text: str) -> dict[int, int]:
+    """Return the weights of lengths that a text such as "2048:3,32768" states. Raises InvalidArgument."""
+    mix = dict[int, int]()
+    for one in text.split(",") if text else ():
+        found = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", one)
+        if found is None or int(found[1]) in mix:
+            remedy = "write each length once, with its weight if that is not 1: 2048:3,32768"
+            raise InvalidArgument(f"{one[:40]!r} is no length with a weight", field="mix", remedy=remedy)
+        mix[int(found[1])] = int(found[2] or 1)
+    return mix
 
 
 def models_command(output: Output = TABLE) -> None:

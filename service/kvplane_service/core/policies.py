@@ -24,7 +24,7 @@ from kvplane_service.core.hazard import PIECES, Learner, Prompt, check
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
-    from kvplane.base.step import Part
+    from kvplane.base.step import Step
     from kvplane_service.core.managers.base import GroupManager
     from kvplane_service.core.pool import BlockPool
     from kvplane_service.core.requests import Requests
@@ -55,11 +55,15 @@ def are_hints(spec: ReplicaSpec, column: Sequence[int], least: int = 0) -> bool:
     return not column or (least <= min(column) and max(column) < max(1, spec.hint_values))
 
 
-def has_announced_hints(spec: ReplicaSpec, part: Part) -> bool:
-    """Whether all hints of a part are those that its engine has announced."""
-    given = vars(part)  # sections that are missing are empty
-    facts = "facts" not in given or are_hints(spec, part.facts.hint, UNCHANGED)
-    return facts and ("news" not in given or are_hints(spec, part.news.hint))
+def has_announced_hints(spec: ReplicaSpec, step: Step) -> bool:
+    """Whether all hints of a step are those that its engine has announced."""
+    for part in step.parts:
+        given = vars(part)  # sections that are missing are empty
+        if "facts" in given and not are_hints(spec, part.facts.hint, UNCHANGED):
+            return False
+        if "news" in given and not are_hints(spec, part.news.hint):
+            return False
+    return True
 
 
 def check_hints(spec: ReplicaSpec, column: Sequence[int], least: int, field: str) -> None:

@@ -235,9 +235,7 @@ class StepValidator:
         )
 
     def _load_has_started(self, slot: int, field: str) -> None:
-        """Refuse a row that ends the load of its request (a commit or run row) before this load was allowed
-        to start.
-        """
+        """Refuse a row that ends the load of its request (a commit or run row) before the load may start."""
         requests = self._requests
         waits = slot in requests.loading and slot not in self._loads_over and requests.running[slot]
         if waits and requests.load_after[slot] > self._executed_through:

@@ -5,7 +5,7 @@ state layers free what they no longer need) with a uniform one (every layer keep
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane.base.layer_spec import LayerSpec, ceil_div
 from kvplane_service.core.planner import CacheGroup, CachePlan, Comparison, PlanOptions, Worker, compare, plan_cache
+from kvplane_service.core.planner.search import MIX
 from kvplane_service.models.catalogue import MODELS, model_layers
 from kvplane_service.models.hf_config import read_model
 from kvplane_service.models.shapes import Model, ModelOptions
@@ -75,9 +76,11 @@ class Sizing:
         """
         return plan_cache(*self._input(hybrid))
 
-    def comparison(self) -> Comparison:
-        """Return the reference plan and the best one. Raises InvalidArgument if no plan is possible."""
-        return compare(*self._input(hybrid=True))
+    def comparison(self, mix: Mapping[int, int] | None = None) -> Comparison:
+        """Return the reference plan and the best one for a mix of lengths. Raises InvalidArgument if no plan is
+        possible, or as `compare` for the mix.
+        """
+        return compare(*self._input(hybrid=True), mix or MIX)
 
     def _input(self, hybrid: bool) -> tuple[list[Worker], PlanOptions]:
         mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE

@@ -121,8 +121,7 @@ class Facts:
     commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: register blocks of these tokens
     end: list[int] = field(default_factory=list)  # End, default NONE
     fence: list[int] = field(default_factory=list)  # u64, default 0: blocks return once this step is executed
-    # i32, default UNCHANGED: release the blocks that no launch reads once this number of tokens is computed
-    release_skipped: list[int] = field(default_factory=list)
+    release_skipped: list[int] = field(default_factory=list)  # i32, default UNCHANGED: free what is unread from there
     hint: list[int] = field(default_factory=list)  # i32, default UNCHANGED: as `News.hint`, by what is known now
 
 

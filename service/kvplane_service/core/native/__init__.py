@@ -124,9 +124,7 @@ class NativeReplica:
         return self._apply(step, True)
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
-        if not all(has_announced_hints(self.spec, part) for part in step.parts):  # LRU does not use them
-            self.reference().check(step)  # names the fault
-        applied = _native.apply(self.changed(), step, alone)
+        applied = _native.apply(self.changed(), step, alone) if has_announced_hints(self.spec, step) else REFUSED
         if isinstance(applied, int):
             if applied == REFUSED:
                 self.reference().check(step)  # names the fault

@@ -13,7 +13,7 @@ plan, if as many fit at admission, and if prefix hits are no coarser. Cells coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -27,7 +27,9 @@ from kvplane_service.core.planner.plan import CachePlan, Layout, PlanOptions, Wo
 from kvplane_service.core.planner.planner import formats_of, plan_with, whole_model
 from kvplane_service.core.planner.sizes import NULL_BLOCKS, blocks_per_request
 
-MIX = (2048, 8192, 32_768, 131_072)  # lengths of requests in tokens, which count equally
+MIX = {2048: 1, 8192: 1, 32_768: 1, 131_072: 1}  # weights of requests by their length in tokens
+MOST_LENGTHS = 16  # of a mix
+MOST_WEIGHT = 1000
 MOST_GROUPS = 8  # a plan may have more only if the reference plan has
 MOST_CUTS = 64  # groups into which layers of one format are divided, at most
 GROUP_COST = Fraction(1, 500)  # of a block table more, as a share of the memory of an ideal plan
@@ -73,12 +75,24 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
     return compare(workers, options).best
 
 
-def compare(workers: Sequence[Worker], options: PlanOptions) -> Comparison:
+def compare(workers: Sequence[Worker], options: PlanOptions, mix: Mapping[int, int] = MIX) -> Comparison:
     """Plan the cache as the reference does, and find the best plan.
 
+    `mix`: how much requests of each length count. Those above the longest request count as the longest one, together
+    as much as the one of them that counts most; the longest request always counts, by default 1.
+
     Raises:
-        InvalidArgument: as `plan_cache`, or the number of blocks is given instead of memory.
+        InvalidArgument: as `plan_cache`, or the number of blocks is given instead of memory, or the mix has too many
+            lengths, or a length or weight out of range.
     """
+    if not (1 <= len(mix) <= MOST_LENGTHS and all(1 <= weight <= MOST_WEIGHT for weight in mix.values())):
+        raise InvalidArgument(
+            f"it has {len(mix)} lengths, with weights {sorted(mix.values())[:4]}",
+            field="mix",
+            remedy=f"give 1 to {MOST_LENGTHS} lengths, each with a weight of 1 to {MOST_WEIGHT}",
+        )
+    if min(mix) < 1:
+        raise InvalidArgument(f"it has a length of {min(mix)} tokens", field="mix", remedy="give lengths of 1 or more")
     if options.num_blocks:
         raise InvalidArgument(
             f"it is {options.num_blocks}, and blocks of another plan have another size",
@@ -86,19 +100,20 @@ def compare(workers: Sequence[Worker], options: PlanOptions) -> Comparison:
             remedy="give memory instead, or use the planner reference",
         )
     reference = plan_with(workers, options)
-    lengths = _lengths(reference)
-    ideal = [_ideal(workers, reference, length) for length in lengths]
-    best, least, binds = reference, _cost(reference, lengths, ideal), ""
+    weights = _weights(reference, mix)
+    lengths = tuple(weights)
+    ideal = {length: _ideal(workers, reference, length) for length in lengths}
+    best, least, binds = reference, _cost(reference, weights, ideal), ""
     cheapest = least
     for plan in _candidates(workers, reference):
-        cost, violated = _cost(plan, lengths, ideal), _violated(plan, reference, lengths)
+        cost, violated = _cost(plan, weights, ideal), _violated(plan, reference, lengths)
         if not violated and cost < least:
             best, least = plan, cost
         if cost < cheapest:
             cheapest, binds = cost, violated
     cells = tuple(
         Cell(length, float(_fitting(reference, length)), float(_fitting(best, length)), float(bound))
-        for length, bound in zip(lengths, ideal, strict=True)
+        for length, bound in ideal.items()
     )
     return Comparison(reference, best, cells, binds)
 
@@ -127,17 +142,18 @@ def _violated(plan: CachePlan, reference: CachePlan, lengths: Sequence[int]) -> 
     return "groups" if len(plan.groups) > max(MOST_GROUPS, len(reference.groups)) else ""
 
 
-def _lengths(plan: CachePlan) -> tuple[int, ...]:
-    """Return the lengths of the cells: those of the mix that are possible, and the longest request."""
+def _weights(plan: CachePlan, mix: Mapping[int, int]) -> dict[int, Fraction]:
+    """Return the weights of the cells, ascending: 1 on the average. The last one is the longest request."""
     longest = plan.options.max_model_len
-    return (*(length for length in MIX if length < longest), longest)
+    weights = {length: mix[length] for length in sorted(mix) if length < longest}
+    weights[longest] = max((weight for length, weight in mix.items() if length >= longest), default=1)
+    scale = Fraction(len(weights), sum(weights.values()))
+    return {length: weight * scale for length, weight in weights.items()}
 
 
-def _cost(plan: CachePlan, lengths: Sequence[int], ideal: Sequence[Fraction]) -> Fraction:
+def _cost(plan: CachePlan, weights: Mapping[int, Fraction], ideal: Mapping[int, Fraction]) -> Fraction:
     """Return the memory of a request as a multiple of the ideal, summed over the cells, and the cost of groups."""
-    memory = sum(
-        (bound / _fitting(plan, length) for length, bound in zip(lengths, ideal, strict=True)), start=Fraction(0)
-    )
+    memory = sum((weights[length] * bound / _fitting(plan, length) for length, bound in ideal.items()), Fraction(0))
     return memory + len(plan.groups) * GROUP_COST
 
 
