@@ -134,7 +134,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     assert vars(pool).keys() == derived | statistics | {*state_entries.POOL_COLUMNS, *state_entries.POOL_VALUES}
     requests: Requests = replica.requests
     columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES, *state_entries.BOUNDS}
-    assert vars(requests).keys() == {"content", "hit_end"} | columns
+    assert vars(requests).keys() == {"content", "hit_end", "hints"} | columns
     tracker: InFlightTracker = replica.tracker
     settings = {"_blocks", "_requests", "_counters", "_safe"}
     assert vars(tracker).keys() == settings | {*state_entries._tracker_state(tracker)}
