@@ -13,7 +13,7 @@ import pytest
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy, MambaMode
-from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, Facts, News, Part, RowFlag, Run, Step
+from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, News, Part, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service import core
@@ -177,6 +177,39 @@ def test_a_refused_step_changes_nothing_and_names_its_field():
         assert caught.value.field.startswith("parts[0].run.")
     assert export_state(replica) == before
     assert replica.fallbacks == 0
+
+
+WRONG = {
+    "a row of no request": Part(run=Run([5])),
+    "facts with too many hashes": Part(facts=Facts([0], appended=[1], num_hashes=[9], hashes=b"h" * 9 * 32)),
+    "facts with hashes of another size": Part(facts=Facts([1], appended=[8], num_hashes=[1], hashes=b"h" * 16)),
+    "hashes of a request with tokens": Part(facts=Facts([0], appended=[8], num_hashes=[1], hashes=b"h" * 32)),
+    "more tokens than the limit": Part(facts=Facts([0], appended=[1 << 20])),
+    "a slot that is in use": Part(news=News([0], [8], list(range(8)))),
+    "a release of what is not held": Part(cache=Cache(released=[0])),
+    "a step that never failed": Part(cache=Cache(failed_steps=[7])),
+    "a part that is out of range": Part(run=Run([0], lookahead=[1 << 20])),
+    "an end after an end": Part(facts=Facts([0, 0], end=[End.FREE, End.FREE])),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_refused_step_is_named_by_the_requests_alone(monkeypatch, name):
+    """To load the pool into a `Replica` takes seconds for a million blocks, during which no other replica answers."""
+    spec = replica_spec(full())
+    cores = [Replica(spec), native.NativeReplica(spec)]
+    with_hashes = News([1], [4], num_hashes=[1], hashes=b"g" * 32)
+    for core in cores:
+        core.apply(Step(0, 1, [Part(news=News([0], [8], list(range(8))), admit=Admit([0]))]))
+        core.apply(Step(0, 2, [Part(news=with_hashes)], executed_through=1))
+    monkeypatch.setattr(native.NativeReplica, "reference", lambda _: pytest.fail("the whole state was loaded"))
+    errors = []
+    for core in cores:
+        with pytest.raises(InvalidArgument) as raised:
+            core.apply(Step(0, 3, [WRONG[name]], executed_through=2))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    assert cores[1].fallbacks == 0
 
 
 def test_work_that_is_left_to_the_python_core_fails_a_test():

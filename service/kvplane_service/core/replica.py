@@ -222,13 +222,10 @@ class Replica:
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument if any part of the step cannot be applied. Changes nothing."""
-        self._validator().check(step)
-        for number, part in enumerate(step.parts):
-            hash_news(self._scheme, part.news, f"parts[{number}].news")
+        check_step(self._validator(), self._scheme, step)
 
     def _validator(self) -> StepValidator:
-        pool = self._pool
-        return StepValidator(self.spec, self.requests, pool.executed_through, pool.busy, self.tiers)
+        return StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy, self.tiers)
 
     def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
         """Return the entries of the exported state at the time of this call, see `state`. No step may be open."""
@@ -463,6 +460,13 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
+
+
+def check_step(validator: StepValidator, scheme: HashScheme, step: Step) -> None:
+    """Raise InvalidArgument if any part of the step cannot be applied to the requests of the validator."""
+    validator.check(step)
+    for number, part in enumerate(step.parts):
+        hash_news(scheme, part.news, f"parts[{number}].news")
 
 
 def check_alone(spec: ReplicaSpec, part: Part) -> None:

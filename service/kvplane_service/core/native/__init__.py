@@ -42,7 +42,7 @@ from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeR
 from kvplane_service.core.policies import has_announced_hints
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
-from kvplane_service.core.replica import Replica, check_alone, hash_news
+from kvplane_service.core.replica import Replica, check_alone, check_step, hash_news
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of, load_entries
 
@@ -127,7 +127,8 @@ class NativeReplica:
         applied = _native.apply(self.changed(), step, alone) if has_announced_hints(self.spec, step) else REFUSED
         if isinstance(applied, int):
             if applied == REFUSED:
-                self.reference().check(step)  # names the fault
+                validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)
+                check_step(validator, self._scheme, step)  # names the fault
                 self._fall_back()
             if applied != HAS_TOKENS:
                 self._aside = self.reference()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, overload
+from typing import Any, NamedTuple, cast, overload
 
-from kvplane.base.groups import GroupKind, GroupSpec
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import (
@@ -19,7 +19,8 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.native import _native
-from kvplane_service.core.requests import MAX_SLOTS
+from kvplane_service.core.requests import MAX_SLOTS, Requests
+from kvplane_service.core.validate import StepValidator
 
 _DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
 
@@ -33,17 +34,30 @@ class NativeRequests:
         self.held: Sequence[bool] = _native.column(core, "held_slots")
         self.num_tokens: Sequence[int] = _native.column(core, "num_tokens")
         self.computed: Sequence[int] = _native.column(core, "computed")
-        self._live: Sequence[bool] = _native.column(core, "live")
+        self.live: Sequence[bool] = _native.column(core, "live")
+        self.limit: Sequence[int] = _native.column(core, "limit")
+        self.by_service: Sequence[bool] = _native.column(core, "by_service")
+        self.load_after: Sequence[int] = _native.column(core, "load_after")
         self.request_id = _RequestIds(core)
+        self.content = _Contents(core)
 
     @property
     def loading(self) -> frozenset[int]:
         """Slots whose blocks a transfer still writes."""
         return frozenset(_native.books(self._core)[5])
 
+    @property
+    def asked(self) -> dict[int, tuple[int, int]]:
+        """The last step with drafts of a request, and where its row ended, by slot."""
+        return dict(_native.books(self._core)[7])
+
+    def validator(self, spec: ReplicaSpec, executed_through: int, busy: Sequence[int]) -> StepValidator:
+        """Return what refuses steps to these requests, without tiers."""
+        return StepValidator(spec, cast("Requests", self), executed_through, busy)
+
     def is_live(self, slot: int) -> bool:
         """Whether the slot has a request, running or not."""
-        return 0 <= slot < len(self._live) and self._live[slot]
+        return 0 <= slot < len(self.live) and self.live[slot]
 
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
@@ -72,6 +86,44 @@ class _RequestIds(Sequence[str]):
         if isinstance(slot, slice):
             return [self[one] for one in range(*slot.indices(MAX_SLOTS))]
         return _native.request(self._core, slot)[0]
+
+
+class _Contents:
+    """Hashes of the requests, by slot."""
+
+    def __init__(self, core: object) -> None:
+        self._core = core
+
+    def __getitem__(self, slot: int) -> _Content:
+        _, joined, size, _ = _native.request(self._core, slot)
+        return _Content(_Digests(joined, size))
+
+
+class _Content(NamedTuple):
+    """What is known of a request's tokens."""
+
+    digests: Sequence[bytes]
+
+
+class _Digests(Sequence[bytes]):
+    """Hashes of a size, which are split when they are read."""
+
+    def __init__(self, joined: bytes, size: int) -> None:
+        self._joined, self._size = joined, size
+
+    def __len__(self) -> int:
+        return len(self._joined) // self._size if self._joined else 0
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._joined[index * self._size : (index + 1) * self._size]
 
 
 class NativeGroup:
