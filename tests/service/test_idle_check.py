@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import urllib.request
 import weakref
 
@@ -212,13 +213,45 @@ def test_a_finding_is_reported_once_per_idle_period():
     assert background.run(60) == {"broken": 2}
 
 
-def test_a_state_that_cannot_be_read_is_a_finding():
+def test_a_state_that_cannot_be_read_is_a_finding(monkeypatch):
+    monkeypatch.setenv("KVPLANE_CORE", "python")  # whose state this test can damage
     background = Background()
     del background.host.replica.reference().coordinator.pool.references[9:]
     assert background.run(60) == {"broken": 1}
     ((_, error),) = background.reports
     assert error.invariant == "readable"
     assert str(error) == "the state cannot be read: IndexError: list index out of range"
+
+
+def test_a_compiled_core_is_copied_by_another_thread(monkeypatch):
+    """To copy a million blocks takes seconds, during which the event loop serves the other replicas."""
+    transfer = pytest.importorskip("kvplane_service.core.native.transfer", exc_type=ImportError)
+    monkeypatch.setenv("KVPLANE_CORE", "native")
+    threads, load = [], transfer.loaded_copy
+
+    def observed(core):
+        threads.append(threading.current_thread())
+        return load(core)
+
+    monkeypatch.setattr(transfer, "loaded_copy", observed)
+    background = Background()
+    assert background.run(60) == {"passed": 1}
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_copy_of_a_core_that_changes_meanwhile_is_dropped(monkeypatch):
+    transfer = pytest.importorskip("kvplane_service.core.native.transfer", exc_type=ImportError)
+    monkeypatch.setenv("KVPLANE_CORE", "native")
+    background, load = Background(), transfer.loaded_copy
+
+    def overtaken(core):
+        monkeypatch.setattr(transfer, "loaded_copy", load)
+        background.world.open().step()
+        raise IndexError("a column has grown")
+
+    monkeypatch.setattr(transfer, "loaded_copy", overtaken)
+    assert background.run(60) == {"passed": 1, "dropped": 1}
 
 
 def test_a_replica_whose_core_works_is_not_due():

@@ -88,7 +88,7 @@ def take_snapshot(core: ReplicaCore) -> Snapshot:
 
 def check(replica: ReplicaCore) -> None:
     """Check all invariants. Raises BrokenInvariant, which names the violated one."""
-    for _ in check_in_slices(replica):
+    for _ in check_in_slices(replica.reference()):
         pass
 
 

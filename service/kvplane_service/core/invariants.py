@@ -15,7 +15,6 @@ from kvplane.base.groups import CommitRule
 from kvplane_service.core.columns import SLICE_BLOCKS, U32, find_equal, pieces, zeros
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.in_flight import Stay
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
@@ -41,7 +40,7 @@ class BrokenInvariant(AssertionError):
         self.invariant = invariant
 
 
-def check_in_slices(core: ReplicaCore) -> Slices:
+def check_in_slices(replica: Replica) -> Slices:
     """Check all invariants; yields after about a millisecond of work. The caller must close the generator if the
     replica changes between two slices.
 
@@ -49,7 +48,6 @@ def check_in_slices(core: ReplicaCore) -> Slices:
         BrokenInvariant: an invariant is violated.
         Exception: of any other type, when the state is so broken that it cannot be read.
     """
-    replica = core.reference()
     pool = replica.coordinator.pool
     is_free = bytearray(pool.num_blocks)
     yield from check_free_list(pool.free, is_free)

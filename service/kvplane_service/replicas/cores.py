@@ -8,6 +8,7 @@ Python one. The environment variable KVPLANE_CORE selects another:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -70,6 +71,17 @@ def core_of(replica: ReplicaCore) -> str:
     if isinstance(replica, TwinReplica):
         return "twin"
     return "python" if isinstance(replica, Replica) else "native"
+
+
+async def readable(replica: ReplicaCore) -> Replica:
+    """Return a `Replica` with the state: a copy of a compiled core's, made by a thread, because that takes seconds for
+    a million blocks.
+
+    The caller drops it if the replica changed meanwhile. A copy of a core that changes can fail with any exception.
+    """
+    if core_of(replica) != "native":
+        return replica.reference()
+    return await asyncio.to_thread(import_module(f"{_PACKAGE}.transfer").loaded_copy, replica)
 
 
 def fallbacks_of(replica: ReplicaCore) -> int:

@@ -10,11 +10,12 @@ is counted and reported. The replica is still served, because most faults only c
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum
 
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
+from kvplane_service.replicas import cores
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock
 
@@ -67,32 +68,27 @@ class IdleCheck:
     async def run(self, sleep: Sleep) -> Outcome:
         """Check the replica, and sleep after each slice. Sets `broken` if an invariant is violated; raises nothing."""
         self._checked = began = self._steps.changes
-        slices = check_in_slices(self._replica)
-        outcome = Outcome.DROPPED
-        while self._is_unchanged(began):
+        outcome, slices = Outcome.DROPPED, None
+        while self._steps.changes == began:
             try:
-                if not _check_slice(slices):
+                slices = slices or check_in_slices(await cores.readable(self._replica))
+                if self._steps.changes == began and next(slices, _DONE) is _DONE:
                     outcome = Outcome.PASSED
                     break
-            except BrokenInvariant as error:
-                self.broken, outcome = error, Outcome.BROKEN
+            except Exception as error:
+                if self._steps.changes == began:
+                    self.broken, outcome = _named(error), Outcome.BROKEN
                 break
             await sleep(PAUSE_S)
         self.counts[outcome] += 1
         return outcome
 
-    def _is_unchanged(self, changes: int) -> bool:
-        return self._steps.changes == changes
 
-
-def _check_slice(slices: Generator[None]) -> bool:
-    """Check one slice. Returns whether more slices may be left; raises BrokenInvariant."""
-    try:
-        return next(slices, _DONE) is not _DONE
-    except BrokenInvariant:
-        raise
-    except Exception as error:
-        raise BrokenInvariant("readable", f"the state cannot be read: {type(error).__name__}: {error}") from error
+def _named(error: Exception) -> BrokenInvariant:
+    """Return the invariant that a check found violated."""
+    if isinstance(error, BrokenInvariant):
+        return error
+    return BrokenInvariant("readable", f"the state cannot be read: {type(error).__name__}: {error}")
 
 
 def log_broken(name: str, error: BrokenInvariant) -> None:

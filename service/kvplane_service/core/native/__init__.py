@@ -37,14 +37,14 @@ from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator
 from kvplane_service.core.native.settings import of_group, settings
-from kvplane_service.core.native.transfer import entries_of, state_of
+from kvplane_service.core.native.transfer import entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.policies import has_announced_hints
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.replica import Replica, check_alone, check_step, hash_news
 from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state_entries import hasher_of, load_entries
+from kvplane_service.core.state_entries import hasher_of
 
 SOURCES = _native.SOURCES
 REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
@@ -305,11 +305,7 @@ class NativeReplica:
         if self._aside is not None:
             return self._aside
         if self._copy is None:
-            replica, entries = Replica(self.spec), dict[str, list[Any]]()
-            for name, value in self.state_entries():
-                entries.setdefault(name, []).append(value)
-            load_entries(replica, entries)
-            self._copy = replica
+            self._copy = loaded_copy(self)
         return self._copy
 
     # -- reads -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.keys import Key
+from kvplane_service.core.replica import Replica
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -77,6 +78,18 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
         ]
     )
+
+
+def loaded_copy(core: NativeReplica) -> Replica:
+    """Return a `Replica` with the state of a core, in seconds for a million blocks.
+
+    Another thread than that of the steps may call this, if it drops what it got of a core that changed meanwhile.
+    """
+    replica, entries = Replica(core.spec), dict[str, list[Any]]()
+    for name, value in core.state_entries():
+        entries.setdefault(name, []).append(value)
+    state.load_entries(replica, entries)
+    return replica
 
 
 def _column(code: str, raw: bytes) -> arrays.array[int]:
