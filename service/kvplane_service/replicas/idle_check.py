@@ -69,19 +69,22 @@ class IdleCheck:
         """Check the replica, and sleep after each slice. Sets `broken` if an invariant is violated; raises nothing."""
         self._checked = began = self._steps.changes
         outcome, slices = Outcome.DROPPED, None
-        while self._steps.changes == began:
+        while self._is_unchanged(began):
             try:
                 slices = slices or check_in_slices(await cores.readable(self._replica))
-                if self._steps.changes == began and next(slices, _DONE) is _DONE:
+                if self._is_unchanged(began) and next(slices, _DONE) is _DONE:
                     outcome = Outcome.PASSED
                     break
             except Exception as error:
-                if self._steps.changes == began:
+                if self._is_unchanged(began):
                     self.broken, outcome = _named(error), Outcome.BROKEN
                 break
             await sleep(PAUSE_S)
         self.counts[outcome] += 1
         return outcome
+
+    def _is_unchanged(self, changes: int) -> bool:
+        return self._steps.changes == changes
 
 
 def _named(error: Exception) -> BrokenInvariant:
