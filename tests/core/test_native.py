@@ -13,7 +13,7 @@ import pytest
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import EvictionPolicy, MambaMode
-from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, News, Part, RowFlag, Run, Step
+from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, News, Part, Resume, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service import core
@@ -210,6 +210,17 @@ def test_a_refused_step_is_named_by_the_requests_alone(monkeypatch, name):
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
     assert replicas[1].fallbacks == 0
+
+
+def test_a_refused_image_leaves_the_compiled_core_as_it_was():
+    replica = native.NativeReplica(replica_spec(full()))
+    replica.apply(Step(0, 1, [Part(news=News([0], [8], list(range(8))), admit=Admit([0]))]))
+    before = export_state(replica)
+    with pytest.raises(InvalidArgument, match="an image must come first"):
+        replica.apply(Step(0, 2, [Part(resume=Resume())], executed_through=1))
+    assert export_state(replica) == before
+    replica.apply(Step(0, 2, [Part(facts=Facts([0], end=[End.FREE]))], executed_through=1))
+    assert not replica.requests.slots()
 
 
 def test_work_that_is_left_to_the_python_core_fails_a_test():

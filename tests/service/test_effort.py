@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec
-from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Run, Step
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run, Step
 from kvplane_service.replicas.applying import MOST_INLINE, effort
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
@@ -69,6 +69,13 @@ def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long):
 def test_effort_of_a_step_is_the_sum_of_its_parts(busy):
     one = Part(admit=Admit(list(range(256, 276)), cap=[1024] * 20))
     assert busy.effort(one) <= MOST_INLINE < busy.effort(*[one] * 4)
+
+
+def test_a_step_that_continues_requests_is_as_long_as_the_pool_is_large():
+    """A compiled core takes its state over from a `Replica`, in seconds for a million blocks."""
+    part = Part(resume=Resume())
+    few, many = (HostWorld(spec=spec_of(num_blocks=count)).host.replica for count in (100, MOST_INLINE + 1))
+    assert effort(Step(1, 1, [part]), few) <= MOST_INLINE < effort(Step(1, 1, [part]), many)
 
 
 def test_effort_of_pool_operations_follows_the_pool_size():

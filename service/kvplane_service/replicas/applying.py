@@ -244,7 +244,9 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
     may be shared.
     """
     cache, computed = part.cache, replica.requests.computed
-    units = len(cache.evicted) + len(cache.loads_over) + (len(part.resume.blocks) if part.resume else 0)
+    units = len(cache.evicted) + len(cache.loads_over)
+    if part.resume is not None:  # a compiled core takes over the whole state from a `Replica`
+        units += len(part.resume.blocks) + replica.spec.num_blocks
     seen = replica.block_counts.cached if cache.reset else 0
     seen += sum(map(replica.count_held, cache.released))
     seen += _blocks_of(_sum(computed, cache.released), replica)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
@@ -65,8 +64,7 @@ class PreparedState(RecoveredState):
 class NativeReplica:
     """A replica whose steps are applied by the compiled core.
 
-    Where `_aside` is set, this `Replica` has the state, and the core takes it over before the next step: a step that
-    continues requests runs on it.
+    A step that continues requests runs on a `Replica`, whose state the core then takes over.
 
     Attributes:
         fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
@@ -104,7 +102,6 @@ class NativeReplica:
         self._core = _native.new(settings(spec, self._scheme.digest.size), [of_group(group) for group in spec.groups])
         self._hashers: dict[int, RequestHasher] = {}
         self._requests = NativeRequests(self._core)
-        self._aside: Replica | None = None
         self._copy: Replica | None = None
 
     def _take_over(self, replica: Replica) -> None:
@@ -131,8 +128,10 @@ class NativeReplica:
                 check_step(validator, self._scheme, step)  # names the fault
                 self._fall_back()
             if applied != HAS_TOKENS:
-                self._aside = self.reference()
-                return self._aside.apply(step)
+                replica, self._copy = self.reference(), None
+                result = replica.apply(step)
+                self._take_over(replica)
+                return result
             made, logged = self._hash(step)
             applied = _native.apply_hashed(self._core, made, alone)
             for of_part, (facts, news) in zip(applied[1], logged, strict=True):
@@ -180,7 +179,7 @@ class NativeReplica:
     @property
     def core(self) -> object:
         """The core, to be read only."""
-        return self._core if self._aside is None else self.changed()
+        return self._core
 
     @cached_property
     def coordinator(self) -> NativeCoordinator:
@@ -264,8 +263,6 @@ class NativeReplica:
 
     def changed(self) -> object:
         """Return the core, which has the state from now on."""
-        if self._aside is not None:
-            self._take_over(self._aside)
         self._copy = None
         return self._core
 
@@ -278,8 +275,6 @@ class NativeReplica:
 
     def take_events(self) -> CacheEvents:
         """Return and clear the cache events that `begin_epoch` caused."""
-        if self._aside is not None:
-            return self._aside.take_events()
         packed = _native.take_events(self._core)
         return CacheEvents() if packed is None else NativeEvents(packed)
 
@@ -291,19 +286,15 @@ class NativeReplica:
 
     def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
         """Return the entries of the exported state, see `state`."""
-        if self._aside is not None:
-            return self._aside.state_entries(with_statistics)
         return iter(entries_of(self, _native.dump(self._core), with_statistics))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
-        made = NativeReplica.of(self.reference() if self._aside is None else deepcopy(self._aside, memo))
+        made = NativeReplica.of(self.reference())
         made.fallbacks = self.fallbacks
         return made
 
     def reference(self) -> Replica:
         """Return a reference implementation with this state, to be read only."""
-        if self._aside is not None:
-            return self._aside
         if self._copy is None:
             self._copy = loaded_copy(self)
         return self._copy
@@ -313,18 +304,14 @@ class NativeReplica:
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
         """Find the cached prefix that other clients may use, see `Replica.lookup`."""
         size = len(digests[0]) if digests else 0
-        if self._aside is None and len(set(map(len, digests))) > 1:
+        if len(set(map(len, digests))) > 1:
             self._fall_back()
             return self.reference().lookup(digests, domain, num_tokens)
-        if self._aside is not None:
-            return self._aside.lookup(digests, domain, num_tokens)
         tokens, single, blocks = _native.find(self._core, b"".join(digests), size, domain, num_tokens - 1)
         return Hit(tokens, single, tuple(blocks))
 
     def peek_slot(self, slot: int) -> Hit:
         """Return the hit that an admission of this request would find now, see `Replica.peek_slot`."""
-        if self._aside is not None:
-            return self._aside.peek_slot(slot)
         tokens, single, blocks = _native.peek(self._core, slot)
         return Hit(tokens, single, tuple(blocks))
 
@@ -349,8 +336,6 @@ class NativeReplica:
 
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
         """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
-        if self._aside is not None:
-            return self._aside.entries(blocks)
         if blocks is None:
             free = _native.free_order(self._core)
             blocks = [*free, *sorted(set(range(1, self.spec.num_blocks)).difference(free))]
@@ -358,8 +343,6 @@ class NativeReplica:
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
         """Yield STORED events of all keys, see `Replica.stored_events`."""
-        if self._aside is not None:
-            return self._aside.stored_events()
         return events_of_keys(self._core, self.spec)
 
     def replay_events(self) -> Iterator[CacheEvent]:
@@ -368,29 +351,23 @@ class NativeReplica:
 
     def blocks_of(self, domain: str, group: int, digest: bytes) -> Sequence[int]:
         """Return all blocks that have this key, published or not."""
-        if self._aside is not None:
-            return self._aside.blocks_of(domain, group, digest)
         return _native.blocks(self._core, domain, group, digest)[0]
 
     def key_step(self, domain: str, group: int, digest: bytes) -> int | None:
         """Return the step that registered this key; None if no block has the key."""
-        if self._aside is not None:
-            return self._aside.key_step(domain, group, digest)
         blocks, step = _native.blocks(self._core, domain, group, digest)
         return step if blocks else None
 
     def count_keys(self) -> int:
         """Count the distinct keys of the prefix cache."""
-        return self._aside.count_keys() if self._aside is not None else sum(_native.books(self._core)[1])
+        return sum(_native.books(self._core)[1])
 
     def count_keys_of(self, group: int) -> int:
         """Count the distinct keys of one group."""
-        return self._aside.count_keys_of(group) if self._aside is not None else _native.books(self._core)[1][group]
+        return _native.books(self._core)[1][group]
 
     def group_counters(self) -> list[GroupCounters]:
         """Return the counters of each group. Passes over the pool."""
-        if self._aside is not None:
-            return self._aside.group_counters()
         taken = _native.books(self._core)[2]
         return [
             GroupCounters(used, cached, allocated, adopted, evicted)
@@ -399,64 +376,52 @@ class NativeReplica:
 
     def common_prefix_blocks(self) -> list[int]:
         """Return, per group, how many leading blocks all running requests share."""
-        if self._aside is not None:
-            return self._aside.common_prefix_blocks()
         return _native.common_blocks(self._core)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Whether the request has all blocks to compute the tokens after the first `num_computed` again."""
-        if self._aside is not None:
-            return self._aside.can_rewind(slot, num_computed)
         return _native.can_rewind(self._core, slot, num_computed)
 
     def shorten_chunk(self, slot: int, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on an aligned row grants at most."""
-        if self._aside is not None:
-            return self._aside.shorten_chunk(slot, start, wanted)
         return _native.align_chunk(self._core, slot, start, wanted)
 
     def count_held(self, slot: int) -> int:
         """Count the blocks that are held for the transfer of an ended request."""
-        return self._aside.count_held(slot) if self._aside is not None else _native.request(self._core, slot)[3]
+        return _native.request(self._core, slot)[3]
 
     def group_blocks(self, slot: int) -> list[int]:
         """Count the blocks of a request by group."""
-        return self._aside.group_blocks(slot) if self._aside is not None else _native.group_blocks(self._core, slot)
+        return _native.group_blocks(self._core, slot)
 
     def count_granted(self, seq: int) -> int:
         """Count the requests to which a step in flight granted tokens; 0 for other steps."""
-        if self._aside is not None:
-            return self._aside.count_granted(seq)
         return dict(_native.books(self._core)[3]).get(seq, 0)
 
     @property
     def requests(self) -> RequestColumns:
         """Columns of all requests, by slot."""
-        return self._aside.requests if self._aside is not None else self._requests
+        return self._requests
 
     @property
     def groups(self) -> Sequence[GroupView]:
         """The groups of layers, by number."""
-        if self._aside is not None:
-            return self._aside.groups
         counts = _native.books(self._core)[2]
         return [NativeGroup(number, self.spec.groups[number], *of_group) for number, of_group in enumerate(counts)]
 
     @property
     def counters(self) -> Counters:
         """Counts since the registration; a copy."""
-        return self._aside.counters if self._aside is not None else Counters(*_native.books(self._core)[4])
+        return Counters(*_native.books(self._core)[4])
 
     @property
     def residency(self) -> Residency:
         """Histograms of block lifetimes."""
-        return self._aside.residency if self._aside is not None else Residency(*_native.residency(self._core))
+        return Residency(*_native.residency(self._core))
 
     @property
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
-        if self._aside is not None:
-            return self._aside.block_counts
         _, _, _, num_free, num_evictable, _ = _native.numbers(self._core)
         busy = len(self.busy_blocks)
         return BlockCounts(self.spec.num_blocks - 1 - num_free - busy, busy, num_evictable, num_free - num_evictable)
@@ -464,7 +429,7 @@ class NativeReplica:
     @property
     def busy_blocks(self) -> tuple[int, ...]:
         """Blocks that loads of earlier engine lives may still write, ascending."""
-        return self._aside.busy_blocks if self._aside is not None else tuple(_native.books(self._core)[0])
+        return tuple(_native.books(self._core)[0])
 
     @property
     def digest_size(self) -> int:
@@ -474,24 +439,24 @@ class NativeReplica:
     @property
     def seq(self) -> int:
         """Number of the last step."""
-        return self._aside.seq if self._aside is not None else _native.numbers(self._core)[0]
+        return _native.numbers(self._core)[0]
 
     @property
     def epoch(self) -> int:
         """Number of the engine life."""
-        return self._aside.epoch if self._aside is not None else _native.numbers(self._core)[1]
+        return _native.numbers(self._core)[1]
 
     @property
     def executed_through(self) -> int:
         """Number of the last executed step."""
-        return self._aside.executed_through if self._aside is not None else _native.numbers(self._core)[2]
+        return _native.numbers(self._core)[2]
 
     @property
     def free_blocks(self) -> int:
         """Number of blocks that can be allocated now."""
-        return self._aside.free_blocks if self._aside is not None else _native.numbers(self._core)[3]
+        return _native.numbers(self._core)[3]
 
     @property
     def num_running(self) -> int:
         """Number of requests that hold blocks and may run."""
-        return self._aside.num_running if self._aside is not None else _native.numbers(self._core)[5]
+        return _native.numbers(self._core)[5]
