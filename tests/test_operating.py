@@ -20,6 +20,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
 # Full-screen; needs a store; runs until stopped: other tests run them.
 LEFT_OUT = {"kvplane top", "kvplane bench", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
+FLEET = [command for command in COMMANDS if command.startswith("kvplane fleet")]  # tests/router/test_cli.py runs them
 CHANGES = ("deregister", "reset", "evict")
 OFFLINE = ("kvplane plan", "kvplane models", "kvplane replay", "kvplane token")
 
@@ -40,7 +41,7 @@ def test_serve_with_metrics_command_runs():
         assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize("command", [one for one in COMMANDS if "serve" not in one and one not in LEFT_OUT])
+@pytest.mark.parametrize("command", [one for one in COMMANDS if "serve" not in one and one not in (*LEFT_OUT, *FLEET)])
 def test_command_of_the_notes_runs(command, tmp_path):
     log, new = tmp_path / "log", tmp_path / "new"
     if command.split()[1] == "drain":

@@ -103,9 +103,10 @@ def test_make_targets_that_the_readme_names_exist():
     assert named <= set(targets)
 
 
-def test_pictures_of_the_system_are_drawn_by_the_script(tmp_path):
-    code = "import sys; from pathlib import Path; import system_picture as s; s.DOCS = Path(sys.argv[1]); s.main()"
+def test_pictures_are_drawn_by_the_script(tmp_path):
+    code = "import sys; from pathlib import Path; import pictures as p; p.DOCS = Path(sys.argv[1]); p.main()"
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT / "scripts", timeout=60, check=True)
-    for name in ("light", "dark"):
-        drawn = tmp_path / f"system-{name}.svg"
-        assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text(), "python scripts/system_picture.py"
+    names = sorted(drawn.name for drawn in tmp_path.iterdir())
+    assert names == ["system-dark.svg", "system-light.svg", "tiers-dark.svg", "tiers-light.svg"]
+    for name in names:
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "python scripts/pictures.py"

@@ -11,6 +11,7 @@ from kvplane_fleet.cli import explanations
 from kvplane_service.cli import app, exit_code
 from tests.router.engine import EngineProcess, batches
 from tests.store.servers import free_port
+from tests.test_operating import FLEET
 
 
 class Done:
@@ -73,6 +74,15 @@ def test_explain_says_for_each_place_why_it_hits_no_more(places):
     assert done.stdout.rstrip().endswith("it is the only candidate")
     assert Done("explain", "--places", str(places), "--tokens", "1,x").returncode == 2
     assert Done("explain", "--places", str(places), "--tokens", "1", "--place", "no").returncode == 2
+
+
+@pytest.mark.parametrize("command", FLEET)
+def test_command_of_the_operating_notes_runs(command, places):
+    values = {"PLACE": "first", "MODEL": "m"}
+    words = [values.get(word, word) for word in command.removesuffix(" --watch 5").split()[2:]]
+    done = Done(*words, "--places", str(places))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def place_score(**fields):
