@@ -154,3 +154,9 @@ def test_a_message_of_many_fields_is_parsed_whole():
     read = parse_long(AllocateSlotsRequest, raw)
     assert isinstance(read, AllocateSlotsRequest)
     assert len(read.content.token_ids) == 100
+
+
+def test_a_long_message_of_one_endless_varint_is_refused_at_once():
+    """Its value would have a million bits, and take hours to compute."""
+    with pytest.raises(InvalidArgument):
+        parse_long(AllocateSlotsRequest, b"\xff" * 5_000_000)

@@ -290,7 +290,9 @@ def store_away() -> Series:
 def broken_state() -> Series:
     """A reference without a holder, found by the check of an idle replica."""
     scenario = Scenario()
-    scenario.host.replica.reference().coordinator.pool.references[5] += 1
+    broken = scenario.host.replica.reference()
+    broken.coordinator.pool.references[5] += 1
+    scenario.host.replica.adopt(broken)
 
     def check(number: int) -> None:
         if number == 20:

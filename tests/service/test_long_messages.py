@@ -292,7 +292,7 @@ def held_parser(service, monkeypatch):
             held.wait()
         return parse(message_class, raw)
 
-    monkeypatch.setattr(methods, "parse", wait_and_parse)
+    monkeypatch.setattr(methods, "parse_long", wait_and_parse)
     yield held
     held.go_on.set()
 

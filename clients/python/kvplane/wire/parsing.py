@@ -238,12 +238,15 @@ def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the value of the varint at a position, and the position after the varint."""
-    value = shift = 0
-    while True:
+    """Return the value of the varint at a position, and the position after the varint.
+
+    Raises InvalidArgument for more than 10 bytes: the value of a longer one would grow without limit.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
         byte = raw[at]
         value |= (byte & 0x7F) << shift
         at += 1
         if byte < 0x80:
             return value, at
-        shift += 7
+    raise InvalidArgument("the message has a varint of more than 10 bytes", remedy="send a message of the proto files")
