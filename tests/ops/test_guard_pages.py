@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import mmap
 import os
 import signal
@@ -65,10 +66,14 @@ def guard_new_tensors(at_end: bool) -> None:
 
 
 def in_a_child(work: Callable[[], int]) -> int:
-    """Run work in a forked child. Returns its exit status; minus the signal number if a signal ended it."""
+    """Run work in a forked child. Returns its exit status; minus the signal number if a signal ended it.
+
+    The child collects no garbage of earlier tests: gRPC's objects crash or hang in a child without their threads.
+    """
     torch.set_num_threads(1)
     child = os.fork()
     if child == 0:
+        gc.freeze()
         faulthandler.disable()
         code = 99
         try:
