@@ -803,6 +803,7 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.aio.transport:GrpcTransport._within", leave_the_stream_as_it_is),
             Patch("kvplane.aio.transport:_Stream.read", lose_the_answer_of_a_cancelled_read),
+            Patch("kvplane.aio.session:Session.receive", lose_the_answer_of_a_cancelled_read),  # one that is there
             Patch("kvplane.session.machine:SessionMachine._use", use_broken_streams),
             Patch("kvplane.session.machine:SessionMachine.interrupted", do_nothing),
         ),
