@@ -115,18 +115,17 @@ def entries(gateway):
 
 
 def test_the_second_turn_of_a_conversation_goes_to_the_engine_that_has_it(gateway):
-    used, before = set(), entries(gateway)
-    turns = [tokens(seed, 20) for seed in range(6)]
-    first = {}
-    for number, turn in enumerate(turns):
-        first[number], cached = complete(gateway.envoy.url, turn)
+    before, turns, first = entries(gateway), [], []
+    while len(turns) < 6 or (set(first) != {"a", "b"} and len(turns) < 40):  # one that is loaded gets fewer
+        turns.append(tokens(1000 + len(turns), 20))
+        engine, cached = complete(gateway.envoy.url, turns[-1])
         assert cached == 0
-    gateway.wait_until(known(before + 6 * 20))
+        first.append(engine)
+    assert set(first) == {"a", "b"}
+    gateway.wait_until(known(before + len(turns) * 20))
     for number, turn in enumerate(turns):
-        engine, cached = complete(gateway.envoy.url, [*turn, *tokens(100 + number, 2)])
-        assert (engine, cached) == (first[number], 20 * BLOCK)
-        used.add(engine)
-    assert used == {"a", "b"}
+        again = complete(gateway.envoy.url, [*turn, *tokens(100 + number, 2)])
+        assert again == (first[number], 20 * BLOCK)
 
 
 def test_what_engines_answer_is_reported_with_their_cached_tokens(gateway):
