@@ -115,7 +115,7 @@ def entries(gateway):
 
 
 def test_the_second_turn_of_a_conversation_goes_to_the_engine_that_has_it(gateway):
-    before, turns, first = entries(gateway), [], []
+    before, turns, first = entries(gateway), list[list[int]](), list[str]()
     while len(turns) < 6 or (set(first) != {"a", "b"} and len(turns) < 40):  # one that is loaded gets fewer
         turns.append(tokens(1000 + len(turns), 20))
         engine, cached = complete(gateway.envoy.url, turns[-1])
