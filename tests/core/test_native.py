@@ -229,6 +229,13 @@ def test_work_that_is_left_to_the_python_core_fails_a_test():
         replica.lookup([b"a" * 32, b"b" * 16], "", 100)
 
 
+def test_a_refused_step_that_copies_the_state_fails_a_test(monkeypatch):
+    replica = native.NativeReplica(replica_spec(full()))
+    monkeypatch.setattr(native, "check_step", lambda _validator, _scheme, step: replica.reference().check(step))
+    with pytest.raises(FellBack):
+        replica.apply(Step(0, 1, [Part(run=Run([5]))]))
+
+
 class Forgetful:
     """A core that loses the events of each step."""
 

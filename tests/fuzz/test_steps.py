@@ -17,6 +17,7 @@ from kvplane.base.step import Admit, Cache, Facts, News, Part, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest
 from tests.core.builders import full, replica_spec
+from tests.core.fallbacks import no_fallbacks as no_fallbacks
 
 native = pytest.importorskip(
     "kvplane_service.core.native",

@@ -161,7 +161,7 @@ class OpenStep {
     }
 
     Rows fresh;                        // new blocks per group of the last row that got some
-    std::vector<PartResult> finished;  // of this step, that nobody took
+    std::vector<PartResult> finished;  // of this step, not returned yet
 
     const Rows& AdmittedBlocks() const { return applier_->fresh(); }
 
