@@ -70,7 +70,7 @@ def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
     assert tally.tier_hit_tokens == [tier.hit_tokens for tier in tiers.each]
     shares = zip(spec.tiers, tally.tier_hit_tokens, strict=True)
     of_tiers = {tier.kind.value: 100 * tokens / tally.queried_tokens for tier, tokens in shares}
-    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, tiers.counters.declined)
+    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, tiers.counters.waited)
 
 
 def rows(given: argparse.Namespace, folder: Path) -> list[str]:

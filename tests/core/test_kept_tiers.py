@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.session import OpenRequest
+from kvplane.base.stamps import Stamp
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
@@ -179,3 +181,46 @@ def test_an_opening_with_slots_of_another_number_is_refused():
     assert refused.value.field == "stamp_table"
     with pytest.raises(InvalidArgument, match="24 stamps for 21 blocks"):
         check_request(OpenRequest("r", 1, stamp_table=[0] * 24), replace(spec, tiers=()))
+
+
+def test_a_life_that_no_rank_obeyed_leaves_nothing_that_a_later_one_of_its_epoch_makes_true(engine):
+    """Two lives get one epoch if the first claims no memory and the store becomes older: their stamps and versions are
+    equal, and name other content. Whatever the first one stored, in whatever order it comes back, is of earlier epochs.
+    """
+    stored, table = engine.replica.entries(), engine.shown()
+    others = ("mmmmnnnn", "ooooppppqqqq", "rrrr", "aaaabbbbssss")
+    first, second = lived(stored, table, others, executed=0), lived(stored, table, (TEXT, *reversed(others)))
+    mine, its = first.replica.entries(), second.replica.entries()
+    in_both = set(mine.stamp).intersection(second.shown())
+    assert max(Stamp.unpack(stamp).epoch for stamp in mine.stamp) < EPOCH <= Stamp.unpack(max(its.stamp)).epoch
+    assert first.pool.stamp != second.pool.stamp
+    assert any(Stamp.unpack(stamp).epoch == EPOCH for stamp in {*first.shown()} & {*second.shown()})
+    right = dict(zip(zip(its.block, its.stamp, strict=True), digests_of(its), strict=True))
+    right |= zip(zip(stored.block, stored.stamp, strict=True), digests_of(stored), strict=True)
+    for chunks in ((mine, its), (its, mine), (mine, its, mine), (stored, mine, its)):
+        found = recovered(second, second.shown(), *chunks).entries()
+        assert in_both >= set(found.stamp) - {*its.stamp}
+        for block, stamp, digest in zip(found.block, found.stamp, digests_of(found), strict=True):
+            assert right[block, stamp] == digest
+
+
+EPOCH = 9
+
+
+def lived(stored: Entries, table: list[int], texts: Sequence[str], executed: int | None = None) -> Mover:
+    """An engine life of this epoch, on a service that has this store. Nothing is known to be executed with 0."""
+    engine = Mover(full(), tiers=TIERS)
+    engine.replica = Replica(engine.spec)
+    engine.replica.recover(EPOCH, [table], (stored,))
+    engine.executed = executed
+    for slot, text in enumerate(texts):
+        engine.ask(slot, text + "x")
+        engine.report() if executed is None else engine.idle()
+        engine.end(slot)
+        engine.report() if executed is None else engine.idle()
+    return engine
+
+
+def digests_of(entries: Entries) -> list[bytes]:
+    size = entries.digest_size
+    return [bytes(entries.digests[at * size : (at + 1) * size]) for at in range(len(entries))]

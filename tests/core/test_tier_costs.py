@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache
 from kvplane_service.core.state import export_state, load_state
@@ -44,7 +45,11 @@ def test_a_hit_is_loaded_if_that_is_faster(costs, is_loaded):
     asked = engine.ask(3, TEXT + "x")
     assert bool(asked.result.admit_job and asked.result.admit_job[0]) is is_loaded
     assert engine.tiers.counters.too_slow == (not is_loaded)
+    declined = asked.result.declined
+    assert list(declined.row) == [0] * (not is_loaded)
     if not is_loaded:
+        assert (declined.why, declined.tier, declined.hit) == ([WhyDeclined.TOO_SLOW], [0], [12])
+        assert (declined.load_ns, declined.compute_ns) == ([3 * costs[1]], [12 * costs[0]])
         assert asked.status == GRANTED
         assert asked.hit == 0
 
@@ -75,6 +80,8 @@ def test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded():
     asked = engine.ask(3, TEXT + "x")
     assert asked.hit == 8
     assert set(asked.result.orders.load_tier) == {0}
+    declined = asked.result.declined
+    assert (declined.why, declined.tier, declined.hit) == ([WhyDeclined.TOO_SLOW], [1], [12])
     engine.cache(costs_ns=[100, 10, 10])
     assert engine.tiers.counters.too_slow == 0
 

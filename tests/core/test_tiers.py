@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, HashAlgorithm, TierKind, TierSpec
-from kvplane.base.step import ANY_HIT, Admit, AdmitStatus, Cache, End, EventKind, Facts, Part, RowFlag, Run
+from kvplane.base.step import (
+    ANY_HIT,
+    Admit,
+    AdmitStatus,
+    Cache,
+    End,
+    EventKind,
+    Facts,
+    OnRefusal,
+    Part,
+    RowFlag,
+    Run,
+)
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state, load_state
@@ -221,12 +234,66 @@ def test_a_reset_forgets_the_tiers(engine):
     assert engine.ask(3, text).hit == 0
 
 
-def test_loads_fill_at_most_a_quarter_of_the_pool():
+def test_a_load_alone_may_fill_more_than_a_quarter_of_the_pool():
     engine = Mover(full(), num_blocks=21)
     text = evicted(engine, "aaaabbbbccccddddeeeeffff")
     asked = engine.ask(3, text)
-    assert (asked.hit, asked.result.admit_job) == (0, [])
-    assert engine.tiers.counters.declined == 1
+    assert (asked.status, asked.hit) == (GRANTED, 24)
+    assert engine.tiers.num_loading == 6 > engine.tiers.most_loading
+
+
+def test_a_load_waits_for_others_where_they_would_fill_a_quarter_of_the_pool():
+    engine = Mover(full(), num_blocks=29, tiers=(TierSpec(TierKind.HOST, 400),))  # 7 of them at a time
+    small, large, other = ("aaaabbbb", "ccccddddeeeeffffgggghhhh", "iiii")
+    for text in (small, large, other):
+        engine.save(text)
+    assert [engine.outside(text + "x") for text in (small, large, other)] == [0, 0, 0]
+    first = engine.ask(3, small + "x")
+    waits = engine.ask(4, large + "x")
+    assert (waits.status, waits.hit) == (DEFERRED, 24)
+    declined = waits.result.declined
+    assert (declined.row, declined.why, declined.hit) == ([0], [WhyDeclined.WAITS], [24])
+    assert engine.ask(5, other + "x").status is GRANTED, "another step"
+    engine.end(3, 5)
+    assert first.result.admit_job
+    engine.cache(jobs_done=engine.loads)
+    assert not engine.tiers.num_loading
+    assert engine.ask(4).status is GRANTED
+    assert engine.tiers.counters.waited == 1
+
+
+def test_no_admission_waits_for_a_load_that_was_given_up():
+    engine = Mover(full(), num_blocks=29, tiers=(TierSpec(TierKind.HOST, 400),))
+    small, large = "aaaabbbb", "ccccddddeeeeffffgggghhhh"
+    for text in (small, large):
+        engine.save(text)
+    job = engine.ask(3, small + "x").result.admit_job[0]
+    assert engine.ask(4, small + "y").status is DEFERRED, "the same slots are being read"
+    engine.preempt(3)
+    same, other = engine.ask(4), engine.ask(5, large + "x")
+    assert [one.hit for one in (same, other)] == [0, 0]
+    assert [one.result.declined.why for one in (same, other)] == [[WhyDeclined.GIVEN_UP]] * 2
+    assert engine.tiers.counters.given_up == 2
+    engine.cache(jobs_failed=[job])
+
+
+def test_no_load_begins_behind_one_that_waits():
+    engine = Mover(full(), num_blocks=29, tiers=(TierSpec(TierKind.HOST, 400),))
+    texts = ("aaaabbbb", "ccccddddeeeeffffgggghhhh", "iiiijjjj")
+    for text in texts:
+        engine.save(text)
+    asked = engine.ask(3, texts[0] + "x")
+    for slot, text in ((4, texts[1]), (5, texts[2])):
+        engine.add(slot, text + "x")
+    rows = Admit([4, 5], flags=[LOAD, LOAD], on_refusal=OnRefusal.SKIP)
+    (waits,) = engine.step(Part(admit=rows))
+    assert waits.admit_status == [AdmitStatus.DEFERRED] * 2
+    engine.cache(jobs_done=asked.result.admit_job)
+    (runs,) = engine.step(Part(admit=rows))
+    assert runs.admit_status == [AdmitStatus.GRANTED, AdmitStatus.DEFERRED]
+    engine.cache(jobs_done=[runs.admit_job[0]])
+    (last,) = engine.step(Part(admit=replace(rows, slot=[5], flags=[LOAD])))
+    assert last.admit_status == [AdmitStatus.GRANTED]
 
 
 def test_a_load_needs_room_for_the_whole_request(engine):

@@ -222,9 +222,17 @@ class Weighing(CountingEngine):
 class LateCopies(TorchOps):
     """Pages are written long after all was checked."""
 
+    late_s = 0.05
+
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        time.sleep(0.05)
+        time.sleep(self.late_s)
         super().scatter(group, blocks, staging)
+
+
+class LastCopies(LateCopies):
+    """Most are written when the next engine life has begun."""
+
+    late_s = 0.25
 
 
 class NeverEnding(Movers):
@@ -326,7 +334,7 @@ FAULTS = (
     Fault("the seal is not compared", "window and full", engine=CountingEngine, slots=Unverified),
     Fault("the version is not compared", "full", engine=CountingEngine, slots=AnyVersion),
     Fault("done on one rank is done", "two ranks", engine=AnyRank, movers=LateRank),
-    Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LateCopies),
+    Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LastCopies),
     Fault("rows go to another block", "window and full", engine=CountingEngine, movers=NextRow),
 )
 

@@ -22,11 +22,13 @@ from kvplane.base.step import (
     Multimodal,
     News,
     Part,
+    RowFlag,
     Run,
 )
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.allocation_pb2 import RequestContent
 from kvplane_service.config import Config
+from kvplane_service.core.tiers import loads
 from kvplane_service.explain.causes import Cause
 from kvplane_service.explain.service import Explanation, Prompt, explain_prompt, explain_request
 from kvplane_service.runtime.executors import Executor
@@ -59,13 +61,13 @@ class Desk:
         self._slots[name] = len(self._slots)
         self.step(self.admission(name, text, **row))
 
-    def admission(self, name: str, text: str, **row) -> Part:
+    def admission(self, name: str, text: str, flags: RowFlag = RowFlag.NONE, **row) -> Part:
         """The part that admits it."""
         slot = self._slots[name]
         news = News(slot=[slot], num_tokens=[len(text)], tokens=[ord(letter) for letter in text], request_id=[name])
         for column_name, value in row.items():
             setattr(news, column_name, [value])
-        return Part(news=news, admit=Admit(slot=[slot]))
+        return Part(news=news, admit=Admit(slot=[slot], flags=[int(flags)]))
 
     def again(self, name: str) -> None:
         self.step(Part(admit=Admit(slot=[self._slots[name]])))
@@ -321,6 +323,32 @@ def test_explain_block_that_only_a_tier_has():
     assert summary(desk.why("aaaabbbbc")) == (Cause.IN_TIER, 4, (0,), (4, 8), "host", 0)
     desk.step(Part(cache=Cache(evicted=[1])))  # and with its key, what the tiers have of it
     assert summary(desk.why("aaaabbbbc"))[0] is Cause.DROPPED
+
+
+@pytest.mark.parametrize(
+    ("cause", "times"),
+    [(Cause.TOO_SLOW, (900, 800)), (Cause.NO_JOB, (0, 0)), (Cause.WAITS, (0, 0)), (Cause.GIVEN_UP, (0, 0))],
+)
+def test_explain_hit_of_a_tier_that_is_not_loaded(cause, times, monkeypatch):
+    desk = Desk(replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9))))
+    desk.serve("a", "aaaab")
+    tiers = desk.world.host.replica.reference().coordinator.tiers
+    for text in ("aaaabbbb", "aaaabbbbcccc"):
+        slot = tiers.each[1].take_slot()
+        assert slot is not None
+        tiers.each[1].store(("", 0, digests(desk.world.host.replica.spec, text)[-1]), slot, tiers.next_job())
+    if cause is Cause.TOO_SLOW:
+        desk.step(Part(cache=Cache(costs_ns=[100, 1, 450])))
+    if cause is Cause.NO_JOB:
+        monkeypatch.setattr(loads, "MAX_JOBS", 0)
+    if cause in (Cause.WAITS, Cause.GIVEN_UP):
+        desk.admit("b", "aaaabbbbccccx", flags=RowFlag.LOAD)
+    if cause is Cause.GIVEN_UP:
+        desk.free("b", end=End.PREEMPTED)
+    desk.admit("c", "aaaabbbbccccd", flags=RowFlag.LOAD)
+    why = desk.why_request("c").why
+    assert (why.cause, why.start, why.end, why.by) == (cause, 4, 12, "disk")
+    assert (why.load_ns, why.compute_ns) == times
 
 
 def test_explain_window_outside_the_retention():

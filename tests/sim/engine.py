@@ -180,7 +180,7 @@ class EngineLife(RandomScheduler):
         self.world.record(history.Opened(self.site.name, self.epoch, self._owner_shown))
         self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
-            await rank.ask(Claim(self.epoch, next_seq, ahead, self._service))
+            await rank.ask(Claim(self.epoch, next_seq, ahead, self._service, self._life))
 
     def _owner_epoch(self) -> int:
         """Owner epoch of the tables, read after the stamps."""
@@ -192,6 +192,11 @@ class EngineLife(RandomScheduler):
         """Number of the service process that began this engine life."""
         assert self._claimed_for is not None
         return self._claimed_for.process.pid
+
+    @property
+    def _life(self) -> int:
+        """The nonce of the opening that began this engine life."""
+        return self.session._machine._life_nonce
 
     def _end_ranks(self) -> None:
         """Ranks notice the death of their scheduler, each after a random delay."""
@@ -263,7 +268,7 @@ class EngineLife(RandomScheduler):
         orders = tuple(launch.orders)
         rows = Launch(launch.seq, [], launch.rows if runs else [])
         is_ready = partial(self._is_ready, rows)
-        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost_at(launch.seq)), is_ready, self._service)
+        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost_at(launch.seq)), is_ready, self._life)
 
     def _is_ready(self, launch: Launch) -> bool:
         """Whether a launch may start: one after a load waits for it, and the load for the orders of all ranks."""

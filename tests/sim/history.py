@@ -26,14 +26,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Began:
-    """A service began an engine life. `kept`: keyed blocks with their stamps; `due`: those that it must keep by its own
-    state; `flushed`: those that another service had stored when it released the replica; `shown`: the ranks' stamps at
-    that moment.
+    """A service began an engine life, whose identity is `life`: the nonce of its opening. `entered_ns`: when the
+    service got the replica. `kept`: keyed blocks with their stamps; `due`: those that it must keep by its own state;
+    `flushed`: those that another service had stored when it released the replica; `shown`: the ranks' stamps at that
+    moment.
     """
 
     service: int
     replica: str
     epoch: int
+    life: int
+    entered_ns: int
     kept: tuple[tuple[int, int], ...]
     due: tuple[tuple[int, int], ...]
     flushed: tuple[tuple[int, int], ...]
@@ -111,7 +114,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class CarriedOut:
-    """A rank carried out the orders of a part, sent by this service; `owner`: the owner epoch at that time."""
+    """A rank carried out the orders of a part of this engine life; `owner`: the owner epoch at that time."""
 
     place: Place
     epoch: int
@@ -119,7 +122,7 @@ class CarriedOut:
     seq: int
     part: int
     stamped: tuple[tuple[int, int], ...]
-    service: int
+    life: int
 
 
 @dataclass(frozen=True)

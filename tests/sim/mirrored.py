@@ -86,6 +86,10 @@ class MirroredLife(EngineLife):
         """This process claims the ranks, no service does."""
         return self.process.pid
 
+    @property
+    def _life(self) -> int:
+        return self.nonce
+
     def _host(self) -> Core:  # type: ignore[override]
         return self.session
 
@@ -105,7 +109,7 @@ class MirroredLife(EngineLife):
         pool = replica.coordinator.pool
         kept = tuple((block, pool.stamp[block]) for block, key in enumerate(pool.key) if key)
         shown = tuple(map(tuple, tables))
-        place = self.process.pid, self.site.name, self.epoch
+        place = self.process.pid, self.site.name, self.epoch, self.nonce, 0
         self.world.record(history.Began(*place, kept, tuple(sorted(due)), (), shown))
         self._decided(f"{self.incarnation}")
         self.world.record(history.Opened(self.site.name, self.epoch, self._owner_shown))
@@ -133,7 +137,7 @@ class MirroredLife(EngineLife):
     async def _claim(self, next_seq: int, ahead: int) -> None:
         self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
-            await rank.ask(Claim(self.epoch, next_seq, ahead, self._service))
+            await rank.ask(Claim(self.epoch, next_seq, ahead, self._service, self._life))
 
     async def _step(self, parts: list[Part]) -> StepResult:
         self._check_owner()

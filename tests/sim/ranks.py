@@ -25,12 +25,15 @@ _LAUNCH_S, _LONG_LAUNCH_S = 0.004, 0.6
 
 @dataclass(frozen=True)
 class Claim:
-    """Own the memory from the engine's step `next_seq` on; `ahead` and `service` as in history.Claimed."""
+    """Own the memory from the engine's step `next_seq` on; `ahead` and `service` as in history.Claimed, `life` as in
+    history.Began.
+    """
 
     epoch: int
     next_seq: int
     ahead: int
     service: int
+    life: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Work:
     launch: Launch
     lost: frozenset[tuple[int, int]]
     is_ready: Callable[[], bool]
-    service: int
+    life: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class RankProcess:
             rank.claim(message.epoch, message.next_seq)
             if not self._queued:
                 rank.launches_ended()
-            self._site.claimed_from[message.epoch] = message.service
+            self._site.claimed_by[message.epoch] = message.life
             self._world.record(history.Claimed(self.place, message.epoch, message.ahead, message.service))
         else:
             await self._run_alone(rank, message)
@@ -203,5 +206,5 @@ class RankProcess:
     def _carry_out(self, rank: Rank, message: Work, part: int, orders: Orders) -> None:
         rank.carry_out(message.epoch, message.seq, part, orders)
         stamped = tuple(zip(orders.stamp_block, orders.stamp, strict=True))
-        owner, service = self.memory.table.owner_epoch, message.service
-        self._world.record(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped, service))
+        owner, life = self.memory.table.owner_epoch, message.life
+        self._world.record(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped, life))

@@ -69,7 +69,7 @@ def executed(history: History) -> Iterator[str]:
                 done[replica, epoch][rank] = seq - ahead[replica, epoch]
             case Stored(service, replica, epoch, seq, group, block, digest):
                 stored[service, replica, epoch, group, block, digest].append(seq)
-            case Began(service, replica, epoch, kept):
+            case Began(service, replica, epoch, _, _, kept):
                 proven[service, replica, epoch] = {block for block, _ in kept}
             case Imaged(service, replica, _, epoch, _, kept):
                 proven[service, replica, epoch] = {block for block, _ in kept}
@@ -102,21 +102,21 @@ def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
     """A new engine life keeps a key only if every rank's table has its stamp.
 
     Exceptions: an opening that its engine abandoned and that a service reads late has old stamps if no worker could be
-    claimed: from before a launch without an answer, or from before the steps of another service, which began the same
-    epoch for the next attempt. No rank carries out orders of such a life.
+    claimed: from before a launch without an answer, or from before the steps of another life, which a service began
+    with the same epoch for the next attempt. No rank carries out orders of such a life.
     """
     obeyed = {(record.place[0], record.epoch) for record in history.of(CarriedOut)}
     invalid = defaultdict[str, set[int]](set)
-    service_of: dict[tuple[str, int], int] = {}
+    life_of: dict[tuple[str, int], int] = {}
     for _, record in history.records:
         if isinstance(record, Invalidated):
             invalid[record.place[0]].update(record.blocks)
         if isinstance(record, CarriedOut):
-            service_of[record.place[0], record.epoch] = record.service
+            life_of[record.place[0], record.epoch] = record.life
         if not isinstance(record, Began):
             continue
         life = record.replica, record.epoch
-        if service_of.get(life, record.service) != record.service:
+        if life_of.get(life, record.life) != record.life:
             continue
         given_up = invalid[record.replica] if life not in obeyed else set()
         for block, stamp in record.kept:
@@ -230,28 +230,34 @@ def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
 
 
 def epochs_never_go_back(history: History) -> Iterator[str]:
-    """Each engine life of a service, and of a memory, has a higher epoch than the previous one."""
-    last: dict[tuple[int, str], int] = {}
+    """Each engine life of a memory, and of a service while it has the replica, has a higher epoch than the last one.
+
+    A service that gave the replica up and gets it again is as another service: its store may have become older, and
+    lives that claimed no memory left no trace. What may be confused then, `one_life_per_epoch` forbids.
+    """
+    last: dict[tuple[int, str, int], int] = {}
     for _, record in history.records:
         match record:
-            case Began(service, replica, epoch):
-                if epoch <= last.get((service, replica), 0):
-                    yield f"{replica}: epoch {epoch} after {last[service, replica]}"
-                last[service, replica] = epoch
+            case Began(service, replica, epoch, _, entered_ns):
+                before = last.get((service, replica, entered_ns), 0)
+                if epoch <= before:
+                    yield f"{replica}: epoch {epoch} after {before}"
+                last[service, replica, entered_ns] = epoch
             case Opened(replica, epoch, owner) if epoch <= owner:
                 yield f"{replica}: epoch {epoch} on memory of epoch {owner}"
 
 
-def one_service_per_epoch(history: History) -> Iterator[str]:
-    """Ranks carry out orders of an epoch from one service only.
+def one_life_per_epoch(history: History) -> Iterator[str]:
+    """Of all engine lives of an epoch, ranks carry out the orders of one only.
 
-    Another service may have begun a life of the same epoch for an unanswered attempt to open; no session continues it.
+    Further lives of the same epoch begin where no worker can be claimed: in another service, or in one whose store
+    became older, for an attempt to open that was not answered. No session continues them.
     """
-    service_of: dict[tuple[Place, int], int] = {}
+    life_of: dict[tuple[Place, int], int] = {}
     for record in history.of(CarriedOut):
-        first = service_of.setdefault((record.place, record.epoch), record.service)
-        if first != record.service:
-            yield f"{record.place}: epoch {record.epoch} is obeyed from services {first} and {record.service}"
+        first = life_of.setdefault((record.place, record.epoch), record.life)
+        if first != record.life:
+            yield f"{record.place}: lives {first:x} and {record.life:x} of epoch {record.epoch} are obeyed"
 
 
 def allocation_never_waits_for_the_store(history: History) -> Iterator[str]:
@@ -295,7 +301,7 @@ RULES: dict[str, Callable[[History], Iterator[str]]] = {
         copies_out_of_a_page_are_bracketed,
         a_repeat_gets_the_same_answer,
         epochs_never_go_back,
-        one_service_per_epoch,
+        one_life_per_epoch,
         allocation_never_waits_for_the_store,
         nothing_hung_takes_its_neighbours_along,
         *MIRROR_RULES,

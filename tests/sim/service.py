@@ -282,7 +282,8 @@ class Service:
         seen.incarnation, seen.last_stored = life.incarnation, _ANNOUNCING
         kept = tuple((block, pool.stamp[block]) for block, key in enumerate(pool.key) if key)
         tables = tuple(tuple(reading.stamps) for reading in readings)
-        self.world.record(history.Began(self.number, host.name, life.epoch, kept, due, flushed, tables))
+        named = self.number, host.name, life.epoch, host._life_nonce, seen.entered_ns
+        self.world.record(history.Began(*named, kept, due, flushed, tables))
 
     def _applied(self, host: ReplicaHost, decision: decisions.Decision) -> None:
         step, result = decision.step, decision.result
@@ -329,7 +330,7 @@ class Service:
         owner = max(memory.table.owner_epoch for memory in site.memories)
         if not self.is_current or site.incarnation != self._seen[host.name].incarnation or owner > host.epoch:
             return
-        if site.claimed_from.get(host.epoch, self.number) != self.number:
+        if site.claimed_by.get(host.epoch, host._life_nonce) != host._life_nonce:
             return
         try:
             pages = [memory.pages for memory in site.memories]

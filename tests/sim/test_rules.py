@@ -15,7 +15,7 @@ CLAIMED: list[Record] = [h.Claimed(HERE, 5, 0, 1), h.Claimed(BESIDE, 5, 0, 1)]
 
 
 def carried(seq: int, part: int = 0, **changes) -> h.CarriedOut:
-    given = {"place": HERE, "epoch": 5, "owner": 5, "seq": seq, "part": part, "stamped": (), "service": 1}
+    given = {"place": HERE, "epoch": 5, "owner": 5, "seq": seq, "part": part, "stamped": (), "life": 1}
     return h.CarriedOut(**{**given, **changes})
 
 
@@ -23,8 +23,8 @@ def key(kind: type, *numbers: int) -> Record:
     return kind(1, "a", 5, *numbers, 0, 9, b"digest")
 
 
-def began(epoch: int = 5, kept=(), due=(), flushed=()) -> h.Began:
-    return h.Began(1, "a", epoch, kept, due, flushed, ((0, 8), (0, 8 if epoch == 5 else 7)))
+def began(epoch: int = 5, kept=(), due=(), flushed=(), entered=0) -> h.Began:
+    return h.Began(1, "a", epoch, 1, entered, kept, due, flushed, ((0, 8), (0, 8 if epoch == 5 else 7)))
 
 
 def viewed(**changes) -> h.Viewed:
@@ -60,8 +60,8 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "resume": ([], h.Lost("a", 3)),
     "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
     "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),
-    "epochs never go back": ([began(5), h.Opened("a", 5, 4), began(6)], began(6)),
-    "one service per epoch": ([h.Claimed(HERE, 5, 0, 2), carried(1)], carried(2, service=2)),
+    "epochs never go back": ([began(5), h.Opened("a", 5, 4), began(6), began(6, entered=9)], began(6, entered=9)),
+    "one life per epoch": ([h.Claimed(HERE, 5, 0, 2), carried(1)], carried(2, life=2)),
     "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
     "nothing hung takes its neighbours along": ([h.Asked(1, "step", 0.1, True)], h.Asked(1, "step", 0.1, False)),
     "a mirror publishes what its engine decided": (
@@ -111,13 +111,13 @@ def test_rule_finds_further_violations():
     claims: list[Record] = [*CLAIMED, h.Claimed(HERE, 4, 0, 1)]
     assert list(RULES["the epoch lives where the pages live"](history(claims)))
     assert list(RULES["epochs never go back"](history([h.Opened("a", 5, 5)])))
-    late: list[Record] = [h.Invalidated(BESIDE, 4, (1,)), h.Began(1, "a", 5, ((1, 8),), (), (), ((0, 8), (0, 0)))]
+    late: list[Record] = [h.Invalidated(BESIDE, 4, (1,)), h.Began(1, "a", 5, 1, 0, ((1, 8),), (), (), ((0, 8), (0, 0)))]
     assert not list(RULES["the stamp table belongs to the memory"](history(late))), "an opening that was given up"
     assert list(RULES["the stamp table belongs to the memory"](history([*late, carried(1)])))
     assert list(RULES["the stamp table belongs to the memory"](history(late[1:])))
     wrong = began(kept=((1, 7),))
-    assert not list(RULES["the stamp table belongs to the memory"](history([carried(1, service=2), wrong])))
-    assert list(RULES["the stamp table belongs to the memory"](history([wrong, carried(1, service=2)])))
+    assert not list(RULES["the stamp table belongs to the memory"](history([carried(1, life=2), wrong])))
+    assert list(RULES["the stamp table belongs to the memory"](history([wrong, carried(1, life=2)])))
     assert list(RULES["the stamp table belongs to the memory"](history([carried(1), wrong])))
     assert list(RULES["orders run once"](history([carried(1), h.Executed(HERE, 5, 2)])))
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))

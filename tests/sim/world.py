@@ -59,7 +59,7 @@ class Site:
         is_alike: new memory has the stamps of the previous one.
         begun_by: which service began an epoch; of a mirrored replica, the process of its engine.
         last_begun_by: that of the last one; None before the first.
-        claimed_from: by epoch, the service whose session the ranks were claimed for.
+        claimed_by: by epoch, the engine life for which the ranks were claimed.
         is_mirrored: its engines decide themselves.
     """
 
@@ -81,7 +81,7 @@ class Site:
         self.lives: list[EngineLife] = []
         self.begun_by: dict[int, int] = {}
         self.last_begun_by: int | None = None
-        self.claimed_from: dict[int, int] = {}
+        self.claimed_by: dict[int, int] = {}
         self.remote = set(rng.choice([(), (), ADDRESSES[:1], ADDRESSES[1:], ADDRESSES]))
         self.is_alike = rng.random() < 0.7
         self.is_finished = False

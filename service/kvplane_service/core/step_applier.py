@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.step import (
     ANY_HIT,
     UNLIMITED,
@@ -28,7 +29,7 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.part_rows import AdmitRow, admit_rows
 from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
-from kvplane_service.core.tiers.loads import LoadPlan, TierLoads
+from kvplane_service.core.tiers.loads import Choice, TierLoads
 
 # Plain integers: an enum's operators cost more than the rest of a row.
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
@@ -315,9 +316,13 @@ class StepApplier:
         hit = self._blocks.find_hit(slot, row.hit_limit)
         if row.flags & LOAD:
             loads = TierLoads(self._blocks, self._tracker)
-            plan = loads.plan(slot, row.hit_limit, hit)
-            if plan is not None:
-                return self._admit_with_load(row, at, loads, plan)
+            choice = loads.choose(slot, row.hit_limit, hit)
+            if choice.passed is not None and choice.why is not None:
+                passed = choice.passed
+                times = passed.load_ns, passed.compute_ns
+                result.declined.add(at, choice.why, passed.farthest, passed.hit.num_tokens, *times)
+            if choice.plan is not None:
+                return self._admit_with_load(row, at, loads, choice)
         result.admit_hit[at] = hit.num_tokens
         result.admit_single_group_hit[at] = hit.single_group_hit
         start = hit.num_tokens + row.external
@@ -353,17 +358,19 @@ class StepApplier:
         self._report_admission(at, new, slot)
         return AdmitStatus.GRANTED
 
-    def _admit_with_load(self, row: AdmitRow, at: int, loads: TierLoads, plan: LoadPlan) -> AdmitStatus:
+    def _admit_with_load(self, row: AdmitRow, at: int, loads: TierLoads, choice: Choice) -> AdmitStatus:
         """Admit a request with a hit that is partly in the tiers. It gets its blocks, and no tokens before the load is
         done.
         """
+        plan = choice.plan
+        assert plan is not None, "the caller has looked"
         requests, result, slot, hit = self._requests, self._result, row.slot, plan.hit
         result.admit_hit[at] = hit.num_tokens
         result.admit_single_group_hit[at] = hit.single_group_hit
         if row.expected_hit not in (ANY_HIT, hit.num_tokens):
             return AdmitStatus.STALE_HIT
         self._set_single_group_hit(row, at, hit.single_group_hit)
-        if loads.is_pinned(plan) or not self._blocks.hit_is_ready(hit):
+        if choice.why is WhyDeclined.WAITS or not self._blocks.hit_is_ready(hit):
             return AdmitStatus.DEFERRED
         # No keys are registered before the load is done, and none of its blocks is zeroed or copied.
         admission = replace(self._admission(row, 0, hit), lookahead=0, delay_caching=True, full_fit=True)

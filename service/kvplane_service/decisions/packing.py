@@ -24,6 +24,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvplane import wire
+from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
 from kvplane.base.step import (
     Admit,
@@ -309,7 +310,7 @@ _PART = _Shape(
 )
 _RESULT = _Shape(
     PartResult,
-    {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders},
+    {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders, "declined": Declined},
     frozenset({"events", "tier_events"}),
 )
 _RESUME = _Shape(Resume, {}, frozenset())

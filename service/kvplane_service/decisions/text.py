@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvplane.base.declined import Declined, WhyDeclined
 from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
 
 _SHOWN = 8  # numbers of a list in a line
@@ -53,10 +54,21 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
             f", {_tokens(result.admit_tier_tokens[row])} of it loaded" if _at(result.admit_tier_tokens, row) else ""
         )
         yield f"admit slot {slot}: {status}, {amounts}{_blocks(blocks, len(result.granted) + row)}"
+    yield from _declined_lines(part.admit.slot, result.declined)
     yield from _order_lines(result.orders)
     yield from (f"preempted slot {slot}" for slot in result.preempted)
     yield from (f"peek slot {slot}: hit {hit}" for slot, hit in zip(part.peek.slot, result.peek_hit, strict=True))
     yield f"{result.free_blocks} blocks free"
+
+
+def _declined_lines(slots: Sequence[int], declined: Declined) -> Iterator[str]:
+    """Yield a line for each hit of the tiers that an admit row did not load."""
+    columns = (getattr(declined, name) for name in Declined.__slots__)
+    rows = zip(*columns, strict=True)
+    for row, why, tier, hit, load_ns, compute_ns in rows:
+        reason = WhyDeclined(why).name.lower().replace("_", " ")
+        times = f", {load_ns} ns to load, {compute_ns} ns to compute" if compute_ns else ""
+        yield f"admit slot {slots[row]}: a hit of {_tokens(hit)} in tier {tier} is not loaded: {reason}{times}"
 
 
 def _order_lines(orders: Orders) -> Iterator[str]:

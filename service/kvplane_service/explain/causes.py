@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
 from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
-from kvplane_service.explain.history import NOW, History, KeyName, Known, Spot
+from kvplane_service.explain.history import NOW, History, KeyName, Known, PassedOver, Spot
 
 MAX_ALTERNATIVES = 32  # most extra keys of other requests with which a prompt is hashed to compare it
 
@@ -47,8 +48,18 @@ class Cause(StrEnum):
     LAST_BLOCK_DROPPED = "last_block_dropped"
     NOT_RECORDED = "not_recorded"
     IN_TIER = "in_tier"  # the device lacks it, a tier has it: an admission with LOAD loads it
+    TOO_SLOW = "too_slow"  # a tier has it; to load it would have taken longer than to compute it
+    NO_JOB = "no_job"  # a tier has it; too many jobs were in flight
+    WAITS = "waits"  # a tier has it; the admission waits for loads in flight
+    GIVEN_UP = "given_up"  # a tier has it; loads that no request waits for any more leave no room
 
 
+_NOT_LOADED = {
+    WhyDeclined.TOO_SLOW: Cause.TOO_SLOW,
+    WhyDeclined.NO_JOB: Cause.NO_JOB,
+    WhyDeclined.WAITS: Cause.WAITS,
+    WhyDeclined.GIVEN_UP: Cause.GIVEN_UP,
+}
 _OF_REMOVAL = {
     RemoveReason.EVICTED: Cause.EVICTED,
     RemoveReason.LEFT_WINDOW: Cause.LEFT_WINDOW,
@@ -70,6 +81,7 @@ class Why:
             inside one) or adapter for which the content was cached, or kind of the tier that has it; "" if none.
         epoch, seq, at_ns: engine life (number of the epoch), step and time (in nanoseconds) at which the key was
             removed; 0 if the cause is not a removal.
+        load_ns, compute_ns: for TOO_SLOW, the times that were compared.
     """
 
     cause: Cause
@@ -79,6 +91,8 @@ class Why:
     epoch: int = 0
     seq: int = 0
     at_ns: int = 0
+    load_ns: int = 0
+    compute_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +151,12 @@ class Explainer:
             tier = self._spec.tiers[account.missing.tier]
             return Why(Cause.IN_TIER, account.missing.start, account.missing.end, by=tier.kind.value)
         return self._of_block(question, account.missing)
+
+    def passed_over(self, passed: PassedOver, start: int) -> Why:
+        """Return why an admission did not load a hit of the tiers, whose tokens from `start` on the device lacked."""
+        times = {"load_ns": passed.load_ns, "compute_ns": passed.compute_ns}
+        by = self._spec.tiers[passed.tier].kind.value
+        return Why(_NOT_LOADED[passed.why], start, passed.hit, by=by, **times)
 
     def _of_block(self, question: Question, missing: MissingPrefix) -> Why:
         for look in (self._removed, self._elsewhere, self._differs):

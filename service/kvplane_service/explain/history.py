@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.step import (
     EVICTIONS,
     NO_EXTRA_KEYS,
@@ -94,6 +95,18 @@ class Known:
         return next((count for then, count in reversed(self.computed) if then < at), 0)
 
 
+class PassedOver(NamedTuple):
+    """A hit of the tiers that was not loaded: why, the farthest tier that it needs, its tokens, and the nanoseconds to
+    load it and to compute it, 0 if they are unknown.
+    """
+
+    why: WhyDeclined
+    tier: int
+    hit: int
+    load_ns: int
+    compute_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """An attempt to admit a request, with a copy of the request at that time.
@@ -102,6 +115,7 @@ class Attempt:
         at: position in the log of the first event after the look-up of the attempt.
         hit: tokens of the hit.
         epoch, seq, at_ns: number of the engine life, step number, and time in nanoseconds of the attempt.
+        passed: a longer hit of the tiers, which was not loaded; None if there was none.
     """
 
     request: Known
@@ -111,6 +125,7 @@ class Attempt:
     epoch: int
     seq: int
     at_ns: int
+    passed: PassedOver | None = None
 
 
 @dataclass(slots=True)
@@ -301,7 +316,8 @@ class HistoryReader:
         then = replace(request, digests=list(request.digests))
         at = (piece.entry, piece.number, piece.first_event_of(row))
         when = (step.epoch, step.seq, piece.decision.at_ns)
-        self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when)
+        passed = _passed_over(result, row)
+        self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when, passed)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
             external = piece.part.admit.external[row] if piece.part.admit.external else 0
@@ -347,6 +363,15 @@ class _Piece(NamedTuple):
             elif event.reason in EVICTIONS and takers.get(event.blocks[0]) in late:
                 return at
         return len(self.events)
+
+
+def _passed_over(result: PartResult, row: int) -> PassedOver | None:
+    declined = result.declined
+    for at, number in enumerate(declined.row):
+        if number == row:
+            times = declined.load_ns[at], declined.compute_ns[at]
+            return PassedOver(WhyDeclined(declined.why[at]), declined.tier[at], declined.hit[at], *times)
+    return None
 
 
 def _split(hashes: bytes, first: int, count: int, size: int) -> list[bytes]:

@@ -152,8 +152,11 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
         request.digests, request.domain, request.num_tokens, attempt.at, reads, own_keys=request.extra_keys
     )
     is_complete = reaches_registration(host)
-    why = Explainer(spec, history, is_complete).why(question, account)
-    why = with_hit_checked(why, account, attempt.hit)
+    explainer, passed = Explainer(spec, history, is_complete), attempt.passed
+    if passed is not None:
+        why = explainer.passed_over(passed, min(attempt.hit, account.hit.num_tokens))
+    else:
+        why = with_hit_checked(explainer.why(question, account), account, attempt.hit)
     return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch)
 
 

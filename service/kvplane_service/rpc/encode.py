@@ -342,6 +342,8 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
         start=why.start,
         end=why.end,
         by=why.by,
+        load_ns=why.load_ns,
+        compute_ns=why.compute_ns,
         epoch=why.epoch,
         seq=why.seq,
         age_ms=host.age_ns(why.at_ns) // 1_000_000 if why.at_ns else 0,

@@ -33,9 +33,10 @@ _COUNTS = (
     ),
     (
         "kvplane_tier_declined_loads",
-        "Admissions that got the device's hit because a longer one was not loaded: declined (too many blocks are "
-        "under load); too_slow (computing is faster); no_job (too many jobs; counts saves too).",
-        ("declined", "too_slow", "no_job"),
+        "Admissions whose hit in the tiers was not loaded: too_slow (computing is faster); no_job (too many jobs; "
+        "counts saves too); given_up (loads that no request waits for any more leave no room); waited (put off, once "
+        "per step, until loads in flight end, which fill a quarter of the device).",
+        ("too_slow", "no_job", "given_up", "waited"),
     ),
 )
 

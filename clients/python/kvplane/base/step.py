@@ -17,6 +17,7 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
+from kvplane.base.declined import Declined
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
 from kvplane.base.typed import check
@@ -370,8 +371,7 @@ class Orders:
     already reported a reset of the cache, which is not undone.
 
     Attributes:
-        stamp_block: each block that was allocated or lost a key.
-        stamp: the new stamp of each of these blocks, a u64.
+        stamp_block, stamp: each block that was allocated or lost a key, and its new stamp, a u64.
         copy_src, copy_dst, copy_group: pages to copy, in order: source block, target block, and their group.
         zero_block, zero_group: pages to zero: block and its group.
 
@@ -472,14 +472,14 @@ class PartResult:
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # free blocks after the part, exact
     events: Sequence[CacheEvent] = field(default_factory=list)  # of the device
-    # For the decision log, not sent:
-    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # per row, digests of its tokens
+    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # not sent: per row, digests of its tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
     # Requests in preempted that lost their blocks before the run section; those set back before a state or window:
     taken_back: int = field(default=0, compare=False)
     went_back: int = field(default=0, compare=False)
     admit_job: MutableSequence[int] = field(default_factory=list)  # u64, default 0: loads the hit; run rows follow it
     admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device
+    declined: Declined = field(default_factory=Declined)  # hits of tiers that are not loaded
     tier_events: Sequence[CacheEvent] = field(default_factory=list)  # of the tiers, apart: their `blocks` are slots
 
 

@@ -35,6 +35,10 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_WITHOUT_STAMPS: _ClassVar[MissCause]
     MISS_CAUSE_LEFT_WINDOW: _ClassVar[MissCause]
     MISS_CAUSE_IN_TIER: _ClassVar[MissCause]
+    MISS_CAUSE_TOO_SLOW: _ClassVar[MissCause]
+    MISS_CAUSE_NO_JOB: _ClassVar[MissCause]
+    MISS_CAUSE_WAITS: _ClassVar[MissCause]
+    MISS_CAUSE_GIVEN_UP: _ClassVar[MissCause]
 MISS_CAUSE_UNSPECIFIED: MissCause
 MISS_CAUSE_NOTHING: MissCause
 MISS_CAUSE_CACHING_OFF: MissCause
@@ -59,6 +63,10 @@ MISS_CAUSE_NOT_RECORDED: MissCause
 MISS_CAUSE_WITHOUT_STAMPS: MissCause
 MISS_CAUSE_LEFT_WINDOW: MissCause
 MISS_CAUSE_IN_TIER: MissCause
+MISS_CAUSE_TOO_SLOW: MissCause
+MISS_CAUSE_NO_JOB: MissCause
+MISS_CAUSE_WAITS: MissCause
+MISS_CAUSE_GIVEN_UP: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -209,7 +217,7 @@ class GroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[_replica_pb2.GroupKind, str]] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch")
+    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch", "load_ns", "compute_ns")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +235,8 @@ class ExplainResponse(_message.Message):
     ADMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
     LOG_IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     hit_tokens: int
     longest_hit: int
@@ -244,7 +254,9 @@ class ExplainResponse(_message.Message):
     admit_seq: int
     log_is_complete: bool
     admit_epoch: int
-    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ...) -> None: ...
+    load_ns: int
+    compute_ns: int
+    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ..., load_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("replica", "divergence", "from_now")

@@ -312,6 +312,22 @@ class Blocks(_message.Message):
     ids: bytes
     def __init__(self, row: _Optional[bytes] = ..., group: _Optional[bytes] = ..., count: _Optional[bytes] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
+class Declined(_message.Message):
+    __slots__ = ("row", "why", "tier", "hit", "load_ns", "compute_ns")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    row: bytes
+    why: bytes
+    tier: bytes
+    hit: bytes
+    load_ns: bytes
+    compute_ns: bytes
+    def __init__(self, row: _Optional[bytes] = ..., why: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., hit: _Optional[bytes] = ..., load_ns: _Optional[bytes] = ..., compute_ns: _Optional[bytes] = ...) -> None: ...
+
 class Orders(_message.Message):
     __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_block", "load_group", "load_stamp", "load_tier", "load_slot", "load_version", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
     STAMP_BLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -399,7 +415,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +436,7 @@ class PartResult(_message.Message):
     ADMIT_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     ADMIT_JOB_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -440,7 +457,8 @@ class PartResult(_message.Message):
     admit_load_after: bytes
     admit_job: bytes
     admit_tier_tokens: bytes
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ...) -> None: ...
+    declined: Declined
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

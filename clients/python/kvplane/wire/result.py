@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvplane.base.declined import Declined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Medium
 from kvplane.base.step import (
@@ -45,6 +46,9 @@ _RESULT = Columns(
     Column("peek_hit", by_row=False),
     Column("peek_single_group_hit", by_row=False),
     Column("num_hashes", by_row=False),
+)
+_DECLINED = Columns(
+    Column("row"), Column("why"), Column("tier"), Column("hit"), Column("load_ns", U64), Column("compute_ns", U64)
 )
 _BLOCKS = Columns(Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
 _STAMPS = Columns(Column("stamp_block"), Column("stamp", U64))
@@ -150,6 +154,8 @@ def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
     for name in _BLOCK_FIELDS:
         if name in given and (blocks := pack_section(given[name], _BLOCKS, where)):
             fields[name] = blocks
+    if "declined" in given and (declined := pack_section(part.declined, _DECLINED, where)):
+        fields["declined"] = declined
     if "orders" in given and (orders := pack_section(part.orders, _ORDERS, where)):
         fields["orders"] = orders
     if given.get("last_hash"):
@@ -169,6 +175,8 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
     for name in _BLOCK_FIELDS:
         if message.HasField(name):
             fields[name] = _decode_blocks(getattr(message, name), f"{where}.{name}")
+    if message.HasField("declined"):
+        fields["declined"] = Declined(**unpack_section(message.declined, _DECLINED, where, to_lists=False))
     if message.HasField("orders"):
         fields["orders"] = decode_orders(message.orders, f"{where}.orders")
     if message.events:

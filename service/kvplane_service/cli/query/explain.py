@@ -47,6 +47,13 @@ _SENTENCES = {
     "never_cached": "tokens {start}..{end} were never computed{alike}",
     "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
     "in_tier": "tokens {start}..{end} are in the {tier} tier; an admission with LOAD loads them",
+    "too_slow": "tokens {start}..{end}: {lacked} on {tier}, not loaded: {load_s} > {compute_s}",
+    "no_job": "tokens {start}..{end}: {lacked} on {tier}, not loaded: too many jobs of movers were in flight",
+    "given_up": (
+        "tokens {start}..{end}: {lacked} on {tier}, not loaded: loads in flight that no request waits for any more "
+        "leave no room"
+    ),
+    "waits": "tokens {start}..{end}: {lacked} on {tier}; the admission waits until loads in flight end",
     "not_recorded": "not recorded: the decision log does not reach back that far",
 }
 
@@ -115,4 +122,7 @@ def sentence(answer: ExplainResponse) -> str:
         domain=repr(answer.by) if answer.by else "the default one",
         adapter=repr(answer.by) if answer.by else "or none",
         tier=answer.by,
+        lacked=" and ".join(f"group {group}" for group in answer.cut_by) + " lacked,",
+        load_s=f"{answer.load_ns / 1e9:.3g} s",
+        compute_s=f"{answer.compute_ns / 1e9:.3g} s",
     )

@@ -55,7 +55,8 @@ def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
             " tokens hit by loads",
         )
     if answer.tiers:
-        troubles = {name: answer.tier_counts[name] for name in ("loads_failed", "failed", "discarded", "declined")}
+        names = ("loads_failed", "failed", "discarded", "too_slow", "given_up")
+        troubles = {name: answer.tier_counts[name] for name in names}
         troubles["refused"] = sum(use.refused_blocks for worker in answer.workers for use in worker.tiers)
         yield Text.assemble(("tiers ", "bright_black"), by_reason(troubles))
 

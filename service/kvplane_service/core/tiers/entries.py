@@ -14,7 +14,7 @@ def copy_tiers(tiers: Tiers) -> list[object]:
     jobs = tiers.jobs
     loads = [(job, *load[:4], [(*row[:5], tuple(row.source)) for row in load.rows]) for job, load in jobs.loads.items()]
     return [
-        [tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns],
+        [tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns, tiers.waits_in],
         [_copy_tier(tier) for tier in tiers.each],
         loads,
         [(job, *astuple(save)) for job, save in jobs.saves.items()],
@@ -38,7 +38,8 @@ def copy_counters(tiers: Tiers) -> list[object]:
 
 def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> None:
     """Load the state into tiers that were not used. Raises ValueError if it is that of other tiers."""
-    (tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns), each, loads, saves, moves, loading = state
+    numbers, each, loads, saves, moves, loading = state
+    tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns, tiers.waits_in = numbers
     if [tier.num_slots for tier in tiers.each] != [one[0] for one in each]:
         raise ValueError(f"tiers of {[one[0] for one in each]} slots")
     tiers.counters = TierCounters(*counters[0])

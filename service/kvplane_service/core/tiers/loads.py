@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
 from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
@@ -36,11 +37,39 @@ class LoadPlan(NamedTuple):
         hit: the hit, with null blocks instead of slots.
         missing: what must be loaded, by group and position.
         gained: tokens of the hit beyond the hit of the device alone.
+        load_ns, compute_ns: times to load what is missing, behind the loads in flight, and to compute what is gained; 0
+            and 0 if one is unknown.
     """
 
     hit: Hit
     missing: list[Missing]
     gained: int
+    load_ns: int
+    compute_ns: int
+
+    @property
+    def farthest(self) -> int:
+        """The number of the farthest tier that is read."""
+        return max(one.source.tier for one in self.missing)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether to load the hit takes at least as long as to compute it."""
+        return self.load_ns >= self.compute_ns > 0
+
+
+class Choice(NamedTuple):
+    """What is loaded for an admission.
+
+    Attributes:
+        plan: what is loaded, now or after loads in flight; None if nothing is.
+        why: why `passed` is not loaded.
+        passed: a longer hit than that of the plan; the plan itself if it waits.
+    """
+
+    plan: LoadPlan | None = None
+    why: WhyDeclined | None = None
+    passed: LoadPlan | None = None
 
 
 class TierLoads:
@@ -55,27 +84,53 @@ class TierLoads:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def plan(self, slot: int, limit: int, device: Hit) -> LoadPlan | None:
-        """Return the hit of the union of device and tiers if it is longer than the one of the device, and may be
-        loaded. Changes nothing but counters.
+    def choose(self, slot: int, limit: int, device: Hit) -> Choice:
+        """Choose a hit of the union of device and tiers that is longer than the one of the device, and is loaded.
+        Changes nothing but counters, and which step has an admission that waits.
         """
-        if not self._tiers.has_keys:
-            return None
-        plan = self._longest(slot, limit, device)
-        if plan is not None and not self._is_worth_it(plan):
+        tiers = self._tiers
+        longest = plan = self._longest(slot, limit, device) if tiers.has_keys else None
+        if plan is not None and plan.is_slower:
             plan = self._nearer(slot, limit, device, plan)
-            self._tiers.counters.too_slow += plan is None
+            tiers.counters.too_slow += plan is None
         if plan is None:
+            return Choice(None, WhyDeclined.TOO_SLOW, longest) if longest is not None else Choice()
+        if len(tiers.jobs) >= MAX_JOBS:
+            tiers.counters.no_job += 1
+            return Choice(None, WhyDeclined.NO_JOB, plan)
+        why = self._why_later(plan)
+        if why is None:
+            return Choice(plan) if plan is longest else Choice(plan, WhyDeclined.TOO_SLOW, longest)
+        tiers.counters.given_up += why is WhyDeclined.GIVEN_UP
+        return Choice(plan if why is WhyDeclined.WAITS else None, why, plan)
+
+    def _why_later(self, plan: LoadPlan) -> WhyDeclined | None:
+        """Return why a load may not begin now; None if it may.
+
+        It waits for a load of the same slot, whose block is hit then, and for room: loads fill `most_loading` blocks,
+        or one load alone what it needs. While it waits for room no later row begins a load, so that its turn comes. It
+        waits only for loads that a request waits for: an engine gives up those that do not end.
+        """
+        tiers = self._tiers
+        if tiers.waits_in and tiers.waits_in == self._pool.step:
+            return WhyDeclined.WAITS
+        before, loading = tiers.jobs.loads, tiers.num_loading
+        if loading and len(plan.missing) + loading > tiers.most_loading:
+            if any(map(self._is_awaited, before)):
+                tiers.waits_in = self._pool.step
+                tiers.counters.waited += 1
+                return WhyDeclined.WAITS
+            return WhyDeclined.GIVEN_UP
+        if not any(one.source.slot in tiers.each[one.source.tier].pins for one in plan.missing):
             return None
-        if self.is_pinned(plan):
-            return plan  # it is deferred
-        if len(self._tiers.jobs) >= MAX_JOBS:
-            self._tiers.counters.no_job += 1
-            return None
-        if len(plan.missing) + self._tiers.num_loading > self._tiers.most_loading:
-            self._tiers.counters.declined += 1
-            return None
-        return plan
+        wanted = {one.source for one in plan.missing}
+        sharing = [job for job, load in before.items() if any(row.source in wanted for row in load.rows)]
+        return WhyDeclined.WAITS if any(map(self._is_awaited, sharing)) else WhyDeclined.GIVEN_UP
+
+    def _is_awaited(self, job: int) -> bool:
+        """Whether the request that a load was ordered for still waits for it."""
+        request = self._tiers.jobs.loads[job].request
+        return self._tiers.loading.get(request) == job and self._tracker.loads_from_tiers(request)
 
     def _longest(self, slot: int, limit: int, device: Hit) -> LoadPlan | None:
         hit = self._find(slot, limit)
@@ -89,22 +144,24 @@ class TierLoads:
         """Return the longest hit without the farthest tiers that is loaded faster than computed, if there is one."""
         tiers = self._tiers
         try:
-            for tiers.depth in range(max(one.source.tier for one in plan.missing), 0, -1):
+            for tiers.depth in range(plan.farthest, 0, -1):
                 nearer = self._longest(slot, limit, device)
-                if nearer is None or self._is_worth_it(nearer):
+                if nearer is None or not nearer.is_slower:
                     return nearer
         finally:
             tiers.depth = len(tiers.each)
         return None
 
-    def _is_worth_it(self, plan: LoadPlan) -> bool:
-        """Whether a load, behind those in flight, takes less time than to compute its hit; True if unknown."""
+    def _times(self, missing: list[Missing], gained: int) -> tuple[int, int]:
+        """Return the nanoseconds to load these blocks, behind the loads in flight, and to compute these tokens; 0 and 0
+        if one is unknown.
+        """
         costs = self._tiers.costs_ns
-        sources = [one.source.tier for one in plan.missing]
+        sources = [one.source.tier for one in missing]
         sources += [row.source.tier for load in self._tiers.jobs.loads.values() for row in load.rows]
         if not costs or not costs[0] or any(not costs[1 + tier] for tier in set(sources)):
-            return True
-        return sum(costs[1 + tier] for tier in sources) < plan.gained * costs[0]
+            return 0, 0
+        return sum(costs[1 + tier] for tier in sources), gained * costs[0]
 
     def _find(self, slot: int, limit: int) -> Hit:
         """Find the longest prefix in the union that ends between blocks in every group: a block in which a hit ends is
@@ -127,11 +184,7 @@ class TierLoads:
                 if source is not None:
                     missing.append(Missing(manager.group, index, source))
             rows.append(row)
-        return LoadPlan(replace(hit, blocks=tuple(rows)), missing, gained)
-
-    def is_pinned(self, plan: LoadPlan) -> bool:
-        """Whether another load in flight loads a part of the hit: it is hit there soon."""
-        return any(one.source.slot in self._tiers.each[one.source.tier].pins for one in plan.missing)
+        return LoadPlan(replace(hit, blocks=tuple(rows)), missing, gained, *self._times(missing, gained))
 
     def begin(self, admission: Admission, plan: LoadPlan) -> tuple[int, list[list[int]], Hit]:
         """Admit a request with the hit of the plan, and order the load of what is missing.
@@ -160,7 +213,7 @@ class TierLoads:
         self._tiers.loading[slot] = job
         self._tiers.counters.loads += 1
         self._tiers.counters.loaded_tokens += plan.gained
-        self._tiers.each[max(one.source.tier for one in plan.missing)].hit_tokens += plan.gained
+        self._tiers.each[plan.farthest].hit_tokens += plan.gained
         return job, new, filled
 
     def _fill(self, slot: int, block: int, one: Missing) -> Filled:

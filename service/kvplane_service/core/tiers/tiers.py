@@ -95,7 +95,8 @@ class TierCounters:
     loads: int = 0  # jobs
     loads_failed: int = 0  # jobs
     loaded_tokens: int = 0  # of hits: tokens beyond the hit of the device alone
-    declined: int = 0  # admissions whose load would have been larger than `most_loading` allows
+    waited: int = 0  # refusals of admissions until loads in flight end, because of `most_loading`
+    given_up: int = 0  # admissions for which loads in flight that no request waits for leave no room, or that share one
     no_slot: int = 0  # saves and moves that found no slot to write
     no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
     too_slow: int = 0  # admissions whose hit is computed sooner than it would be loaded
@@ -148,7 +149,8 @@ class Tiers:
         # Id of slot 0 of each tier in the blocks of a hit, and where its versions begin in a stamp table.
         self._firsts = tuple(ends[:-1])
         self.ids = range(ends[0], ends[-1])  # of all slots
-        self.most_loading = spec.num_blocks // 4  # blocks that loads fill at one time
+        self.most_loading = spec.num_blocks // 4  # blocks that several loads fill at one time
+        self.waits_in = 0  # the last step of this engine life in which an admission waited for that
 
     # -- index -------------------------------------------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class Tiers:
         """Begin an engine life. Jobs that write slots stay in flight until their end is reported, unless the memory of
         pages and tiers is new.
         """
-        self.last_job = max(self.last_job, epoch << _JOB_BITS)
+        self.last_job, self.waits_in = max(self.last_job, epoch << _JOB_BITS), 0
         if memory_is_new:
             for write in self.jobs.writes():
                 self.end_write(0, write, is_good=False)
