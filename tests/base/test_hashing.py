@@ -18,6 +18,7 @@ from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
 from kvplane.base.hashing import (
     HashScheme,
     HashTail,
+    PackedHashes,
     RequestHasher,
     RequestKeys,
     block_digest,
@@ -303,3 +304,18 @@ def test_a_truncated_token_column_is_refused_and_changes_nothing() -> None:
     assert hasher.tail == before
     with pytest.raises(InvalidArgument, match="5 bytes"):
         unpack_tokens(bytes(5))
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 255), max_size=9), st.slices(9), st.integers(-10, 10))
+def test_packed_hashes_read_like_a_list(size: int, values: list[int], part: slice, at: int) -> None:
+    listed = [bytes([value] * size) for value in values]
+    packed = PackedHashes(b"".join(listed), size)
+    assert (len(packed), list(packed), packed == listed, listed == packed) == (len(listed), listed, True, True)
+    assert (packed[part], repr(packed), packed == [*listed, b"x"]) == (listed[part], repr(listed), False)
+    first, end, _ = part.indices(len(listed))
+    assert packed.part(first, max(first, end)) == listed[first : max(first, end)]
+    if -len(listed) <= at < len(listed):
+        assert packed[at] == listed[at]
+    else:
+        with pytest.raises(IndexError):
+            packed[at]

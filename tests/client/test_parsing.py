@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.hashing import native
-from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, RequestContent, SessionRequest
+from kvplane.base.hashing import PackedHashes, native
+from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, FindCacheHitRequest, RequestContent, SessionRequest
 from kvplane.wire import parsing
 from kvplane.wire.parsing import check_exact, parse, parse_long
 
@@ -88,8 +88,10 @@ def values(message: Any, descriptor: Descriptor) -> dict[str, Any]:
 
 def value(message: Any, field: FieldDescriptor) -> Any:
     found = getattr(message, field.name)
-    if field.message_type is None or hasattr(found, "__len__"):
-        return list(found) if hasattr(found, "append") else found
+    if field.message_type is None:
+        return found if isinstance(found, (str, bytes)) or not hasattr(found, "__len__") else list(found)
+    if hasattr(found, "__len__"):
+        return [values(one, field.message_type) for one in found]
     return values(found, field.message_type) if message.HasField(field.name) else None
 
 
@@ -105,6 +107,9 @@ contents = st.fixed_dictionaries(
     {"token_ids": st.lists(u32, max_size=30)},
     optional={"domain": st.text(max_size=9), "hashes": st.lists(st.binary(max_size=9), max_size=3), "max_tokens": u32},
 )
+digests = st.integers(1, 9).flatmap(lambda size: st.lists(st.binary(min_size=size, max_size=size), max_size=9))
+columns = st.fixed_dictionaries({"tokens": st.binary(max_size=60)}, optional={"slot": st.binary(max_size=4)})
+parts = st.fixed_dictionaries({"news": columns}, optional={"facts": columns, "with_hashes": st.booleans()})
 messages: st.SearchStrategy[tuple[type[Message], bytes]] = st.one_of(
     st.builds(AllocateSlotsRequest, request_id=st.text(max_size=9), content=contents, max_new_tokens=u32),
     st.builds(AllocateSlotsRequest, appended=st.fixed_dictionaries({"token_ids": st.lists(u32, max_size=30)})),
@@ -112,6 +117,12 @@ messages: st.SearchStrategy[tuple[type[Message], bytes]] = st.one_of(
         AllocateSlotsRequest, content=contents, appended=contents.map(lambda each: {"token_ids": each["token_ids"]})
     ),
     st.builds(RequestContent, token_ids=st.lists(u32, max_size=30)),
+    st.builds(FindCacheHitRequest, content=st.fixed_dictionaries({"num_tokens": u32}, optional={"hashes": digests})),
+    st.builds(
+        AllocateSlotsRequest, request_id=st.text(max_size=9), appended=st.fixed_dictionaries({"hashes": digests})
+    ),
+    st.builds(SessionRequest, step=st.fixed_dictionaries({"seq": u32, "parts": st.lists(parts, max_size=2)})),
+    st.builds(SessionRequest, image=st.fixed_dictionaries({"data": st.binary(max_size=60), "last": st.booleans()})),
 ).map(lambda message: (type(message), message.SerializeToString()))
 
 
@@ -122,6 +133,11 @@ messages: st.SearchStrategy[tuple[type[Message], bytes]] = st.one_of(
 @example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9 + b"\x80"))), [])
 @example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9)) + inside(3, tag(1, 0) + b"\x01")), [])  # merged
 @example((AllocateSlotsRequest, inside(3, inside(1, b"\x07" * 9) + tag(1, 0) + b"\x01")), [])
+@example((RequestContent, inside(2, b"ab") * 3 + inside(2, b"c") + inside(2, b"de")), [])  # hashes of two sizes
+@example((RequestContent, inside(2, b"ab") * 9 + inside(5, b"d") + inside(2, b"de")), [])  # not all together
+@example((RequestContent, inside(2, b"ab") * 9 + tag(2, 2) + b"\x02a"), [])
+@example((RequestContent, tag(2, 2) + b"\x80\x01" + b"a" * 128), [])  # whose size takes two bytes
+@example((RequestContent, inside(2, b"") * 9), [])
 @example((AllocateSlotsRequest, inside(9, b"\x07" * 9)), [])  # no column of u32 packed so
 def test_a_long_message_reads_as_any_other(how, message, changes):
     """Of all encoders, and with bytes that are wrong: the same values, or the same error."""
@@ -147,6 +163,29 @@ def test_the_tokens_of_a_long_message_are_an_array_and_its_other_fields_a_messag
     assert isinstance(read.content.token_ids, array)
     assert read.content.token_ids == array("I", range(100_000))
     assert (read.request_id, read.content.domain, read.HasField("appended")) == ("r", "d", False)
+
+
+def test_the_hashes_of_a_long_message_stay_joined():
+    hashes = [bytes([at % 251] * 32) for at in range(70_000)]
+    content = RequestContent(num_tokens=9, hashes=hashes, domain="d")
+    read = parse_long(FindCacheHitRequest, FindCacheHitRequest(replica="r", content=content).SerializeToString())
+    assert isinstance(read.content.hashes, PackedHashes)
+    assert read.content.hashes.joined == b"".join(hashes)
+    assert (read.replica, read.content.domain, read.WhichOneof("what"), len(read.content.hashes)) == (
+        "r",
+        "d",
+        "content",
+        70_000,
+    )
+
+
+def test_the_tokens_of_a_long_step_are_copied_once():
+    tokens = array("I", range(100_000)).tobytes()
+    step = {"seq": 7, "parts": [{"news": {"slot": b"abcd", "tokens": tokens}}]}
+    read = parse_long(SessionRequest, SessionRequest(step=step).SerializeToString())
+    (part,) = read.step.parts
+    assert not isinstance(part, Message)
+    assert (part.news.tokens, part.news.slot, read.WhichOneof("kind"), read.step.seq) == (tokens, b"abcd", "step", 7)
 
 
 def test_a_message_of_many_fields_is_parsed_whole():

@@ -145,6 +145,28 @@ def test_decision_log_followers_get_entries_until_they_leave():
     assert [type(entry) for entry in seen] == [Decision]
 
 
+@pytest.mark.parametrize("steps", [3, 100])
+def test_decision_log_passes_entries_on_later_in_order_and_without_a_gap(steps):
+    """They get nothing before the step is answered; few entries wait, also where they are dropped unpacked."""
+    world = HostWorld(Config(decision_log_steps=steps))
+    log, seen = world.host.decisions, list[object]()
+    engine, at_once = world.open(), list[object]()
+    log.follow(at_once.append)
+    log.follow_later(seen.append)
+    for _ in range(20):
+        engine.step()
+        assert seen == at_once[: len(seen)]
+        assert len(at_once) - 9 <= len(seen) < len(at_once)
+    engine.step()
+    assert len(seen) < len(at_once)
+    log.catch_up()
+    assert seen == at_once
+    engine.step()
+    while log.pack_oldest():  # as in the background
+        pass
+    assert seen == at_once
+
+
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 1])
 def test_decision_log_replaces_tokens_with_hashes(size):
     world = HostWorld()

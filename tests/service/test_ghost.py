@@ -206,6 +206,6 @@ def test_ghost_follows_a_host():
     engine = world.open()
     engine.step(new(0))
     engine.step(new(1))
-    curve = world.host.ghost.curve(world.host.replica)
+    curve = world.host.miss_curve()
     assert curve is not None
     assert (curve.queried_tokens, curve.sizes[-1]) == (80, (20 * DEPTH, 32))

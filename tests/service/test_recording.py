@@ -98,7 +98,7 @@ def test_recording_has_the_miss_ratio_curve_of_the_service(recorded):
     host, path = recorded
     spec, curve = curve_of(path)
     assert spec == host.replica.spec
-    assert curve == host.ghost.curve(host.replica)
+    assert curve == host.miss_curve()
     assert curve is not None
     assert curve.queried_tokens > 0
 

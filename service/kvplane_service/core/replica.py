@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
-from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import (
-    NO_EXTRA_KEYS,
     UNLIMITED,
     AdmitStatus,
     CacheEvent,
     EventKind,
-    ExtraKeys,
     News,
     Part,
     PartResult,
@@ -28,6 +25,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import words_of
+from kvplane_service.core.contents import hash_news
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
@@ -82,7 +80,8 @@ class Replica:
         self._validator().check(step)
         if any(part.resume is not None for part in step.parts):
             Resumption(self.coordinator, self.tracker, self._shown).check(step)
-        contents_of_news = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        hashed = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        contents_of_news = [[one.content() for one in of_part] for of_part in hashed]
         self.begin_step(step.seq, step.executed_through)
         results = []
         for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
@@ -262,12 +261,12 @@ class Replica:
         found = self._pool.find(domain, (group,), digest, INSIDE)
         return None if found is None else self._pool.key_step[found[0]]
 
-    def digests_of(self, content: News) -> list[bytes]:
+    def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, computed from its tokens, or its hashes. Raises
         InvalidArgument.
         """
         self.check_alone(Part(news=content))
-        return hash_news(self._scheme, content, "news")[0].digests
+        return hash_news(self._scheme, content, "news")[0].hashes
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
@@ -472,29 +471,3 @@ def check_step(validator: StepValidator, scheme: HashScheme, step: Step) -> None
 def check_alone(spec: ReplicaSpec, part: Part) -> None:
     """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
     StepValidator(spec, Requests(), 0).check(Step(0, 1, [part]))
-
-
-def hash_news(scheme: HashScheme, news: News, field: str) -> list[Content]:
-    """Return the contents (block hashes) of the new requests. Raises InvalidArgument for invalid extra keys."""
-    contents, at = [], 0
-    digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
-    for row, num_tokens in enumerate(news.num_tokens):
-        if news.tokens:
-            extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
-            tokens = news.tokens[at : at + num_tokens]
-            contents.append(_hash_tokens(scheme, tokens, extra, f"{field}.extra_keys[{row}]"))
-            at += num_tokens
-        else:
-            count = news.num_hashes[row] if news.num_hashes else 0
-            contents.append(Content(digests[at : at + count]))
-            at += count
-    return contents
-
-
-def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys, field: str) -> Content:
-    try:
-        hasher = RequestHasher(scheme, extra)
-    except InvalidArgument as error:
-        inner = error.field.removeprefix("extra_keys")
-        raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
-    return Content(split_hashes(hasher.append(pack_tokens(tokens)), scheme.digest.size), hasher)

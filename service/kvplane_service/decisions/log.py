@@ -7,6 +7,7 @@ unpacked when they are read.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -106,6 +107,8 @@ class DecisionLog(PackedLog[Entry, _Packed]):
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
         super().__init__(max_entries, budget)
         self._followers: list[Follower] = []
+        self._later: list[Follower] = []
+        self._unread: deque[Entry] = deque()  # the newest entries, which those followers do not have yet
 
     def __iter__(self) -> Iterator[Entry]:
         """Iterate over the current entries, oldest first. Each entry is unpacked only when the iterator reaches it, so
@@ -119,6 +122,9 @@ class DecisionLog(PackedLog[Entry, _Packed]):
             self._lose()
         else:
             self._keep(entry)
+        if self._later:
+            self._unread.append(entry)
+            self._pass_on(self._num_waiting)  # what was dropped unpacked
         for follower in self._followers:
             follower(entry)
 
@@ -139,6 +145,29 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         fast.
         """
         self._followers.append(follower)
+
+    def follow_later(self, follower: Follower) -> None:
+        """Call `follower` with every future entry, in order, but after the step is answered: when the entry is packed,
+        or when `catch_up` is called.
+        """
+        self.catch_up()
+        self._later.append(follower)
+
+    def catch_up(self) -> None:
+        """Pass on the entries that wait for the followers of `follow_later`; there are few."""
+        self._pass_on(0)
+
+    def pack_oldest(self) -> bool:
+        """Pack a piece of the oldest unpacked entry, and pass it on when all of it is packed; see `PackedLog`."""
+        has_more = super().pack_oldest()
+        self._pass_on(self._num_waiting)
+        return has_more
+
+    def _pass_on(self, num_left: int) -> None:
+        while len(self._unread) > num_left:
+            entry = self._unread.popleft()
+            for follower in self._later:
+                follower(entry)
 
     def unfollow(self, follower: Follower) -> None:
         """Stop calling `follower`, if it is called."""

@@ -9,7 +9,7 @@ from kvplane.base.hashing import HashScheme
 from kvplane_service.config import Config
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import Tally
-from kvplane_service.decisions.ghost import GhostLru
+from kvplane_service.decisions.ghost import GhostLru, MissCurve
 from kvplane_service.decisions.log import DecisionLog
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
@@ -34,7 +34,7 @@ class HostState:
 
     Attributes:
         has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
-        ghost: what LRU pools of other sizes would hit.
+        ghost: follows the decision log for `miss_curve`.
         steps: applies the steps, and runs long work; other packages must not apply steps with this object.
         mirror: follows an engine that decides itself.
     """
@@ -60,7 +60,7 @@ class HostState:
         self.tally = Tally()
         self.decisions.follow(self.tally.add)
         self.ghost = GhostLru(replica)
-        self.decisions.follow(self.ghost.add)
+        self.decisions.follow_later(self.ghost.add)
         self.epoch = FIRST_EPOCH
         self._config, self._clock = config, clock
         self._hold = PublicationHold()
@@ -128,6 +128,11 @@ class HostState:
     def lease_left_ns(self) -> int | None:
         """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
         return None if self._session is None else self._session.left_ns(self._clock())
+
+    def miss_curve(self) -> MissCurve | None:
+        """Return what LRU pools of other sizes would hit; see `GhostLru.curve`."""
+        self.decisions.catch_up()
+        return self.ghost.curve(self.replica)
 
     def age_ns(self, at_ns: int) -> int:
         """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""

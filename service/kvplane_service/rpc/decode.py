@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.hashing import HashScheme
+from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import ANY_HIT, NO_EXTRA_KEYS, UNCHANGED, UNLIMITED, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
@@ -163,6 +163,8 @@ def _optional(message: pb.AllocateSlotsRequest | pb.CommitBlocksRequest, name: s
 
 def _join(hashes: Sequence[bytes], scheme: HashScheme, field: str) -> bytes:
     size, joined = scheme.digest.size, []
+    if isinstance(hashes, PackedHashes) and hashes.size == size:
+        return hashes.joined
     for first in range(0, len(hashes), _HASHES_AT_ONCE):
         digests = hashes[first : first + _HASHES_AT_ONCE]
         if {*map(len, digests)} != {size}:

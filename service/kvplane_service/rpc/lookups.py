@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -100,10 +100,10 @@ def _find_content(replica: ReplicaCore, content: Content, with_blocks: bool) -> 
 
 def _find_request(replica: ReplicaCore, slot: int, with_blocks: bool) -> pb.FindCacheHitResponse:
     requests = replica.requests
-    return _found(replica.peek_slot(slot), requests.num_tokens[slot], list(requests.hashes(slot)), with_blocks)
+    return _found(replica.peek_slot(slot), requests.num_tokens[slot], requests.hashes(slot), with_blocks)
 
 
-def _found(hit: Hit, num_tokens: int, digests: list[bytes], with_blocks: bool) -> pb.FindCacheHitResponse:
+def _found(hit: Hit, num_tokens: int, digests: Sequence[bytes], with_blocks: bool) -> pb.FindCacheHitResponse:
     hashes = Hashes(len(digests), digests[-1]) if digests else Hashes()
     return pb.FindCacheHitResponse(
         hit_tokens=hit.num_tokens,

@@ -33,6 +33,7 @@ from kvplane_service.rpc import prices
 from kvplane_service.runtime.executors import Executor, Offload
 
 LONG_MESSAGE_BYTES = 64 << 10  # a message of this size takes about a millisecond to parse
+_MAX_WAITING = 64  # long requests that may wait for the parser; each keeps its bytes in memory
 MESSAGE_TIMEOUT_S = 10.0  # for the request of a call, and the first message of a session, to arrive
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -61,7 +62,7 @@ class CallHooks:
 
     ensure_local: EnsureLocal
     gate: Gate | None = None
-    offload: Offload = field(default_factory=lambda: Executor("parsing of long requests"))
+    offload: Offload = field(default_factory=lambda: Executor("parsing of long requests", max_waiting=_MAX_WAITING))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from kvplane.base.session import CacheRequest, OpenRequest, Progress
 from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
-from kvplane.wire.parsing import parse
+from kvplane.wire.parsing import parse, parse_long
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
@@ -88,7 +88,7 @@ class SessionStreams:
         async with CALL.get().reading():
             raw, stamps = wire.split_stamps(await first_message(context) or b"")
         CALL.get().owe(len(raw) + len(stamps))
-        first = _parse_request(raw)
+        first = parse(pb.SessionRequest, raw)
         if first.WhichOneof("kind") != "open":
             kind = first.WhichOneof("kind") or "empty"
             raise InvalidArgument(f"the first message is {kind}", field="kind", remedy="send `open` first")
@@ -224,7 +224,7 @@ class _Stream:
                     await asyncio.sleep(wait_ms / 1000)
             if len(raw) > LONG_MESSAGE_BYTES:
                 with host.holding(nonce):  # heartbeats behind it are not read while it waits for the thread
-                    message = await self._offload(partial(_understand, raw, self._digest_size))
+                    message = await self._offload(partial(_understand, raw, self._digest_size, parse_long))
             else:
                 message = _understand(raw, self._digest_size)
             kind = message.kind
@@ -330,11 +330,11 @@ class _Stream:
         raise self._ended
 
 
-def _understand(raw: bytes, digest_size: int) -> _Message:
+def _understand(raw: bytes, digest_size: int, parser: Callable[..., pb.SessionRequest] = parse) -> _Message:
     """Parse a message. For a step that cannot be decoded, the returned message has the error, because such a step does
     not end the stream. Raises InvalidArgument if the message cannot be parsed.
     """
-    message = _parse_request(raw)
+    message = parser(pb.SessionRequest, raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind == "mirrored_steps":
         mirrored = decode_mirrored(message.mirrored_steps, digest_size)
@@ -348,8 +348,3 @@ def _understand(raw: bytes, digest_size: int) -> _Message:
     except KvplaneError as error:
         step = error
     return _Message(kind, step, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
-
-
-def _parse_request(raw: bytes) -> pb.SessionRequest:
-    message: pb.SessionRequest = parse(pb.SessionRequest, raw)
-    return message

@@ -84,7 +84,7 @@ def _hit(host: ReplicaHost) -> Values:
 
 
 def _curve(host: ReplicaHost) -> Values:
-    curve = host.ghost.curve(host.replica)
+    curve = host.miss_curve()
     if curve is None:
         return []
     shares = [size.hit_tokens / curve.queried_tokens for size in curve.sizes]

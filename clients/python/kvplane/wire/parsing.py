@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.hashing import PackedHashes
 from kvplane.base.hashing.native import varints
 from kvplane.v1.allocation_pb2 import RequestContent as _Numbers
 
@@ -45,25 +46,30 @@ def parse(message_class: type[_M], raw: bytes) -> _M:
 
 
 def parse_long(message_class: type[_M], raw: bytes) -> _M:
-    """Parse a long message on a thread. As `parse`, but a column of numbers that is most of the message is read without
-    the interpreter's lock, or in pieces, since protobuf holds the lock for tens of milliseconds for a million numbers.
+    """Parse a long message on a thread. As `parse`, but a field that is most of the message is read apart, since
+    protobuf holds the interpreter's lock for tens of milliseconds for a million numbers or hashes: token ids are an
+    array, hashes of one size stay joined (`PackedHashes`), and a column of bytes is copied once.
 
-    Such a column is an array, and the object reads like the message.
+    The object reads like the message.
     """
     try:
-        path = _long_column(cast(Descriptor, message_class.DESCRIPTOR), raw, 0, len(raw))
-        numbers = _numbers(memoryview(raw)[path[-1].start : path[-1].end]) if path else array("I")
+        path = _long_field(cast(Descriptor, message_class.DESCRIPTOR), raw, 0, len(raw))
+        value = path[-1].read(raw) if path else b""
     except (IndexError, InvalidArgument, ValueError):
         path = []  # malformed: the parser raises the error
     if not path:
         return parse(message_class, raw)
     message: object = parse(message_class, _without(raw, path))
-    return cast(_M, _with_column(message, [each.name for each in path], numbers))
+    return cast(_M, _with_field(message, path, value))
 
 
-def _with_column(message: object, names: list[str], numbers: array[int]) -> _Apart:
-    inner = numbers if len(names) == 1 else _with_column(getattr(message, names[0]), names[1:], numbers)
-    return _Apart(message, names[0], inner)
+def _with_field(message: object, path: list[_Field], value: object) -> object:
+    if not path:
+        return value
+    inner = getattr(message, path[0].name)
+    if len(path) > 1 and path[0].is_repeated:
+        return _Apart(message, path[0].name, [_with_field(inner[0], path[1:], value)])
+    return _Apart(message, path[0].name, _with_field(inner, path[1:], value))
 
 
 class _Apart:
@@ -78,21 +84,34 @@ class _Apart:
 
 
 class _Field(NamedTuple):
-    """A field in a message: where it, its value and the next one begin."""
+    """A field in a message: where it, its value and the next one begin. Hashes, whose fields follow each other, are one
+    field: `size` bytes each.
+    """
 
     name: str
     begin: int
     start: int
     end: int
+    kind: int = 0
+    is_repeated: bool = False
+    size: int = 0
+
+    def read(self, raw: bytes) -> bytes | array[int] | PackedHashes:
+        """Return the value. Raises ValueError for numbers of more than 32 bits."""
+        if self.size:
+            return PackedHashes(_joined(raw, self), self.size)
+        if self.kind == FieldDescriptor.TYPE_BYTES:
+            return raw[self.start : self.end]
+        return _numbers(memoryview(raw)[self.start : self.end])
 
 
-def _long_column(descriptor: Descriptor, raw: bytes, start: int, stop: int) -> list[_Field]:
-    """Return the path of a packed column of u32 numbers that is more than half of these bytes; [] if there is none, or
-    a field on the path comes twice.
+def _long_field(descriptor: Descriptor, raw: bytes, start: int, stop: int) -> list[_Field]:
+    """Return the path of a field that is more than half of these bytes: packed numbers of u32, bytes, or hashes; [] if
+    there is none, or a field on the path comes twice.
 
     Raises IndexError and InvalidArgument for bytes that are no message.
     """
-    numbers, longest, at = list[int](), _Field("", 0, 0, 0), start
+    numbers, longest, number, at = list[int](), _Field("", 0, 0, 0), 0, start
     while at < stop:
         begin = at
         tag, at = _varint(raw, at)
@@ -100,16 +119,44 @@ def _long_column(descriptor: Descriptor, raw: bytes, start: int, stop: int) -> l
         numbers.append(tag >> 3)
         if len(numbers) > _MAX_FIELDS:
             return []
-        if tag & 7 == _LEN and 2 * (at - value) > stop - start:
-            field = descriptor.fields_by_number.get(tag >> 3)
-            longest, number = _Field(field.name if field else "", begin, value, at), tag >> 3
+        if tag & 7 != _LEN:
+            continue
+        known = descriptor.fields_by_number.get(tag >> 3)
+        if known is None:
+            continue
+        size, is_repeated = at - value, _is_repeated(known)
+        is_hash = is_repeated and known.type == FieldDescriptor.TYPE_BYTES and 0 < size < 0x80 and value == begin + 2
+        if is_hash:  # a byte each for tag and size
+            at = _end_of_run(raw, begin, stop, size)
+        if 2 * (at - begin) > stop - start:
+            longest = _Field(known.name, begin, value, at, known.type, is_repeated, size if is_hash else 0)
+            number = tag >> 3
     if at != stop or not longest.name or numbers.count(number) > 1:
         return []
-    field = descriptor.fields_by_name[longest.name]
-    if field.message_type is None:
-        return [longest] if field.type == FieldDescriptor.TYPE_UINT32 and _is_repeated(field) else []
-    inner = [] if _is_repeated(field) else _long_column(field.message_type, raw, longest.start, longest.end)
-    return [longest, *inner] if inner else []
+    message = descriptor.fields_by_name[longest.name].message_type
+    if message is not None:
+        inner = _long_field(message, raw, longest.start, longest.end)
+        return [longest, *inner] if inner else []
+    one_of = (FieldDescriptor.TYPE_UINT32, True), (FieldDescriptor.TYPE_BYTES, False)
+    return [longest] if longest.size or (longest.kind, longest.is_repeated) in one_of else []
+
+
+def _end_of_run(raw: bytes, begin: int, stop: int, size: int) -> int:
+    """Return where the fields end that follow each other from `begin` on, each as the first one: a byte for the tag, a
+    byte for the size, and the value.
+    """
+    stride = size + 2
+    tags, sizes = raw[begin:stop:stride], raw[begin + 1 : stop : stride]
+    same = min(len(each) - len(each.lstrip(each[:1])) for each in (tags, sizes))
+    return begin + stride * min(same, (stop - begin) // stride)
+
+
+def _joined(raw: bytes, hashes: _Field) -> bytes:
+    """Return the values of fields that follow each other, joined."""
+    joined = bytearray(raw[hashes.begin : hashes.end])
+    del joined[:: hashes.size + 2]  # the tags
+    del joined[:: hashes.size + 1]  # the sizes
+    return bytes(joined)
 
 
 def _is_repeated(field: FieldDescriptor) -> bool:

@@ -11,11 +11,10 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
-from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
+from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import (
     CacheEvent,
     News,
@@ -25,6 +24,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.contents import hash_news
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
@@ -41,7 +41,7 @@ from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeR
 from kvplane_service.core.policies import has_announced_hints
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
-from kvplane_service.core.replica import Replica, check_alone, check_step, hash_news
+from kvplane_service.core.replica import Replica, check_alone, check_step
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of
 
@@ -163,13 +163,13 @@ class NativeReplica:
             of_facts = (counts, b"".join(hashed)) if facts.tokens else None
             news = None
             if part.news.tokens:
-                joined = b"".join(chain.from_iterable(one.digests for one in of_news))
-                news = ([len(one.digests) for one in of_news], joined)
+                joined = b"".join([one.hashes.joined for one in of_news])
+                news = ([len(one.hashes) for one in of_news], joined)
                 self._hashers |= {
                     slot: one.hasher for slot, one in zip(part.news.slot, of_news, strict=True) if one.hasher
                 }
             made.append((of_facts, news))
-            logged.append((hashed, [b"".join(one.digests) for one in of_news] if part.news.tokens else []))
+            logged.append((hashed, [one.hashes.joined for one in of_news] if part.news.tokens else []))
         return tuple(made), logged
 
     def open_step(self, executed_through: int) -> NativeOpenStep:
@@ -303,11 +303,14 @@ class NativeReplica:
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
         """Find the cached prefix that other clients may use, see `Replica.lookup`."""
-        size = len(digests[0]) if digests else 0
-        if len(set(map(len, digests))) > 1:
-            self._fall_back()
-            return self.reference().lookup(digests, domain, num_tokens)
-        tokens, single, blocks = _native.find(self._core, b"".join(digests), size, domain, num_tokens - 1)
+        if isinstance(digests, PackedHashes):
+            joined, size = digests.joined, digests.size
+        else:
+            if len(set(map(len, digests))) > 1:
+                self._fall_back()
+                return self.reference().lookup(digests, domain, num_tokens)
+            joined, size = b"".join(digests), len(digests[0]) if digests else 0
+        tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1)
         return Hit(tokens, single, tuple(blocks))
 
     def peek_slot(self, slot: int) -> Hit:
@@ -325,10 +328,10 @@ class NativeReplica:
         prefix = Prefix(digests, domain, num_tokens - 1)
         return LookupExplainer.over(self.spec, find).explain(prefix)
 
-    def digests_of(self, content: News) -> list[bytes]:
+    def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
         self.check_alone(Part(news=content))
-        return hash_news(self._scheme, content, "news")[0].digests
+        return hash_news(self._scheme, content, "news")[0].hashes
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica without requests could not apply the part."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, cast, overload
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane.base.hashing import split_hashes
+from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import (
     Blocks,
@@ -66,7 +66,7 @@ class NativeRequests:
     def hashes(self, slot: int) -> Sequence[bytes]:
         """Return the hashes of the request's full hash blocks."""
         _, joined, size, _ = _native.request(self._core, slot)
-        return split_hashes(joined, size) if joined else []
+        return PackedHashes(joined, size or 1)
 
 
 class _RequestIds(Sequence[str]):
@@ -96,34 +96,13 @@ class _Contents:
 
     def __getitem__(self, slot: int) -> _Content:
         _, joined, size, _ = _native.request(self._core, slot)
-        return _Content(_Digests(joined, size))
+        return _Content(PackedHashes(joined, size or 1))
 
 
 class _Content(NamedTuple):
     """What is known of a request's tokens."""
 
     digests: Sequence[bytes]
-
-
-class _Digests(Sequence[bytes]):
-    """Hashes of a size, which are split when they are read."""
-
-    def __init__(self, joined: bytes, size: int) -> None:
-        self._joined, self._size = joined, size
-
-    def __len__(self) -> int:
-        return len(self._joined) // self._size if self._joined else 0
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._joined[index * self._size : (index + 1) * self._size]
 
 
 class NativeGroup:

@@ -2,7 +2,7 @@
 
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.extra_keys import RequestKeys, digest_embeds
-from kvplane.base.hashing.hasher import HashScheme, HashTail, RequestHasher, split_hashes
+from kvplane.base.hashing.hasher import HashScheme, HashTail, PackedHashes, RequestHasher, split_hashes
 from kvplane.base.hashing.memo import HashMemo
 from kvplane.base.hashing.tokens import MAX_TOKEN_ID, TOKEN_BYTES, check_packed, pack_tokens, unpack_tokens
 
@@ -13,6 +13,7 @@ __all__ = [
     "HashMemo",
     "HashScheme",
     "HashTail",
+    "PackedHashes",
     "RequestHasher",
     "RequestKeys",
     "block_digest",
