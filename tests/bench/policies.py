@@ -34,7 +34,7 @@ from kvplane_replay.plan import CostModel, EngineConfig
 from kvplane_replay.workloads import TraceFile, TraceRequest
 from kvplane_replay.workloads.lines import TraceLines
 from kvplane_replay.workloads.traces import read_weka
-from kvplane_service.core.replica import Replica
+from kvplane_service.replicas.cores import new_replica
 from tests.bench.machine import machine_line
 from tests.conftest import workloads_folder, workloads_line
 
@@ -104,7 +104,7 @@ class CoreSession:
     """A session (`StepSession`) on a core of its own: no host, log or lease, so that a replay takes seconds."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self.replica, self.spec, self._seq = Replica(spec), spec, 0
+        self.replica, self.spec, self._seq = new_replica(spec), spec, 0
         self.replica.begin_epoch(1)
 
     def submit(self, *parts: Part) -> int:

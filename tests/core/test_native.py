@@ -12,7 +12,7 @@ import pytest
 
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import EvictionPolicy, MambaMode
+from kvplane.base.groups import AlignSpec, EvictionPolicy, MambaMode
 from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, News, Part, Resume, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
@@ -152,7 +152,20 @@ def a_load_that_left_blocks_out():
     assert result.orders.zero_block
 
 
+def turns_of_chats():
+    """A prompt that another one continues, one that two leave, and one that is repeated."""
+    align = AlignSpec(8, 4096, stop_at_tail=True)
+    changes = {"hash_block_size": 2, "partial_hits": True, "align": align, "eviction": EvictionPolicy.TURN_TAIL}
+    engine = twin_engine(full(8), state(8), num_blocks=60, **changes)
+    for prompt in ("aaaabb?", "aaaabbccccdd?", "zzzzyy?", "zzzzyyxxxxxx?", "zzzzyywwwwww?", "ssss?", "ssss?", "ssss?"):
+        engine.serve(0, prompt)
+    assert engine.replica.counters.hit_tokens == 3 * 6 + 2 * 4
+    for letter in "bcdefghijklmn":
+        engine.serve(0, letter * 40 + "?")
+
+
 CASES = [
+    turns_of_chats,
     chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
     a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
 ]  # fmt: skip
@@ -269,12 +282,12 @@ def test_the_variable_selects_the_core(monkeypatch):
         assert isinstance(cores.new_replica(spec), kind)
         assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
         assert cores.describe() == cores.core_of(cores.new_replica(spec)) == (choice or "native")
-    tail = replica_spec(window(4), full(), eviction=EvictionPolicy.WINDOW_TAIL)
+    learns = replica_spec(window(4), full(), eviction=EvictionPolicy.HAZARD)
     monkeypatch.setenv(cores.VARIABLE, "")
-    assert isinstance(cores.new_replica(tail), Replica)
+    assert isinstance(cores.new_replica(learns), Replica)
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="window_tail") as caught:
-        cores.new_replica(tail)
+    with pytest.raises(InvalidArgument, match="hazard") as caught:
+        cores.new_replica(learns)
     assert caught.value.field == "eviction"
     monkeypatch.setenv(cores.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:

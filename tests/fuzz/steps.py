@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import ExtraKeys, Part, Step
 from kvplane_service.core import native
 from kvplane_service.core.inspect import check
@@ -96,7 +96,7 @@ class Program:
         groups, changes = mixes[number]
         blocks = {"num_blocks": source.pick([10, 16, 24, 40]), **changes}
         spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
-        spec = replace(spec, eviction=EvictionPolicy.LRU, events=not source.chance(10))
+        spec = replace(spec, events=not source.chance(10))
         if source.chance(20):
             spec = replace(spec, commit=CommitRule.REFERENCE)
         if source.chance(10):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import (
     CacheEvent,
@@ -35,7 +35,7 @@ from kvplane_service.core.native import _native
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator
-from kvplane_service.core.native.settings import of_group, settings
+from kvplane_service.core.native.settings import POLICIES, of_group, settings
 from kvplane_service.core.native.transfer import entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.policies import has_announced_hints
@@ -51,7 +51,7 @@ REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 def is_supported(spec: ReplicaSpec) -> bool:
     """Whether the compiled core has the eviction policy of this replica, and its tiers: it has none."""
-    return spec.eviction is EvictionPolicy.LRU and not spec.tiers
+    return spec.eviction in POLICIES and not spec.tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ class CheckpointRule {
           block_size_(group.block_size),
           hash_block_size_(spec.hash_block_size),
           hit_alignment_(spec.hit_alignment()),
-          tokens_after_(std::max<Int>(1, spec.hash_lookahead_tokens)) {
-        for (const GroupSpec& one : spec.groups) drops_last_block_ |= one.drops_last_block != 0;
-    }
+          tokens_after_(std::max<Int>(1, spec.hash_lookahead_tokens)),
+          drops_last_block_(spec.drops_last_block()) {}
 
     // The last multiple of `unit` at which a request that repeats these tokens can continue.
     Int LastBoundary(Int num_tokens, Int unit) const {
@@ -41,7 +40,7 @@ class CheckpointRule {
 
   private:
     Int alignment_, block_size_, hash_block_size_, hit_alignment_, tokens_after_;
-    bool drops_last_block_ = false;
+    bool drops_last_block_;
 };
 
 }  // namespace kvplane

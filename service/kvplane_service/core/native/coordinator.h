@@ -1,6 +1,7 @@
 // Allocates blocks for a request in all groups of a replica, or in none.
 #pragma once
 
+#include "eviction.h"
 #include "lookup.h"
 #include "managers/chunked.h"
 #include "managers/cross.h"
@@ -40,7 +41,6 @@ class Coordinator {
             const Int kind = one->spec.kind;
             only_tables_grow_ &=
                 (kind == kFull || kind == kMla || kind == kWindow) && one->block_size == spec.hash_block_size;
-            drops_last_block_ |= one->drops_last_block;
             has_states |= one->spec.is_state();
             checkpoints_single_group_hits |= one->spec.checkpoints_single_group_hits != 0;
             hits_end_in_prompt_ |= kind == kRetainedWindow && spec.safe;
@@ -48,7 +48,8 @@ class Coordinator {
             if (one->spec.is_cached()) caching_.push_back(one.get());
             pool.Reserve(one->spec.sink_blocks);
         }
-        cache_unit_ = managers.size() == 1 || spec.partial_hits || drops_last_block_ ? 1 : spec.scheduler_block_size;
+        const bool any_length = managers.size() == 1 || spec.partial_hits || spec.drops_last_block();
+        cache_unit_ = any_length ? 1 : spec.scheduler_block_size;
         unfinalized_ = std::max<Int>(0, spec.prefill_lookahead - 1);
     }
 
@@ -105,6 +106,7 @@ class Coordinator {
                   num_slots = std::min(num_main + admission.lookahead, spec.max_model_len);
         const size_t zeroes = orders.zero_block.size();
         requests.computed[slot] = total;
+        if (spec.policy != kLru) requests.hit_end[slot] = local;
         AdoptHit(admission, local, total);
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
@@ -172,7 +174,7 @@ class Coordinator {
 
     void Register(Int slot, Int num_tokens) {
         if (!spec.enable_caching) return;
-        const Positions replayed = ReplayBoundaries(requests.num_prompt[slot]);
+        const Positions replayed = ReplayBoundaries(spec, requests.num_prompt[slot]);
         for (GroupManager* one : caching_) one->RegisterBlocks(slot, Share(*one, num_tokens), replayed);
     }
 
@@ -381,22 +383,6 @@ class Coordinator {
         return CeilDiv(keys, cache_unit_) * cache_unit_;
     }
 
-    // Positions at which the computation of a later request that repeats this prompt can begin.
-    Positions ReplayBoundaries(Int num_prompt) const {
-        const Int unit = spec.scheduler_block_size;
-        Positions found;
-        if (!drops_last_block_) {
-            found.Add(num_prompt - 1);
-        } else {
-            found.Add(std::max<Int>((num_prompt - 1) / unit * unit - unit, 0));
-            found.Add(std::max<Int>(num_prompt / unit * unit - unit, 0));
-        }
-        if (spec.keep_divergence_boundary) {
-            for (const Int boundary : Positions(found)) found.Add(std::max<Int>(boundary / unit * unit - unit, 0));
-        }
-        return found;
-    }
-
     Int Share(const GroupManager& manager, Int num_tokens) const {
         const Int final = std::max<Int>(0, num_tokens - unfinalized_);
         if (managers.size() == 1) return final;
@@ -409,7 +395,7 @@ class Coordinator {
         return spec.partial_hits ? num_tokens : num_tokens / spec.scheduler_block_size * spec.scheduler_block_size;
     }
 
-    bool only_tables_grow_ = false, drops_last_block_ = false, hits_end_in_prompt_ = false;
+    bool only_tables_grow_ = false, hits_end_in_prompt_ = false;
     std::vector<CheckpointRule> checkpoints_;
     std::vector<GroupManager*> caching_;
     Int cache_unit_ = 1, unfinalized_ = 0;

@@ -1,4 +1,7 @@
 // The list of the free blocks in eviction order: doubly linked, in two columns.
+//
+// The lists of the policies (eviction.py) are this class: that of LRU has no divider, that of WINDOW_TAIL has one, and
+// that of TURN_TAIL also has superseded blocks.
 #pragma once
 
 #include "types.h"
@@ -7,47 +10,88 @@ namespace kvplane {
 
 class FreeList {
   public:
-    explicit FreeList(Int num_blocks)
-        : sentinel_(static_cast<Block>(num_blocks)), next_(num_blocks + 1), previous_(num_blocks + 1) {
+    FreeList(Int num_blocks, Policy policy)
+        : sentinel_(static_cast<Block>(num_blocks)),
+          divider_(sentinel_ + 1),
+          is_divided_(policy != kLru),
+          next_(num_blocks + 2),
+          previous_(num_blocks + 2) {
         BlockList all(static_cast<size_t>(num_blocks - 1));
         for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Block>(i + 1);
-        Rebuild(all);
+        Rebuild(all, all.size());
     }
 
     Int count() const { return count_; }
 
-    // Removes and returns the first block.
-    Block Pop() {
-        const Block block = next_[sentinel_];
-        Require(block != sentinel_, "the free list is empty");
-        Remove(block);
-        return block;
+    // Removes the first `count` blocks and appends them to `into`; returns how many of them were before the divider.
+    Int Pop(Int count, BlockList* into) {
+        Require(count <= count_, "more blocks are taken than are free");
+        Block block = next_[sentinel_];
+        Int taken = 0, before = is_divided_ ? count : 0;
+        for (; taken < count; block = next_[block]) {
+            Require(block != sentinel_, "the free list is shorter than its count");
+            if (block == divider_) {
+                before = taken;
+            } else {
+                into->push_back(block);
+                ++taken;
+            }
+        }
+        const bool is_passed = is_divided_ && before < count;
+        if (is_passed) Join(sentinel_, divider_);
+        Join(is_passed ? divider_ : sentinel_, block);
+        count_ -= count;
+        return before;
     }
 
     void Remove(Block block) {
-        const Block before = previous_[block], after = next_[block];
-        next_[before] = after;
-        previous_[after] = before;
+        Join(previous_[block], next_[block]);
         --count_;
     }
 
     // blocks[0] is evicted next.
     void Prepend(const BlockList& blocks) { Insert(sentinel_, blocks); }
-    // blocks[-1] is evicted last.
-    void Append(const BlockList& blocks) { Insert(previous_[sentinel_], blocks); }
+    // Puts blocks at the back, those that are superseded before the divider; blocks[-1] is evicted last.
+    void Append(const BlockList& blocks) {
+        if (superseded.empty()) return Insert(previous_[sentinel_], blocks);
+        BlockList first, rest;
+        for (const Block block : blocks) {
+            const auto found = superseded.find(block);
+            (found != superseded.end() && found->second ? first : rest).push_back(block);
+        }
+        AppendLeftWindow(first);
+        Insert(previous_[sentinel_], rest);
+    }
+    // Puts blocks that left the window of a running request before the divider; blocks[-1] is evicted last of them.
+    void AppendLeftWindow(const BlockList& blocks) { Insert(previous_[is_divided_ ? divider_ : sentinel_], blocks); }
 
-    void Rebuild(const BlockList& order) {
+    // Records that a longer prompt has copied a block: only the first one makes it superseded.
+    void NoteCopied(Block block) {
+        const bool is_first = !superseded.contains(block);
+        superseded[block] = is_first;
+    }
+    // A block loses its keys.
+    void Forget(Block block) {
+        if (!superseded.empty()) superseded.erase(block);
+    }
+
+    // Replaces the content of the list, with the divider behind `num_first` blocks.
+    void Rebuild(const BlockList& order, size_t num_first) {
+        Require(num_first <= order.size(), "the divider is behind the free list");
         next_[sentinel_] = previous_[sentinel_] = sentinel_;
         count_ = 0;
-        Append(order);
+        Insert(sentinel_, order);
+        if (is_divided_) PutDivider(num_first == order.size() ? sentinel_ : order[num_first]);
     }
 
     // Moves all blocks without a key to the front of all blocks with a key; both keep their order. Looks at up to
-    // `count` blocks and returns false when it is done; `begins` is true in the first of a sequence of calls.
+    // `count` blocks and returns false when it is done; `begins` is true in the first of a sequence of calls. Meanwhile
+    // the divider is at the front, then before the first block with a key.
     template <typename HasKey>
     bool PutUnkeyedFirst(bool begins, size_t count, HasKey&& has_key) {
         if (begins) {
-            at_ = next_[sentinel_];
+            MoveDivider(next_[sentinel_]);
+            at_ = next_[is_divided_ ? divider_ : sentinel_];
             first_keyed_ = sentinel_;
         }
         for (; at_ != sentinel_ && count > 0; --count) {
@@ -60,42 +104,72 @@ class FreeList {
                 Insert(previous_[first_keyed_], {block});
             }
         }
-        return at_ != sentinel_;
+        if (at_ != sentinel_) return true;
+        MoveDivider(first_keyed_);
+        return false;
     }
 
-    // Whether the links are those of one ring of `count` blocks and the sentinel.
+    // Whether the links are those of one ring of `count` blocks, the sentinel and the divider.
     bool IsSound() const {
+        const Int most = count_ + is_divided_;
         Int found = 0;
+        bool has_divider = false;
         Block block = sentinel_;
         do {
-            if (next_[block] > sentinel_ || previous_[next_[block]] != block || found > count_) return false;
+            if (next_[block] > divider_ || previous_[next_[block]] != block || found > most) return false;
             block = next_[block];
+            has_divider |= block == divider_;
             ++found;
         } while (block != sentinel_);
-        return found == count_ + 1;
+        return found == most + 1 && has_divider == is_divided_;
     }
 
     BlockList Order() const {
         BlockList order;
         order.reserve(static_cast<size_t>(count_));
-        for (Block block = next_[sentinel_]; block != sentinel_; block = next_[block]) order.push_back(block);
+        for (Block block = next_[sentinel_]; block != sentinel_; block = next_[block]) {
+            if (block != divider_) order.push_back(block);
+        }
         return order;
     }
 
+    // Number of blocks before the divider.
+    Int CountFirst() const {
+        Int count = 0;
+        for (Block block = next_[sentinel_]; is_divided_ && block != divider_; block = next_[block]) ++count;
+        return count;
+    }
+
+    std::map<Block, bool> superseded;  // blocks with a key that longer prompts copied: true after one copy
+
   private:
+    void Join(Block before, Block after) {
+        next_[before] = after;
+        previous_[after] = before;
+    }
+
     void Insert(Block before, const BlockList& blocks) {
         const Block after = next_[before];
         for (const Block block : blocks) {
-            next_[before] = block;
-            previous_[block] = before;
+            Join(before, block);
             before = block;
         }
-        next_[before] = after;
-        previous_[after] = before;
+        Join(before, after);
         count_ += static_cast<Int>(blocks.size());
     }
 
-    Block sentinel_;
+    void MoveDivider(Block after) {
+        if (!is_divided_ || after == divider_) return;
+        Join(previous_[divider_], next_[divider_]);
+        PutDivider(after);
+    }
+    void PutDivider(Block after) {
+        Join(previous_[after], divider_);
+        Join(divider_, after);
+    }
+
+    Block sentinel_, divider_;
+    bool is_divided_;
     BlockList next_, previous_;
     Int count_ = 0;
     Block at_ = 0, first_keyed_ = 0;  // between two calls of PutUnkeyedFirst

@@ -426,6 +426,7 @@ class InFlightTracker {
 
     void GiveBack(Int slot, Int fence) {
         NoteUse(slot);
+        if (blocks_.spec.policy == kTurnTail) RenewStates(blocks_.managers, slot);
         if (fence > pool_.executed_through) {
             ReleaseLater(TakeReversed(slot), fence);
         } else {

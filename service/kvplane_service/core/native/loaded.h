@@ -57,6 +57,7 @@ class LoadedState {
     void CheckPool() const {
         Known(pool_.reserved);
         Known(pool_.busy);
+        for (const auto& [block, is_superseded] : pool_.free.superseded) Known(BlockList{block});
         Named(pool_.registered);
         Holds(pool_.evicted_keys.size() == spec_.groups.size() && pool_.counter <= kMaxCounter);
         for (const Column* one : {&pool_.key_step, &pool_.born, &pool_.used, &pool_.last_use_, &pool_.evicted_keys})
@@ -92,6 +93,10 @@ class LoadedState {
         for (const auto& [slot, row] : requests_.asked) {
             Slot(slot);
             Numbers({row.first, row.second});
+        }
+        for (const auto& [slot, tokens] : requests_.hit_end) {
+            Slot(slot);
+            Position(tokens);
         }
         for (const auto& [slot, count] : requests_.unserved) {
             Slot(slot);

@@ -18,7 +18,8 @@ bool IsSound(const Spec& spec) {
     const auto num_groups = static_cast<Int>(spec.groups.size());
     return spec.num_blocks >= 2 && is_size(spec.num_blocks) && num_groups >= 1 && num_groups <= kMaxGroups &&
            is_size(spec.max_model_len) && is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) &&
-           spec.digest_size > 0 && std::all_of(spec.groups.begin(), spec.groups.end(), fits);
+           spec.digest_size > 0 && spec.policy >= kLru && spec.policy <= kTurnTail &&
+           std::all_of(spec.groups.begin(), spec.groups.end(), fits);
 }
 
 PyObject* New(PyObject*, PyObject* arguments) {
@@ -44,7 +45,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.hash_lookahead_tokens,
                                &spec.align_block_size,
                                &spec.align_chunk_limit,
-                               &spec.align_stop_at_tail};
+                               &spec.align_stop_at_tail,
+                               &spec.policy};
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {

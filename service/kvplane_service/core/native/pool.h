@@ -20,7 +20,7 @@ class BlockPool {
     BlockPool(const Spec& spec)
         : spec_(spec),
           num_blocks(spec.num_blocks),
-          free(spec.num_blocks),
+          free(spec.num_blocks, static_cast<Policy>(spec.policy)),
           references(spec.num_blocks),
           key_step(spec.num_blocks),
           stamp(spec.num_blocks),
@@ -41,13 +41,12 @@ class BlockPool {
     Int KeyTokens(Block block) const { return records[block].tokens; }
 
     void Take(Int count, BlockList* into) {
-        Require(count <= num_free(), "more blocks are taken than are free");
         const Int now = age_base + step;
         const size_t first = into->size();
-        for (Int i = 0; i < count; ++i) into->push_back(free.Pop());
+        const size_t let_go = first + static_cast<size_t>(free.Pop(count, into));
         for (size_t i = first; i < into->size(); ++i) {
             const Block block = (*into)[i];
-            if (HasKey(block)) Evict(block);
+            if (HasKey(block)) Evict(block, i < let_go ? kLeftWindow : kEvicted);
             Require(references[block] == 0, "a free block has references");
             references[block] = 1;
             if (born[block] > age_base) ++residency.lifetime[BitLength(now - born[block])];
@@ -68,9 +67,10 @@ class BlockPool {
         used[block] = now;
     }
 
-    // Freed blocks without a key join the front of the free list, those with a key its back, in the given order.
+    // Freed blocks without a key join the front of the free list, those with a key its back, in the given order;
+    // `left_window`: where the policy puts such blocks.
     template <typename Iterator>
-    void Release(Iterator first, Iterator last) {
+    void Release(Iterator first, Iterator last, bool left_window = false) {
         unkeyed_.clear();
         keyed_.clear();
         for (; first != last; ++first) {
@@ -82,10 +82,12 @@ class BlockPool {
         if (!unkeyed_.empty()) free.Prepend(unkeyed_);
         if (!keyed_.empty()) {
             num_evictable += static_cast<Int>(keyed_.size());
-            free.Append(keyed_);
+            left_window ? free.AppendLeftWindow(keyed_) : free.Append(keyed_);
         }
     }
-    void Release(const BlockList& blocks) { Release(blocks.begin(), blocks.end()); }
+    void Release(const BlockList& blocks, bool left_window = false) {
+        Release(blocks.begin(), blocks.end(), left_window);
+    }
 
     void NoteUse(const BlockList& blocks, Int until) {
         if (until <= executed_through) return;
@@ -179,6 +181,7 @@ class BlockPool {
             }
             more_keys.erase(further);
         }
+        free.Forget(block);
         key_step[block] = 0;
         num_evictable -= references[block] == 0;
         return true;
@@ -373,12 +376,12 @@ class BlockPool {
     BlockList stamped;
 
   private:
-    void Evict(Block block) {
+    void Evict(Block block, RemoveReason reason) {
         removed_.clear();
         Unregister(block, &removed_);
         for (const Key& key : removed_) ++evicted_keys[static_cast<size_t>(pairs.Group(key.pair))];
         ++residency.idle_before_evict[BitLength(age_base + step - std::max(used[block], age_base))];
-        ReportRemoved(block, removed_, kEvicted);
+        ReportRemoved(block, removed_, reason);
     }
 
     void Clear() {

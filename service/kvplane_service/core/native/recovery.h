@@ -44,7 +44,8 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
         Require(at != kNullBlock && at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
         order.push_back(at);
     }
-    pool->free.Rebuild(order);
+    const auto first_keyed = std::find_if(order.begin(), order.end(), [&](Block one) { return pool->HasKey(one); });
+    pool->free.Rebuild(order, static_cast<size_t>(first_keyed - order.begin()));
     return pool;
 }
 

@@ -16,6 +16,7 @@ struct Requests {
     std::vector<Digests> content;
     std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
     std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block
+    std::map<Int, Int> hit_end;  // slot -> tokens of the hit of a running request; not with LRU
     std::set<Int> loading, not_zeroed;
     Int num_running = 0;
 
@@ -30,6 +31,10 @@ struct Requests {
     }
 
     Int size() const { return num_slots_; }  // slots that were used so far
+    Int HitEnd(Int slot) const {
+        const auto found = hit_end.find(slot);
+        return found == hit_end.end() ? 0 : found->second;
+    }
     bool IsLive(Int slot) const { return slot >= 0 && slot < size() && live[slot]; }
     bool AreLive(const Column& slots) const {
         return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
@@ -95,6 +100,7 @@ struct Requests {
         computed[slot] = in_flight[slot] = granted_step[slot] = adopted_step[slot] = 0;
         not_zeroed.erase(slot);
         unserved.erase(slot);
+        hit_end.erase(slot);
         InvalidateFastPath(slot);
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 
 KINDS = {
     GroupKind.FULL_ATTENTION: 0,
@@ -16,6 +16,7 @@ KINDS = {
     GroupKind.RING: 8,
 }
 ALIGNED_STATE, UNCACHED_STATE = 9, 10
+POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy.TURN_TAIL: 2}
 
 
 def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
@@ -25,6 +26,7 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
         spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
         spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
+        POLICIES[spec.eviction],
     ]  # fmt: skip
 
 

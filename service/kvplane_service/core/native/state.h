@@ -44,6 +44,8 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("num_running", requests.num_running);
     visit("asked", requests.asked);
     visit("unserved", requests.unserved);
+    visit("hit_end", requests.hit_end);
+    visit("superseded", pool.free.superseded);
     visit("grants", tracker.grants);
     visit("tentative", tracker.tentative);
     visit("adoptions", tracker.adoptions);
@@ -200,6 +202,7 @@ inline void DumpKeys(const Replica& replica, const Dumper& dump) {
     dump("more_keys", more);
     dump("shared", shared);
     dump.PerBlock("free", pool.free.Order());
+    dump("num_first", pool.free.CountFirst());
     dump("domains", pool.pairs.Names());
 }
 
@@ -223,7 +226,10 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
     Check(pairs.size == num_blocks && tokens.size == num_blocks && order.size < num_blocks);
     for (const std::string& name : domains) pool.pairs.DomainOf(name);
     LoadedState::CheckFree({order.data, order.size}, pool.num_blocks);
-    pool.free.Rebuild(BlockList(order.data, order.data + order.size));
+    Int num_first = 0;
+    load("num_first", num_first);
+    Check(num_first >= 0 && num_first <= static_cast<Int>(order.size));
+    pool.free.Rebuild(BlockList(order.data, order.data + order.size), static_cast<size_t>(num_first));
     const Int num_evictable = pool.num_evictable;
     const Column steps = pool.key_step;
     size_t row = 0, byte = 0;

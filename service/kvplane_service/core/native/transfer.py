@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.keys import Key
@@ -47,6 +47,10 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("pool.stamp", _column(_U64, dump["stamp"])),
         ("free", _column(_U32, dump["free"])),
     ]
+    if spec.eviction is not EvictionPolicy.LRU:
+        superseded = {block: bool(one) for block, one in dump["superseded"]}
+        own = [superseded] if spec.eviction is EvictionPolicy.TURN_TAIL else []
+        before.append(("eviction", [spec.eviction.value, dump["num_first"], dict(dump["hit_end"]), *own]))
     keys: list[tuple[str, object]] = [("keys", run) for run in _key_runs(dump, domains, num_groups)]
     more = {block: [(key(one), number) for one, number in further] for block, further in dump["more_keys"]}
     after: list[tuple[str, object]] = [
@@ -193,6 +197,7 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
     for slot, digests, _ in entries.get("content", ()):
         contents[slot] = (b"".join(digests), len(digests[0]) if digests else 0)
     residency = entries["residency"][0]
+    _, num_first, hit_end, *own = entries.get("eviction", [(None, 0, {})])[0]
     packed = {name: pool[name] for name in SAME_VALUES} | {
         "seq": entries["replica"][0][0],
         "counter": pool["_counter"],
@@ -217,6 +222,9 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
         ],
         "shared": [(pack(key), list(blocks)) for key, blocks in entries["shared"][0]],
         "free": entries["free"][0],
+        "num_first": num_first,
+        "hit_end": list(hit_end.items()),
+        "superseded": list(own[0].items()) if own else [],
         "content": contents,
         "loading": sorted(requests["loading"]),
         "not_zeroed": sorted(requests["not_zeroed"]),

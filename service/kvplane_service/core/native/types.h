@@ -63,8 +63,10 @@ enum RemoveReason : Int {
     kPromoted = 3,
     kWithdrawn = 4,
     kUnverified = 5,
-    kMoved = 6
+    kMoved = 6,
+    kLeftWindow = 7
 };
+enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2 };
 enum Kind : Int {
     kFull = 0,
     kMla = 1,
@@ -143,11 +145,14 @@ struct GroupSpec {
 struct Spec {
     Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
     Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
-    Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail;
+    Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy;
     std::vector<GroupSpec> groups;
 
     Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }
     bool dense() const { return retention_interval == -1; }
+    bool drops_last_block() const {
+        return std::any_of(groups.begin(), groups.end(), [](const GroupSpec& one) { return one.drops_last_block; });
+    }
 };
 
 struct Orders {

@@ -3,6 +3,7 @@
 
 #include "../pool.h"
 #include "../requests.h"
+#include "../setup.h"
 
 namespace kvplane {
 
@@ -22,20 +23,10 @@ struct Query {
 
 using Rows = std::vector<BlockList>;
 
-// A few positions in a request.
-class Positions {
-  public:
-    void Add(Int position) {
-        Require(size_ < at_.size(), "more positions than there are kinds of");
-        at_[size_++] = position;
-    }
-    const Int* begin() const { return at_.data(); }
-    const Int* end() const { return at_.data() + size_; }
-
-  private:
-    std::array<Int, 6> at_{};
-    size_t size_ = 0;
-};
+class GroupManager;
+using Divided = std::pair<BlockList, BlockList>;  // blocks that left a window, others
+inline Divided SplitLeft(const GroupManager&, Int slot, const BlockList& indices, const BlockList& blocks);
+inline void NoteCopied(GroupManager&, Int slot, Block source);
 
 class GroupManager {
   public:
@@ -146,6 +137,9 @@ class GroupManager {
 
     // -- window ------------------------------------------------------------------------------------------------------
 
+    // Whether what a running request gives up was read by its attention, not overwritten.
+    virtual bool HasWindow() const { return true; }
+
     virtual Int SkippedTokens(Int num_computed) const {
         (void)num_computed;
         return 0;
@@ -230,6 +224,10 @@ class GroupManager {
         return end <= requests.content[slot].count() * hash_size ? end : kForever;
     }
 
+    Key KeyOf(Int slot, Int num_hashes) const {
+        return Key{pool.pairs.Of(requests.domain[slot], group), requests.content[slot].at(num_hashes - 1)};
+    }
+
     const Int group;
     const Spec& replica;
     const GroupSpec& spec;
@@ -270,9 +268,13 @@ class GroupManager {
 
     // Releases the blocks at these indices, which are overwritten, as launches in flight may still read them.
     void GiveUp(Int slot, BlockList* indices) {
+        const BlockList places = replica.policy == kLru ? BlockList() : *indices;
         for (Block& one : *indices) one = std::exchange(table[slot][one], kNullBlock);
         pool.NoteUse(*indices, std::min(requests.granted_step[slot], pool.step - 1));
-        pool.Release(*indices);
+        if (replica.policy == kLru) return pool.Release(*indices);
+        const auto [left, rest] = SplitLeft(*this, slot, places, *indices);
+        pool.Release(left, true);
+        pool.Release(rest);
     }
 
     void Take(Int count, BlockList* into) {
@@ -285,6 +287,7 @@ class GroupManager {
         table[slot][index] = target;
         OrderCopy(source, target);
         pool.Touch(target);
+        NoteCopied(*this, slot, source);
     }
 
     void OrderCopy(Block source, Block target) {
@@ -309,10 +312,6 @@ class GroupManager {
         const Int start = num_tokens - hash_size, count = num_tokens / hash_size;
         AddStored(slot, hash_size, start, num_tokens, count > 1 ? requests.content[slot].at(count - 2) : Digest());
         pool.events.AddKey(key.digest, block, start);
-    }
-
-    Key KeyOf(Int slot, Int num_hashes) const {
-        return Key{pool.pairs.Of(requests.domain[slot], group), requests.content[slot].at(num_hashes - 1)};
     }
 
     Digest DigestOf(const Digests& digests, Int index) const {

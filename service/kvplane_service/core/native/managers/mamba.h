@@ -101,6 +101,7 @@ class AlignedStateManager final : public GroupManager {
 
     // -- window ------------------------------------------------------------------------------------------------------
 
+    bool HasWindow() const override { return false; }
     Int SkippedTokens(Int num_computed) const override { return num_computed - 1; }
 
     void ReleaseSkipped(Int slot, Int num_processed) override {
