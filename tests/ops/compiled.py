@@ -30,13 +30,16 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     GroupPages,
     LatentPages,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
 )
-from kvplane_worker.ops.triton_ops import attention, moves, states, writes
+from kvplane_worker.ops.triton_ops import attention, delta_rule, moves, selective_scan, states, writes
 from kvplane_worker.ops.triton_ops.kernels import moves as kinds
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
@@ -244,6 +247,34 @@ def state_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
         yield f"{launch.kernel.__name__.replace('_', ' ')}, {tokens // rows} tokens per row", launch
 
 
+def selective_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
+    """Four rows of a layer of Mamba-1 with 1024 channels per rank, and the convolution before it."""
+    channels, size, rows = 1024, 16, 4
+    conv, ssm = torch.zeros((5, 3, channels)).bfloat16().mT, torch.zeros((5, channels, size))
+    x, b = torch.zeros((tokens, channels)).bfloat16(), torch.zeros((tokens, size)).bfloat16()
+    ints = torch.zeros(max(tokens, rows + 1), dtype=torch.int32)
+    blocks = StateRows(ints[: rows + 1], ints[:rows], ints[:tokens])
+    weight, bias = torch.zeros((channels, 4)), torch.zeros(channels)
+    inputs = ScanInputs(blocks.query_start, blocks.read_block, blocks.write_block, x, x, b, b)
+    launches = [*states.convolve(conv, blocks, x, weight, bias, chip)[1]]
+    launches += selective_scan.launches(ssm, inputs, torch.zeros((channels, size)), bias, chip)[1]
+    for launch in launches:
+        name = launch.kernel.__name__.replace("_", " ")
+        what = f"{launch.constants['S'].state} of a state" if name == "hold states" else f"{channels} channels"
+        yield f"{name}, {what}, {tokens // rows} tokens per row", launch
+
+
+def delta_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
+    """Four rows of a layer with the gated delta rule, as Qwen3-Next has it, with 4 heads per rank."""
+    heads, key_heads, size, rows = 4, 2, 128, 4
+    k, v = torch.zeros((tokens, key_heads, size)).bfloat16(), torch.zeros((tokens, heads, size)).bfloat16()
+    ints, gate = torch.zeros(max(tokens, rows + 1), dtype=torch.int32), torch.zeros((tokens, heads))
+    inputs = DeltaInputs(ints[: rows + 1], ints[:rows], ints[:tokens], k, k, v, gate, gate)
+    for launch in delta_rule.launches(torch.zeros((5, heads, size, size)), inputs, chip)[1]:
+        if launch.kernel.__name__ != "hold_states":
+            yield f"{launch.kernel.__name__.replace('_', ' ')}, {tokens // rows} tokens per row", launch
+
+
 def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     """The launches that must compile for a chip."""
     yield from move_launches(4096, "copy gather scatter zero checked")
@@ -263,6 +294,10 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     yield "latent decode float8_e4m3fn", latent_launch(0, chip, torch.float8_e4m3fn)
     yield from state_launches(2048, chip)
     yield from state_launches(4, chip)
+    yield from selective_launches(2048, chip)
+    yield from selective_launches(4, chip)
+    yield from delta_launches(2048, chip)
+    yield from delta_launches(4, chip)
 
 
 def matrix(arch: int) -> Iterator[Compiled]:

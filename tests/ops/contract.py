@@ -18,7 +18,7 @@ import torch
 
 from kvplane.base.errors import KvplaneError
 from kvplane_worker.ops.interface import PagedOps
-from tests.ops import cases, float64, page_cases, state_cases
+from tests.ops import cases, float64, page_cases, scan_cases, state_cases
 from tests.ops.formats import FLOAT64, FORMATS, Format
 from tests.ops.memory import DeviceMemory
 from tests.ops.state_cases import on_cpu
@@ -201,13 +201,58 @@ def state_step(subject: Subject, rng: np.random.Generator) -> None:
     for block, values in kept.conv.items():
         assert_rounded(conv[block], case.shape.conv_form, values)
         wanted_conv[block] = conv[block]
-    for block, state in kept.ssm.items():
-        error = np.abs(case.shape.ssm_form.decode(ssm[block]) - state.values)
-        allowed = SUM_TOLERANCE[case.x.form is FLOAT64] * state.magnitude
-        bad = ~(error <= allowed + HALF_A_STEP * case.shape.ssm_form.step(state.values))
-        assert not bad.any(), f"the state in block {block}: " + worst_element(error, allowed, bad)
-        wanted_ssm[block] = ssm[block]
+    assert_states(ssm, wanted_ssm, kept.ssm, case.shape.ssm_form, case.x.form)
     assert_only_written(memory, case.memory.buffer)
+
+
+def assert_states(
+    got: np.ndarray, wanted: np.ndarray, kept: dict[int, float64.Result], form: Format, of_tokens: Format
+) -> None:
+    """Assert that the blocks of `got` hold the states that are kept, and copy them to `wanted`."""
+    for block, state in kept.items():
+        error = np.abs(form.decode(got[block]) - state.values)
+        allowed = SUM_TOLERANCE[of_tokens is FLOAT64] * state.magnitude
+        bad = ~(error <= allowed + HALF_A_STEP * form.step(state.values))
+        assert not bad.any(), f"the state in block {block}: " + worst_element(error, allowed, bad)
+        wanted[block] = got[block]
+
+
+def convolve(subject: Subject, rng: np.random.Generator) -> None:
+    case = scan_cases.convolve(rng, subject.formats)
+    (conv, rows, x, weight, bias), memory = case.on(subject.device)
+    with poisoned_results():
+        u = subject.ops.convolve(conv, rows, x, weight, bias)
+    want, kept = case.expected()
+    assert_near(u, x, want, TOLERANCE[case.x.form.name])
+    now, wanted = case.conv.bytes(memory.now()), case.conv.bytes()
+    for block, values in kept.items():
+        assert_rounded(now[block], case.conv.form, case.conv.turned(values))
+        wanted[block] = now[block]
+    assert_only_written(memory, case.conv.memory.buffer)
+
+
+def selective_scan(subject: Subject, rng: np.random.Generator) -> None:
+    case = scan_cases.selective_scan(rng, subject.formats)
+    (states, inputs, a, d), memory = case.on(subject.device)
+    with poisoned_results():
+        y = subject.ops.selective_scan(states, inputs, a, d)
+    want, kept = case.expected()
+    form = case.tokens["x"].form
+    assert_near(y, inputs.x, want, TOLERANCE[form.name])
+    assert_states(case.states.bytes(memory.now()), case.states.bytes(), kept, case.states.form, form)
+    assert_only_written(memory, case.states.memory.buffer)
+
+
+def gated_delta_rule(subject: Subject, rng: np.random.Generator) -> None:
+    case = scan_cases.gated_delta_rule(rng, subject.formats)
+    (states, inputs), memory = case.on(subject.device)
+    with poisoned_results():
+        y = subject.ops.gated_delta_rule(states, inputs)
+    want, kept = case.expected()
+    form = case.tokens["v"].form
+    assert_near(y, inputs.v, want, TOLERANCE[form.name])
+    assert_states(case.states.bytes(memory.now()), case.states.bytes(), kept, case.states.form, form)
+    assert_only_written(memory, case.states.memory.buffer)
 
 
 def copy_pages(subject: Subject, rng: np.random.Generator) -> None:
@@ -273,6 +318,9 @@ CHECKS: dict[str, Check] = {
         write_latent,
         mla_decode,
         state_step,
+        convolve,
+        selective_scan,
+        gated_delta_rule,
         copy_pages,
         zero_pages,
         gather,

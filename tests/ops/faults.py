@@ -7,59 +7,16 @@ or the pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from kvplane_worker.ops.interface import AttentionPages, Batch, GroupPages, PagedOps, StateInputs
+from kvplane_worker.ops.interface import AttentionPages, Batch, GroupPages
+from tests.ops import state_faults
+from tests.ops.fault import FAULTS, plant
 
-FaultyCall = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault of one operation."""
-
-    operation: str
-    name: str
-    faulty: FaultyCall
-
-    def planted(self, ops: PagedOps) -> Any:
-        """The backend with this fault."""
-        return FaultyOps(self, ops)
-
-
-@dataclass(frozen=True)
-class FaultyOps:
-    """A backend with one faulty operation."""
-
-    fault: Fault
-    ops: PagedOps
-
-    @property
-    def name(self) -> str:
-        return f"{self.ops.name} ({self.fault.name})"
-
-    def __getattr__(self, operation: str) -> Any:
-        original = getattr(self.ops, operation)
-        return partial(self.fault.faulty, original) if operation == self.fault.operation else original
-
-
-FAULTS: list[Fault] = []
+__all__ = ["FAULTS", "state_faults"]
 ATTENTION = ("decode_attention", "prefill_attention")
-
-
-def plant(name: str, *operations: str) -> Callable[[FaultyCall], FaultyCall]:
-    """Add a fault to the list, for each of the operations."""
-
-    def enter(faulty: FaultyCall) -> FaultyCall:
-        FAULTS.extend(Fault(operation, name, faulty) for operation in operations)
-        return faulty
-
-    return enter
 
 
 def with_first_scale(pages: AttentionPages) -> AttentionPages:
@@ -333,72 +290,6 @@ def _(original, query, pages, batch, scale, value_size, lse):
 def _(original, query, pages, batch, scale, value_size, lse):
     ones = None if pages.scale is None else torch.ones_like(pages.scale)
     return original(query, replace(pages, scale=ones), batch, scale, value_size, lse)
-
-
-# ---- recurrent states
-
-
-@plant("the state before is not read", "state_step")
-def _(original, pages, inputs, weights):
-    return original(pages, replace(inputs, read_block=torch.zeros_like(inputs.read_block)), weights)
-
-
-@plant("the null block's state is read", "state_step")
-def _(original, pages, inputs, weights):
-    unwritten = pages.conv.shape[0] - 1
-    pages.conv[unwritten], pages.ssm[unwritten] = pages.conv[0], pages.ssm[0]
-    read = torch.where(inputs.read_block == 0, unwritten, inputs.read_block)
-    return original(pages, replace(inputs, read_block=read), weights)
-
-
-@plant("rows write before later rows read", "state_step")
-def _(original, pages, inputs, weights):
-    y = inputs.x.new_empty((len(inputs.x), *pages.ssm.shape[1:3]))
-    for row, (start, end) in enumerate(zip(inputs.query_start[:-1], inputs.query_start[1:], strict=True)):
-        alone = torch.stack([start - start, end - start])
-        read, write = inputs.read_block[row : row + 1], inputs.write_block[start:end]
-        part = StateInputs(alone, read, write, inputs.x[start:end], inputs.dt[start:end])
-        y[start:end] = original(pages, part, weights)
-    return y
-
-
-@plant("the state after a row's last token is not kept", "state_step")
-def _(original, pages, inputs, weights):
-    write = inputs.write_block.clone()
-    write[(inputs.query_start[1:] - 1).clamp(min=0).long()[: len(write)]] = 0
-    return original(pages, replace(inputs, write_block=write), weights)
-
-
-@plant("a page that a row names again keeps the first state", "state_step")
-def _(original, pages, inputs, weights):
-    named = inputs.write_block.tolist()
-    write = [0 if block in named[:i] else block for i, block in enumerate(named)]
-    return original(pages, replace(inputs, write_block=torch.tensor(write).to(inputs.write_block)), weights)
-
-
-@plant("the convolution's inputs are not kept", "state_step")
-def _(original, pages, inputs, weights):
-    before = pages.conv.clone()
-    y = original(pages, inputs, weights)
-    pages.conv.copy_(before)
-    return y
-
-
-@plant("B and C are exchanged", "state_step")
-def _(original, pages, inputs, weights):
-    n = pages.ssm.shape[3]
-    order = torch.arange(inputs.x.shape[1], device=inputs.x.device)
-    order = torch.cat([order[: -2 * n], order[-n:], order[-2 * n : -n]])
-    exchanged = replace(weights, conv_weight=weights.conv_weight[order], conv_bias=weights.conv_bias[order])
-    views = replace(pages, conv=pages.conv[:, order])
-    y = original(views, replace(inputs, x=inputs.x[:, order]), exchanged)
-    pages.conv[:, order] = views.conv
-    return y
-
-
-@plant("the input's own part is left out", "state_step")
-def _(original, pages, inputs, weights):
-    return original(pages, inputs, replace(weights, d=torch.zeros_like(weights.d)))
 
 
 # ---- whole pages

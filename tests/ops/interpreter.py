@@ -49,8 +49,24 @@ def quicken() -> None:
 
     interpreter.InterpretedFunction.__call__ = call
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.ScanOps.generic_scan = scan_all
     keep_types()
     Launch.run = run  # type: ignore[method-assign]
+
+
+def scan_all(self: Any, given: list[Any]) -> list[Any]:
+    """An associative scan with one call of the combining function per place of the axis; Triton's makes one for each
+    element.
+    """
+    parts = [np.moveaxis(one.handle.data, self.axis, 0) for one in given]
+    found = [np.empty_like(part) for part in parts]
+    total: list[Any] = []
+    for place in range(len(parts[0])):
+        new = [self.to_tensor(part[place], one.dtype) for part, one in zip(parts, given, strict=True)]
+        total = list(self.combine_fn.fn(*total, *new)) if total else new
+        for part, one in zip(found, total, strict=True):
+            part[place] = one.handle.data
+    return [self.to_tensor(np.moveaxis(part, 0, self.axis), one.dtype) for part, one in zip(found, given, strict=True)]
 
 
 def keep_types() -> None:

@@ -13,11 +13,14 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     GroupPages,
     LatentPages,
     PagedOps,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
 )
 
@@ -108,12 +111,42 @@ def mla_call() -> Arguments:
 def state_call() -> Arguments:
     heads, size, state_size, width = 2, 4, 3, 4
     channels = heads * size + 2 * state_size
-    start, read, write = (torch.tensor(values, dtype=torch.int32) for values in ([0, 1, 2], [1, 0], [2, 3]))
     return {
         "pages": StatePages(floats(BLOCKS, channels, width - 1), floats(BLOCKS, heads, size, state_size)),
-        "inputs": StateInputs(start, read, write, floats(2, channels), floats(2, heads)),
+        "inputs": StateInputs(*rows(), floats(2, channels), floats(2, heads)),
         "weights": StateWeights(floats(channels, width), floats(channels), -floats(heads), floats(heads)),
     }
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Two rows of one token each: starts, blocks read and written."""
+    start, read, write = (torch.tensor(values, dtype=torch.int32) for values in ([0, 1, 2], [1, 0], [2, 3]))
+    return start, read, write
+
+
+def convolve_call() -> Arguments:
+    channels, width = 5, 4
+    return {
+        "conv": floats(BLOCKS, channels, width - 1),
+        "rows": StateRows(*rows()),
+        "x": floats(2, channels),
+        "weight": floats(channels, width),
+        "bias": floats(channels),
+    }
+
+
+def scan_call() -> Arguments:
+    channels, size = 5, 3
+    tokens = floats(2, channels), floats(2, channels), floats(2, size), floats(2, size)
+    inputs = ScanInputs(*rows(), *tokens)
+    return {"states": floats(BLOCKS, channels, size), "inputs": inputs, "a": -floats(channels, size), "d": floats(5)}
+
+
+def delta_call() -> Arguments:
+    heads, key_heads, value, key = 4, 2, 5, 3
+    keys = floats(2, key_heads, key)
+    inputs = DeltaInputs(*rows(), keys, keys.clone(), floats(2, heads, value), -floats(2, heads), floats(2, heads))
+    return {"states": floats(BLOCKS, heads, value, key), "inputs": inputs}
 
 
 def group() -> GroupPages:
@@ -132,6 +165,9 @@ VALID_CALLS: dict[str, Callable[[], Arguments]] = {
     "write_latent": write_latent_call,
     "mla_decode": mla_call,
     "state_step": state_call,
+    "convolve": convolve_call,
+    "selective_scan": scan_call,
+    "gated_delta_rule": delta_call,
     "copy_pages": lambda: {"group": group(), "src": [1, 0], "dst": [2, 3]},
     "zero_pages": lambda: {"group": group(), "blocks": [1, 2]},
     "gather": lambda: {"group": group(), "blocks": [0, 2], "staging": staging(2)},
@@ -235,6 +271,29 @@ BAD: list[Bad] = [
     bad("state_step", "pages.conv", "fewer blocks than ssm", lambda c: c[1:]),
     bad("state_step", "weights.conv_weight", "of another width", lambda w: w[:, 1:]),
     bad("state_step", "weights.a", "fewer than heads", lambda a: a[1:]),
+    bad("convolve", "x", "other channels", lambda x: x[:, 1:]),
+    bad("convolve", "x", "of another type than the states", lambda x: x.half()),
+    bad("convolve", "rows.read_block", "of 64 bits", lambda r: r.long()),
+    bad("convolve", "rows.query_start", "as long as rows", lambda s: s[1:]),
+    bad("convolve", "rows.write_block", "fewer than tokens", lambda w: w[1:]),
+    bad("convolve", "weight", "of another width", lambda w: w[:, 1:]),
+    bad("convolve", "bias", "fewer than channels", lambda b: b[1:]),
+    bad("selective_scan", "states", "of Mamba-2", lambda s: s[..., None]),
+    bad("selective_scan", "inputs.x", "other channels", lambda x: x[:, 1:]),
+    bad("selective_scan", "inputs.dt", "one for all channels", lambda dt: dt[:, :1]),
+    bad("selective_scan", "inputs.b", "another size of states", lambda b: b[:, 1:]),
+    bad("selective_scan", "inputs.c", "fewer than tokens", lambda c: c[1:]),
+    bad("selective_scan", "inputs.write_block", "on another device", lambda w: w.to("meta")),
+    bad("selective_scan", "a", "one for each channel", lambda a: a[:, 0]),
+    bad("selective_scan", "d", "of whole numbers", lambda d: d.int()),
+    bad("gated_delta_rule", "states", "of Mamba-1", lambda s: s[:, 0]),
+    bad("gated_delta_rule", "inputs.k", "three heads for four", lambda k: torch.cat([k, k[:, :1]], dim=1)),
+    bad("gated_delta_rule", "inputs.k", "no heads", lambda k: k[:, :0]),
+    bad("gated_delta_rule", "inputs.q", "fewer heads than keys", lambda q: q[:, :1]),
+    bad("gated_delta_rule", "inputs.v", "another size of values", lambda v: v[..., 1:]),
+    bad("gated_delta_rule", "inputs.g", "one per element of a key", lambda g: g[..., None]),
+    bad("gated_delta_rule", "inputs.beta", "fewer than tokens", lambda b: b[1:]),
+    bad("gated_delta_rule", "inputs.query_start", "of 64 bits", lambda s: s.long()),
     bad("copy_pages", "dst", "fewer than sources", to([2])),
     bad("copy_pages", "dst", "the null block", to([2, 0])),
     bad("copy_pages", "dst", "outside the pool", to([2, BLOCKS])),

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
-from tests.ops import float64
+from tests.ops import float64_states
 from tests.ops.cases import Array, ints
+from tests.ops.float64 import Result
 from tests.ops.formats import FLOAT32, FLOAT64, Format
 from tests.ops.memory import DeviceMemory, Memory, draw_page_bytes
 
@@ -48,6 +49,14 @@ class StateShape:
         return -(-size // 8) * 8
 
 
+@dataclass(frozen=True, slots=True)
+class Rows(float64_states.Rows):
+    """Rows of a launch and blocks of their states."""
+
+    def on(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return ints(self.query_start, device), ints(self.read_block, device), ints(self.write_block, device)
+
+
 @dataclass(frozen=True)
 class StateCase:
     """Tokens of a launch, the pages with earlier states, and a layer's parameters."""
@@ -55,9 +64,7 @@ class StateCase:
     shape: StateShape
     memory: Memory
     layer: int
-    query_start: np.ndarray
-    read_block: np.ndarray
-    write_block: np.ndarray
+    rows: Rows
     x: Array
     dt: Array
     weights: dict[str, Array]
@@ -68,19 +75,17 @@ class StateCase:
         conv = self.memory.part(self.layer, 0, shape.conv, shape.conv_form)
         return conv, self.memory.part(self.layer, shape.ssm_start, shape.ssm, shape.ssm_form)
 
-    def expected(self) -> tuple[float64.Result, float64.States]:
+    def expected(self) -> tuple[Result, float64_states.States]:
         conv, ssm = self.parts()
-        inputs = (self.query_start, self.read_block, self.write_block, self.x.values, self.dt.values)
-        weights = float64.Recurrence(**{name: array.values for name, array in self.weights.items()})
-        decoded = self.shape.conv_form.decode(conv), self.shape.ssm_form.decode(ssm)
-        return float64.state_step(*decoded, float64.Tokens(*inputs), weights)
+        weights = float64_states.Recurrence(**{name: array.values for name, array in self.weights.items()})
+        pages = self.shape.conv_form.decode(conv), self.shape.ssm_form.decode(ssm)
+        return float64_states.state_step(pages, self.rows, self.x.values, self.dt.values, weights)
 
     def on(self, device: str) -> tuple[StatePages, StateInputs, StateWeights, DeviceMemory]:
         shape, memory = self.shape, self.memory.on(device)
         conv = memory.part(self.layer, 0, shape.conv, shape.conv_form)
         pages = StatePages(conv, memory.part(self.layer, shape.ssm_start, shape.ssm, shape.ssm_form))
-        start, read, write = (ints(values, device) for values in (self.query_start, self.read_block, self.write_block))
-        inputs = StateInputs(start, read, write, self.x.on(device), self.dt.on(device))
+        inputs = StateInputs(*self.rows.on(device), self.x.on(device), self.dt.on(device))
         weights = StateWeights(**{name: array.on(device) for name, array in self.weights.items()})
         return pages, inputs, weights, memory
 
@@ -103,27 +108,37 @@ def draw_shape(rng: np.random.Generator, forms: tuple[Format, ...]) -> tuple[Sta
 def state_step(rng: np.random.Generator, forms: tuple[Format, ...]) -> StateCase:
     """Draw rows that start from zero or from a page, and store no state, the last one, or one per block of tokens."""
     shape, form = draw_shape(rng, forms)
-    rows = int(rng.integers(1, 6))
-    lengths = [int(rng.choice([0, 1, 1, int(rng.integers(1, 6)), int(rng.integers(1, 20))])) for _ in range(rows)]
-    query_start = np.concatenate([[0], np.cumsum(lengths)])
-    num_blocks = 2 + 4 * rows
-    blocks = rng.permutation(np.arange(1, num_blocks))
+    rows, num_blocks = draw_rows(rng)
     page_bytes, layer = draw_page_bytes(rng, shape.page_bytes, FLOAT64)
     memory = Memory.draw(rng, num_blocks, page_bytes)
     weights = draw_weights(rng, shape, FLOAT64 if form is FLOAT64 else FLOAT32 if rng.random() < 0.5 else form)
-    total = int(query_start[-1])
+    total = rows.count
     dt = Array.draw(rng, (total, shape.heads), form if rng.random() < 0.5 or form is FLOAT64 else FLOAT32)
     dt = Array(dt.form, dt.form.encode(np.exp(dt.values) * 0.5), dt.is_view)
     x = Array.draw(rng, (total, shape.channels), form)
-    sources = blocks[:rows] if rng.random() < 0.7 else rng.choice(blocks[:rows], rows)
-    reads = np.where(rng.random(rows) < 0.3, 0, sources)
-    writes = draw_writes(rng, lengths, blocks)
-    case = StateCase(shape, memory, layer, query_start, reads, writes, x, dt, weights)
+    case = StateCase(shape, memory, layer, rows, x, dt, weights)
     for part, part_form in zip(case.parts(), (shape.conv_form, shape.ssm_form), strict=True):
-        named = reads[reads > 0]
-        values = rng.standard_normal((len(named), *part.shape[1:-1], part.shape[-1] // part_form.num_bytes))
-        part[named] = part_form.encode(values)
+        fill(rng, rows, part, part_form)
     return case
+
+
+def draw_rows(rng: np.random.Generator) -> tuple[Rows, int]:
+    """Draw rows, and the number of blocks of the pool."""
+    count = int(rng.integers(1, 6))
+    lengths = [int(rng.choice([0, 1, 1, int(rng.integers(1, 6)), int(rng.integers(1, 20))])) for _ in range(count)]
+    num_blocks = 2 + 4 * count
+    blocks = rng.permutation(np.arange(1, num_blocks))
+    sources = blocks[:count] if rng.random() < 0.7 else rng.choice(blocks[:count], count)
+    reads = np.where(rng.random(count) < 0.3, 0, sources)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return Rows(starts, reads, draw_writes(rng, lengths, blocks)), num_blocks
+
+
+def fill(rng: np.random.Generator, rows: Rows, part: np.ndarray, form: Format) -> None:
+    """Draw the states, bytes [num_blocks, ...], that rows read."""
+    named = rows.read_block[rows.read_block > 0]
+    values = rng.standard_normal((len(named), *part.shape[1:-1], part.shape[-1] // form.num_bytes))
+    part[named] = form.encode(values)
 
 
 def draw_writes(rng: np.random.Generator, lengths: list[int], blocks: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops import float64
+from tests.ops import float64, float64_states
 from tests.ops.formats import BFLOAT16, FLOAT8, FLOAT16, FORMATS
 
 
@@ -66,9 +66,9 @@ def test_null_block_and_empty_row_have_output_0():
 def test_state_is_a_sum_of_decayed_inputs():
     """Width 1 and no bias: u = silu(x); h = sum of exp(a dt) ** age x dt v B."""
     x, dt, a = np.array([[1.0, 2.0, 0.5], [0.3, -1.0, 2.0]]), np.array([[0.5], [0.25]]), np.array([-0.7])
-    weights = float64.Recurrence(np.ones((3, 1)), np.zeros(3), a, np.array([0.1]))
-    inputs = float64.Tokens(np.array([0, 2]), np.array([0]), np.array([0, 1]), x, dt)
-    result, kept = float64.state_step(np.zeros((2, 3, 0)), np.zeros((2, 1, 1, 1)), inputs, weights)
+    weights = float64_states.Recurrence(np.ones((3, 1)), np.zeros(3), a, np.array([0.1]))
+    rows = float64_states.Rows(np.array([0, 2]), np.array([0]), np.array([0, 1]))
+    result, kept = float64_states.state_step((np.zeros((2, 3, 0)), np.zeros((2, 1, 1, 1))), rows, x, dt, weights)
     (v0, b0, _), (v1, b1, c1) = x / (1 + np.exp(-x))
     state = np.exp(-0.7 * 0.25) * 0.5 * v0 * b0 + 0.25 * v1 * b1
     assert kept.ssm[1].values.item() == pytest.approx(state, rel=1e-14)

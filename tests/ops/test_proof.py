@@ -15,7 +15,8 @@ from kvplane.base.errors import FailedPrecondition
 from kvplane_worker.ops import proof, select
 from kvplane_worker.ops.interface import PAGE_OPERATIONS
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.trials import FORMS, Trial, attention_trials, page_trials, trials, write_trials
+from kvplane_worker.ops.trial import Trial
+from kvplane_worker.ops.trials import FORMS, attention_trials, page_trials, trials, write_trials
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops import interpreter
 from tests.ops.contract import CHECKS

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
-from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
+from kvplane_worker.ops.interface import (
+    DeltaInputs,
+    PagedOps,
+    ScanInputs,
+    StateInputs,
+    StatePages,
+    StateRows,
+    StateWeights,
+)
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import states
+from kvplane_worker.ops.triton_ops import delta_rule, selective_scan, states
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.launch import Chip
 from tests.ops import interpreter
@@ -48,6 +57,84 @@ def test_scan_of_long_rows_equals_torch(lengths):
     torch.testing.assert_close(y, TorchOps().state_step(wanted_pages, inputs, weights), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pages.ssm, wanted_pages.ssm, rtol=1e-4, atol=1e-4)
     assert torch.equal(pages.conv, wanted_pages.conv)
+
+
+@pytest.mark.parametrize("lengths", [[67], [1, 40, 12, 2], [1, 1, 1, 1]], ids=str)
+def test_selective_scan_of_long_rows_equals_torch(lengths):
+    """Mamba-1, with a convolution whose last inputs are stored by token."""
+    interpreter.quicken()
+    found, wanted = (mamba_1(ops, lengths) for ops in (TritonOps(), TorchOps()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def mamba_1(ops: PagedOps, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Result and states after a step of Mamba-1."""
+    (_, inputs, weights), drawn = step(lengths), torch.Generator().manual_seed(1)
+    channels, size = inputs.x.shape[1], 16
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=drawn)
+
+    conv, states, count = normal(BLOCKS, WIDTH - 1, channels).mT, normal(BLOCKS, channels, size), len(inputs.x)
+    blocks = (inputs.query_start, inputs.read_block, inputs.write_block)
+    u = ops.convolve(conv, StateRows(*blocks), inputs.x, weights.conv_weight, weights.conv_bias)
+    tokens = u, normal(count, channels).exp() * 0.1, normal(count, size), normal(count, size)
+    y = ops.selective_scan(states, ScanInputs(*blocks, *tokens), -normal(channels, size).exp(), normal(channels))
+    assert not getattr(ops, "fallbacks", {})
+    return y, conv, states
+
+
+@pytest.mark.parametrize("lengths", [[67], [1, 40, 12, 2], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("are_alike", [False, True], ids=["any keys", "equal keys"])
+def test_gated_delta_rule_of_long_rows_equals_torch(lengths, are_alike):
+    """Also where all keys are nearly equal: products of inverses in powers would lose all digits."""
+    interpreter.quicken()
+    found, wanted = (delta_rule_step(ops, lengths, are_alike) for ops in (TritonOps(), TorchOps()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def delta_rule_step(ops: PagedOps, lengths: list[int], are_alike: bool) -> tuple[torch.Tensor, ...]:
+    """Result and states after a step of four heads that share queries and keys of two."""
+    (_, inputs, _), drawn = step(lengths), torch.Generator().manual_seed(1)
+    count = len(inputs.x)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=drawn)
+
+    q, k = (normalize(normal(count, 2, 20), dim=2) for _ in range(2))
+    if are_alike:
+        k = normalize(k[:1] + 0.01 * k, dim=2)
+    states, gate = normal(BLOCKS, 4, 10, 20), normal(count, 4)
+    tokens = q, k, normal(count, 4, 10), -0.1 * gate.exp(), 2 * gate.sigmoid()
+    y = ops.gated_delta_rule(states, DeltaInputs(inputs.query_start, inputs.read_block, inputs.write_block, *tokens))
+    assert not getattr(ops, "fallbacks", {})
+    return y, states
+
+
+@pytest.mark.parametrize(("count", "names"), [(4, "hold advance"), (8192, "hold invert advance")])
+def test_a_gated_delta_rule_is_at_most_three_launches_and_its_depth_is_tokens_over_64(count, names):
+    with torch.device("meta"):
+        ints, k, v = torch.zeros(count, dtype=torch.int32), torch.zeros(count, 2, 128), torch.zeros(count, 4, 128)
+        inputs = DeltaInputs(ints[:5], ints[:4], ints, k, k, v, v[..., 0], v[..., 0])
+        y, launches = delta_rule.launches(torch.zeros(BLOCKS, 4, 128, 128), inputs, H200)
+        run = list(launches)
+    assert " ".join(launch.kernel.__name__.split("_")[0] for launch in run) == names
+    assert y.shape == (count, 4, 128)
+    assert run[-1].constants["S"].chunk == (64 if count > 64 else 0), "0: tokens of short rows, one by one"
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(4, 0), (8192, 64)])
+def test_a_selective_scan_is_two_launches_and_its_depth_is_tokens_over_64(count, chunk):
+    with torch.device("meta"):
+        ints, x, b = torch.zeros(count, dtype=torch.int32), torch.zeros(count, 100), torch.zeros(count, 16)
+        inputs = ScanInputs(ints[:5], ints[:4], ints, x, x, b, b)
+        y, launches = selective_scan.launches(torch.zeros(BLOCKS, 100, 16), inputs, torch.zeros(100, 16), x[0], H200)
+        hold, scan = launches
+    assert (hold.kernel.__name__, scan.kernel.__name__) == ("hold_states", "scan_channels")
+    assert y.shape == (count, 100)
+    assert scan.constants["S"].chunk == chunk, "0: tokens of short rows, one by one"
 
 
 @pytest.mark.parametrize("count", [4, 8192])

@@ -21,6 +21,15 @@ def test_random_walk_of_batches_needs_only_the_kernels_of_the_warm_up():
     assert set(found["planned"]) == {"attention_spans", "merge_parts", "write_tokens", "move_pages"}
     assert sum(found["planned"].values()) <= MOST_KERNELS
     assert found["latents"] == {"attention_spans": 2, "merge_parts": 2, "write_tokens": 1}
+    assert found["states"] == {
+        "hold_states": 4,
+        "convolve_tokens": 2,
+        "keep_inputs": 2,
+        "scan_rows": 2,
+        "scan_channels": 2,
+        "invert_chunks": 1,
+        "advance_heads": 2,
+    }, "of Mamba-2, of Mamba-1 and the delta rule, and of convolutions before these; for decodes and for chunks"
     assert found["worker"] == {"move_pages": 8}, "copy, zero, two sums, gather and scatter, and these for the host link"
     assert found["compiled"] == {name: found["planned"][name] for name in ("write_tokens", "move_pages")}
     assert found["late"] == [{}, {"move_pages": 1}], "one kernel is compiled after the warm-up"

@@ -27,6 +27,9 @@ from kvplane_worker.ops.interface import (
     LatentPages,
     LayerAttention,
     LayerLatents,
+    LayerStates,
+    StatePages,
+    StateRows,
 )
 from kvplane_worker.ops.triton_ops import attention, compiles, moves, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
@@ -93,6 +96,26 @@ def step(rng: random.Random, queries: list[int], width: int) -> Iterator[Launch]
     yield moves.move_launch(moved, moves.Move(int(COPY), ids, ids))
 
 
+def state_layers() -> list[LayerStates]:
+    """Layers of every kind with states."""
+    conv = torch.zeros((8, 3, 768), dtype=torch.bfloat16).mT
+    ssm = {"state_step": torch.zeros((8, 8, 64, 128)), "selective_scan": torch.zeros((8, 768, 16))}
+    ssm["gated_delta_rule"] = torch.zeros((8, 2, 128, 128))
+    return [LayerStates(StatePages(conv, states), torch.bfloat16, operation) for operation, states in ssm.items()]
+
+
+def state_steps(count: int, seed: int) -> Iterator[Launch]:
+    """The launches of a random walk of steps of layers with states."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        rows = rng.choice([1, 7, 64])
+        queries = rng.choice([[1] * rows, [4] * rows, [*[1] * rows, rng.randrange(2, 600)]])
+        starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int()
+        blocks = StateRows(starts, torch.zeros(len(queries)).int(), torch.zeros(sum(queries)).int())
+        for layer in state_layers():
+            yield from compiles.calls_of(layer, blocks, CHIP)
+
+
 def latent_step(tokens: int, batch: Batch) -> Iterator[Launch]:
     layer = latents()
     query = torch.empty((tokens, layer.q_heads, 576), dtype=torch.bfloat16)
@@ -147,6 +170,9 @@ def main() -> int:
     compiles.move_of(pages(), int(CHECKSUM)).compile()
     result: dict[str, Any] = {"planned": names(warmed), "worker": names(of_worker), "later": names(later)}
     result["latents"] = names(of_latents)
+    of_states = {key_of(launch) for launch in compiles.launches_of([], (), state_layers(), CHIP)}
+    result["states"] = names(of_states)
+    result["later"] |= names({key_of(launch) for launch in state_steps(given.steps // 10, given.seed)} - of_states)
     result |= {
         "cpu_s": done.cpu_s,
         "compiled": dict(Counter(done.kernels)),

@@ -18,10 +18,13 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     GroupPages,
     LatentPages,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
 )
 
@@ -202,17 +205,62 @@ def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -
     num_blocks, heads, head_size, state_size = pages.ssm.shape
     channels = heads * head_size + 2 * state_size
     expect("pages.conv", pages.conv, (num_blocks, channels, ANY), FLOATS, pages.ssm)
-    expect("inputs.read_block", inputs.read_block, (ANY,), (torch.int32,), pages.ssm)
-    rows = inputs.read_block.shape[0]
-    expect("inputs.query_start", inputs.query_start, (rows + 1,), (torch.int32,), pages.ssm)
     expect("inputs.x", inputs.x, (ANY, channels), FLOATS, pages.ssm)
-    tokens = inputs.x.shape[0]
-    expect("inputs.dt", inputs.dt, (tokens, heads), FLOATS, pages.ssm)
-    expect("inputs.write_block", inputs.write_block, (tokens,), (torch.int32,), pages.ssm)
+    check_state_rows("inputs", inputs, inputs.x)
+    expect("inputs.dt", inputs.dt, (inputs.x.shape[0], heads), FLOATS, pages.ssm)
     expect("weights.conv_weight", weights.conv_weight, (channels, pages.conv.shape[2] + 1), FLOATS, pages.ssm)
     expect("weights.conv_bias", weights.conv_bias, (channels,), FLOATS, pages.ssm)
     expect("weights.a", weights.a, (heads,), FLOATS, pages.ssm)
     expect("weights.d", weights.d, (heads,), FLOATS, pages.ssm)
+
+
+def check_state_rows(field: str, rows: StateRows, x: Tensor) -> None:
+    """Raise InvalidArgument unless rows and blocks fit to the tokens x [tokens, ...]."""
+    expect(f"{field}.read_block", rows.read_block, (ANY,), (torch.int32,), x)
+    expect(f"{field}.query_start", rows.query_start, (rows.read_block.shape[0] + 1,), (torch.int32,), x)
+    expect(f"{field}.write_block", rows.write_block, (x.shape[0],), (torch.int32,), x)
+
+
+def check_convolution(conv: Tensor, rows: StateRows, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Raise InvalidArgument unless states, tokens and weights of a convolution have the same channels."""
+    expect("conv", conv, (ANY,) * 3, FLOATS, conv)
+    channels = conv.shape[1]
+    expect("x", x, (ANY, channels), (conv.dtype,), conv)
+    check_state_rows("rows", rows, x)
+    expect("weight", weight, (channels, conv.shape[2] + 1), FLOATS, conv)
+    expect("bias", bias, (channels,), FLOATS, conv)
+
+
+def check_scan(states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor) -> None:
+    """Raise InvalidArgument unless states, tokens and weights of a selective scan fit together."""
+    expect("states", states, (ANY,) * 3, FLOATS, states)
+    channels, state_size = states.shape[1:]
+    expect("inputs.x", inputs.x, (ANY, channels), FLOATS, states)
+    check_state_rows("inputs", inputs, inputs.x)
+    tokens = inputs.x.shape[0]
+    expect("inputs.dt", inputs.dt, (tokens, channels), FLOATS, states)
+    for name in ("b", "c"):
+        expect(f"inputs.{name}", getattr(inputs, name), (tokens, state_size), FLOATS, states)
+    expect("a", a, (channels, state_size), FLOATS, states)
+    expect("d", d, (channels,), FLOATS, states)
+
+
+def check_delta_rule(states: Tensor, inputs: DeltaInputs) -> None:
+    """Raise InvalidArgument unless states and tokens of a gated delta rule fit together, and heads are a multiple of
+    the keys' heads.
+    """
+    expect("states", states, (ANY,) * 4, FLOATS, states)
+    heads, value_size, key_size = states.shape[1:]
+    expect("inputs.v", inputs.v, (ANY, heads, value_size), FLOATS, states)
+    check_state_rows("inputs", inputs, inputs.v)
+    tokens = inputs.v.shape[0]
+    expect("inputs.k", inputs.k, (tokens, ANY, key_size), FLOATS, states)
+    key_heads = inputs.k.shape[1]
+    if not key_heads or heads % key_heads:
+        refuse("inputs.k", f"{heads} heads are not a multiple of {key_heads} heads of keys", "give a divisor of heads")
+    expect("inputs.q", inputs.q, tuple(inputs.k.shape), FLOATS, states)
+    for name in ("g", "beta"):
+        expect(f"inputs.{name}", getattr(inputs, name), (tokens, heads), FLOATS, states)
 
 
 def check_group(group: GroupPages) -> None:

@@ -56,11 +56,13 @@ class LatentPages:
 
 @dataclass(frozen=True, slots=True)
 class StatePages:
-    """The recurrent states of one layer (in the form of Mamba-2), as views of the page buffer.
+    """The recurrent states of one layer, as views of the page buffer.
 
     Attributes:
-        conv: [num_blocks, channels, width - 1], the last inputs of the causal convolution, oldest first.
-        ssm: [num_blocks, heads, head_size, state_size], the states.
+        conv: [num_blocks, channels, width - 1], the last inputs of the causal convolution, oldest first. In memory,
+            either channels or tokens are next to each other.
+        ssm: the states: [num_blocks, heads, head_size, state_size] of Mamba-2, [num_blocks, channels, state_size] of
+            Mamba-1, [num_blocks, heads, value_size, key_size] of the gated delta rule.
     """
 
     conv: Tensor
@@ -197,10 +199,12 @@ class LayerStates:
     Attributes:
         pages: the pages of one of these layers.
         dtype: element type of new tokens and weights.
+        operation: the operation of `StateOps` that advances the states; all but `state_step` follow `convolve`.
     """
 
     pages: StatePages
     dtype: torch.dtype
+    operation: str = "state_step"
 
 
 LayerUse = LayerAttention | LayerLatents | LayerStates
@@ -220,8 +224,8 @@ class WarmUp:
 
 
 @dataclass(frozen=True, slots=True)
-class StateInputs:
-    """The tokens of a launch for a recurrent layer, in the order of the rows.
+class StateRows:
+    """The rows of a launch for a recurrent layer, and the blocks of their states.
 
     Attributes:
         query_start: int32 [rows + 1], as in `Batch`.
@@ -229,15 +233,60 @@ class StateInputs:
         write_block: int32 [tokens]: the block that receives the state after the token, 0 = the state is not stored. If
             two tokens of a row have the same block, the state after the later token is stored; two rows never have the
             same block.
-        x: [tokens, channels] with channels = heads x head_size + 2 x state_size: input, B and C before the convolution.
-        dt: [tokens, heads], positive time steps: the caller applies bias and softplus.
     """
 
     query_start: Tensor
     read_block: Tensor
     write_block: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs(StateRows):
+    """The tokens of a launch for a layer of Mamba-2, in the order of the rows.
+
+    Attributes:
+        x: [tokens, channels] with channels = heads x head_size + 2 x state_size: input, B and C before the convolution.
+        dt: [tokens, heads], positive time steps: the caller applies bias and softplus.
+    """
+
     x: Tensor
     dt: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScanInputs(StateRows):
+    """The tokens of a launch for a layer of Mamba-1, in the order of the rows.
+
+    Attributes:
+        x: [tokens, channels], after the convolution.
+        dt: [tokens, channels], positive time steps: the caller applies bias and softplus.
+        b, c: [tokens, state_size].
+    """
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs(StateRows):
+    """The tokens of a launch for a layer with the gated delta rule, in the order of the rows, after the convolution.
+
+    Attributes:
+        q, k: [tokens, key_heads, key_size]; the caller normalises keys and queries, and scales queries. Heads are
+            grouped: heads is a multiple of key_heads.
+        v: [tokens, heads, value_size].
+        g: [tokens, heads]: logarithms of decays, not above 0; one per head, not one per element of a key (as Kimi
+            Linear has).
+        beta: [tokens, heads]: strengths of writing, from 0 to 2.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +357,29 @@ class StateOps(Protocol):
 
         For each token: u = silu(conv(x)), split into v [heads, head_size], B and C [state_size]; h = exp(dt a) h + dt v
         B^T; y = h C + d v (Dao and Gu, "Transformers are SSMs", 2024). All states are read before any is written.
+        """
+
+    def convolve(self, conv: Tensor, rows: StateRows, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return silu(conv(x)) in the type of x, [tokens, channels], and store the last inputs as states.
+
+        The convolution is causal, per channel: conv is `StatePages.conv`; x [tokens, channels], of its type; weight
+        [channels, width]; bias [channels]. All states are read before any is written.
+        """
+
+    def selective_scan(self, states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor) -> Tensor:
+        """Advance the states of Mamba-1 over each row's tokens, and return y [tokens, channels] in the type of x.
+
+        For each token and channel, h [state_size] = exp(dt a) h + dt x B; y = h . C + d x (Gu and Dao, "Mamba", 2023).
+        states is `StatePages.ssm`; a [channels, state_size], negative; d [channels], weight of the input in the output.
+        All states are read before any is written.
+        """
+
+    def gated_delta_rule(self, states: Tensor, inputs: DeltaInputs) -> Tensor:
+        """Advance the states of the gated delta rule over each row's tokens, and return y [tokens, heads, value_size]
+        in the type of v.
+
+        For each token and head, S [value_size, key_size] = exp(g) S; S = S + beta (v - S k) k^T; y = S q (Yang et al.,
+        "Gated Delta Networks", 2025). states is `StatePages.ssm`. All states are read before any is written.
         """
 
 

@@ -24,7 +24,8 @@ import torch
 
 from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.trials import Outcome, Trial, trials
+from kvplane_worker.ops.trial import Outcome, Trial
+from kvplane_worker.ops.trials import trials
 
 LIMIT_S = 1800.0  # FlashInfer compiles for minutes when its cache is empty
 POLL_S = 0.1

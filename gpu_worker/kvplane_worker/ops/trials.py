@@ -7,7 +7,7 @@ values, so that reading such a slot makes the comparison fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,10 +21,9 @@ from kvplane_worker.ops.interface import (
     GroupPages,
     LatentPages,
     PagedOps,
-    StateInputs,
-    StatePages,
-    StateWeights,
 )
+from kvplane_worker.ops.state_trials import state_trials
+from kvplane_worker.ops.trial import Outcome, Source, Trial, bytes_of, ints, poisoned
 
 FP8, FP8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_SIZE, COLUMNS = 16, 6
@@ -33,76 +32,6 @@ LENGTHS = (0, 1, 16, 75, 33, 90)
 QUERIES = (2, 1, 16, 30, 0, 5)
 NUM_BLOCKS = len(LENGTHS) * COLUMNS + 4
 OUTLIER = 40.0
-POISON = 0x7F  # a float whose bytes all have this value is NaN
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a trial.
-
-    Attributes:
-        memory: bytes that must be equal on all backends: pages, and integer results.
-        out: floating-point result, compared with a tolerance; None if there is none.
-    """
-
-    memory: Tensor
-    out: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One case of one operation.
-
-    Attributes:
-        operation: name of the operation.
-        name: what distinguishes the case from other cases of the operation.
-        run: runs the case on new memory, with the same content each time.
-        steps: largest allowed difference between two backends, in `torch.finfo.eps` of the result's type x (1 +
-            |result|).
-    """
-
-    operation: str
-    name: str
-    run: Callable[[PagedOps], Outcome]
-    steps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A source of random numbers. The numbers are computed on the host and copied to the device, so that they are equal
-    on every device.
-    """
-
-    device: torch.device
-    generator: torch.Generator
-
-    @classmethod
-    def of(cls, device: torch.device, seed: int) -> Source:
-        """Return a source that starts from a seed."""
-        return cls(device, torch.Generator().manual_seed(seed))
-
-    def normal(self, *shape: int) -> Tensor:
-        """Return normally distributed numbers, float32 on the host."""
-        return torch.randn(shape, generator=self.generator)
-
-    def bytes(self, *shape: int) -> Tensor:
-        """Return random bytes on the device."""
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator).to(self.device)
-
-    def order(self, count: int) -> Tensor:
-        """Return a random permutation of the numbers below `count`, on the host."""
-        return torch.randperm(count, generator=self.generator)
-
-
-def poisoned(source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a tensor of NaN on the device, and a view of its bytes."""
-    memory = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), POISON, dtype=torch.uint8, device=source.device)
-    return memory.view(dtype), memory
-
-
-def ints(source: Source, values: Sequence[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Copy integers to the device."""
-    return torch.as_tensor(values, dtype=dtype).to(source.device)
 
 
 def trials(device: torch.device) -> tuple[Trial, ...]:
@@ -201,11 +130,6 @@ def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tup
     on_device = [None if scale is None else scale.to(source.device) for scale in scales]
     batch = Batch(ints(source, table), ints(source, LENGTHS))
     return AttentionPages(room[:, 0], room[:, 1], *on_device), memory, batch
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view as bytes, which masks and indices support for every element type."""
-    return tensor.view(torch.uint8)
 
 
 def block_table(source: Source, form: Form, queries: tuple[int, ...]) -> Tensor:
@@ -315,40 +239,6 @@ def written_latent(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> O
     pages = LatentPages(rows, torch.full((1,), 0.25, device=device) if dtype.itemsize == 1 else None)
     ops.write_latent(pages, source.normal(TOKENS, LATENT).bfloat16().to(device), slots(source))
     return Outcome(memory)
-
-
-# ---- recurrent states
-
-
-def state_trials(device: torch.device) -> list[Trial]:
-    """Return a trial of a state step in which rows read blocks that other rows write, and in which one row writes a
-    block twice.
-    """
-    return [Trial("state_step", "float32", partial(stepped, device), 300)]
-
-
-def stepped(device: torch.device, ops: PagedOps) -> Outcome:
-    """Run a state step of three rows with 3, 1 and 4 tokens.
-
-    `out` has y and then the states, since both are compared with a tolerance.
-    """
-    source, (heads, size, state, width, blocks) = Source.of(device, 6), (2, 8, 4, 4, 8)
-    channels = heads * size + 2 * state
-    pages = StatePages(
-        *(source.normal(blocks, *shape).to(device) for shape in ((channels, width - 1), (heads, size, state)))
-    )
-    pages.conv[0], pages.ssm[0] = torch.nan, torch.nan
-    inputs = StateInputs(
-        query_start=ints(source, [0, 3, 4, 8]),
-        read_block=ints(source, [1, 2, 0]),
-        write_block=ints(source, [2, 0, 3, 1, 4, 5, 4, 6]),
-        x=source.normal(8, channels).to(device),
-        dt=source.normal(8, heads).exp().to(device),
-    )
-    parts = (source.normal(channels, width), source.normal(channels), -source.normal(heads).exp(), source.normal(heads))
-    y = ops.state_step(pages, inputs, StateWeights(*(part.to(device) for part in parts)))
-    after = torch.cat([part.flatten() for part in (y, pages.conv[1:], pages.ssm[1:])])
-    return Outcome(torch.cat([bytes_of(pages.conv[0].flatten()), bytes_of(pages.ssm[0].flatten())]), after)
 
 
 # ---- whole pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,11 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
 )
 from kvplane_worker.ops.triton_ops import attention
@@ -118,30 +121,83 @@ def seconds(clock: Clock, heads: Heads, rows: Rows, rule: AttentionRule | None =
 
 
 def states(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    """Steps of a layer of Mamba-2: decodes move states; prompts move tokens, since states stay on chip or in caches."""
-    heads, size, state = 4 * sizes.kv_heads, 64, 128
-    channels = heads * size + 2 * state
+    """Steps of layers with states: decodes move states; prompts move tokens, since states stay on chip or in caches."""
     for count in (1, sizes.context // 16):
-        tokens, blocks = sizes.rows * count, sizes.rows + 1
-        conv = torch.randn((blocks, channels, 3), device=clock.device).bfloat16()
-        pages = StatePages(conv, torch.randn((blocks, heads, size, state), device=clock.device))
-        starts = torch.arange(0, tokens + 1, count, dtype=torch.int32, device=clock.device)
-        write = torch.zeros(tokens, dtype=torch.int32, device=clock.device)
-        write[count - 1 :: count] = torch.arange(1, blocks, dtype=torch.int32, device=clock.device)
-        x = torch.randn((tokens, channels), device=clock.device).bfloat16()
-        dt = torch.rand((tokens, heads), device=clock.device)
-        inputs = StateInputs(starts, write[count - 1 :: count].contiguous(), write, x, dt)
-        shapes = ((channels, 4), (channels,), (heads,), (heads,))
-        weight, bias, a, d = (torch.randn(shape, device=clock.device) for shape in shapes)
-        weights, ops = StateWeights(weight, bias, -a.abs(), d), TritonOps()
-        moved = 8 * sizes.rows * heads * size * state + 4 * tokens * channels
+        rows, blocks = state_rows(sizes.rows, count, clock.device), sizes.rows + 1
+        for make in (mamba_2, mamba_1, gated_delta_rule):
+            name, moved, work = make(rows, blocks, sizes, clock.device)
+            rate = moved / clock.seconds(work)
+            what = f"{name}: {sizes.rows} rows of {count} tokens"
+            yield Figure(what, rate, limits.copy.name, rate / limits.copy.value)
 
-        def work() -> Tensor:
-            return ops.state_step(pages, inputs, weights)  # noqa: B023 - called within the iteration
 
-        rate = moved / clock.seconds(work)
-        name = f"states, {heads} heads of {size} x {state}: {sizes.rows} rows of {count} tokens"
-        yield Figure(name, rate, limits.copy.name, rate / limits.copy.value)
+Work = tuple[str, int, Callable[[], Tensor]]
+
+
+def state_rows(rows: int, count: int, device: torch.device) -> StateRows:
+    """Rows of as many tokens each, whose last states are stored where they were read."""
+    starts = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=device)
+    write = torch.zeros(rows * count, dtype=torch.int32, device=device)
+    write[count - 1 :: count] = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    return StateRows(starts, write[count - 1 :: count].contiguous(), write)
+
+
+def mamba_2(rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) -> Work:
+    """A step of Mamba-2: name, bytes that it must move, and the work."""
+    heads, size, state = 4 * sizes.kv_heads, 64, 128
+    channels, tokens = heads * size + 2 * state, len(rows.write_block)
+    conv = torch.randn((blocks, 3, channels), device=device).bfloat16().mT
+    pages = StatePages(conv, torch.randn((blocks, heads, size, state), device=device))
+    x = torch.randn((tokens, channels), device=device).bfloat16()
+    dt = torch.rand((tokens, heads), device=device)
+    inputs = StateInputs(rows.query_start, rows.read_block, rows.write_block, x, dt)
+    weight, bias, a, d = (
+        torch.randn(shape, device=device) for shape in ((channels, 4), (channels,), (heads,), (heads,))
+    )
+    weights, ops = StateWeights(weight, bias, -a.abs(), d), TritonOps()
+    moved = 8 * (blocks - 1) * heads * size * state + 4 * tokens * channels
+    name = f"states of Mamba-2, {heads} heads of {size} x {state}"
+    return name, moved, lambda: ops.state_step(pages, inputs, weights)
+
+
+def mamba_1(rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) -> Work:
+    """A convolution and a selective scan, without the projection between them."""
+    channels, size, tokens = 512 * sizes.kv_heads, 16, len(rows.write_block)
+    conv = torch.randn((blocks, 3, channels), device=device).bfloat16().mT
+    states, ops = torch.randn((blocks, channels, size), device=device), TritonOps()
+    x, dt = (torch.randn((tokens, channels), device=device).bfloat16() for _ in range(2))
+    b, c = (torch.randn((tokens, size), device=device).bfloat16() for _ in range(2))
+    weight, a, d = (torch.randn(shape, device=device) for shape in ((channels, 4), (channels, size), (channels,)))
+    dt, a = dt.exp(), -a.exp()
+
+    def work() -> Tensor:
+        u = ops.convolve(conv, rows, x, weight, d)
+        inputs = ScanInputs(rows.query_start, rows.read_block, rows.write_block, u, dt, b, c)
+        return ops.selective_scan(states, inputs, a, d)
+
+    moved = 8 * (blocks - 1) * channels * size + 10 * tokens * channels
+    return f"states of Mamba-1, {channels} channels x {size}", moved, work
+
+
+def gated_delta_rule(rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) -> Work:
+    """A convolution and a gated delta rule, without the normalisation between them."""
+    heads, key_heads, size, tokens = 4 * sizes.kv_heads, 2 * sizes.kv_heads, 128, len(rows.write_block)
+    channels, states = (2 * key_heads + heads) * size, torch.randn((blocks, heads, size, size), device=device)
+    conv = torch.randn((blocks, 3, channels), device=device).bfloat16().mT
+    x, weight = torch.randn((tokens, channels), device=device).bfloat16(), torch.randn((channels, 4), device=device)
+    g, beta = -torch.rand((tokens, heads), device=device), torch.rand((tokens, heads), device=device)
+    q, k = (torch.randn((tokens, key_heads, size), device=device) for _ in range(2))
+    q, k = (functional.normalize(part, dim=2).bfloat16() for part in (q, k))
+    ops = TritonOps()
+
+    def work() -> Tensor:
+        u = ops.convolve(conv, rows, x, weight, weight[:, 0])
+        v = u[:, 2 * key_heads * size :].view(tokens, heads, size)
+        inputs = DeltaInputs(rows.query_start, rows.read_block, rows.write_block, q, k, v, g, beta)
+        return ops.gated_delta_rule(states, inputs)
+
+    moved = 8 * (blocks - 1) * heads * size**2 + 2 * tokens * (3 * channels + heads * size)
+    return f"states of a gated delta rule, {heads} heads of {size} x {size}", moved, work
 
 
 def host(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:

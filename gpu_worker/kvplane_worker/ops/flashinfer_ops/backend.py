@@ -49,7 +49,9 @@ class FlashInferOps:
         self._rows: PerBatch[PagedRows | str] = PerBatch(MAX_ROWS)
         self._plans: PerBatch[Planned] = PerBatch(MAX_PLANS, synchronize)
         self._workspaces: dict[torch.device, Tensor] = {}
-        self.write_kv, self.write_latent, self.state_step = other.write_kv, other.write_latent, other.state_step
+        self.write_kv, self.write_latent = other.write_kv, other.write_latent
+        self.state_step, self.convolve, self.selective_scan = other.state_step, other.convolve, other.selective_scan
+        self.gated_delta_rule = other.gated_delta_rule
         self.copy_pages, self.zero_pages = other.copy_pages, other.zero_pages
         self.gather, self.scatter, self.checksum = other.gather, other.scatter, other.checksum
         self.warm_up = other.warm_up

@@ -12,11 +12,14 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     GroupPages,
     LatentPages,
     LayerUse,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
     WarmUp,
 )
@@ -91,6 +94,21 @@ class TorchOps:
         """Advance recurrent states; see `StateOps.state_step`."""
         checks.check_state(pages, inputs, weights)
         return state.step(pages, inputs, weights)
+
+    def convolve(self, conv: Tensor, rows: StateRows, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Compute a causal convolution; see `StateOps.convolve`."""
+        checks.check_convolution(conv, rows, x, weight, bias)
+        return state.convolve(conv, rows, x, weight, bias)
+
+    def selective_scan(self, states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor) -> Tensor:
+        """Advance the states of Mamba-1; see `StateOps.selective_scan`."""
+        checks.check_scan(states, inputs, a, d)
+        return state.selective_scan(states, inputs, a, d)
+
+    def gated_delta_rule(self, states: Tensor, inputs: DeltaInputs) -> Tensor:
+        """Advance the states of the gated delta rule; see `StateOps.gated_delta_rule`."""
+        checks.check_delta_rule(states, inputs)
+        return state.gated_delta_rule(states, inputs)
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks; see `PageOps.copy_pages`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -13,19 +13,22 @@ from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     GroupPages,
     LatentPages,
     LayerUse,
     PagedOps,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
     WarmUp,
 )
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import attention, compiles, moves, states, writes
+from kvplane_worker.ops.triton_ops import attention, compiles, delta_rule, moves, selective_scan, states, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
-from kvplane_worker.ops.triton_ops.launch import chip_of
+from kvplane_worker.ops.triton_ops.launch import Launch, chip_of
 from kvplane_worker.ops.triton_ops.link import HostLink
 from kvplane_worker.ops.triton_ops.remembered import Batches, ByForm, form_of, form_of_rule, form_of_sums
 
@@ -151,11 +154,28 @@ class TritonOps:
         checks.check_state(pages, inputs, weights)
         if self._refused("state_step", states.refusal(pages, inputs)):
             return self._other.state_step(pages, inputs, weights)
-        y, launches = states.launches(pages, inputs, weights, chip_of(inputs.x.device))
-        if inputs.x.shape[0]:
-            for launch in launches:
-                launch.run()
-        return y.to(inputs.x.dtype)
+        return _result(inputs.x, *states.launches(pages, inputs, weights, chip_of(inputs.x.device)))
+
+    def convolve(self, conv: Tensor, rows: StateRows, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Compute a causal convolution; see `StateOps.convolve`."""
+        checks.check_convolution(conv, rows, x, weight, bias)
+        if self._refused("convolve", states.refused_convolution(conv, x)):
+            return self._other.convolve(conv, rows, x, weight, bias)
+        return _result(x, *states.convolve(conv, rows, x, weight, bias, chip_of(x.device)))
+
+    def selective_scan(self, states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor) -> Tensor:
+        """Advance the states of Mamba-1; see `StateOps.selective_scan`."""
+        checks.check_scan(states, inputs, a, d)
+        if self._refused("selective_scan", selective_scan.refusal(states, inputs)):
+            return self._other.selective_scan(states, inputs, a, d)
+        return _result(inputs.x, *selective_scan.launches(states, inputs, a, d, chip_of(inputs.x.device)))
+
+    def gated_delta_rule(self, states: Tensor, inputs: DeltaInputs) -> Tensor:
+        """Advance the states of the gated delta rule; see `StateOps.gated_delta_rule`."""
+        checks.check_delta_rule(states, inputs)
+        if self._refused("gated_delta_rule", delta_rule.refusal(states, inputs)):
+            return self._other.gated_delta_rule(states, inputs)
+        return _result(inputs.v, *delta_rule.launches(states, inputs, chip_of(inputs.v.device)))
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole blocks; see `PageOps.copy_pages`."""
@@ -289,3 +309,11 @@ class TritonOps:
         if reason:
             self.fallbacks[operation] = reason
         return bool(reason)
+
+
+def _result(tokens: Tensor, out: Tensor, launches: Iterable[Launch]) -> Tensor:
+    """Run launches unless there are no tokens, and return their result in the type of the tokens."""
+    if tokens.shape[0]:
+        for launch in launches:
+            launch.run()
+    return out.to(tokens.dtype)

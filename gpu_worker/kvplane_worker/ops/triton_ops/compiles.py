@@ -20,16 +20,19 @@ from torch import Tensor
 
 from kvplane_worker.ops.interface import (
     Batch,
+    DeltaInputs,
     GroupPages,
     LayerAttention,
     LayerLatents,
     LayerStates,
     LayerUse,
+    ScanInputs,
     StateInputs,
+    StateRows,
     StateWeights,
     WarmUp,
 )
-from kvplane_worker.ops.triton_ops import attention, moves, states, writes
+from kvplane_worker.ops.triton_ops import attention, delta_rule, moves, selective_scan, states, writes
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
@@ -162,18 +165,38 @@ def starts_of(queries: int, device: torch.device) -> Tensor | None:
 
 def step_launches(layer: LayerStates, chip: Chip) -> Iterator[Launch]:
     """Return the launches of steps of a layer with states: of one token, and of many."""
-    pages, device = layer.pages, layer.pages.ssm.device
-    channels, heads = pages.conv.shape[1], pages.ssm.shape[1]
+    for count in (1, states.CHUNK):
+        ints = torch.zeros(count + 1, dtype=torch.int32, device=layer.pages.conv.device)
+        yield from calls_of(layer, StateRows(ints[:2], ints[:1], ints[:count]), chip)
+
+
+def calls_of(layer: LayerStates, rows: StateRows, chip: Chip) -> Iterator[Launch]:
+    """Return the launches of a step of a layer with states."""
+    (conv, ssm), count = (layer.pages.conv, layer.pages.ssm), rows.write_block.shape[0]
+    blocks, channels = (rows.query_start, rows.read_block, rows.write_block), conv.shape[1]
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=layer.dtype, device=device)
+        return torch.empty(shape, dtype=layer.dtype, device=conv.device)
 
-    weights = StateWeights(empty(channels, pages.conv.shape[2] + 1), empty(channels), empty(heads), empty(heads))
-    for count in (1, states.CHUNK):
-        ints = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        inputs = StateInputs(ints[:2], ints[:1], ints[:count], empty(count, channels), empty(count, heads))
-        if not states.refusal(pages, inputs):
-            yield from states.launches(pages, inputs, weights, chip)[1]
+    x, taps, one = empty(count, channels), empty(channels, conv.shape[2] + 1), empty(channels)
+    if layer.operation == "state_step":
+        head = empty(ssm.shape[1])
+        inputs = StateInputs(*blocks, x, empty(count, ssm.shape[1]))
+        if not states.refusal(layer.pages, inputs):
+            yield from states.launches(layer.pages, inputs, StateWeights(taps, one, head, head), chip)[1]
+        return
+    if not states.refused_convolution(conv, x):
+        yield from states.convolve(conv, rows, x, taps, one, chip)[1]
+    if layer.operation == "selective_scan":
+        scanned = ScanInputs(*blocks, x, x, empty(count, ssm.shape[2]), empty(count, ssm.shape[2]))
+        if not selective_scan.refusal(ssm, scanned):
+            yield from selective_scan.launches(ssm, scanned, empty(channels, ssm.shape[2]), one, chip)[1]
+    if layer.operation == "gated_delta_rule":
+        _, heads, value_size, key_size = ssm.shape
+        k, gate = empty(count, (channels - heads * value_size) // (2 * key_size), key_size), empty(count, heads)
+        corrected = DeltaInputs(*blocks, k, k, empty(count, heads, value_size), gate, gate)
+        if not delta_rule.refusal(ssm, corrected):
+            yield from delta_rule.launches(ssm, corrected, chip)[1]
 
 
 def query_of(layer: LayerAttention, queries: int) -> Tensor:

@@ -1,17 +1,21 @@
-"""Recurrent states: kernel arguments, and the launches of a step. No launch depends on values on the device."""
+"""Recurrent states: kernel arguments, and the launches of convolutions and of steps of Mamba-2. No launch depends on
+values on the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
+from kvplane_worker.ops.interface import StateInputs, StatePages, StateRows, StateWeights
 from kvplane_worker.ops.triton_ops.kernels import states as kernels
 from kvplane_worker.ops.triton_ops.kernels.arguments import (
+    ConvolutionShape,
+    ConvolutionWeights,
     HeldStates,
+    StateBlocks,
     StateMemory,
     StateShape,
     StateTokens,
@@ -29,7 +33,6 @@ CHUNK, CHUNK_OF_DECODES = 64, 16
 # registers. Decodes load a state at once.
 HEAD_TILE, HEAD_TILE_OF_DECODES = 16, 32
 PART, PART_OF_DECODES = 32, MAX_STATE
-TILE_TOKENS, TILE_COLUMNS, PIECE = 16, 256, 4096
 SCAN_WARPS = 8
 # y of bfloat16 has 8 bits, products of 11 bits are enough.
 FULL_PRECISION, SOME_PRECISION = "tf32x3", "tf32"
@@ -37,16 +40,99 @@ FULL_PRECISION, SOME_PRECISION = "tf32x3", "tf32"
 
 def refusal(pages: StatePages, inputs: StateInputs) -> str:
     """Return why no kernel supports these states and inputs; "" if one does."""
-    types = {inputs.x.dtype, inputs.dt.dtype, pages.conv.dtype, pages.ssm.dtype}
-    if not types.issubset(TAKEN) or inputs.x.dtype != pages.conv.dtype:
-        return f"no kernel advances states of {pages.ssm.dtype} by {inputs.x.dtype}"
-    if pages.ssm.shape[3] > MAX_STATE or pages.conv.shape[2] >= MAX_WIDTH:
-        return f"states of {pages.ssm.shape[3]} elements or a convolution of {pages.conv.shape[2] + 1} tokens"
-    if not (pages.conv[0].is_contiguous() and pages.ssm[0].is_contiguous()):
+    why = refused_types(pages.ssm, inputs.x, inputs.dt) or refused_convolution(pages.conv, inputs.x)
+    if not why and pages.ssm.shape[3] > MAX_STATE:
+        return f"states of {pages.ssm.shape[3]} elements"
+    return why
+
+
+def refused_types(states: Tensor, *inputs: Tensor) -> str:
+    """Return why no kernel reads these states and inputs [tokens, ...]; "" if one does."""
+    types = {one.dtype for one in (states, *inputs)}
+    if not types.issubset(TAKEN):
+        return f"no kernel advances states of {states.dtype} by {', '.join(sorted(map(str, types)))}"
+    if not states[0].is_contiguous():
         return "the states of a block are not contiguous"
-    if inputs.x.stride(1) != 1 or inputs.dt.stride(1) != 1:
+    if any(one.shape[1] > 1 and not one[:1].is_contiguous() for one in inputs if len(one)):
         return "the elements of a token are not contiguous"
     return ""
+
+
+def refused_convolution(conv: Tensor, x: Tensor) -> str:
+    """Return why no kernel convolves these inputs; "" if one does."""
+    if conv.dtype not in TAKEN or x.dtype != conv.dtype:
+        return f"no kernel convolves {x.dtype} after {conv.dtype}"
+    if conv.shape[2] >= MAX_WIDTH:
+        return f"a convolution of {conv.shape[2] + 1} tokens"
+    if not (conv[0].is_contiguous() or conv[0].T.is_contiguous()):
+        return "the last inputs of a block are not contiguous"
+    return "" if x.stride(1) == 1 else "the elements of a token are not contiguous"
+
+
+def memory_of(conv: Tensor | None, states: Tensor | None) -> StateMemory:
+    """Return the pages of an operation as kernels take them."""
+    memory = StateMemory()
+    if conv is not None:
+        by_block, by_channel, by_token = conv.stride()
+        memory = StateMemory(conv, by_block, by_channel, by_token)
+    return memory if states is None else memory._replace(ssm=states, ssm_stride=states.stride(0))
+
+
+def held_of(conv: Tensor | None, states: Tensor | None, rows: int) -> HeldStates:
+    """Return memory for copies of what rows read."""
+    held = HeldStates()
+    if conv is not None:
+        held = held._replace(conv=conv.new_empty((rows, conv.shape[2], conv.shape[1])))
+    if states is not None:
+        held = held._replace(
+            is_shared=states.new_empty((rows,), dtype=torch.int32),
+            ssm=states.new_empty((rows, *states.shape[1:]), dtype=torch.float32),
+        )
+    return held
+
+
+def blocks_of(rows: StateRows) -> StateBlocks:
+    """Return the tensors of rows as kernels take them."""
+    return StateBlocks(rows.query_start, rows.read_block, rows.write_block)
+
+
+def hold(rows: StateRows, memory: StateMemory, held: HeldStates) -> Launch:
+    """Return the launch that copies what rows read, before any is written."""
+    count, num_tokens = rows.read_block.shape[0], rows.write_block.shape[0]
+    shape = shape_of_pages(memory)
+    largest = max(shape.channels * (shape.width - 1), shape.state)
+    grid = (count, -(-largest // shape.piece))
+    return Launch(kernels.hold_states, grid, (blocks_of(rows), memory, held, num_tokens), {"S": shape})
+
+
+def shape_of_pages(memory: StateMemory) -> ConvolutionShape:
+    """Return the compile-time constants of kernels that hold, convolve and keep inputs."""
+    shape = ConvolutionShape(state=0 if memory.ssm is None else memory.ssm[0].numel())
+    if memory.conv is None:
+        return shape
+    return ConvolutionShape(memory.conv.shape[1], memory.conv.shape[2] + 1, shape.state)
+
+
+def convolve(
+    conv: Tensor, rows: StateRows, x: Tensor, weight: Tensor, bias: Tensor, chip: Chip
+) -> tuple[Tensor, Iterator[Launch]]:
+    """Return memory for silu(conv(x)), and the launches that compute it and keep the last inputs."""
+    u = x.new_empty(x.shape, dtype=torch.float32 if chip.interpreted else x.dtype)
+    memory, held = memory_of(conv, None), held_of(conv, None, rows.read_block.shape[0])
+    tokens = StateTokens(*blocks_of(rows), x, x.stride(0))
+    first, last = convolutions(tokens, memory, held, ConvolutionWeights(weight.contiguous(), bias.contiguous()), u)
+    return u, iter((hold(rows, memory, held), first, last))
+
+
+def convolutions(
+    tokens: StateTokens, memory: StateMemory, held: HeldStates, weights: ConvolutionWeights, u: Tensor
+) -> tuple[Launch, Launch]:
+    """Return the launch that convolves, and the one that keeps the last inputs."""
+    count, rows, shape = tokens.x.shape[0], tokens.read.shape[0], shape_of_pages(memory)
+    tiles = -(-shape.channels // shape.columns)
+    grid, given = (-(-count // shape.tokens), tiles), (tokens, weights, held, u, count, rows)
+    keep = Launch(kernels.keep_inputs, (rows, tiles), (tokens, memory, held), {"S": shape})
+    return Launch(kernels.convolve_tokens, grid, given, {"S": shape}), keep
 
 
 def shape_of(pages: StatePages, inputs: StateInputs, chip: Chip) -> StateShape:
@@ -58,14 +144,10 @@ def shape_of(pages: StatePages, inputs: StateInputs, chip: Chip) -> StateShape:
         heads=heads,
         head_size=head_size,
         state_size=state_size,
-        width=pages.conv.shape[2] + 1,
         chunk=CHUNK if is_long else CHUNK_OF_DECODES,
         padded_v=min(HEAD_TILE if in_parts else HEAD_TILE_OF_DECODES, power_of_two(head_size)),
         part_n=min(PART if in_parts else PART_OF_DECODES, power_of_two(state_size)),
         round_bfloat16=chip.interpreted and pages.ssm.dtype == torch.bfloat16,
-        tokens=TILE_TOKENS,
-        columns=TILE_COLUMNS,
-        piece=PIECE,
         precision=FULL_PRECISION,
         precision_y=SOME_PRECISION if inputs.x.dtype == torch.bfloat16 else FULL_PRECISION,
     )
@@ -77,33 +159,20 @@ def launches(
     """Return memory for y, and the launches of a step."""
     shape = shape_of(pages, inputs, chip)
     x, rows = inputs.x, inputs.read_block.shape[0]
-    count = x.shape[0]
-    dtype = torch.float32 if chip.interpreted else x.dtype
-    y = x.new_empty((count, shape.heads, shape.head_size), dtype=dtype)
-    u = x.new_empty((count, shape.channels), dtype=torch.float32)
-    held = HeldStates(
-        x.new_empty((rows,), dtype=torch.int32),
-        pages.conv.new_empty((rows, *pages.conv.shape[1:])),
-        pages.ssm.new_empty((rows, *pages.ssm.shape[1:]), dtype=torch.float32),
-    )
-    tokens = StateTokens(
-        inputs.query_start, inputs.read_block, inputs.write_block, x, x.stride(0), inputs.dt, inputs.dt.stride(0)
-    )
-    memory = StateMemory(pages.conv, pages.conv.stride(0), pages.ssm, pages.ssm.stride(0))
-    vectors = StateVectors(
-        weights.conv_weight.contiguous(), weights.conv_bias.contiguous(), weights.a.contiguous(), weights.d.contiguous()
-    )
-    constants, shared = {"S": shape}, {"S": replace(shape, chunk=CHUNK)}
-    largest = max(shape.channels * (shape.width - 1), shape.heads * shape.head_size * shape.state_size)
-    tiles = -(-shape.channels // shape.columns)
+    y = x.new_empty((x.shape[0], shape.heads, shape.head_size), dtype=torch.float32 if chip.interpreted else x.dtype)
+    u = x.new_empty(x.shape, dtype=torch.float32)
+    memory, held = memory_of(pages.conv, pages.ssm), held_of(pages.conv, pages.ssm, rows)
+    tokens = StateTokens(*blocks_of(inputs), x, x.stride(0), inputs.dt, inputs.dt.stride(0))
+    taps = ConvolutionWeights(weights.conv_weight.contiguous(), weights.conv_bias.contiguous())
+    vectors = StateVectors(weights.a.contiguous(), weights.d.contiguous())
+    convolve, keep = convolutions(tokens, memory, held, taps, u)
 
     def all_of() -> Iterator[Launch]:
-        yield Launch(kernels.hold_states, (rows, -(-largest // PIECE)), (tokens, memory, held, count), shared)
-        grid = (-(-count // shape.tokens), tiles)
-        yield Launch(kernels.convolve_tokens, grid, (tokens, vectors, held, u, count, rows), shared)
+        yield hold(inputs, memory, held)
+        yield convolve
         parts = -(-shape.head_size // shape.padded_v)
         scanned = (tokens, vectors, u, memory, held, y)
-        yield Launch(kernels.scan_rows, (rows, shape.heads, parts), scanned, constants, SCAN_WARPS)
-        yield Launch(kernels.keep_inputs, (rows, tiles), (tokens, memory, held), shared)
+        yield Launch(kernels.scan_rows, (rows, shape.heads, parts), scanned, {"S": shape}, SCAN_WARPS)
+        yield keep
 
     return y, all_of()

@@ -146,81 +146,207 @@ class MergeShape:
     parts: int
 
 
+class StateBlocks(NamedTuple):
+    """The tensors of `StateRows`."""
+
+    starts: Tensor
+    read: Tensor
+    write: Tensor
+
+
 class StateTokens(NamedTuple):
-    """The tokens of `StateInputs`, with the strides of a token of x and dt."""
+    """The tensors of `StateRows`, and inputs of a convolution with the stride of a token; of Mamba-2 also dt."""
 
     starts: Tensor
     read: Tensor
     write: Tensor
     x: Tensor
     x_stride: int
+    dt: Tensor | None = None
+    dt_stride: int = 0
+
+
+class ScanTokens(NamedTuple):
+    """The tensors of `ScanInputs`, with the strides of a token, and the weights of a selective scan, contiguous."""
+
+    x: Tensor
     dt: Tensor
-    dt_stride: int
+    b: Tensor
+    c: Tensor
+    strides: tuple[int, int, int, int]
+    a: Tensor
+    d: Tensor
+
+
+class DeltaTokens(NamedTuple):
+    """The tokens of `DeltaInputs`, with the strides of a token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    strides: tuple[int, int, int, int, int]
 
 
 class StateMemory(NamedTuple):
-    """The pages of `StatePages`, with the strides of a block, in elements."""
+    """The pages of `StatePages`, with the strides of a block, a channel and a token of a convolution's inputs, and of a
+    block of states, in elements. An operation has only those that it uses.
+    """
 
-    conv: Tensor
-    conv_stride: int
-    ssm: Tensor
-    ssm_stride: int
+    conv: Tensor | None = None
+    conv_stride: int = 0
+    channel_stride: int = 0
+    token_stride: int = 0
+    ssm: Tensor | None = None
+    ssm_stride: int = 0
 
 
-class StateVectors(NamedTuple):
-    """The weights of `StateWeights`, contiguous."""
+class ConvolutionWeights(NamedTuple):
+    """The weights of a convolution, contiguous."""
 
     conv: Tensor
     bias: Tensor
+
+
+class StateVectors(NamedTuple):
+    """The weights a and d of `StateWeights`, contiguous."""
+
     a: Tensor
     d: Tensor
 
 
 class HeldStates(NamedTuple):
-    """Copies of what rows read: whether another row overwrites a row's block, int32 [rows]; the inputs of convolutions
-    [rows, channels, width - 1]; and states, float32 [rows, heads, head_size, state_size], before the row where another
-    row overwrites them, then after each chunk that another follows.
+    """Copies of what rows read: the inputs of convolutions [rows, width - 1, channels]; whether another row overwrites
+    a row's block, int32 [rows]; and states, float32 [rows, ...], before the row where another row overwrites them. The
+    scans by matrix products then store them after each chunk that another follows.
     """
 
-    is_shared: Tensor
-    conv: Tensor
-    ssm: Tensor
+    conv: Tensor | None = None
+    is_shared: Tensor | None = None
+    ssm: Tensor | None = None
+
+
+class HeldChunks(NamedTuple):
+    """`HeldStates` of the gated delta rule, and the matrices of chunks that depend on no state, float32 [tokens, heads,
+    chunk]: a row per token.
+    """
+
+    is_shared: Tensor | None
+    ssm: Tensor | None
+    inverse: Tensor
+    products: Tensor
+
+
+@dataclass(frozen=True)
+class ConvolutionShape:
+    """Compile-time constants of the kernels that hold states, convolve, and keep the inputs of convolutions.
+
+    Attributes:
+        channels, width: channels of a convolution, and tokens that it covers; 0 and 1 without a convolution.
+        state: elements of a state; 0 = none is held.
+        chunk: tokens in which blocks are looked for at a time.
+        tokens, columns: size of a tile of the convolution; piece: elements copied by a program.
+        scan, scan_rows: tokens and rows that are looked at in one step.
+    """
+
+    channels: int = 0
+    width: int = 1
+    state: int = 0
+    chunk: int = 64
+    tokens: int = 16
+    columns: int = 256
+    piece: int = 4096
+    scan: int = 1024
+    scan_rows: int = 32
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """Compile-time constants of the kernels of recurrent states.
+    """Compile-time constants of the scan of Mamba-2.
 
     Attributes:
-        heads, head_size, state_size: see `StatePages`; width: tokens that the convolution covers.
+        heads, head_size, state_size: see `StatePages`.
         chunk: tokens of a step of the scan.
         padded_v: elements of a head per program; part_n: columns of a state that one product takes.
         round_bfloat16: whether states must be rounded before they are stored.
-        tokens, columns: size of a tile of the convolution; piece: elements copied by a program.
-        scan, scan_rows: tokens and rows that are looked at in one step.
         precision: of the products of states: float32 in three products of tensor cores; precision_y: of those of y.
     """
 
     heads: int
     head_size: int
     state_size: int
-    width: int
     chunk: int
     padded_v: int
     part_n: int
     round_bfloat16: bool
-    tokens: int
-    columns: int
-    piece: int
     precision: str
     precision_y: str
-    scan: int = 1024
-    scan_rows: int = 32
 
     @property
     def channels(self) -> int:
         """The channels of the convolution: inputs of all heads, B and C."""
         return self.heads * self.head_size + 2 * self.state_size
+
+
+@dataclass(frozen=True)
+class ScanShape:
+    """Compile-time constants of the selective scan of Mamba-1.
+
+    Attributes:
+        channels, state_size: see `StatePages`; padded_n: elements of a state, padded to a power of two.
+        columns: channels of a program.
+        chunk: tokens that are scanned at a time; 0 = tokens are taken one by one.
+        short: most tokens of a row that are taken one by one.
+        round_bfloat16: whether states must be rounded before they are stored.
+    """
+
+    channels: int
+    state_size: int
+    padded_n: int
+    columns: int
+    chunk: int
+    short: int
+    round_bfloat16: bool
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Compile-time constants of the kernels of the gated delta rule.
+
+    Attributes:
+        heads, value_size, key_size: see `StatePages`; group: heads per head of keys and queries.
+        padded_v: elements of a value per program; padded_k: elements of a key, padded to a power of two; part_k:
+            columns of a state that one product takes.
+        chunk: tokens of a step of the scan; 0 = tokens are taken one by one. strip: rows of an inverse that are
+            computed together.
+        short: most tokens of a row that are taken one by one.
+        round_bfloat16: whether states must be rounded before they are stored.
+        precision, precision_y: as in `StateShape`; precision_k: of products of keys and queries, which have 11 bits or
+            fewer in 16-bit types.
+        scan_rows: rows that are looked at in one step.
+    """
+
+    heads: int
+    group: int
+    value_size: int
+    key_size: int
+    padded_v: int
+    padded_k: int
+    part_k: int
+    chunk: int
+    strip: int
+    short: int
+    round_bfloat16: bool
+    precision: str
+    precision_y: str
+    precision_k: str
+    scan_rows: int = 32
+
+    @property
+    def levels(self) -> int:
+        """The steps in which blocks of an inverse double up to a strip."""
+        return self.strip.bit_length() - 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recurrent states in the form of Mamba-2: the convolution, and a scan over chunks of tokens by matrix products.
+"""Recurrent states: copies of those that a step reads, the convolution, and the scan of Mamba-2, by matrix products.
 
 The scan goes through a row chunk by chunk, S.chunk tokens each. Within a chunk the recurrence is written as products
 (Dao and Gu, "Transformers are SSMs", 2024): with s[i] = the sum of dt a up to token i,
@@ -36,24 +36,27 @@ def hold_states(tokens, pages, held, num_tokens, S: tl.constexpr):
     grid is (rows, pieces of S.piece elements).
     """
     row = tl.program_id(0)
-    begin = tl.load(tokens.starts + row)
-    end = tl.load(tokens.starts + row + 1)
     block = tl.load(tokens.read + row)
-    is_shared = begin * 0
-    if block != 0:
-        is_shared = is_written_elsewhere(block, tokens.write, begin, end, num_tokens, S)
     place = tl.program_id(1) * S.piece + tl.arange(0, S.piece)
-    if tl.program_id(1) == 0:
-        tl.store(held.is_shared + row, is_shared)
-    inside = place < S.channels * (S.width - 1)
-    conv = pages.conv + block.to(tl.int64) * pages.conv_stride + place
-    old = tl.load(conv, mask=inside & (block != 0), other=0)
-    tl.store(held.conv + row.to(tl.int64) * (S.channels * (S.width - 1)) + place, old, mask=inside)
-    if is_shared != 0:
-        size: tl.constexpr = S.heads * S.head_size * S.state_size
-        inside = place < size
-        state = tl.load(pages.ssm + block.to(tl.int64) * pages.ssm_stride + place, mask=inside)
-        tl.store(held.ssm + row.to(tl.int64) * size + place, state, mask=inside)
+    inputs: tl.constexpr = S.channels * (S.width - 1)
+    if inputs > 0:
+        inside = place < inputs
+        conv = pages.conv + block.to(tl.int64) * pages.conv_stride
+        conv += (place % S.channels) * pages.channel_stride + (place // S.channels) * pages.token_stride
+        old = tl.load(conv, mask=inside & (block != 0), other=0)
+        tl.store(held.conv + row.to(tl.int64) * inputs + place, old, mask=inside)
+    if S.state > 0:
+        begin = tl.load(tokens.starts + row)
+        end = tl.load(tokens.starts + row + 1)
+        is_shared = begin * 0
+        if block != 0:
+            is_shared = is_written_elsewhere(block, tokens.write, begin, end, num_tokens, S)
+        if tl.program_id(1) == 0:
+            tl.store(held.is_shared + row, is_shared)
+        if is_shared != 0:
+            inside = place < S.state
+            state = tl.load(pages.ssm + block.to(tl.int64) * pages.ssm_stride + place, mask=inside)
+            tl.store(held.ssm + row.to(tl.int64) * S.state + place, state, mask=inside)
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def convolve_tokens(tokens, weights, held, out, num_tokens, num_rows, S: tl.cons
         x = tokens.x + source.to(tl.int64)[:, None] * tokens.x_stride + channel[None, :]
         new = tl.load(x, mask=mask & ~is_old[:, None], other=0).to(tl.float32)
         before = held.conv + row.to(tl.int64)[:, None] * (S.channels * (S.width - 1))
-        before += channel[None, :] * (S.width - 1) + (source - first + S.width - 1)[:, None]
+        before += (source - first + S.width - 1)[:, None] * S.channels + channel[None, :]
         old = tl.load(before, mask=mask & is_old[:, None], other=0).to(tl.float32)
         weight = tl.load(weights.conv + channel * S.width + tap, mask=channel < S.channels, other=0).to(tl.float32)
         total += (new + old) * weight[None, :]
@@ -124,16 +127,18 @@ def keep_inputs(tokens, pages, held, S: tl.constexpr):
         place = next_kept(block != 0, index, -1, S)
         while place < S.chunk:
             token = start + place
-            target = pages.conv + at(block, index, place).to(tl.int64) * pages.conv_stride + channel * (S.width - 1)
+            target = pages.conv + at(block, index, place).to(tl.int64) * pages.conv_stride
+            target += channel * pages.channel_stride
             for tap in tl.static_range(taps):
                 source = token - (S.width - 2) + tap
                 if source >= begin:
                     x = tl.load(tokens.x + source.to(tl.int64) * tokens.x_stride + channel, mask=inside)
-                    tl.store(target + tap, x, mask=inside)
+                    tl.store(target, x, mask=inside)
                 else:
-                    before = held.conv + row.to(tl.int64) * (S.channels * (S.width - 1)) + channel * (S.width - 1)
-                    old = tl.load(before + source - begin + S.width - 1, mask=inside)
-                    tl.store(target + tap, old, mask=inside)
+                    before = held.conv + row.to(tl.int64) * (S.channels * (S.width - 1)) + channel
+                    old = tl.load(before + (source - begin + S.width - 1) * S.channels, mask=inside)
+                    tl.store(target, old, mask=inside)
+                target += pages.token_stride
             place = next_kept(block != 0, index, place, S)
 
 
