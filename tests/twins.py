@@ -755,6 +755,11 @@ def save_unread(_: Real) -> Real:
     return save
 
 
+def seal_any_version(real: Real) -> Real:
+    """A seal does not have the version."""
+    return lambda self, payload: real(replace(self, version=0), payload)
+
+
 def first_end_counts(real: Real) -> Real:
     """A job is over when one rank has ended it."""
 
@@ -1071,6 +1076,10 @@ TWINS: dict[str, Twin] = {
     "loads done on one rank": Twin(
         "a job is over when every rank has ended it",
         (Patch("kvplane.tier_jobs:TierJobs._end", first_end_counts),),
+    ),
+    "version not in the seal": Twin(
+        "a load takes only the content that its order names, also where a write was lost",
+        (Patch("kvplane_worker.tiers.seal:Content.seal", seal_any_version),),
     ),
     "runs before its load is done": Twin(
         "a request runs when its hit is loaded",

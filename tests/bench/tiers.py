@@ -52,7 +52,8 @@ class Hits:
 
     share: float
     of_tiers: dict[str, float]
-    no_room: int
+    waited: int
+    discarded: float  # share of the saves and moves
 
 
 def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
@@ -70,7 +71,9 @@ def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
     assert tally.tier_hit_tokens == [tier.hit_tokens for tier in tiers.each]
     shares = zip(spec.tiers, tally.tier_hit_tokens, strict=True)
     of_tiers = {tier.kind.value: 100 * tokens / tally.queried_tokens for tier, tokens in shares}
-    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, tiers.counters.waited)
+    counts = tiers.counters
+    discarded = counts.discarded / max(1, counts.saved + counts.moved + counts.discarded)
+    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, counts.waited, discarded)
 
 
 def rows(given: argparse.Namespace, folder: Path) -> list[str]:
@@ -90,7 +93,7 @@ def rows(given: argparse.Namespace, folder: Path) -> list[str]:
         hits, whole = found[cell], found[alone[cell]]
         of_tiers = [f"{hits.of_tiers[kind]:.1f}" if kind in hits.of_tiers else "" for kind in ("host", "disk")]
         sizes = [f"{count:,}" for count in (cell.pool, cell.host, cell.disk)]
-        shares = [f"{hits.share:.1f}", *of_tiers, f"{whole.share:.1f}", f"{hits.no_room:,}"]
+        shares = [f"{hits.share:.1f}", *of_tiers, f"{whole.share:.1f}", f"{hits.waited:,}"]
         lines.append(f"| {' | '.join([cell.trace, *sizes, *shares])} |")
     return lines
 
@@ -113,11 +116,11 @@ def main() -> int:
         "Percentage of the prompts' tokens that hit, by blocks of the device and slots of its tiers:",
         "`python -m tests.bench.tiers`. *from* is what loads from a tier added to the hits of the device, by the",
         "farthest tier that a load read. *one pool* is the hit of a device with as many blocks as device and tiers.",
-        "*no room* counts admissions whose load would have put more than a quarter of the device under loads.",
+        "*waited* counts refusals of admissions until loads in flight ended: loads fill a quarter of the device.",
         "",
         machine_line(),
         "",
-        "| trace | device | host | disk | hit | from host | from disk | one pool | no room |",
+        "| trace | device | host | disk | hit | from host | from disk | one pool | waited |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     text = "\n".join([*head, *rows(given, folder), ""])

@@ -1,9 +1,9 @@
 """The random engine (`page_engine`) on a replica with tiers, with movers that do all that the contract permits.
 
-A mover begins when the orders of its job's step are carried out (a load also waits for `admit_load_after`), takes any
-time, leaves garbage while it works and after it failed, and continues after the engine died. Its end is reported late,
-twice, as a failure although all went well, or never. It does not look at the stamp of a page that it saves: the core
-must not trust a save whose page changed.
+A mover begins when the stamps of its job's step are written (a load: when its orders are done and `admit_load_after`
+is executed), takes any time, leaves garbage while it works and after it failed, and continues after the engine died.
+What it wrote may be lost. Its end is reported late, twice, as a failure although all went well, or never. It does not
+look at the stamp of a page that it saves: the core must not trust a save whose page changed.
 
 When the worker dies, pages and host tiers are gone; a disk keeps its slots and their versions. A new service knows the
 keys of slots from a store that has lost its tail.
@@ -155,6 +155,7 @@ class TierEngine(TierScheduler, RandomEngine):
         self.reported_jobs: list[int] = []
         self.loaded = self.done_loads = 0
         super().__init__(spec, rng, most_drafts)
+        self.forgets = rng.choice([0, 0, 10])
         self.never, self.breaks = rng.choice([0, 0, 5, 20]), rng.choice([0, 0, 5, 30])
         # Lives that last, and requests that come back: what left the device is asked for again.
         self.deaths, self.evicts, self.loads = rng.choice([0, 1, 3]), rng.choice([0, 4, 20]), rng.choice([0, 10, 40])
@@ -238,14 +239,18 @@ class TierEngine(TierScheduler, RandomEngine):
         return Job(number, self.seq, begin, finish, after, frozenset(block for _, _, block in rows))
 
     def _save(self, number: int, block: int, target: Slot) -> Job:
-        memory, read = self.memory, list[Page | None]()
+        memory, read, is_lost = self.memory, list[Page | None](), self._chance(self.forgets)
 
         def begin() -> None:
             read.append(copy_of(memory.pages.get(block)))
-            self._hold(target, None)
+            if not is_lost:
+                self._hold(target, None)
 
         def finish() -> bool:
             first, last = read[0], memory.pages.get(block)
+            if is_lost:
+                memory.stamps[self._id_of(target)] = number  # the disk keeps what it had, and states no error
+                return True
             self._hold(target, None)
             if first is None or last is None or first.group != last.group:
                 return self._chance(50)  # of garbage it may say that it is saved
@@ -273,7 +278,7 @@ class TierEngine(TierScheduler, RandomEngine):
 
     def _stride(self) -> None:
         for job in list(self.jobs):
-            if job.seq > self.moved or job.after > self.launched or self._chance(self.slow):
+            if not self._may_begin(job) or self._chance(self.slow):
                 continue
             for _ in range(self.rng.choice([1, 2])):
                 if job.state < 2:
@@ -283,6 +288,10 @@ class TierEngine(TierScheduler, RandomEngine):
                 if not self._chance(self.never):
                     self.reports.append((job.number, job.is_good, job.after if job.is_good else 0))
         super()._stride()
+
+    def _may_begin(self, job: Job) -> bool:
+        """A load waits until zeroes and copies of its step are done; what reads pages, only for the stamps."""
+        return job.seq <= (self.moved if job.blocks_written else self.stamped) and job.after <= self.launched
 
     # -- deaths ------------------------------------------------------------------------------------------------------
 
@@ -314,9 +323,9 @@ class TierEngine(TierScheduler, RandomEngine):
     def _leave_movers(self, kept: list[int]) -> None:
         super()._leave_movers(kept)
         loads = [job for job in self.jobs if job.blocks_written]
-        self.movers += [job for job in loads if job.seq <= self.moved and job.after <= self.launched]  # type: ignore[misc]
+        self.movers += filter(self._may_begin, loads)  # type: ignore[arg-type]
         # Saves and moves of the life that ended continue; what was not begun may never be.
-        self.jobs = [job for job in self.jobs if not job.blocks_written and job.seq <= self.moved]
+        self.jobs = [job for job in self.jobs if not job.blocks_written and self._may_begin(job)]
         for job in self.jobs:
             job.seq = 0
         self.reports = [(number, is_done, 0) for number, is_done, _ in self.reports]

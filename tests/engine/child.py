@@ -38,6 +38,7 @@ class Made:
 
     kind: type[Engine] = Engine
     model: ModelConfig = MIXED
+    load_deadline_s: float = 30.0
 
 
 def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) -> Engine:
@@ -45,7 +46,8 @@ def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) 
     ops = TorchOps()
     memory = attach_ranks(workers, ops)
     model = Model(made.model, draw_weights(made.model), [one.pages for one in memory], ops)
-    config = SchedulerConfig(token_budget=64, admit_flags=RowFlag.LOAD if memory[0].jobs else RowFlag.NONE)
+    flags = RowFlag.LOAD if memory[0].jobs else RowFlag.NONE
+    config = SchedulerConfig(token_budget=64, admit_flags=flags, load_deadline_s=made.load_deadline_s)
     return made.kind(partial(client.lasting_session, replica), memory, model, config)
 
 

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 from tests.faults.campaign import one_thread, run_campaign
+from tests.faults.cluster import PLAIN, TIERED
 from tests.faults.kinds import KINDS
 from tests.faults.scenarios import SCENARIOS, play
+from tests.faults.tiers import TIER_KINDS
 
 README = Path(__file__).with_name("README.md")
 HEAD = "| twin | scenario | faults | caught by |\n|---|---|---|---|\n"
@@ -21,14 +23,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", nargs="*", choices=[kind.name for kind in KINDS], default=[], help="only these")
+    names = sorted({kind.name for kind in (*KINDS, *TIER_KINDS)})
+    parser.add_argument("--kinds", nargs="*", choices=names, default=[], help="only these")
+    parser.add_argument("--tiers", action="store_true", help="a replica with a host and a disk tier, and their faults")
     parser.add_argument("--twins", action="store_true")
     given = parser.parse_args()
     if given.twins:
         return write_table()
-    report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True), only=given.kinds)
+    pool, option = (TIERED, " --tiers") if given.tiers else (PLAIN, "")
+    report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True), pool, given.kinds)
     if report.finding:
-        print(f"{report.finding}\nagain: make faults FAULTS={report.faults.total()} SEED={given.seed}")
+        again = f"python -m tests.faults{option} --faults {report.faults.total()} --seed {given.seed}"
+        print(f"{report.finding}\nagain: {again}")
     print(*report.answers.table(), sep="\n")
     print(report.line)
     return 0 if report.is_good else 1

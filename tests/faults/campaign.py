@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections import Counter
@@ -21,13 +22,15 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.weights import draw_weights
 from tests.cli.hung import TooLate
 from tests.engine.twin import Twin
-from tests.engine.workload import Requests
+from tests.engine.workload import Requests, Returning
+from tests.engine.world import Pool
 from tests.faults.bystanders import Answers, Bystanders
 from tests.faults.child import LONG  # a prompt that is repeated
 from tests.faults.cluster import (
     GRACE_S,
     LEASE_S,
     LIMIT_S,
+    PLAIN,
     Cluster,
     Ended,
     Plan,
@@ -38,6 +41,7 @@ from tests.faults.cluster import (
     running,
 )
 from tests.faults.kinds import KINDS, Kind
+from tests.faults.tiers import TIER_KINDS
 from tests.store.servers import wait_until
 
 STORES = ("sqlite", "redis")
@@ -62,6 +66,7 @@ class Report:
     Attributes:
         faults: number of faults by kind.
         hits_after_restart: hit tokens in rounds in which a process was restarted.
+        loaded, refused: blocks that were loaded from tiers, and that movers did not find as they should be.
         slowest_s: longest time of a round's requests after the repair.
         answers: latencies of bystanders during faults.
         finding: the violation that ended the campaign; "" = none.
@@ -74,6 +79,8 @@ class Report:
     differing: int = 0
     hits_after_restart: int = 0
     leaks: int = 0
+    loaded: int = 0
+    refused: int = 0
     slowest_s: float = 0.0
     answers: Answers = field(default_factory=Answers)
     finding: str = ""
@@ -91,6 +98,7 @@ class Report:
             f"tokens={self.tokens} slowest_s={self.slowest_s:.1f} differing={self.differing} "
             f"hits_after_restart={self.hits_after_restart} leaks={self.leaks} "
             f"bystanders_s={self.answers.worst_s:.1f} drains={self.answers.num_drains}"
+            + (f" loaded={self.loaded} refused={self.refused}" if self.loaded else "")
         )
 
 
@@ -109,7 +117,8 @@ class Round:
         """Raise Finding."""
         cluster, rng = self._cluster, self._rng
         restarts, lives = cluster.restarts, cluster.engines.lives
-        self._ask([Request("", LONG, 4), *(self._requests.next() for _ in range(REQUESTS))], kinds)
+        count = 2 * REQUESTS if cluster.plan.pool.tiers else REQUESTS
+        self._ask([Request("", LONG, 4), *(self._requests.next() for _ in range(count))], kinds)
         for _ in range(rng.randrange(6)):
             self._cluster.engines.listen(LEASE_S)
         self._strike(kinds)
@@ -119,6 +128,7 @@ class Round:
             self._report.hits_after_restart += hits
         self._check_warm(forgetful)
         self._check_idle()
+        self._count_loads()
 
     def _strike(self, kinds: list[Kind]) -> None:
         """Strike the faults, let bystanders make calls, and repair."""
@@ -138,6 +148,7 @@ class Round:
             time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # the fault lasts for a while
             if is_served:
                 self._report.answers.note(names, bystanders.ask())
+                self._check_jobs()
             if is_served and rng.random() < SHARE_OF_DRAINS and not any(kind.hung_disk for kind in kinds):
                 assert service.process is not None
                 self._report.answers.note_drain(names, *bystanders.drain(service.process, GRACE_S))
@@ -220,15 +231,34 @@ class Round:
             if "Traceback" in text:
                 raise Finding(f"{log.name}: {text[text.index('Traceback') :][:4000]}")
 
+    def _check_jobs(self) -> None:
+        """The invariants of the allocator hold while jobs of tiers are in flight, and a fault lasts."""
+        if self._cluster.plan.pool.tiers:
+            with contextlib.suppress(grpc.RpcError):  # the fault, or the replica has no engine
+                self._cluster.prove(LEASE_S)
+
+    def _count_loads(self) -> None:
+        """Add what was loaded since the last round. Counters begin at 0 with a service, and with a worker."""
+        status, before = self._cluster.describe(), self._cluster.loads
+        uses = [use for worker in status.workers for use in worker.tiers]
+        now = {"loaded": status.tier_counts["loaded"], "refused": sum(use.refused_blocks for use in uses)}
+        self._report.loaded += now["loaded"] - min(before["loaded"], now["loaded"])
+        self._report.refused += now["refused"] - min(before["refused"], now["refused"])
+        before.update(now)
+
     def _pending(self) -> list[str]:
         cluster = self._cluster
         status = cluster.describe()
+        in_use = sum(one.num_blocks - one.held_blocks - one.free_blocks for one in status.tiers)
+        writes = status.tier_jobs["save"] + status.tier_jobs["move"]
         checks = {
             f"{status.free_blocks} free blocks": status.free_blocks == status.spec.num_blocks - 1,
             f"{status.running_requests} requests run": not status.running_requests,
             f"{len(status.workers)} workers": len(status.workers) == status.num_ranks,
             f"the session is {status.state}": status.state == pb.REPLICA_STATE_LIVE,
             f"the store is {status.store}": is_stored(status.store),
+            f"{status.tier_jobs['load']} loads": not status.tier_jobs["load"],
+            f"{in_use} slots in use, {writes} jobs write": in_use == writes,
         }
         return [what for what, is_so in checks.items() if not is_so] + self._leaks()
 
@@ -236,7 +266,7 @@ class Round:
         cluster = self._cluster
         shared, sockets = cluster.shared_files(), cluster.sockets()
         found = []
-        if shared != FILES_PER_WORKER * len(cluster.workers):
+        if shared != (FILES_PER_WORKER + bool(cluster.plan.pool.tiers)) * len(cluster.workers):
             found.append(f"{shared} files of shared memory")
         if sockets != len(cluster.workers):
             found.append(f"{sockets} sockets")
@@ -269,13 +299,13 @@ def one_thread() -> Iterator[None]:
 
 
 def run_campaign(
-    num_faults: int, seed: int, say: Callable[[str], None], twin: str = "", only: Sequence[str] = ()
+    num_faults: int, seed: int, say: Callable[[str], None], pool: Pool = PLAIN, only: Sequence[str] = ()
 ) -> Report:
     """Run at least `num_faults` faults, on clusters with each store; `report.finding` names the round that failed.
 
     `only`: the names of the kinds to draw; () = all.
     """
-    kinds = [kind for kind in KINDS if not only or kind.name in only]
+    kinds = [kind for kind in (TIER_KINDS if pool.tiers else KINDS) if not only or kind.name in only]
     stores = [store for store in STORES if any(store in kind.stores for kind in kinds)]
     report, rng, number = Report(), Random(seed), 0
     with one_thread():
@@ -284,7 +314,7 @@ def run_campaign(
             left = num_faults - report.faults.total()
             share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(stores)))
             try:
-                run_cluster(Plan(store, twin=twin), share, kinds, Random(rng.getrandbits(64)), report, say)
+                run_cluster(Plan(store, pool), share, kinds, Random(rng.getrandbits(64)), report, say)
             except Finding as finding:
                 report.finding = str(finding)
                 return report
@@ -298,7 +328,7 @@ def run_cluster(
     """Run rounds on one cluster, from start to end."""
     until = report.faults.total() + num_faults
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
-        requests = Requests(plan.pool.max_model_len, rng.getrandbits(32))
+        requests = (Returning if plan.pool.tiers else Requests)(plan.pool.max_model_len, rng.getrandbits(32))
         kinds = [kind for kind in all_kinds if kind.fits(cluster)]
         if not kinds:
             raise Finding(f"none of the kinds is possible here: {[kind.name for kind in all_kinds]}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kvplane
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.job_table import JobRow, JobTable
 from kvplane.base.step import Cache, End, Part, PartResult, StepResult
 from kvplane.blocking.session import Session
 from kvplane.rank import Moves, PageMover, Rank
@@ -39,6 +40,7 @@ ASK = "before the step is asked for"
 ORDERS = "behind the answer, before its orders"
 ZEROES = "between the stamps and the zeroes"
 RANKS = "between the orders of two ranks"
+JOBS = "between the jobs of two ranks"  # of a replica with tiers
 LAUNCH = "before the launch"
 HALF_LAUNCH = "within the launch, between two ranks of a layer"
 ACKNOWLEDGE = "behind the launch, before it is acknowledged"
@@ -47,6 +49,7 @@ END = "behind the step"
 POINTS = (ASK, ORDERS, ZEROES, RANKS, LAUNCH, HALF_LAUNCH, ACKNOWLEDGE, HALF_ACKNOWLEDGE, END)
 _HALFWAY = 3  # layer
 GIVE_UP_S = 120.0
+LOAD_DEADLINE_S = 3.0  # of loads from tiers
 _HELD_SLOT = 40
 LONG = [token % 251 for token in range(100)]
 
@@ -128,6 +131,22 @@ class TrappedModel:
         return self.sound.feed(number, x)
 
 
+@dataclass
+class TrappedTable:
+    """The job table of a rank."""
+
+    sound: JobTable
+    reach: Reach
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sound, name)
+
+    def order(self, rows: Sequence[JobRow]) -> bool:
+        done = self.sound.order(rows)
+        self.reach(JOBS)
+        return done
+
+
 class PatientSession:
     """A session whose service may not answer: every second time-out of a step begins a new engine life."""
 
@@ -164,6 +183,8 @@ class TrappedEngine(Engine):
         super().__init__(open_session, memory, model, config)
         self._session = cast(Session, PatientSession(self._session))
         self._ranks = [TrappedRank(one, self.reach) for one in memory]
+        if self._jobs is not None:
+            self._jobs._tables = tuple(cast(JobTable, TrappedTable(table, self.reach)) for table in self._jobs._tables)
         model._ranks[-1] = TrappedModel(model._ranks[-1], self.reach)  # type: ignore[call-overload]
 
     def reach(self, point: str) -> None:
@@ -182,9 +203,9 @@ class TrappedEngine(Engine):
 
     def _carry_out(self, answer: StepResult) -> None:
         self.reach(ORDERS)
-        every = self._ranks
+        every, jobs = self._ranks, self._jobs
         for rank in every:
-            self._ranks = [rank]
+            self._ranks, self._jobs = [rank], jobs if rank is every[-1] else None
             super()._carry_out(answer)
             self.reach(RANKS)
         self._ranks = every
@@ -254,7 +275,7 @@ def engine(connection: Connection, address: str, replica: str, workers: list[str
     torch.set_num_threads(1)
     try:
         with kvplane.connect(address) as client:
-            served = child.begin(client, replica, workers, child.Made(TrappedEngine, model))
+            served = child.begin(client, replica, workers, child.Made(TrappedEngine, model, LOAD_DEADLINE_S))
             assert isinstance(served, TrappedEngine)
             connection.send(served.kept_keys)
             with contextlib.suppress(EOFError):

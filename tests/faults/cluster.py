@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from redis.exceptions import ResponseError
 
 import kvplane
 from kvplane.base.errors import KvplaneError
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import admin_pb2
@@ -59,6 +61,10 @@ FORKS.set_forkserver_preload(["tests.faults.child", "tests.worker.children"])
 Ended = tuple[int, list[int], list[int]]  # number, hits, output
 
 
+PLAIN = Pool(num_blocks=300)
+TIERED = Pool(num_blocks=600, tiers=(TierSpec(TierKind.HOST, 300), TierSpec(TierKind.DISK, 600)))
+
+
 @dataclass(frozen=True)
 class Plan:
     """Configuration of a cluster.
@@ -70,7 +76,7 @@ class Plan:
     """
 
     store: str = "sqlite"
-    pool: Pool = Pool(num_blocks=300)  # noqa: RUF009 - frozen
+    pool: Pool = PLAIN
     twin: str = ""
     settings: tuple[tuple[str, object], ...] = ()
 
@@ -206,22 +212,22 @@ class Cluster:
 
     Attributes:
         to_service, from_workers, to_redis: links that can be cut: of the engine, of workers, of the service.
+        tier_disk: disk of the workers' files of slots, if the replica has tiers.
         copies: copies of the SQLite file, oldest first, made by `copy_store`.
         logs: folder with the standard error of all processes.
         first_descriptors: pid → descriptors when the process was first idle.
     """
 
-    def __init__(self, folder: Path, plan: Plan, disk: Disk, server: servers.Server | None) -> None:
+    def __init__(self, folder: Path, plan: Plan, disks: tuple[Disk, Disk], server: servers.Server | None) -> None:
         self.folder = folder
         self.plan = plan
-        self.disk = disk
+        self.disk, self.tier_disk = disks
         self.redis = server
         self.to_redis = CuttingProxy(server.address) if server else None
-        self.file = disk.folder / "entries.db"
+        self.file = self.disk.folder / "entries.db"
         store = f"redis://{self.to_redis.address}" if self.to_redis else f"sqlite:{self.file}"
-        self.logs = folder / "logs"
-        self.logs.mkdir()
-        self.service = Service(self.logs, plan, store)
+        (logs := folder / "logs").mkdir()
+        self.logs, self.service = logs, Service(logs, plan, store)
         self.to_service, self.from_workers = CuttingProxy(self.service.address), CuttingProxy(self.service.address)
         self.client = kvplane.connect(self.service.address, retry=RetryPolicy(attempts=40))
         self.workers: list[Child | None] = [None] * MIXED.num_ranks
@@ -230,7 +236,7 @@ class Cluster:
         self.copies: list[Path] = []
         self._lock: sqlite3.Connection | None = None  # process that locks the store's file
         self.first_descriptors: dict[int, int] = {}
-        self.restarts = 0
+        self.restarts, self.loads = 0, Counter[str]()
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -243,7 +249,8 @@ class Cluster:
 
     def register(self) -> None:
         """Register the replica, also again with a service that lost its store."""
-        self.client.register_replica(REPLICA, self.plan.pool.source, num_ranks=MIXED.num_ranks)
+        source, ranks = self.plan.pool.source, MIXED.num_ranks
+        self.client.register_replica(REPLICA, source, num_ranks=ranks, namespace_digest=b"f" if source.tiers else b"")
 
     def end(self) -> None:
         self._let_store_go_on()
@@ -260,7 +267,8 @@ class Cluster:
 
     def start_worker(self, rank: int) -> None:
         run_dir = self.folder / f"rank-{rank}"
-        options = WorkerOptions(self.from_workers.address, REPLICA, rank, "cpu", run_dir, 1 << 16)
+        disk = self.tier_disk.folder if self.plan.pool.tiers else None
+        options = WorkerOptions(self.from_workers.address, REPLICA, rank, "cpu", run_dir, 1 << 16, disk=disk)
         process = self._start(children.worker, options)
         address = process.receive()
         assert isinstance(address, str), address
@@ -302,9 +310,10 @@ class Cluster:
                 self.engines.discard()  # its pages no longer have a worker
 
     def _repair_store(self) -> None:
-        if self.disk.is_own:
-            self.disk.allow_writes(True)
-            self.disk.make_room()
+        for disk in (self.disk, self.tier_disk):
+            if disk.is_own:
+                disk.allow_writes(True)
+                disk.make_room()
         if self.redis is None:
             return
         assert self.redis.process is not None
@@ -390,6 +399,7 @@ class Cluster:
 
     def _let_store_go_on(self) -> None:
         self.disk.go_on()
+        self.tier_disk.go_on()
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
@@ -423,10 +433,10 @@ class Cluster:
     def describe(self) -> pb.DescribeReplicaResponse:
         return self.client.describe_replica(REPLICA)
 
-    def prove(self) -> None:
+    def prove(self, limit_s: float = LIMIT_S) -> None:
         """Let the service check the invariants of the allocator. Raises grpc.RpcError."""
         with open_channel(self.service.address) as channel:
-            AdminStub(channel).Snapshot(admin_pb2.SnapshotRequest(replica=REPLICA, summary=True), timeout=LIMIT_S)
+            AdminStub(channel).Snapshot(admin_pb2.SnapshotRequest(replica=REPLICA, summary=True), timeout=limit_s)
 
     def wait_until_stored(self) -> None:
         wait_until(lambda: is_stored(self.describe().store), "published keys are stored", LIMIT_S)
@@ -482,9 +492,9 @@ def descriptors(pid: int) -> int:
 def running(folder: Path, plan: Plan) -> Iterator[Cluster]:
     """A running cluster; everything is removed at the end."""
     with ExitStack() as stack:
-        disk = stack.enter_context(small_disk(folder / "disk"))
+        disk, tier_disk = (stack.enter_context(small_disk(folder / name)) for name in ("disk", "tiers"))
         server = stack.enter_context(servers.serving(folder / "redis")) if plan.store == "redis" else None
-        cluster = Cluster(folder, plan, disk, server)
+        cluster = Cluster(folder, plan, (disk, tier_disk), server)
         stack.callback(cluster.end)
         cluster.start()
         yield cluster

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SIZE_BYTES = 4 << 20
+SIZE_BYTES = 16 << 20
 # Blocks every write for $1 seconds at a time, with short pauses, until its standard input is closed.
 _HANGING = """
 while fsfreeze --freeze "$0"; do

@@ -1,10 +1,11 @@
-"""A dozen random faults on real processes. `make faults` does more of them."""
+"""Some random faults on real processes. `make faults` does more of them."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.faults.campaign import run_campaign
+from tests.faults.cluster import TIERED
 from tests.store.servers import redis_command
 
 FAULTS = 12
@@ -24,3 +25,12 @@ def test_campaign_tokens_are_equal_and_everything_recovers():
         if hits:
             return
     raise AssertionError(f"no request had a hit after a restart: {report.line}")
+
+
+@pytest.mark.timeout(600)
+def test_campaign_with_tiers():
+    redis_command()
+    report = run_campaign(FAULTS // 2, SEEDS[0], print, TIERED)
+    assert not report.finding, report.finding
+    assert (report.differing, report.leaks) == (0, 0), report.line
+    assert report.loaded, "no hit was loaded"

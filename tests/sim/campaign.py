@@ -61,6 +61,7 @@ TIER_TWINS = {
     "tier load before launches": 8,
     "loads done on one rank": 1,
     "runs before its load is done": 2,
+    "version not in the seal": 3,
 }
 
 

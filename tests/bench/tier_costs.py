@@ -1,0 +1,153 @@
+"""`python -m tests.bench.tier_costs`: what tiers cost where nothing comes back, and what `behind` hits.
+
+N3   blocks that were stored, compared with those that ever had a key (goal 1.02x)
+N6   CPU time of decode steps on a replica with tiers that have nothing to move, compared with no tiers (goal 1.05x)
+N8   CPU time per token of the reference engine without reuse: `behind`, compared with no tiers (goal 1.03x)
+N10  hits with a host tier of twice the pool, compared with one pool of three times, and the share of saves that were
+     discarded (goals 0.95 and 2 %); needs the traces of KVPLANE_WORKLOADS
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.step import Cache, End, EventKind, PartResult, RowFlag, Step
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane_service.core.replica import Replica
+from kvplane_worker.engine.request import Request
+from tests.bench.tiers import Cell, hits_of
+from tests.conftest import workloads_folder, workloads_line
+from tests.core.builders import full, replica_spec, window
+from tests.engine.tiers import of
+from tests.engine.world import World
+
+ROUNDS = 5
+NO_TIERS: tuple[TierSpec, ...] = ()
+HOST = (TierSpec(TierKind.HOST, 20_000),)
+PROMPTS, PROMPT_TOKENS = 100, 512
+RUNNING, DECODES = 64, 300
+REQUESTS, OUTPUT = 12, 24
+
+
+def medians(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
+    """Medians of two measurements, in turn."""
+    pairs = [(first(), second()) for _ in range(ROUNDS)]
+    return statistics.median(one for one, _ in pairs), statistics.median(two for _, two in pairs)
+
+
+class Core:
+    """A core, one step per call, whose movers do each job at once."""
+
+    def __init__(self, tiers: tuple[TierSpec, ...], num_blocks: int) -> None:
+        changes: dict[str, Any] = {"max_model_len": 4096, "max_in_flight_tokens": 1024, "tiers": tiers}
+        self.replica = Replica(replica_spec(full(16), window(128, 16), num_blocks=num_blocks, **changes))
+        self.replica.begin_epoch(1)
+        self.keyed = set[tuple[int, bytes]]()
+        self._seq, self._saves = 0, list[int]()
+
+    def step(self, *rows: Any) -> PartResult:
+        """Apply a step; the one before it is executed."""
+        self._seq += 1
+        done, self._saves = self._saves, []
+        part = part_of(*rows, cache=Cache(jobs_done=done))
+        (result,) = self.replica.apply(Step(1, self._seq, [part], executed_through=self._seq - 1)).parts
+        self._saves += result.orders.save_job
+        return result
+
+    def serve(self, number: int) -> None:
+        """A prompt that no other one shares a block with, from beginning to end."""
+        rng = Random(number)
+        result = self.step(NewsRow(0, [rng.randrange(1 << 30) for _ in range(PROMPT_TOKENS)]), AdmitRow(0))
+        for event in result.events:
+            if event.kind is EventKind.STORED:
+                self.keyed.update((event.group, digest) for digest in event.hashes)
+        self.step(FactRow(0, end=End.FREE))
+
+
+def stored() -> str:
+    """N3."""
+    core = Core(HOST, 2001)
+    for number in range(PROMPTS):
+        core.serve(number)
+    blocks = sum(use.stored for use in core.replica.tiers.each[0].uses)
+    return f"N3 {blocks:,} blocks stored of {len(core.keyed):,} with a key, {blocks / len(core.keyed):.3f}x (<= 1.02)"
+
+
+def decodes(tiers: tuple[TierSpec, ...]) -> float:
+    """CPU seconds of steps in which requests get a token each."""
+    core = Core(tiers, 8000)
+    slots = range(RUNNING)
+    core.step(*(NewsRow(slot, [slot * 1000 + at for at in range(64)]) for slot in slots))
+    core.step(*map(AdmitRow, slots))
+    began = time.process_time()
+    for at in range(DECODES):
+        core.step(*(FactRow(slot, [at]) for slot in slots), *map(RunRow, slots))
+    return time.process_time() - began
+
+
+def quiet() -> str:
+    """N6."""
+    mine, other = medians(lambda: decodes(HOST), lambda: decodes(NO_TIERS))
+    return f"N6 a step of {RUNNING} decoding requests: {mine / other:.3f}x the CPU time of one without tiers (<= 1.05)"
+
+
+def engine_s(tiers: tuple[TierSpec, ...], seed: int) -> float:
+    """CPU seconds per token of the reference engine and its movers, on prompts that never come back."""
+    mix, rng = of("window and full"), Random(seed)
+    config = mix.config if tiers else replace(mix.config, admit_flags=RowFlag.NONE)
+    world = World(replace(mix.pool, tiers=tiers), config)
+    for number in range(REQUESTS):
+        world.engine.add(Request(str(number), [1 + rng.randrange(200) for _ in range(200)], OUTPUT))
+    began, tokens = time.process_time(), 0
+    while world.engine.has_work:
+        tokens += sum(len(one.output) + 200 for one in world.engine.step())
+    took = time.process_time() - began
+    world.check()
+    return took / tokens
+
+
+def without_reuse() -> str:
+    """N8."""
+    mine, other = medians(lambda: engine_s(of("window and full").pool.tiers, 1), lambda: engine_s(NO_TIERS, 1))
+    return f"N8 without reuse: {mine / other:.3f}x the CPU time per token of the engine without tiers (<= 1.03)"
+
+
+def replays() -> list[str]:
+    """N10."""
+    folder, lines = workloads_folder(), list[str]()
+    if folder is None:
+        return [f"N10 not measured: {workloads_line()}"]
+    for pool in (2000, 10_000):
+        mine, one = (hits_of(cell, folder, 1 << 30) for cell in _cells(pool))
+        ratio, lost = mine.share / one.share, mine.discarded
+        lines.append(
+            f"N10 pool of {pool:,} blocks: hits {mine.share:.1f} % of the tokens, one pool of three times "
+            f"{one.share:.1f} %: {ratio:.3f} (>= 0.95); {lost:.2%} of the saves discarded (<= 2 %)"
+        )
+    return lines
+
+
+def _cells(pool: int) -> tuple[Cell, Cell]:
+    return Cell("conversation", pool, 2 * pool, 0), Cell("conversation", 3 * pool, 0, 0)
+
+
+def main() -> None:
+    """The command line."""
+    argparse.ArgumentParser(prog="python -m tests.bench.tier_costs", description=__doc__).parse_args()
+    torch.set_num_threads(1)
+    for figure in (stored, quiet, without_reuse):
+        print(figure(), flush=True)
+    print(*replays(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
