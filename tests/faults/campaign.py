@@ -117,7 +117,7 @@ class Round:
         """Raise Finding."""
         cluster, rng = self._cluster, self._rng
         restarts, lives = cluster.restarts, cluster.engines.lives
-        count = 2 * REQUESTS if cluster.plan.pool.tiers else REQUESTS
+        count = 3 * REQUESTS if cluster.plan.pool.tiers else REQUESTS
         self._ask([Request("", LONG, 4), *(self._requests.next() for _ in range(count))], kinds)
         for _ in range(rng.randrange(6)):
             self._cluster.engines.listen(LEASE_S)

@@ -62,7 +62,7 @@ Ended = tuple[int, list[int], list[int]]  # number, hits, output
 
 
 PLAIN = Pool(num_blocks=300)
-TIERED = Pool(num_blocks=600, tiers=(TierSpec(TierKind.HOST, 300), TierSpec(TierKind.DISK, 600)))
+TIERED = Pool(num_blocks=300, tiers=(TierSpec(TierKind.HOST, 300), TierSpec(TierKind.DISK, 600)))
 
 
 @dataclass(frozen=True)
