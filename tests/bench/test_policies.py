@@ -12,7 +12,8 @@ import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy
 from kvplane_replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
-from tests.bench.curves import Chain, hits_of
+from kvplane_service.core import hazard
+from tests.bench.curves import Chain, chains_of, hits_of
 from tests.bench.policies import Cell, bound, replay, replica_of, requests_of, share_of_hits
 
 LRU, WINDOW_TAIL = EvictionPolicy.LRU, EvictionPolicy.WINDOW_TAIL
@@ -85,6 +86,22 @@ def test_the_bound_is_the_best_that_any_choice_reaches(seed):
     tokens = sum(4 * len(word) + 1 for word in words)
     found = bound(requests_by_letter(words), 4, 3)
     assert round(found * tokens / 400, 6) == best_by_search(words, 3)
+
+
+@pytest.mark.parametrize(("part", "blocks"), [("second", 10_000), ("first", 10_000), ("second", 6000)])
+def test_hazard_hits_no_less_than_lru_of_half_a_trace(workloads, part, blocks):
+    with ExitStack() as files:
+        chains = chains_of(requests_of(workloads, "synthetic", None, files), SIZE)
+    half = len(chains) // 2
+    hits = hits_of(chains[:half] if part == "first" else chains[half:], SIZE, blocks)
+    assert hits.lru - 0.15 <= hits.hazard <= hits.optimum
+
+
+def test_a_guard_that_few_lookups_persuade_is_found(workloads, monkeypatch):
+    monkeypatch.setattr(hazard, "_FIRST_POOLS", 0)
+    monkeypatch.setattr(hazard, "_SPREAD", (1, 0))
+    with pytest.raises(AssertionError):
+        test_hazard_hits_no_less_than_lru_of_half_a_trace(workloads, "second", 10_000)
 
 
 def drawn_prompts(seed, count=400):

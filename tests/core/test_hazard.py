@@ -199,6 +199,25 @@ def test_the_order_of_last_uses_is_that_of_an_ordered_dict(data):
             recency.load(recency.order(), recency.num_recent)
 
 
+def test_the_lru_ghost_remembers_few_keys_that_are_used_for_long():
+    """Its queue is compacted while the keys of a prompt are held."""
+    recency = Recency(12, 8)
+    for used in ([0, 1, 2], [3]) * 40:
+        recency.hold(np.array(used))
+        recency.use(np.array(used))
+    assert np.flatnonzero(recency.recent).tolist() == [0, 1, 2, 3]
+    assert recency.num_recent == 4
+
+
+def test_the_worth_of_a_class_is_that_of_the_classes_above_it_however_deep_others_are():
+    alone, beside_deep_ones = Hazards(10), Hazards(10)
+    beside_deep_ones.node((1, 2, 3))
+    for hazards in (alone, beside_deep_ones):
+        hazards.waited[0], hazards.used[0, 5] = 1 << 16, 1 << 15
+        hazards.refresh()
+    assert alone.index[0].tolist() == beside_deep_ones.index[0].tolist()
+
+
 def test_an_engine_that_repeats_or_chooses_its_hashes_is_followed_within_the_limits():
     learner = Learner(4 * MOST_SAMPLED, 16)
     zeros = [bytes(2) + number.to_bytes(14, "little") for number in range(GHOST_POOLS * MOST_SAMPLED)]
@@ -238,6 +257,30 @@ def test_it_does_not_lead_where_lru_is_best():
         core.serve((number // 2, number // 2 + 1, 3))
     assert not core.free.learner.leads
     assert core.replica.counters.hit_tokens >= 300 * 3 * BLOCK
+
+
+def duel_of(learner: Learner, hits: list[tuple[int, int]], num_keys: int = 100) -> list[bool]:
+    """Who leads after each prompt, of which the ghosts of LRU and HAZARD hit that many keys."""
+    led = []
+    learner._recency.recent[:num_keys] = learner._resident[:num_keys] = True
+    for lru, hazard in hits:
+        learner._recency.recent[lru], learner._resident[hazard] = False, False
+        learner._duel(num_keys, np.arange(num_keys + 1))
+        learner._recency.recent[lru] = learner._resident[hazard] = True
+        led.append(learner.leads)
+    return led
+
+
+def test_it_leads_only_after_some_pools_of_lookups_and_by_gains_that_losses_do_not_balance():
+    led = duel_of(Learner(1000, BLOCK), [(10, 60)] * 40)
+    assert led.index(True) == 29  # 3 pools of 1,000
+    assert duel_of(Learner(1000, BLOCK), [(10, 60), (60, 10)] * 40) == [False] * 80
+
+
+def test_it_does_not_lead_any_more_when_lru_hits_more():
+    led = duel_of(Learner(1000, BLOCK), [(10, 60)] * 40 + [(60, 10)] * 45)
+    assert led[39]
+    assert not led[-1]
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,6 +40,8 @@ BATCHES = 64  # parts of a pool; victims are chosen one part at a time
 NODES = 1 << 11  # classes, at most
 _HINT = 1 << 7  # marks a feature of a class as a hint
 
+_FNV_BASIS, _FNV_PRIME, _WORD = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1  # FNV-1a, of domains
+
 _ONE = 1 << 20  # probability
 _ALIVE = 1 << 30
 _UNIT = 1 << 10  # a use
@@ -49,7 +50,10 @@ _SHRINK_TOKENS = 1 << 18  # of data that weigh as much as the class above
 _DECAY_EVERY, _DECAY_SHIFT = 128, 7  # half-life: 11,000 admissions
 _REFRESH_EVERY, _REFRESHED = 32, 256  # admissions; classes
 _DUEL_POOLS = 8  # look-ups that the duel remembers, in pools
+_FIRST_POOLS = 3  # look-ups before HAZARD can lead, in pools
 _WINS = 1000  # HAZARD begins with 1/1000 of the look-ups more than LRU
+_SPREAD = 4, 3  # and with a gain whose square is over 3/4 of the sum of the squared differences
+MOST_COUNT = 1 << 42  # of a table; of a state that is loaded
 
 
 def _ages() -> list[int]:
@@ -142,6 +146,8 @@ class Hazards:
         check(sorted(self.names.values()) == list(range(1, count)) and count <= NODES, "classes")
         for table, one in zip((self.used, self.waited, self.index, self.parent), words, strict=True):
             table[:count] = _longs(one).reshape(table[:count].shape)
+        for table in (self.used, self.waited):
+            check(int(table.min()) >= 0 and int(table.max()) < MOST_COUNT, "counts of classes")
         above = self.parent[:count]
         check(bool(((above >= 0) & (above <= np.maximum(np.arange(count) - 1, 0))).all()), "classes above")
         check(0 <= self._next < max(count, 1), "next class")
@@ -168,7 +174,8 @@ class Hazards:
         for level in reversed(chain):
             used, waited = self.used[level], self.waited[level]
             shrunk = (used * _ONE + self._shrink * hazard) // (waited + self._shrink)
-            hazard = np.minimum(shrunk, _ONE - (_ONE >> 5))
+            is_next = (level > 0) | (level is chain[-1])  # the root once, also above classes that are less deep
+            hazard = np.where(is_next[:, None], np.minimum(shrunk, _ONE - (_ONE >> 5)), hazard)
         alive = np.full((len(nodes), NUM_AGES + 1), _ALIVE, np.int64)
         uses, held = np.zeros_like(alive), np.zeros_like(alive)
         for age in range(NUM_AGES):
@@ -202,6 +209,12 @@ class History:
         count = min(self.now + 1, HORIZON)
         self.node[:count], self.alive[:count] = _longs(node).reshape(-1, PIECES), _longs(alive).reshape(-1, PIECES)
         check(int(self.node.min()) >= 0 and int(self.node.max()) <= len(self._hazards.names), "classes of admissions")
+
+    def has_alive(self, owners: _Longs) -> bool:
+        """Whether these are the owners of all keys that are followed."""
+        owners = owners[owners > (self.now - HORIZON) * PIECES + PIECES - 1]
+        count = np.bincount(owners % (HORIZON * PIECES), minlength=HORIZON * PIECES)
+        return bool((count == self.alive.ravel()).all())
 
     def begin(self) -> int:
         """Begin the next admission; what is unused at the end of an age bin has waited through it. Returns its
@@ -274,7 +287,7 @@ class Learner:
         self._recency = Recency(most, self._pool)
         self._num_resident = 0
         self._victims, self._victim_owners = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.leads, self._gain, self._looked_up = False, 0, 0
+        self.leads, self._gain, self._spread, self._looked_up, self._first = False, 0, 0, 0, _FIRST_POOLS * self._pool
 
     def admit(self, digests: Sequence[bytes], domain: str, num_tokens: int, num_hit: int = 0, hint: int = 0) -> Prompt:
         """Follow an admission; returns how its prompt is divided. `num_hit`: tokens of its hit, which were seen."""
@@ -358,14 +371,23 @@ class Learner:
             self._victims, self._victim_owners = self._victims[end:], self._victim_owners[end:]
 
     def _duel(self, num_keys: int, entries: _Longs) -> None:
-        """Compare what the ghosts hit of a prompt. `entries`: of its known beginning."""
-        lru, hazard = _run(self._recency.recent[entries]), _run(self._resident[entries])
+        """Compare what the ghosts hit of a prompt. `entries`: of its known beginning.
+
+        The ghosts differ only once both are full, and by whole prompts. A difference that few look-ups show, or that
+        other prompts balance, is no reason to lead: the pool loses while it changes from one policy to the other.
+        """
+        difference = _run(self._resident[entries]) - _run(self._recency.recent[entries])
         remembered = _DUEL_POOLS * self._pool
-        self._gain -= self._gain * num_keys // remembered
-        self._looked_up -= self._looked_up * num_keys // remembered
-        self._gain += (hazard - lru) * _UNIT
-        self._looked_up += num_keys * _UNIT
-        if self._gain * _WINS > self._looked_up:
+        forgotten = min(num_keys, remembered)
+        self._gain += difference * _UNIT - self._gain * forgotten // remembered
+        self._looked_up += num_keys * _UNIT - self._looked_up * forgotten // remembered
+        for _ in range(2):  # as the square of the gain
+            self._spread -= self._spread * forgotten // remembered
+        self._spread += difference * difference * _UNIT
+        self._first = max(0, self._first - num_keys)
+        times, variances = _SPREAD
+        is_clear = self._gain > 0 and times * self._gain * self._gain > variances * self._spread * _UNIT
+        if not self._first and is_clear and self._gain * _WINS > self._looked_up:
             self.leads = True
         elif self._gain < 0:
             self.leads = False
@@ -376,7 +398,9 @@ class Learner:
         """
         if not digests:
             return [], np.zeros(0, np.int64)
-        salt = int.from_bytes(blake2b(domain.encode(), digest_size=8).digest()) if domain else 0
+        salt = _FNV_BASIS if domain else 0
+        for byte in domain.encode():
+            salt = (salt ^ byte) * _FNV_PRIME & _WORD
         rows = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
         heads = np.ascontiguousarray(rows[:, :8]).view("<u8").ravel()
         at = np.flatnonzero(heads & np.uint64((1 << self._shift) - 1) == 0)[: len(self._key) // 2]
@@ -396,11 +420,15 @@ class Learner:
         victims = [_words(number_of[self._victims[stay]]), _words(self._victim_owners[stay])]
         columns = [_words(column[entries]) for column in (self._owner, self._depth, self._uses, self._resident)]
         ghosts = [array("Q", self._key[entries].tobytes()), columns, self._recency.num_recent, victims]
-        return [self._hazards.state(), self.history.state(), ghosts, [self.leads, self._gain, self._looked_up]]
+        duel = [self.leads, self._gain, self._spread, self._looked_up, self._first]
+        return [self._hazards.state(), self.history.state(), ghosts, duel]
 
     def load(self, state: list[Any]) -> None:
         """Continue from a state. Raises ValueError if it does not fit this pool."""
-        hazards, history, (keys, columns, num_recent, victims), (self.leads, self._gain, self._looked_up) = state
+        hazards, history, (keys, columns, num_recent, victims), duel = state
+        self.leads, self._gain, self._spread, self._looked_up, self._first = duel
+        limits = zip(duel[1:], (1 << 30, 1 << 44, 1 << 30, _FIRST_POOLS * self._pool + 1), strict=True)
+        check(all(abs(one) < limit for one, limit in limits) and min(duel[2:]) >= 0, "duel")
         count = len(keys)
         check(count <= len(self._key), "keys")
         check(0 <= num_recent <= min(count, self._pool), "number of keys of the LRU ghost")
@@ -414,6 +442,9 @@ class Learner:
             column[:count] = _longs(words)
         end = (self.history.now + 1) * PIECES
         check(int(self._owner.min()) >= 0 and int(self._owner.max()) < end, "owners of keys")
+        for column in (self._depth, self._uses):
+            check(int(column.min()) >= 0 and int(column.max()) < MOST_COUNT, "depths and uses of keys")
+        check(self.history.has_alive(self._owner[:count]), "unused keys of admissions")
         self._num_resident = int(np.count_nonzero(self._resident))
         self._recency.load(np.arange(count), num_recent)
         self._victims, self._victim_owners = map(_longs, victims)

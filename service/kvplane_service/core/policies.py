@@ -20,7 +20,7 @@ from kvplane.base.step import UNCHANGED
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
-from kvplane_service.core.hazard import PIECES, Learner, Prompt, check
+from kvplane_service.core.hazard import MOST_COUNT, PIECES, Learner, Prompt, check
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
@@ -176,7 +176,9 @@ class HazardList(WindowTailList):
         self.learner.load(learner)
         now = self.learner.history.now
         check(max(self.owner) < (now + 1) * PIECES, "owners of blocks")
-        check(all(0 <= one.number <= now for one in self.prompts.values()), "prompts")
+        ends = [end for one in self.prompts.values() for end in astuple(one)[1:]]
+        check(all(0 <= one.number <= now for one in self.prompts.values()), "numbers of prompts")
+        check(all(0 <= end < MOST_COUNT for end in ends), "ends in prompts")
 
     def _put(self, blocks: Iterable[int], place: int) -> None:
         places = self._place

@@ -25,7 +25,7 @@ class Recency:
     def use(self, entries: npt.NDArray[np.int64]) -> None:
         """Use entries, at most half of all, each once; the last one of them is used last."""
         if self._end + len(entries) > len(self._queue):
-            self.load(self.order(), self._num_recent)
+            self._compact()
         start, self._end = self._end, self._end + len(entries)
         self._queue[start : self._end] = entries
         self._row[entries] = np.arange(start, self._end)
@@ -60,6 +60,14 @@ class Recency:
         if len(rows) >= count:
             return self._queue[rows[:count]], int(rows[count - 1]) + 1
         return self._queue[rows], min(start + 2 * count + 64, self._end)
+
+    def _compact(self) -> None:
+        """Move the rows that count to the beginning of the queue; entries that are held keep their places."""
+        entries = self.order()
+        self._row[entries] = np.arange(len(entries))
+        self._queue[: len(entries)] = entries
+        num_others = len(entries) - int(np.count_nonzero(self.recent[entries]))
+        self._oldest, self._first_recent, self._end = 0, num_others, len(entries)
 
     def order(self) -> npt.NDArray[np.int64]:
         """Return the entries, the least recently used first."""
