@@ -379,6 +379,8 @@ class RandomScheduler(Answers):
             news.domain.append(domain)
             news.skip_reading.append(int(self._chance(8)))
             news.max_tokens.append(self.rng.choice([0, limit, LONGEST]))
+            if self.spec.hint_values:
+                news.hint.append(self.rng.randrange(self.spec.hint_values))
             if self.hashes:
                 made = self._new_hashes(request)
                 news.num_hashes.append(len(made))

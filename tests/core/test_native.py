@@ -7,12 +7,13 @@ import threading
 from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
+from random import Random
 
 import pytest
 
 import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import AlignSpec, EvictionPolicy, MambaMode
+from kvplane.base.groups import AlignSpec, EvictionPolicy, MambaMode, TierKind, TierSpec
 from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, News, Part, Resume, RowFlag, Run, Step
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
@@ -164,8 +165,21 @@ def turns_of_chats():
         engine.serve(0, letter * 40 + "?")
 
 
+def victims_by_what_is_learnt():
+    changes = {"eviction": EvictionPolicy.HAZARD, "hint_values": 3}
+    engine, rng = twin_engine(full(), window(6, lookup_class=1), num_blocks=60, **changes), Random(5)
+    learner = engine.replica.first.coordinator.pool.free.learner
+    learner.leads, learner._gain = True, (1 << 30) - 1
+    for _ in range(150):
+        document = rng.choice("defghijkl") * rng.choice((4, 12, 30))
+        engine.serve(0, rng.choice("abc") * rng.choice((4, 8)) + document + "?")
+    assert learner.leads
+    assert len(learner._hazards.names) >= 9
+    assert engine.replica.counters.hit_tokens > 1000
+
+
 CASES = [
-    turns_of_chats,
+    turns_of_chats, victims_by_what_is_learnt,
     chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
     a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
 ]  # fmt: skip
@@ -282,13 +296,13 @@ def test_the_variable_selects_the_core(monkeypatch):
         assert isinstance(cores.new_replica(spec), kind)
         assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
         assert cores.describe() == cores.core_of(cores.new_replica(spec)) == (choice or "native")
-    learns = replica_spec(window(4), full(), eviction=EvictionPolicy.HAZARD)
+    has_tiers = replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),))
     monkeypatch.setenv(cores.VARIABLE, "")
-    assert isinstance(cores.new_replica(learns), Replica)
+    assert isinstance(cores.new_replica(has_tiers), Replica)
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="hazard") as caught:
-        cores.new_replica(learns)
-    assert caught.value.field == "eviction"
+    with pytest.raises(InvalidArgument, match="tiers") as caught:
+        cores.new_replica(has_tiers)
+    assert caught.value.field == "tiers"
     monkeypatch.setenv(cores.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:
         cores.new_replica(spec)

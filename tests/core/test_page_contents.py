@@ -95,6 +95,8 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
             "num_blocks": 24,
         },
     ),
+    "what is learnt": ([full(), window(6, lookup_class=1)], {"eviction": EvictionPolicy.HAZARD, "hint_values": 3}),
+    "what is learnt of states": ([state(), full(8)], {"eviction": EvictionPolicy.HAZARD}),
 }
 
 

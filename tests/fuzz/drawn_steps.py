@@ -130,6 +130,8 @@ class StepSource:
         facts.release_skipped = self._column(slots, 10, lambda: draw.below(30) - 1)
         facts.end = self._column(slots, 25, lambda: draw.pick([0, 0, 0, 1, 1, 2, 3, 3]))
         facts.fence = self._column(slots, 15, lambda: draw.below(seq + 1))
+        if spec.hint_values:
+            facts.hint = self._column(slots, 30, lambda: draw.below(spec.hint_values + 1) - 1)
         return facts
 
     def _cache(self, replica: Replica, seq: int) -> Cache:
@@ -167,6 +169,8 @@ class StepSource:
             news.request_id = [draw.pick(["", "r", "\u00e4\u20ac"]) for _ in slots]
         news.skip_reading = self._column(slots, 10, lambda: draw.below(2))
         news.max_tokens = self._column(slots, 15, lambda: draw.pick([0, 40, 64]))
+        if spec.hint_values:
+            news.hint = self._column(slots, 60, lambda: draw.below(spec.hint_values))
         return news
 
     def _run(self, slots: list[int], others: list[int]) -> Run:

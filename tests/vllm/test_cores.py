@@ -31,7 +31,7 @@ def native():
         ("python", SPEC, False),
         ("twin", SPEC, False),
         ("auto", replica_spec(full(), state()), False),  # the adapter reads its states
-        ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), False),
+        ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), True),
     ],
 )
 def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spec, is_compiled):

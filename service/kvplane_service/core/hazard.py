@@ -426,7 +426,8 @@ class Learner:
     def load(self, state: list[Any]) -> None:
         """Continue from a state. Raises ValueError if it does not fit this pool."""
         hazards, history, (keys, columns, num_recent, victims), duel = state
-        self.leads, self._gain, self._spread, self._looked_up, self._first = duel
+        leads, self._gain, self._spread, self._looked_up, self._first = duel
+        self.leads = bool(leads)
         limits = zip(duel[1:], (1 << 30, 1 << 44, 1 << 30, _FIRST_POOLS * self._pool + 1), strict=True)
         check(all(abs(one) < limit for one, limit in limits) and min(duel[2:]) >= 0, "duel")
         count = len(keys)

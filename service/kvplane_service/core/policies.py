@@ -16,7 +16,6 @@ import numpy as np
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy
-from kvplane.base.step import UNCHANGED
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
@@ -24,7 +23,6 @@ from kvplane_service.core.hazard import MOST_COUNT, PIECES, Learner, Prompt, che
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
-    from kvplane.base.step import Step
     from kvplane_service.core.managers.base import GroupManager
     from kvplane_service.core.pool import BlockPool
     from kvplane_service.core.requests import Requests
@@ -53,17 +51,6 @@ def note_admitted(pool: BlockPool, requests: Requests, slot: int, num_hit: int) 
 def are_hints(spec: ReplicaSpec, column: Sequence[int], least: int = 0) -> bool:
     """Whether the entries are hints that the engine of this replica has announced, or `least`."""
     return not column or (least <= min(column) and max(column) < max(1, spec.hint_values))
-
-
-def has_announced_hints(spec: ReplicaSpec, step: Step) -> bool:
-    """Whether all hints of a step are those that its engine has announced."""
-    for part in step.parts:
-        given = vars(part)  # sections that are missing are empty
-        if "facts" in given and not are_hints(spec, part.facts.hint, UNCHANGED):
-            return False
-        if "news" in given and not are_hints(spec, part.news.hint):
-            return False
-    return True
 
 
 def check_hints(spec: ReplicaSpec, column: Sequence[int], least: int, field: str) -> None:

@@ -102,8 +102,8 @@ def _select(
         return native(compiled)
     if choice == "native":
         raise InvalidArgument(
-            "the compiled core does not have tiers" if spec.tiers else f"it has no policy {spec.eviction.value}",
-            field="tiers" if spec.tiers else "eviction",
+            "the compiled core does not have tiers",
+            field="tiers",
             remedy=f"start the service with {VARIABLE}={AUTO}",
         )
     return python()

@@ -35,10 +35,9 @@ from kvplane_service.core.native import _native
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator
-from kvplane_service.core.native.settings import POLICIES, of_group, settings
+from kvplane_service.core.native.settings import of_group, settings
 from kvplane_service.core.native.transfer import entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
-from kvplane_service.core.policies import has_announced_hints
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.replica import Replica, check_alone, check_step
@@ -50,8 +49,8 @@ REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core has the eviction policy of this replica, and its tiers: it has none."""
-    return spec.eviction in POLICIES and not spec.tiers
+    """Whether the compiled core has the tiers of this replica: it has none."""
+    return not spec.tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class NativeReplica:
         return self._apply(step, True)
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
-        applied = _native.apply(self.changed(), step, alone) if has_announced_hints(self.spec, step) else REFUSED
+        applied = _native.apply(self.changed(), step, alone)
         if isinstance(applied, int):
             if applied == REFUSED:
                 validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)

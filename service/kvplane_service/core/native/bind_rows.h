@@ -144,6 +144,7 @@ inline PyObject* UpdateRow(PyObject*, PyObject* arguments) {
         part.facts.release_skipped = column(5, kUnchanged);
         part.facts.end = column(6, kEndNone);
         part.facts.fence = column(7, 0);
+        part.facts.hint = column(8, kUnchanged);
         return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
             Column preempted;
             return rows.Update(part, &preempted) ? ToPy(preempted) : nullptr;

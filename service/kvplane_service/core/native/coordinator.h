@@ -107,6 +107,7 @@ class Coordinator {
         const size_t zeroes = orders.zero_block.size();
         requests.computed[slot] = total;
         if (spec.policy != kLru) requests.hit_end[slot] = local;
+        if (pool.hazard) pool.hazard->NoteAdmitted(requests, pool.pairs.NameOf(requests.domain[slot]), slot, local);
         AdoptHit(admission, local, total);
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
@@ -198,6 +199,17 @@ class Coordinator {
             one->TakeAll(slot, &taken_);
             pool.Release(taken_.rbegin(), taken_.rend());
         }
+    }
+
+    // Records for HAZARD that a request is the last user of its blocks, before it releases them.
+    void NoteReleased(Int slot) {
+        if (!pool.hazard) return;
+        for (const auto& one : managers) {
+            const BlockList& blocks = one->table[slot];
+            for (size_t index = 0; index < blocks.size(); ++index)
+                pool.hazard->NoteOwner(slot, static_cast<Int>(index), blocks[index], one->block_size);
+        }
+        pool.hazard->prompts.erase(slot);
     }
 
     BlockList TakeAll(Int slot) {

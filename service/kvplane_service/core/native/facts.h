@@ -32,6 +32,8 @@ class FactApplier {
                       skipped = Entry(facts.release_skipped, row, kUnchanged);
             if (commit != kUnchanged) Commit(slot, commit, seq);
             if (skipped != kUnchanged && requests_.running[slot]) blocks_.ReleaseSkipped(slot, skipped);
+            const Int hint = Entry(facts.hint, row, kUnchanged);
+            if (hint != kUnchanged && pool_.hazard) pool_.hazard->NoteHint(requests_, slot, hint);
             if (end != kEndNone) Finish(slot, end, Entry(facts.fence, row, 0), seq, result);
             if (part.with_hashes) ReportHashes(slot, result);
         }

@@ -15,7 +15,8 @@ class FreeList {
           divider_(sentinel_ + 1),
           is_divided_(policy != kLru),
           next_(num_blocks + 2),
-          previous_(num_blocks + 2) {
+          previous_(num_blocks + 2),
+          place_(policy == kHazard ? num_blocks : 0) {
         BlockList all(static_cast<size_t>(num_blocks - 1));
         for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Block>(i + 1);
         Rebuild(all, all.size());
@@ -41,18 +42,24 @@ class FreeList {
         if (is_passed) Join(sentinel_, divider_);
         Join(is_passed ? divider_ : sentinel_, block);
         count_ -= count;
+        Mark(std::span(*into).last(static_cast<size_t>(count)), kHeld);
         return before;
     }
 
     void Remove(Block block) {
         Join(previous_[block], next_[block]);
         --count_;
+        if (!place_.empty()) place_[block] = kHeld;
     }
 
     // blocks[0] is evicted next.
-    void Prepend(const BlockList& blocks) { Insert(sentinel_, blocks); }
+    void Prepend(const BlockList& blocks) {
+        Insert(sentinel_, blocks);
+        Mark(blocks, kBefore);
+    }
     // Puts blocks at the back, those that are superseded before the divider; blocks[-1] is evicted last.
     void Append(const BlockList& blocks) {
+        Mark(blocks, kBehind);
         if (superseded.empty()) return Insert(previous_[sentinel_], blocks);
         BlockList first, rest;
         for (const Block block : blocks) {
@@ -63,7 +70,13 @@ class FreeList {
         Insert(previous_[sentinel_], rest);
     }
     // Puts blocks that left the window of a running request before the divider; blocks[-1] is evicted last of them.
-    void AppendLeftWindow(const BlockList& blocks) { Insert(previous_[is_divided_ ? divider_ : sentinel_], blocks); }
+    void AppendLeftWindow(const BlockList& blocks) {
+        Insert(previous_[is_divided_ ? divider_ : sentinel_], blocks);
+        Mark(blocks, kBefore);
+    }
+
+    // Whether HAZARD may put this block before the divider.
+    bool IsBehind(Block block) const { return place_[block] == kBehind; }
 
     // Records that a longer prompt has copied a block: only the first one makes it superseded.
     void NoteCopied(Block block) {
@@ -82,6 +95,9 @@ class FreeList {
         count_ = 0;
         Insert(sentinel_, order);
         if (is_divided_) PutDivider(num_first == order.size() ? sentinel_ : order[num_first]);
+        std::fill(place_.begin(), place_.end(), kHeld);
+        Mark(order, kBehind);
+        Mark(std::span(order).first(num_first), kBefore);
     }
 
     // Moves all blocks without a key to the front of all blocks with a key; both keep their order. Looks at up to
@@ -91,6 +107,7 @@ class FreeList {
     bool PutUnkeyedFirst(bool begins, size_t count, HasKey&& has_key) {
         if (begins) {
             MoveDivider(next_[sentinel_]);
+            std::replace(place_.begin(), place_.end(), uint8_t{kBefore}, uint8_t{kBehind});
             at_ = next_[is_divided_ ? divider_ : sentinel_];
             first_keyed_ = sentinel_;
         }
@@ -100,8 +117,9 @@ class FreeList {
             if (has_key(block)) {
                 if (first_keyed_ == sentinel_) first_keyed_ = block;
             } else if (first_keyed_ != sentinel_) {
-                Remove(block);
-                Insert(previous_[first_keyed_], {block});
+                Join(previous_[block], next_[block]);
+                Join(previous_[first_keyed_], block);
+                Join(block, first_keyed_);
             }
         }
         if (at_ != sentinel_) return true;
@@ -133,16 +151,24 @@ class FreeList {
         return order;
     }
 
-    // Number of blocks before the divider.
-    Int CountFirst() const {
+    // Number of blocks before the divider, at most `most`.
+    Int CountFirst(Int most = kForever) const {
         Int count = 0;
-        for (Block block = next_[sentinel_]; is_divided_ && block != divider_; block = next_[block]) ++count;
+        Block block = next_[sentinel_];
+        for (; is_divided_ && block != divider_ && count < most; block = next_[block]) ++count;
         return count;
     }
 
     std::map<Block, bool> superseded;  // blocks with a key that longer prompts copied: true after one copy
 
   private:
+    enum Place : uint8_t { kHeld, kBefore, kBehind };  // not in the list, before the divider, behind it
+
+    void Mark(std::span<const Block> blocks, Place place) {
+        if (place_.empty()) return;
+        for (const Block block : blocks) place_[block] = place;
+    }
+
     void Join(Block before, Block after) {
         next_[before] = after;
         previous_[after] = before;
@@ -171,6 +197,7 @@ class FreeList {
     Block sentinel_, divider_;
     bool is_divided_;
     BlockList next_, previous_;
+    std::vector<uint8_t> place_;  // by block; only with HAZARD
     Int count_ = 0;
     Block at_ = 0, first_keyed_ = 0;  // between two calls of PutUnkeyedFirst
 };

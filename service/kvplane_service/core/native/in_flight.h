@@ -427,6 +427,7 @@ class InFlightTracker {
     void GiveBack(Int slot, Int fence) {
         NoteUse(slot);
         if (blocks_.spec.policy == kTurnTail) RenewStates(blocks_.managers, slot);
+        blocks_.NoteReleased(slot);
         if (fence > pool_.executed_through) {
             ReleaseLater(TakeReversed(slot), fence);
         } else {
@@ -436,6 +437,7 @@ class InFlightTracker {
 
     void PinForTransfer(Int slot) {
         NoteUse(slot);
+        blocks_.NoteReleased(slot);
         const BlockList blocks = TakeReversed(slot);
         BlockList& pinned = held[slot];
         pinned.insert(pinned.end(), blocks.begin(), blocks.end());

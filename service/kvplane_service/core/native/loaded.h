@@ -98,6 +98,10 @@ class LoadedState {
             Slot(slot);
             Position(tokens);
         }
+        for (const auto& [slot, hint] : requests_.hints) {
+            Slot(slot);
+            Holds(hint >= 0 && hint < std::max<Int>(1, spec_.hint_values));
+        }
         for (const auto& [slot, count] : requests_.unserved) {
             Slot(slot);
             Number(count);

@@ -3,6 +3,7 @@
 #include "bind_lives.h"
 #include "bind_reads.h"
 #include "bind_rows.h"
+#include "hazard_state.h"
 
 namespace kvplane {
 namespace {
@@ -18,7 +19,7 @@ bool IsSound(const Spec& spec) {
     const auto num_groups = static_cast<Int>(spec.groups.size());
     return spec.num_blocks >= 2 && is_size(spec.num_blocks) && num_groups >= 1 && num_groups <= kMaxGroups &&
            is_size(spec.max_model_len) && is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) &&
-           spec.digest_size > 0 && spec.policy >= kLru && spec.policy <= kTurnTail &&
+           spec.digest_size > 0 && spec.policy >= kLru && spec.policy <= kHazard &&
            std::all_of(spec.groups.begin(), spec.groups.end(), fits);
 }
 
@@ -46,7 +47,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.align_block_size,
                                &spec.align_chunk_limit,
                                &spec.align_stop_at_tail,
-                               &spec.policy};
+                               &spec.policy,
+                               &spec.hint_values};
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {
@@ -145,6 +147,8 @@ PyObject* Dump(PyObject*, PyObject* arguments) {
         VisitState(dump, core.replica);
         DumpKeys(core.replica, dump);
         dump.Set("managers", DumpManagers(core.replica));
+        HazardPolicy* const learnt = core.replica.blocks.pool.hazard.get();
+        dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
         return state.Release();
     });
 }
@@ -157,6 +161,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
             VisitState(load, replica);
             LoadKeys(load, replica);
             LoadManagers(load.Get("managers"), replica);
+            if (replica.blocks.pool.hazard) HazardState(*replica.blocks.pool.hazard).Load(load.Get("hazard"));
             LoadedState(replica).Check();
             replica.blocks.requests.InvalidateAllFastPaths();
             replica.blocks.pool.ForgetStamped();

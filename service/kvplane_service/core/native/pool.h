@@ -4,6 +4,7 @@
 #include "cache_events.h"
 #include "freelist.h"
 #include "keys.h"
+#include "policies.h"
 #include "types.h"
 
 namespace kvplane {
@@ -32,7 +33,9 @@ class BlockPool {
           index(static_cast<size_t>(spec.num_blocks)),
           keys_of_group(spec.groups.size()),
           evicted_keys(spec.groups.size()),
-          is_stamped_(static_cast<size_t>(spec.num_blocks)) {}
+          is_stamped_(static_cast<size_t>(spec.num_blocks)) {
+        if (spec.policy == kHazard) hazard = std::make_unique<HazardPolicy>(spec);
+    }
 
     // -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -43,7 +46,9 @@ class BlockPool {
     void Take(Int count, BlockList* into) {
         const Int now = age_base + step;
         const size_t first = into->size();
-        const size_t let_go = first + static_cast<size_t>(free.Pop(count, into));
+        if (hazard) hazard->PutBefore(free, count, [&](Block block) { return KeyTokens(block); });
+        const Int before = free.Pop(count, into);
+        const size_t let_go = first + (hazard ? 0 : static_cast<size_t>(before));
         for (size_t i = first; i < into->size(); ++i) {
             const Block block = (*into)[i];
             if (HasKey(block)) Evict(block, i < let_go ? kLeftWindow : kEvicted);
@@ -355,6 +360,7 @@ class BlockPool {
   public:
     Int num_blocks;
     FreeList free;
+    std::unique_ptr<HazardPolicy> hazard;  // only with HAZARD
     std::vector<uint32_t> references;
     Column key_step;
     std::vector<uint64_t> stamp;

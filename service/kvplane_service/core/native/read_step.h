@@ -53,6 +53,7 @@ inline void ReadFacts(PyObject* object, Facts* facts) {
     COLUMN(object, *facts, end);
     COLUMN(object, *facts, fence);
     COLUMN(object, *facts, release_skipped);
+    COLUMN(object, *facts, hint);
     ReadTokens(ATTRIBUTE(object, "tokens").get(), &facts->num_tokens, &facts->tokens_fit);
     ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts->hashes);
 }
@@ -75,6 +76,7 @@ inline void ReadNews(PyObject* object, News* news) {
     COLUMN(object, *news, num_hashes);
     COLUMN(object, *news, skip_reading);
     COLUMN(object, *news, max_tokens);
+    COLUMN(object, *news, hint);
     FromPy(ATTRIBUTE(object, "request_id").get(), &news->request_id);
     FromPy(ATTRIBUTE(object, "domain").get(), &news->domain);
     news->num_extra_keys = Count(ATTRIBUTE(object, "extra_keys").get());

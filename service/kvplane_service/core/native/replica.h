@@ -114,6 +114,8 @@ class Replica {
             requests.domain[slot] = blocks.pool.pairs.DomainOf(news.domain.empty() ? std::string() : news.domain[row]);
             requests.skip_reading[slot] = Entry(news.skip_reading, row, 0) != 0;
         }
+        for (size_t row = 0; row < news.hint.size() && blocks.pool.hazard; ++row)
+            blocks.pool.hazard->NoteHint(requests, news.slot[row], news.hint[row]);
         if (part.with_hashes) {
             for (const Int slot : news.slot) facts.ReportHashes(slot, result);
         }

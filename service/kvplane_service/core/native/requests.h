@@ -17,6 +17,7 @@ struct Requests {
     std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
     std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block
     std::map<Int, Int> hit_end;  // slot -> tokens of the hit of a running request; not with LRU
+    std::map<Int, Int> hints;    // slot -> what the engine says of later requests; only with HAZARD
     std::set<Int> loading, not_zeroed;
     Int num_running = 0;
 
@@ -34,6 +35,10 @@ struct Requests {
     Int HitEnd(Int slot) const {
         const auto found = hit_end.find(slot);
         return found == hit_end.end() ? 0 : found->second;
+    }
+    Int Hint(Int slot) const {
+        const auto found = hints.find(slot);
+        return found == hints.end() ? 0 : found->second;
     }
     bool IsLive(Int slot) const { return slot >= 0 && slot < size() && live[slot]; }
     bool AreLive(const Column& slots) const {
@@ -120,6 +125,7 @@ struct Requests {
         loading.erase(slot);
         content[slot] = Digests();
         asked.erase(slot);
+        hints.erase(slot);
     }
 
   private:

@@ -16,7 +16,7 @@ KINDS = {
     GroupKind.RING: 8,
 }
 ALIGNED_STATE, UNCACHED_STATE = 9, 10
-POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy.TURN_TAIL: 2}
+POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy.TURN_TAIL: 2, EvictionPolicy.HAZARD: 3}
 
 
 def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
@@ -26,7 +26,7 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
         spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
         spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
-        POLICIES[spec.eviction],
+        POLICIES[spec.eviction], spec.hint_values,
     ]  # fmt: skip
 
 

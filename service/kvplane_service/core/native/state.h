@@ -46,6 +46,7 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("unserved", requests.unserved);
     visit("hit_end", requests.hit_end);
     visit("superseded", pool.free.superseded);
+    visit("hints", requests.hints);
     visit("grants", tracker.grants);
     visit("tentative", tracker.tentative);
     visit("adoptions", tracker.adoptions);

@@ -11,13 +11,14 @@ struct Hashes {
 };
 
 struct Facts {
-    Column slot, computed, appended, num_hashes, commit, end, fence, release_skipped;
+    Column slot, computed, appended, num_hashes, commit, end, fence, release_skipped, hint;
     Int num_tokens = 0;  // ids in the column `tokens`
     bool tokens_fit = true;
     Hashes hashes;
     // Whether the rows do nothing but append tokens and hashes.
     bool OnlyAppend() const {
-        return computed.empty() && commit.empty() && end.empty() && fence.empty() && release_skipped.empty();
+        return computed.empty() && commit.empty() && end.empty() && fence.empty() && release_skipped.empty() &&
+               hint.empty();
     }
 };
 
@@ -27,7 +28,7 @@ struct Cache {
 };
 
 struct News {
-    Column slot, num_tokens, num_hashes, skip_reading, max_tokens;
+    Column slot, num_tokens, num_hashes, skip_reading, max_tokens, hint;
     Int num_token_ids = 0, num_extra_keys = 0, num_traceparents = 0;
     bool tokens_fit = true;
     Hashes hashes;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array as arrays
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core import state_entries as state
@@ -16,6 +16,7 @@ from kvplane_service.core.replica import Replica
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
 
+Words: TypeAlias = "arrays.array[int]"
 _U32, _U64, _S64 = "I", "Q", "q"
 FLAGS = ("live", "running", "held", "skip_reading", "by_service")
 SAME_VALUES = ("generation", "epoch", "step", "executed_through", "num_evictable", "reserved")
@@ -49,7 +50,9 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
     ]
     if spec.eviction is not EvictionPolicy.LRU:
         superseded = {block: bool(one) for block, one in dump["superseded"]}
-        own = [superseded] if spec.eviction is EvictionPolicy.TURN_TAIL else []
+        own: list[Any] = [superseded] if spec.eviction is EvictionPolicy.TURN_TAIL else []
+        if spec.eviction is EvictionPolicy.HAZARD:
+            own = [*_learnt(dump["hazard"]), dict(dump["hints"])]
         before.append(("eviction", [spec.eviction.value, dump["num_first"], dict(dump["hit_end"]), *own]))
     keys: list[tuple[str, object]] = [("keys", run) for run in _key_runs(dump, domains, num_groups)]
     more = {block: [(key(one), number) for one, number in further] for block, further in dump["more_keys"]}
@@ -82,6 +85,33 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
         ]
     )
+
+
+def _learnt(dump: tuple[Any, ...]) -> list[Any]:
+    """Return the owners of blocks, the prompts and the state of the learner, as `HazardList.state` has them."""
+    owner, prompts, (names, following, *tables), (now, *rows), ghosts, duel = dump
+    *columns, num_recent, victims, owners = ghosts
+    keys, *others = map(_words, columns)
+    hazards = [dict(names), following, *map(_words, tables)]
+    ghost = [keys, others, num_recent, [_words(victims), _words(owners)]]
+    learner = [hazards, [now, *map(_words, rows)], ghost, list(duel)]
+    return [_words(owner), {slot: list(one) for slot, one in prompts}, learner]
+
+
+def _packed_learnt(owner: Words, prompts: dict[int, list[int]], learner: list[Any]) -> tuple[Any, ...]:
+    (names, following, *tables), (now, *rows), (keys, columns, num_recent, victims), duel = learner
+    return (
+        owner.tobytes(),
+        [(slot, tuple(one)) for slot, one in prompts.items()],
+        (list(names.items()), following, *(one.tobytes() for one in tables)),
+        (now, *(one.tobytes() for one in rows)),
+        (*(one.tobytes() for one in (keys, *columns)), num_recent, *(one.tobytes() for one in victims)),
+        tuple(duel),
+    )
+
+
+def _words(raw: bytes) -> Words:
+    return arrays.array(_U64, raw)
 
 
 def loaded_copy(core: NativeReplica) -> Replica:
@@ -197,7 +227,7 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
     for slot, digests, _ in entries.get("content", ()):
         contents[slot] = (b"".join(digests), len(digests[0]) if digests else 0)
     residency = entries["residency"][0]
-    _, num_first, hit_end, *own = entries.get("eviction", [(None, 0, {})])[0]
+    policy, num_first, hit_end, *own = entries.get("eviction", [("", 0, {})])[0]
     packed = {name: pool[name] for name in SAME_VALUES} | {
         "seq": entries["replica"][0][0],
         "counter": pool["_counter"],
@@ -224,7 +254,9 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
         "free": entries["free"][0],
         "num_first": num_first,
         "hit_end": list(hit_end.items()),
-        "superseded": list(own[0].items()) if own else [],
+        "superseded": list(own[0].items()) if policy == EvictionPolicy.TURN_TAIL.value else [],
+        "hints": list(own[-1].items()) if policy == EvictionPolicy.HAZARD.value else [],
+        "hazard": _packed_learnt(*own[:3]) if policy == EvictionPolicy.HAZARD.value else None,
         "content": contents,
         "loading": sorted(requests["loading"]),
         "not_zeroed": sorted(requests["not_zeroed"]),

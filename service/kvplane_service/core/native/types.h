@@ -17,6 +17,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -66,7 +67,7 @@ enum RemoveReason : Int {
     kMoved = 6,
     kLeftWindow = 7
 };
-enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2 };
+enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2, kHazard = 3 };
 enum Kind : Int {
     kFull = 0,
     kMla = 1,
@@ -145,7 +146,7 @@ struct GroupSpec {
 struct Spec {
     Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
     Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
-    Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy;
+    Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy, hint_values;
     std::vector<GroupSpec> groups;
 
     Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }

@@ -111,13 +111,16 @@ class StepValidator {
         return *size * count == hashes.size;
     }
 
+    Int MostHint() const { return std::max<Int>(1, spec_.hint_values) - 1; }
+
     bool DigestsFit(const Slot& known) const { return known.num_digests <= known.num_tokens / spec_.hash_block_size; }
 
     bool AcceptsFacts(const Facts& facts, Int seq, bool has_drafts) {
         for (const Column* column : {&facts.computed, &facts.appended, &facts.num_hashes, &facts.commit, &facts.end,
-                                     &facts.fence, &facts.release_skipped}) {
+                                     &facts.fence, &facts.release_skipped, &facts.hint}) {
             if (!Fits(*column, facts.slot)) return false;
         }
+        if (!Within(facts.hint, kUnchanged, MostHint())) return false;
         Int sum = 0;
         for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
         if (facts.num_tokens && (facts.num_tokens != sum || !facts.tokens_fit)) return false;
@@ -223,13 +226,14 @@ class StepValidator {
 
     bool AcceptsNews(const News& news) {
         const size_t rows = news.slot.size();
-        for (const Column* column : {&news.num_hashes, &news.skip_reading, &news.max_tokens}) {
+        for (const Column* column : {&news.num_hashes, &news.skip_reading, &news.max_tokens, &news.hint}) {
             if (!Fits(*column, news.slot)) return false;
         }
         for (const size_t count : {news.request_id.size(), news.domain.size(), static_cast<size_t>(news.num_extra_keys),
                                    static_cast<size_t>(news.num_traceparents)}) {
             if (count && count != rows) return false;
         }
+        if (!Within(news.hint, 0, MostHint())) return false;
         if (news.num_tokens.size() != rows || !Within(news.num_tokens, 1, spec_.max_model_len)) return false;
         Int sum = 0;
         for (const Int one : news.num_tokens) sum += one;

@@ -1,0 +1,236 @@
+// What the policy HAZARD learns, see hazard.py: hazards of classes of prompts, and whether to evict by them or by LRU.
+#pragma once
+
+#include "recency.h"
+
+namespace kvplane {
+
+constexpr Int kPieces = 3, kNew = 0, kSeen = 1, kMany = 2, kManyUses = 24;
+constexpr Int kHorizon = 1 << 14, kMostSampled = 1 << 14, kGhostPools = 4, kLeastRemembered = 1 << 16;
+constexpr Int kBatches = 64, kNodes = 1 << 11, kHintMark = 1 << 7;
+constexpr Int kOne = 1 << 20, kAlive = 1 << 30, kUnit = 1 << 10, kPrior = kOne / 50, kShrinkTokens = 1 << 18;
+constexpr Int kDecayEvery = 128, kDecayShift = 7, kRefreshEvery = 32, kRefreshed = 256;
+
+// The ages in admissions: bin k has those from at[k] to at[k + 1] - 1.
+struct Ages {
+    Ages() {
+        at.push_back(1);
+        while (at.back() < kHorizon) at.push_back(std::max(at.back() + 1, at.back() * 5 / 4));
+        at.back() = kHorizon;
+        bin.assign(1, 0);
+        for (size_t k = 0; k < count(); ++k) bin.insert(bin.end(), static_cast<size_t>(width(k)), k);
+    }
+    size_t count() const { return at.size() - 1; }
+    Int width(size_t k) const { return at[k + 1] - at[k]; }
+    size_t BinOf(Int age) const { return bin.at(static_cast<size_t>(age)); }
+    Column at;
+    std::vector<size_t> bin;
+};
+inline const Ages kAges;
+
+// An admitted prompt: its number, its tokens, and where its content stops to be seen many times and to be seen.
+struct Prompt {
+    Int number, num_tokens, many_end, seen_end;
+    Int PieceOf(Int end) const { return Int{end <= seen_end} + Int{end <= many_end}; }
+};
+
+// The hazards of all classes, and the index (worth) by class and age bin that follows from them.
+class Hazards {
+  public:
+    explicit Hazards(Int shrink)
+        : used(Size()), waited(Size()), index(Size()), parent(kNodes), shrink_(std::max<Int>(1, shrink) * kUnit) {
+        Compute(0, 1);
+    }
+
+    static size_t Cell(Int node, size_t age) { return static_cast<size_t>(node) * kAges.count() + age; }
+    Int count() const { return static_cast<Int>(names.size()) + 1; }
+
+    // The class with these features, the coarsest first; that of the features before if there are too many classes.
+    Int Node(const std::array<Int, 3>& name) {
+        Int node = 0;
+        uint64_t key = 1;
+        for (const Int feature : name) {
+            key = key << 8 | static_cast<uint64_t>(feature);
+            const auto found = names.find(key);
+            if (found == names.end()) {
+                if (count() == kNodes) return node;
+                const Int made = count();
+                names[key] = made;
+                parent[static_cast<size_t>(made)] = node;
+                std::copy_n(index.begin() + Offset(node), kAges.count(), index.begin() + Offset(made));
+                node = made;
+            } else {
+                node = found->second;
+            }
+        }
+        return node;
+    }
+
+    // Adds keys of a class and all above it: how many waited through the age, and how many were used at it.
+    void Add(Int node, size_t age, Int uses, Int waits) {
+        for (;; node = parent[static_cast<size_t>(node)]) {
+            used[Cell(node, age)] += uses;
+            waited[Cell(node, age)] += waits;
+            if (node == 0) return;
+        }
+    }
+
+    // Lets earlier data weigh less.
+    void Decay() {
+        for (Column* table : {&used, &waited}) {
+            for (Int& one : *table) one -= one >> kDecayShift;
+        }
+    }
+
+    // Computes the index of some classes, in turn.
+    void Refresh() {
+        const Int first = next;
+        next = count() > kRefreshed ? (next + kRefreshed) % count() : 0;
+        Compute(first, std::min(first + kRefreshed, count()));
+    }
+
+    Column used, waited, index, parent;
+    std::map<uint64_t, Int> names;
+    Int next = 0;
+
+  private:
+    static size_t Size() { return static_cast<size_t>(kNodes) * kAges.count(); }
+    static std::ptrdiff_t Offset(Int node) { return static_cast<std::ptrdiff_t>(Cell(node, 0)); }
+
+    void Compute(Int first, Int end) {
+        const size_t num_ages = kAges.count();
+        Column hazard(num_ages), uses(num_ages + 1), held(num_ages + 1);
+        for (Int node = first; node < end; ++node) {
+            FindHazard(node, &hazard);
+            Int alive = kAlive;
+            for (size_t age = 0; age < num_ages; ++age) {
+                uses[age + 1] = uses[age] + alive * hazard[age] / kOne;
+                held[age + 1] = held[age] + alive * (2 * kOne - hazard[age]) / (2 * kOne) * kAges.width(age);
+                alive = std::max(alive * (kOne - hazard[age]) / kOne, kOne >> 10);
+            }
+            FindSlopes(uses, held, &index[Cell(node, 0)]);
+        }
+    }
+
+    // That of the class above, the more so the less data the class has.
+    void FindHazard(Int node, Column* hazard) const {
+        std::vector<Int> chain{node};
+        while (chain.back()) chain.push_back(parent[static_cast<size_t>(chain.back())]);
+        std::fill(hazard->begin(), hazard->end(), kPrior);
+        for (auto level = chain.rbegin(); level != chain.rend(); ++level) {
+            for (size_t age = 0; age < hazard->size(); ++age) {
+                const size_t at = Cell(*level, age);
+                const Int shrunk = (used[at] * kOne + shrink_ * (*hazard)[age]) / (waited[at] + shrink_);
+                (*hazard)[age] = std::min(shrunk, kOne - (kOne >> 5));
+            }
+        }
+    }
+
+    // The greatest slope from each point (held, uses) to a later one: that to the next corner of their upper hull.
+    void FindSlopes(const Column& uses, const Column& held, Int* slopes) {
+        hull_.assign(1, uses.size() - 1);
+        const auto rises_more = [&](size_t from, size_t a, size_t b) {  // to a, than from a to b
+            const __int128 first = static_cast<__int128>(uses[a] - uses[from]) * (held[b] - held[a]);
+            return first > static_cast<__int128>(uses[b] - uses[a]) * (held[a] - held[from]);
+        };
+        for (size_t at = uses.size() - 1; at-- > 0;) {
+            while (hull_.size() > 1 && !rises_more(at, hull_.back(), hull_[hull_.size() - 2])) hull_.pop_back();
+            const size_t to = hull_.back();
+            slopes[at] = ((uses[to] - uses[at]) << 32) / (held[to] - held[at]);
+            hull_.push_back(at);
+        }
+    }
+
+    Int shrink_;
+    std::vector<size_t> hull_;
+};
+
+// The last kHorizon admissions: the class of each piece, and how many of its sampled keys were not used since.
+class History {
+  public:
+    explicit History(Hazards& hazards)
+        : node(kHorizon * kPieces),
+          alive(kHorizon * kPieces),
+          hazards_(hazards),
+          has_(node.size()),
+          worth_(node.size()),
+          row_pass_(kHorizon) {}
+
+    static size_t CellOf(Int owner) { return static_cast<size_t>(owner % (kHorizon * kPieces)); }
+    bool IsRecent(Int owner) const { return owner / kPieces > now - kHorizon; }
+
+    // Begins the next admission; what is unused at the end of an age bin has waited through it. Returns its number.
+    Int Begin() {
+        ++now;
+        for (size_t age = 0; age < kAges.count(); ++age) {
+            const Int born = now - kAges.at[age + 1];
+            if (born <= 0) break;
+            for (Int piece = 0; piece < kPieces; ++piece) {
+                const size_t cell = CellOf(born * kPieces + piece);
+                if (alive[cell]) hazards_.Add(node[cell], age, 0, alive[cell] * kUnit);
+            }
+        }
+        for (Int piece = 0; piece < kPieces; ++piece) alive[CellOf(now * kPieces + piece)] = 0;
+        return now;
+    }
+
+    // A key is used that this piece used last.
+    void Use(Int owner) {
+        if (!IsRecent(owner)) return;
+        hazards_.Add(node[CellOf(owner)], kAges.BinOf(now - owner / kPieces), kUnit, kUnit);
+        --alive[CellOf(owner)];
+    }
+
+    // A key that this piece used last is not followed any more.
+    void Lose(Int owner) {
+        if (IsRecent(owner)) --alive[CellOf(owner)];
+    }
+
+    struct Entry {
+        Int owner, depth;
+        uint32_t number;
+        Int worth = 0;
+    };
+    // Leaves the `count` entries of least worth, the least first: of equal ones the oldest first, of one request the
+    // deepest first, of one depth the least number first. No key is worth less than one behind it in its request.
+    void Order(std::vector<Entry>* entries, size_t count) {
+        ++pass_;
+        for (const Entry& one : *entries) has_[CellOf(one.owner)] = pass_;
+        for (Entry& one : *entries) one.worth = one.owner / kPieces <= now - kHorizon ? 0 : WorthOf(one.owner);
+        const auto is_before = [](const Entry& a, const Entry& b) {
+            return std::tuple(a.worth, a.owner / kPieces, -a.depth, a.number) <
+                   std::tuple(b.worth, b.owner / kPieces, -b.depth, b.number);
+        };
+        const auto end = entries->begin() + static_cast<std::ptrdiff_t>(std::min(count, entries->size()));
+        if (end != entries->end()) std::nth_element(entries->begin(), end, entries->end(), is_before);
+        entries->erase(end, entries->end());
+        std::sort(entries->begin(), entries->end(), is_before);
+    }
+
+    Int now = 0;
+    Column node, alive;
+
+  private:
+    Int WorthOf(Int owner) {
+        const Int row = owner / kPieces % kHorizon;
+        if (row_pass_[static_cast<size_t>(row)] != pass_) {
+            row_pass_[static_cast<size_t>(row)] = pass_;
+            const size_t age = kAges.BinOf(((now - row) % kHorizon + kHorizon) % kHorizon);
+            Int most = 0;
+            for (Int piece = 0; piece < kPieces; ++piece) {
+                const size_t cell = static_cast<size_t>(row * kPieces + piece);
+                const Int mine = has_[cell] == pass_ ? hazards_.index[Hazards::Cell(node[cell], age)] : 0;
+                most = worth_[cell] = piece ? std::max(most, mine) : mine;
+            }
+        }
+        return worth_[CellOf(owner)];
+    }
+
+    Hazards& hazards_;
+    std::vector<uint64_t> has_;  // by cell: the last pass in which an entry had it
+    Column worth_;
+    std::vector<uint64_t> row_pass_;
+    uint64_t pass_ = 0;
+};
+
+}  // namespace kvplane
