@@ -154,7 +154,7 @@ clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-NATIVE := clients/python/kvplane/base/hashing/_native.cpp \
+NATIVE := $(wildcard clients/python/kvplane/base/hashing/*.cpp clients/python/kvplane/base/hashing/*.h) \
 	$(wildcard service/kvplane_service/core/native/*.h service/kvplane_service/core/native/*/*.h \
 	service/kvplane_service/core/native/*.cpp service/kvplane_fleet/native/*.h service/kvplane_fleet/native/*.cpp)
 

@@ -2,13 +2,13 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from xml.etree import ElementTree
 
 import pytest
 
 from tests.bench.peer import history
-from tests.bench.peer.__main__ import one_start
+from tests.bench.peer.__main__ import Parts, one_start
 from tests.bench.peer.models import MODELS
 from tests.bench.peer.plan import (
     AHEAD,
@@ -84,6 +84,40 @@ def test_peer_ratio_is_that_of_the_medians_over_all_process_starts():
     assert (unix.rounds, unix.median, unix.extremes, unix.ratio) == (6, 50, (40, 90), 0.25)
     assert unix.start_ratios == (0.25, 0.25)
     assert cells[ahead, UNIX].ratio == 0.075  # relative to the reference's paced step
+
+
+def test_peer_benchmark_continues_with_the_parts_that_are_missing(tmp_path, monkeypatch):
+    plan, asked = replace(SMALL, models=("a", "b")), list[str]()
+
+    def measure(one: Plan) -> dict[str, object]:
+        (model,) = one.models
+        asked.append(model)
+        monkeypatch.setattr("time.monotonic", lambda: 60.0 * 7 * len(asked))
+        of_model = rounds(Case(model, DECODE, 8), UNIX, len(asked))
+        return {"rounds": of_model, "load_average": [[len(asked)], [len(asked) + 1]], "reference": {}}
+
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    for expected in (["a", "b", "a"], ["a", "b", "a", "b"]):
+        parts = Parts(plan, 2, tmp_path)
+        parts.load("commit")
+        assert parts.run(20, measure) == (len(expected) == 4)
+        assert asked == expected
+    first, second = parts.starts()
+    assert ([one["median_us"] for one in first["rounds"]], first["load_average"]) == ([1, 2], [[1], [3]])
+    assert ([one["median_us"] for one in second["rounds"]], second["load_average"]) == ([3, 4], [[3], [5]])
+    with pytest.raises(SystemExit, match="another commit"):
+        Parts(plan, 2, tmp_path).load("other")
+    parts.forget()
+    Parts(plan, 2, tmp_path).load("other")
+
+
+def test_peer_report_counts_the_goals_that_are_reached():
+    measured = rounds(Case("Llama-3.1-70B", PACED, 8), REFERENCE, 100)
+    measured += rounds(Case("Llama-3.1-70B", PACED, 32), REFERENCE, 100)
+    measured += rounds(Case("Llama-3.1-70B", AHEAD, 8), UNIX, 99) + rounds(Case("Llama-3.1-70B", AHEAD, 32), UNIX, 36)
+    start = {"rounds": measured, "load_average": [[1.0], [3.0]], "reference": {}}
+    text = Report.of(SMALL, [start]).text()
+    assert "1 of 2 ratios to a paced step are reached; missed: Llama-3.1-70B at 32 (0.360)." in text
 
 
 def test_peer_history_keeps_the_rows_of_earlier_commits(tmp_path):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from contextlib import ExitStack
 from copy import copy, deepcopy
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvplane.base.hashing import native
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import Admit, Blocks, Cache, End, Part, PartResult, RowFlag, Run, StepResult
+from kvplane.session import tables
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session.tables import BlockTables
 from kvplane.wire.result import decode_result, encode_result
@@ -76,10 +79,23 @@ def test_a_load_that_ended_keeps_the_table_of_its_running_request():
     assert tables[0] == [[1, 2]]
 
 
+@pytest.fixture(params=["on", "off"], ids=["compiled", "python"])
+def form(request, monkeypatch):
+    """Each test with both ways of appending to tables."""
+    if request.param == "on" and native._COMPILED is None:
+        pytest.skip("the compiled module is not installed")
+    monkeypatch.setenv(native.VARIABLE, request.param)
+    tables._compiled.cache_clear()
+    yield
+    tables._compiled.cache_clear()
+
+
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 NEW_BLOCKS = st.lists(st.lists(st.lists(IDS, min_size=2, max_size=2), min_size=3, max_size=3), max_size=6)
 
 
+@pytest.mark.usefixtures("form")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=NEW_BLOCKS, views=st.sets(st.integers(0, 5)))
 def test_tables_are_the_ids_of_all_results_in_contiguous_memory(steps, views):
     """Results from the wire and of the core give the same tables, also while views of their memory exist."""
@@ -99,7 +115,7 @@ def test_tables_are_the_ids_of_all_results_in_contiguous_memory(steps, views):
             assert received.new_blocks == result.new_blocks
             assert not rows or isinstance(received.new_blocks.ids, PackedInts if any(map(any, rows)) else list)
             for each, answer in ((tables, received), (local, result)):
-                each.update(Part(run=Run([7, 8, 9])), answer)
+                each.update(Part(run=Run(array("I", [7, 8, 9]))), answer)
             if number in views:
                 for slot in (7, 8, 9):
                     for table in tables[slot]:
@@ -109,15 +125,28 @@ def test_tables_are_the_ids_of_all_results_in_contiguous_memory(steps, views):
         assert [memoryview(table).tolist() for table in tables[slot]] == groups
 
 
+@pytest.mark.usefixtures("form")
 def test_a_view_of_a_table_that_grows_keeps_its_entries():
     tables = BlockTables(1)
     first = PartResult(tables=Blocks(row=[0], group=[0], count=[2], ids=[5, 6]))
     tables.update(Part(admit=Admit([0])), first)
     view = memoryview(tables[0][0])
     for ids in ([7], [8, 9]):
-        tables.update(Part(run=Run([0])), PartResult(new_blocks=Blocks([0], [0], [len(ids)], ids)))
+        columns = [PackedInts("I", column) for column in ([0], [0], [len(ids)], ids)]
+        tables.update(Part(run=Run(array("I", [0]))), PartResult(new_blocks=Blocks(*columns)))
     assert view.tolist() == [5, 6]
     assert tables[0][0] == [5, 6, 7, 8, 9]
+    assert type(tables[0][0]) is PackedInts
+
+
+@pytest.mark.usefixtures("form")
+def test_blocks_of_a_request_without_tables_are_refused_after_those_before_them():
+    tables = BlockTables(1)
+    tables.update(Part(admit=Admit([0])), PartResult(tables=Blocks([0], [0], [0])))
+    columns = [PackedInts("I", column) for column in ([0, 1], [0, 0], [1, 1], [5, 6])]
+    with pytest.raises(KeyError, match="4"):
+        tables.update(Part(run=Run(array("I", [0, 4]))), PartResult(new_blocks=Blocks(*columns)))
+    assert tables[0] == [[5]]
 
 
 @given(code=st.sampled_from("IQ"), numbers=IDS, others=IDS, cut=st.slices(4))

@@ -222,8 +222,10 @@ def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
 
 
 def _goals(models: list[str], table: dict[tuple[Case, str], Cell]) -> list[str]:
-    """The ratios of steps sent ahead over a Unix socket to paced ones and to those of a loop, each with its goal."""
-    rows = []
+    """The ratios of steps sent ahead over a Unix socket to paced ones and to those of a loop, each with its goal, and
+    which goals are missed.
+    """
+    rows, missed, num_goals = [], list[str](), 0
     for model in models:
         row = [model]
         for size, goals in GOALS.items():
@@ -232,8 +234,14 @@ def _goals(models: list[str], table: dict[tuple[Case, str], Cell]) -> list[str]:
             ratio = "–" if cell is None or cell.ratio is None else f"{cell.ratio:.2f}"
             of_loop = "–" if cell is None or loop is None else f"{cell.median / loop.median:.2f}"
             row.append(f"{ratio} / {of_loop} (≤ {goals[model]})")
+            if cell is not None and cell.ratio is not None:
+                num_goals += 1
+                if cell.ratio > goals[model]:
+                    missed.append(f"{model} at {size} ({cell.ratio:.3f})")
         rows.append(row)
-    return _table(["model", *(f"{size} requests" for size in GOALS)], rows)
+    summary = f"{num_goals - len(missed)} of {num_goals} ratios to a paced step are reached"
+    summary += f"; missed: {', '.join(missed)}." if missed else "."
+    return [*_table(["model", *(f"{size} requests" for size in GOALS)], rows), "", summary]
 
 
 def _admission_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:

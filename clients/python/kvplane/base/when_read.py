@@ -59,6 +59,13 @@ def made_when_read(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def made_with(cls: type[_T], given: dict[str, Any]) -> _T:
+    """Return an object of a class that is made when read, with these fields, whose names are not checked."""
+    made = cls.__new__(cls)
+    made.__dict__.update(given)
+    return made
+
+
 def made_of(cls: type[_T], packed: Packed) -> _T:
     """Return an object of a class that is made when read, whose fields are those of `packed`."""
     made = cls.__new__(cls)

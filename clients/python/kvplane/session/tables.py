@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence, Set
+from functools import cache
 from itertools import chain, islice
 
+from kvplane.base.hashing.native import append_blocks
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import Blocks, End, Part, PartResult
 from kvplane.base.when_read import PACKED
 
 _NONE: Set[int] = frozenset()
+_compiled = cache(append_blocks)
 
 
 class BlockTables:
@@ -73,13 +77,29 @@ class BlockTables:
         """
         if not tables.row:
             return _NONE
-        slots = [*part.run.slot, *part.admit.slot]
-        by_row = tables.by_row()
-        for row, groups in by_row.items():
-            self._tables[slots[row]] = [PackedInts("I", groups.get(group, ())) for group in range(self._num_groups)]
-        return set(by_row)
+        slots, rows, at = [*part.run.slot, *part.admit.slot], set(tables.row), 0
+        for row in rows:
+            self._tables[slots[row]] = [PackedInts("I") for _ in range(self._num_groups)]
+        for row, group, count in zip(tables.row, tables.group, tables.count, strict=True):
+            ids = tables.ids[at : at + count]
+            self._tables[slots[row]][group] = ids if type(ids) is PackedInts else PackedInts("I", ids)
+            at += count
+        return rows
 
     def _append(self, slots: Sequence[int], new: Blocks, whole: Set[int]) -> None:
+        append = _compiled()
+        columns = (new.row, new.group, new.count, new.ids)
+        if (
+            append is not None
+            and not whole
+            and type(slots) is array
+            and all(type(one) is PackedInts for one in columns)
+        ):
+            append(self._tables, slots, *columns)
+        else:
+            self._append_each(slots, new, whole)
+
+    def _append_each(self, slots: Sequence[int], new: Blocks, whole: Set[int]) -> None:
         tables, ids = self._tables, iter(new.ids)
         for row, group, count in zip(new.row, new.group, new.count, strict=True):
             block = next(ids) if count == 1 else None  # as most entries are

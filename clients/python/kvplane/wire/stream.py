@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import TypeAlias
 
 from kvplane.base.errors import InternalError, KvplaneError, LimitExceeded
+from kvplane.base.hashing.native import read_answer
+from kvplane.base.packed_ints import PackedInts
 from kvplane.base.session import Opened, OpenRequest
-from kvplane.base.step import Step, StepResult
+from kvplane.base.step import Blocks, Orders, PartResult, Step, StepResult
+from kvplane.base.when_read import made_with
 from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, SessionResponse
 from kvplane.wire.packed_step import step_bytes
 from kvplane.wire.result import decode_result
@@ -52,9 +56,24 @@ def close_message() -> SessionRequest:
     return SessionRequest(close=SessionClose())
 
 
+_reader = cache(read_answer)
+
+
 def taken(raw: bytes) -> Taken:
-    """Parse a message of the service, and decode it; see `decoded`."""
-    return decoded(SessionResponse.FromString(raw))
+    """Parse a message of the service, and decode it; see `decoded`. One compiled call reads the usual answer: grants,
+    admissions, blocks and orders.
+    """
+    read = _reader()
+    if read is None or (found := read(raw, PackedInts)) is None:
+        return decoded(SessionResponse.FromString(raw))
+    seq, part, published_through, fields, blocks, tables, orders = found
+    if blocks:
+        fields["new_blocks"] = Blocks(**blocks)
+    if tables:
+        fields["tables"] = Blocks(**tables)
+    if orders:
+        fields["orders"] = made_with(Orders, orders)
+    return StepResult(seq, part, [made_with(PartResult, fields)], published_through)
 
 
 def decoded(response: SessionResponse) -> Taken:

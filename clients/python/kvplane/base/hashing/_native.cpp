@@ -1,5 +1,5 @@
 // Hash a run of blocks without extra keys: the compiled twin of `hash_run` in algorithms.py, which specifies it. And
-// decode the token ids of a protobuf message, and write the message of a decode step.
+// read and write the messages of steps (messages.h, answers.h).
 // Uses Python's stable interface of 3.11 alone, so one build serves all later versions. SHA-256 is written from
 // FIPS 180-4: sections 4.1.2 and 6.2.2 (functions, rounds), 4.2.2 (constants), 5.1.1 (padding), 5.3.3 (initial state);
 // XXH3 from its specification, for messages of more than 16 bytes.
@@ -15,6 +15,9 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #endif
+
+#include "answers.h"
+#include "messages.h"
 
 namespace {
 
@@ -37,21 +40,6 @@ alignas(16) constexpr uint32_t kRound[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
-
-static_assert(std::endian::native == std::endian::little, "values are stored as they are in memory");
-
-template <typename Value>
-Value Read(const uint8_t* at) {
-    Value value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
-template <typename Value>
-uint8_t* Write(uint8_t* at, Value value) {
-    std::memcpy(at, &value, sizeof value);
-    return at + sizeof value;
-}
 
 // -- SHA-256 -------------------------------------------------------------------
 
@@ -252,11 +240,6 @@ struct Parent {
 
 using Form = uint8_t* (*)(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count);
 
-uint8_t* Append(uint8_t* at, const void* bytes, size_t size) {
-    std::memcpy(at, bytes, size);
-    return at + size;
-}
-
 uint8_t* PackedForm(uint8_t* at, Parent parent, const uint8_t* tokens, size_t count) {
     at = Write(Append(at, "kvb1", 4), static_cast<uint32_t>(count));
     at = Append(Write(at, uint32_t{0}), parent.digest, parent.size);
@@ -374,93 +357,13 @@ PyObject* HashRun(PyObject*, PyObject* arguments) {
     return result;
 }
 
-// -- Token ids of a protobuf message -------------------------------------------
-
-// Decode varints to u32 values. Returns false for bytes that are none, and for a number of more than 32 bits.
-bool DecodeVarints(const uint8_t* at, const uint8_t* end, uint8_t* out) {
-    while (at < end) {
-        uint32_t value = 0;
-        for (int shift = 0;; shift += 7) {
-            if (at == end || (shift == 28 && *at > 0x0f)) return false;
-            value |= static_cast<uint32_t>(*at & 0x7f) << shift;
-            if (*at++ < 0x80) break;
-        }
-        out = Write(out, value);
-    }
-    return true;
-}
-
-PyObject* UnpackVarints(PyObject*, PyObject* argument) {
-    Py_buffer packed;
-    if (PyObject_GetBuffer(argument, &packed, PyBUF_SIMPLE) < 0) return nullptr;
-    const auto* begin = static_cast<const uint8_t*>(packed.buf);
-    const auto* const end = begin + packed.len;
-    Py_ssize_t count = 0;
-    Py_BEGIN_ALLOW_THREADS
-    for (const auto* at = begin; at < end; ++at) count += *at < 0x80;
-    Py_END_ALLOW_THREADS
-    PyObject* result = PyBytes_FromStringAndSize(nullptr, 4 * count);
-    bool is_valid = false;
-    if (result != nullptr) {
-        auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
-        Py_BEGIN_ALLOW_THREADS
-        is_valid = DecodeVarints(begin, end, out);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&packed);
-    if (result != nullptr && !is_valid) {
-        Py_DECREF(result);
-        PyErr_SetString(PyExc_ValueError, "packed must be varints of at most 32 bits");
-        return nullptr;
-    }
-    return result;
-}
-
-// -- The message of a decode step -----------------------------------------------
-
-// The compiled twin of `step_bytes` in kvplane/wire/packed_step.py for a part that is written already. The numbers are
-// the fields 1 to 5 of Step, the part is field 6, and the step is field 2 of the message.
-uint8_t* Varint(uint8_t* at, uint64_t value) {
-    for (; value > 0x7f; value >>= 7) *at++ = static_cast<uint8_t>(value | 0x80);
-    *at++ = static_cast<uint8_t>(value);
-    return at;
-}
-
-PyObject* StepMessage(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    constexpr Py_ssize_t kNumbers = 5;
-    uint8_t head[kNumbers * 11 + 11], outer[11];
-    uint8_t* at = head;
-    if (count != kNumbers + 1 || !PyBytes_Check(given[kNumbers])) {
-        PyErr_SetString(PyExc_TypeError, "step_message takes 5 numbers and the bytes of a part");
-        return nullptr;
-    }
-    for (Py_ssize_t i = 0; i < kNumbers; ++i) {
-        const uint64_t value = PyLong_AsUnsignedLongLong(given[i]);
-        if (value == UINT64_MAX && PyErr_Occurred()) return nullptr;
-        if (value == 0) continue;
-        *at++ = static_cast<uint8_t>((i + 1) << 3);
-        at = Varint(at, value);
-    }
-    const auto size = static_cast<size_t>(PyBytes_Size(given[kNumbers]));
-    *at++ = 6 << 3 | 2;
-    at = Varint(at, size);
-    const auto numbers = static_cast<size_t>(at - head);
-    uint8_t* end = outer;
-    *end++ = 2 << 3 | 2;
-    end = Varint(end, numbers + size);
-    const auto begin = static_cast<size_t>(end - outer);
-    PyObject* result = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(begin + numbers + size));
-    if (result == nullptr) return nullptr;
-    auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
-    Append(Append(Append(out, outer, begin), head, numbers), PyBytes_AsString(given[kNumbers]), size);
-    return result;
-}
-
 PyMethodDef kMethods[] = {
     {"hash_run", HashRun, METH_VARARGS, "Return the digests of consecutive whole blocks."},
     {"unpack_varints", UnpackVarints, METH_O, "Return packed varints as little-endian u32 values."},
     {"step_message", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(StepMessage)), METH_FASTCALL,
      "Return the bytes of the message with a step of one part."},
+    {"read_answer", ReadAnswer, METH_VARARGS, "Return the columns of an answer, None for a message that has more."},
+    {"append_blocks", AppendBlocks, METH_VARARGS, "Append new blocks to block tables."},
     {nullptr, nullptr, 0, nullptr},
 };
 

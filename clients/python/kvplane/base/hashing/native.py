@@ -4,7 +4,7 @@ The Python functions of algorithms.py are the specification and take over withou
 KVPLANE_NATIVE selects: `auto` (default), `on` or `off`. `auto` takes the compiled hashes if the processor has
 instructions for SHA-256 that the module uses (SHA-NI), because OpenSSL's SHA-256, which Python uses, is faster than
 portable code. What needs no such instructions is compiled wherever the module is installed: the xxhash forms, the token
-ids of long messages, and the messages of decode steps.
+ids of long messages, and the messages of decode steps with what their answers change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import HashAlgorithm
@@ -23,6 +23,8 @@ from kvplane.base.hashing.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from kvplane.base.hashing.algorithms import BlockDigest
+
+Fields: TypeAlias = dict[str, Any]
 
 VARIABLE = "KVPLANE_NATIVE"
 FORMS = {
@@ -106,18 +108,39 @@ def varints() -> Callable[[memoryview], bytes] | None:
 
     The function raises ValueError for bytes that are no varints of at most 32 bits.
     """
-    compiled = _selected(needs_sha256=False)
-    return None if compiled is None else cast("Callable[[memoryview], bytes]", compiled.unpack_varints)
+    found: Callable[[memoryview], bytes] | None = _function("unpack_varints")
+    return found
 
 
 def step_message() -> Callable[[int, int, int, int, int, bytes], bytes] | None:
     """Return a function that returns the message of a step of one part, from its numbers and the bytes of the part.
     None where it is not used.
     """
-    compiled = _selected(needs_sha256=False)
-    return (
-        None if compiled is None else cast("Callable[[int, int, int, int, int, bytes], bytes]", compiled.step_message)
+    found: Callable[[int, int, int, int, int, bytes], bytes] | None = _function("step_message")
+    return found
+
+
+def read_answer() -> Callable[[bytes, type], tuple[int, int, int, Fields, Fields, Fields, Fields] | None] | None:
+    """Return a function that reads the message with the answer to a step of one part: its number and part, the last
+    published step, and the fields of the part, of its new blocks, tables and orders, with arrays of the given type.
+    It returns None for a message that has anything else. None where it is not used.
+    """
+    found: Callable[[bytes, type], tuple[int, int, int, Fields, Fields, Fields, Fields] | None] | None = _function(
+        "read_answer"
     )
+    return found
+
+
+def append_blocks() -> Callable[..., None] | None:
+    """Return a function that appends new blocks to block tables: the tables by slot, the slots of the rows, and the
+    columns of the blocks, all arrays of u32. None where it is not used.
+    """
+    found: Callable[..., None] | None = _function("append_blocks")
+    return found
+
+
+def _function(name: str) -> Any:  # noqa: ANN401
+    return getattr(_selected(needs_sha256=False), name, None)
 
 
 def describe() -> str:
