@@ -1,6 +1,7 @@
 """What an owner that uses its whole allowance costs another owner of the same service.
 
     python -m tests.bench.neighbour [--seconds N]     prints a table and writes tests/bench/results/neighbour.md
+    python -m tests.bench.neighbour --load "..."      some of the loads, without writing
 
 A noisy owner sends one kind of load as fast as it can, from a process of its own, and another owner looks up a prompt
 of 64 tokens every 20 ms. Each load runs without a limit of bytes and with the default one, in turns; the first line is
@@ -8,8 +9,9 @@ without any load. The waits of the other owner are in CPU time of the service (a
 which excludes other load of the machine, and in real time, which includes it. A hold is the CPU time of the service's
 loop between two ticks of 2 ms.
 
-The second table is of decode steps of 8 requests that the other owner's engine makes every 20 ms, without what the
-service's loop waits for a CPU: how long a step takes, and how many times that of the first line.
+The second table is of decode steps of 8 requests that the other owner's engine makes every 20 ms: how long a step takes
+without what the service's loop waits for a CPU, the CPU time of the service between call and answer, which other load
+the machine does not change, and how many times that of the first line both are.
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class Waits:
     real: list[float] = field(default_factory=list)
     holds: list[float] = field(default_factory=list)
     failed: int = 0
-    steps: list[float] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
 
 
 def look_up(stub: AllocationStub, pid: int, seconds: float, waits: Waits) -> None:
@@ -181,18 +183,18 @@ def cpu_ms(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e6
 
 
-def make_steps(address: str, pid: int, seconds: float) -> list[float]:
-    """Milliseconds of decode steps, one every 20 ms, without what the service's loop waited for a CPU."""
-    model, ends, took = MODELS[0], time.monotonic() + seconds, list[float]()
+def make_steps(address: str, pid: int, seconds: float) -> list[tuple[float, float]]:
+    """Milliseconds of decode steps, one every 20 ms: without what the service's loop waited for a CPU, and CPU time."""
+    model, ends, took = MODELS[0], time.monotonic() + seconds, list[tuple[float, float]]()
     with kvplane.connect(address, token="token-quiet") as client:
         client.register_replica("quiet/steps", model.spec(model.shape.decode_blocks(REQUESTS, int(60 * seconds))))
         with client.session("quiet/steps") as session:
             engine = Engine(session, model.shape)
             engine.admit(REQUESTS)
             while time.monotonic() < ends:
-                before = cpu_wait_ns(pid)
+                before, cpu = cpu_wait_ns(pid), cpu_ms(pid)
                 ns = engine.decode()
-                took.append((ns - cpu_wait_ns(pid) + before) / 1e6)
+                took.append(((ns - cpu_wait_ns(pid) + before) / 1e6, cpu_ms(pid) - cpu))
                 time.sleep(0.02)
     return took
 
@@ -258,9 +260,10 @@ def row(load: str, limit: str, waits: Waits) -> str:
 def step_row(load: str, limit: str, waits: Waits, quiet: Waits) -> str:
     """A line of the second table."""
     cells = [f"{load or 'none'} | {limit}"]
-    for share in (0.5, 0.9, 0.99):
-        ms, alone = (sorted(one.steps)[int(len(one.steps) * share)] for one in (waits, quiet))
-        cells.append(f"{ms:.2f} | {ms / alone:.2f}")
+    for measured, alone in zip(zip(*waits.steps, strict=True), zip(*quiet.steps, strict=True), strict=True):
+        for share in (0.5, 0.9, 0.99):
+            ms, of_none = (sorted(each)[int(len(each) * share)] for each in (measured, alone))
+            cells.append(f"{ms:.2f}, {ms / of_none:.2f}x")
     return f"| {' | '.join(cells)} |"
 
 
@@ -269,11 +272,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--disturb", nargs=2)
+    parser.add_argument("--load", action="append", choices=LOADS, help="one load (all); may be repeated")
     given = parser.parse_args()
     if given.disturb:
         disturb(*given.disturb)
         return
-    cases = {("", "default"): Waits(), **{(load, limit): Waits() for load in LOADS for limit in LIMITS}}
+    loads = given.load or list(LOADS)
+    cases = {("", "default"): Waits(), **{(load, limit): Waits() for load in loads for limit in LIMITS}}
     for _ in range(ROUNDS):
         for (load, limit), waits in cases.items():
             measure(load, LIMITS[limit], given.seconds, waits)
@@ -282,11 +287,13 @@ def main() -> None:
         "| longest | hold ms: p99 | longest | failed |\n|---" + "|---" * 10 + "|"
     )
     table = "\n".join([head, *(row(load, limit, waits) for (load, limit), waits in cases.items())])
-    steps = ["| load | its limit of bytes | ms: median | of none | p90 | of none | p99 | of none |", "|---" * 8 + "|"]
+    names = "| load | its limit of bytes | ms: median | p90 | p99 | CPU ms: median | p90 | p99 |"
+    steps = [names, "|---" * 8 + "|"]
     steps += [step_row(load, limit, waits, cases["", "default"]) for (load, limit), waits in cases.items()]
     table += "\n\n" + "\n".join(steps)
     text = f"{__doc__}\n{machine_line()}; default limit {LIMITS['default']:,} bytes per second\n\n{table}\n"
-    (RESULTS / "neighbour.md").write_text(text)
+    if not given.load:
+        (RESULTS / "neighbour.md").write_text(text)
     print(text)
 
 
