@@ -19,9 +19,11 @@ from kvplane_worker.engine.config import (
     LATENT,
     MIXED,
     AttentionLayer,
+    DeltaLayer,
     LatentLayer,
     LayerConfig,
     ModelConfig,
+    ScanLayer,
     StateLayer,
 )
 from kvplane_worker.engine.request import Request
@@ -235,6 +237,10 @@ def tuned(**changes: Any) -> SchedulerConfig:
     return replace(SchedulerConfig(token_budget=64), **changes)
 
 
+FULL = AttentionLayer(kv_heads=2, block_size=16)
+# As Jamba and Qwen3-Next, with fewer layers.
+JAMBA = ScanLayer(channels=24, state_size=4, rank=4, block_size=16)
+QWEN3_NEXT = DeltaLayer(key_heads=2, heads=4, key_size=8, value_size=4, block_size=16)
 DENSE: dict[str, Any] = {"retention_interval": DENSE_RETENTION}
 MIXES = (
     Mix("tight", Pool(num_blocks=80)),
@@ -253,6 +259,8 @@ MIXES = (
     Mix("kept drafts", Pool(num_blocks=200, **DENSE), tuned(), max_open=1, requests=Answers, wrong=0.1),
     Mix("known, late", Pool(EVEN, num_blocks=150, batches=4), tuned(report_lag=3), wrong=0.3),
     Mix("restarts", Pool(num_blocks=160, batches=4, **DENSE), tuned(report_lag=3), restart_every=3, max_open=5),
+    Mix("delta rule on ranks", Pool(ModelConfig((QWEN3_NEXT, FULL)), num_blocks=80)),
+    Mix("selective scan", Pool(ModelConfig((JAMBA, FULL), num_ranks=1), num_blocks=80)),
     Mix("latents", Pool(LATENT, num_blocks=60)),
     Mix("8-bit pages", Pool(replace(MIXED, cache_dtype=DType.FLOAT8_E4M3FN), num_blocks=90, **DENSE)),
     Mix("8-bit latents", Pool(replace(LATENT, cache_dtype=DType.FLOAT8_E5M2), num_blocks=90), restart_every=3),
@@ -270,7 +278,6 @@ def of_kind(name: str, *layers: LayerConfig, cache_dtype: DType | None = None) -
     return Mix(name, pool, tuned(token_budget=160), requests=LongPrompts)
 
 
-FULL = AttentionLayer(kv_heads=2, block_size=16)
 STATE = StateLayer(heads=4, head_size=4, state_size=8, block_size=16)
 WINDOW, CHUNK = replace(FULL, window=150), replace(FULL, chunk=160)
 LATENT_ROWS = LatentLayer(value_size=16, rotary_size=8, block_size=16)
@@ -279,6 +286,8 @@ KINDS = (
     of_kind("window", WINDOW, WINDOW),
     of_kind("chunk", CHUNK, CHUNK),
     of_kind("states", STATE, FULL),
+    of_kind("selective scans", JAMBA, FULL),
+    of_kind("gated delta rule", QWEN3_NEXT, FULL),
     of_kind("latents", LATENT_ROWS, LATENT_ROWS),
     of_kind("e4m3: full and window", FULL, WINDOW, cache_dtype=DType.FLOAT8_E4M3FN),
     of_kind("e5m2: chunk and states", CHUNK, STATE, cache_dtype=DType.FLOAT8_E5M2),

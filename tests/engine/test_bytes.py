@@ -41,7 +41,7 @@ def parts_read(row: Row, memory: RankMemory) -> Iterator[Part]:
         if not isinstance(layer, AttentionLayer):
             state = memory.pages.state(place.name)
             block = row.states[place.group]
-            yield Part("convolution", state.conv[block])
+            yield Part("convolution", state.conv[block].mT)
             yield Part("state", state.ssm[block])
             continue
         pages = memory.pages.attention(place.name)

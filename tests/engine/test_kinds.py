@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvplane_worker.engine.config import EIGHT_BIT, LATENT, MIXED, StateLayer
+from kvplane.base.errors import InvalidArgument
+from kvplane_worker.engine.config import EIGHT_BIT, LATENT, MIXED, ModelConfig, StateLayer
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.engine.backends import Place, lender
-from tests.engine.stress import KINDS, TOLERANCE_8BIT, run_mix
+from tests.engine.stress import FULL, JAMBA, KINDS, QWEN3_NEXT, TOLERANCE_8BIT, run_mix
 from tests.engine.twin import Twin
 from tests.engine.world import SAMPLES, Pool, World
 
@@ -45,3 +46,10 @@ def test_scales_are_the_largest_keys_and_values_of_the_samples(config, dtype):
         for found, scale in zip(largest, world.twin.scales(number), strict=True):
             torch.testing.assert_close(scale.flatten(), found / limit, rtol=1e-6, atol=0)
     assert len(twin.largest) == sum(not isinstance(layer, StateLayer) for layer in model.layers)
+
+
+def test_a_selective_scan_on_ranks_and_uneven_heads_of_keys_are_refused():
+    with pytest.raises(InvalidArgument, match=r"layers\[1\]: .* \(give num_ranks = 1"):
+        ModelConfig((FULL, JAMBA), num_ranks=2)
+    with pytest.raises(InvalidArgument, match=r"layers\[0\]\.key_heads: 2 cannot be divided over 4 ranks"):
+        ModelConfig((QWEN3_NEXT,), num_ranks=4)

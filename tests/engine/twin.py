@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from kvplane_worker.engine.config import AttentionLayer, LatentLayer, ModelConfig, layer_name
-from kvplane_worker.engine.weights import AttentionWeights, FeedForward, LatentWeights, SelectiveWeights, Weights
+from kvplane_worker.engine.weights import (
+    AttentionWeights,
+    DeltaWeights,
+    FeedForward,
+    LatentWeights,
+    ScanWeights,
+    SelectiveWeights,
+    Weights,
+)
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.ops.formats import FLOAT16, FORMATS
@@ -48,8 +56,7 @@ class Twin:
             elif isinstance(mixer, LatentWeights):
                 stream = stream + self._attend_latents(number, mixer, unit_rms(stream))
             else:
-                assert isinstance(mixer, SelectiveWeights)
-                stream = stream + selective_scan(mixer, unit_rms(stream))
+                stream = stream + recurrence(mixer, unit_rms(stream))
             stream = stream + feed_forward(block, unit_rms(stream))
         return unit_rms(stream) @ weights.head
 
@@ -152,6 +159,53 @@ def rotated(x: Tensor) -> Tensor:
     first, second = x[..., :half], x[..., half:]
     turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
     return torch.cat(turned, dim=-1)
+
+
+def recurrence(weights: SelectiveWeights | ScanWeights | DeltaWeights, x: Tensor) -> Tensor:
+    if isinstance(weights, ScanWeights):
+        return channel_scan(weights, x)
+    return delta_rule(weights, x) if isinstance(weights, DeltaWeights) else selective_scan(weights, x)
+
+
+def channel_scan(weights: ScanWeights, x: Tensor) -> Tensor:
+    """Mamba-1, per channel and element: h[t] = exp(dt[t] a) h[t - 1] + dt[t] u[t] B[t]; y[t] = h[t] . C[t] + d u[t].
+
+    h[t] is the sum of what each earlier token added, times the decay since then.
+    """
+    u = silu(causal_convolution(x @ weights.x, weights.conv) + weights.conv_bias)
+    rank, size = weights.dt.shape[0], weights.a.shape[1]
+    inner = u @ weights.inner
+    into, out_of = inner[:, rank : rank + size], inner[:, rank + size :]
+    step = torch.log1p(torch.exp(inner[:, :rank] @ weights.dt + weights.dt_bias))
+    added = (step * u)[:, :, None] * into[:, None]
+    total = torch.cumsum(step, 0)
+    y = weights.d * u
+    for t in range(x.shape[0]):
+        since = (total[t] - total[: t + 1])[:, :, None] * weights.a
+        y[t] += ((torch.exp(since) * added[: t + 1]).sum(0) * out_of[t]).sum(1)
+    return (y * silu(x @ weights.gate)) @ weights.out
+
+
+def delta_rule(weights: DeltaWeights, x: Tensor) -> Tensor:
+    """S[t] = exp(g[t]) S[t - 1] (1 - beta[t] k[t] k[t]^T) + beta[t] v[t] k[t]^T from S = 0, then y[t] = S[t] q[t]."""
+    q, k, v = (
+        silu(causal_convolution(torch.einsum("tw,whs->ths", x, part), taps))
+        for part, taps in ((weights.q, weights.conv_q), (weights.k, weights.conv_k), (weights.v, weights.conv_v))
+    )
+    heads, size = v.shape[1], k.shape[2]
+    q, k = unit_rms(q) / size, unit_rms(k) / math.sqrt(size)
+    decay = torch.exp(weights.a * torch.log1p(torch.exp(x @ weights.decay + weights.decay_bias)))
+    beta = 1 / (1 + torch.exp(-x @ weights.beta))
+    y = torch.zeros_like(v)
+    for head in range(heads):
+        key = k[:, head // (heads // k.shape[1])]
+        state = torch.zeros(v.shape[2], size, dtype=x.dtype)
+        for t in range(x.shape[0]):
+            erased = torch.eye(size, dtype=x.dtype) - beta[t, head] * torch.outer(key[t], key[t])
+            state = decay[t, head] * state @ erased + beta[t, head] * torch.outer(v[t, head], key[t])
+            y[t, head] = state @ q[t, head // (heads // k.shape[1])]
+    y = unit_rms(y) * silu(torch.einsum("tw,whs->ths", x, weights.gate))
+    return torch.einsum("ths,hsw->tw", y, weights.out)
 
 
 def selective_scan(weights: SelectiveWeights, x: Tensor) -> Tensor:

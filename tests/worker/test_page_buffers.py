@@ -40,7 +40,7 @@ def test_views_have_the_shapes_of_their_formats(layout):
     assert attention.k.dtype == torch.bfloat16
     assert (attention.k_scale, attention.v_scale) == (None, None)
     states = pages.state("s.1")
-    assert (states.conv.shape, states.conv.dtype) == ((BLOCKS, 12, 4), torch.bfloat16)
+    assert (states.conv.shape, states.conv.dtype) == ((BLOCKS, 4, 12), torch.bfloat16)
     assert (states.ssm.shape, states.ssm.dtype) == ((BLOCKS, 2, 3, 4), torch.float32)
 
 

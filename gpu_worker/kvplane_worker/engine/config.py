@@ -72,7 +72,44 @@ class StateLayer:
     conv_width: int = 4
 
 
-LayerConfig = AttentionLayer | LatentLayer | StateLayer
+@dataclass(frozen=True, slots=True)
+class ScanLayer:
+    """The configuration of a layer of Mamba-1, as Jamba has it. B, C and time steps are sums over all channels, so one
+    rank has them all.
+
+    Attributes:
+        channels: number of channels; each has a state of `state_size` elements.
+        rank: elements from which the time steps are projected.
+        block_size, conv_width: as in `StateLayer`.
+    """
+
+    channels: int
+    state_size: int
+    rank: int
+    block_size: int
+    conv_width: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The configuration of a layer with the gated delta rule, as Qwen3-Next has it.
+
+    Attributes:
+        key_heads, heads: numbers of heads of queries and keys, and of values, over all ranks.
+        key_size, value_size: a head's state has the shape [value_size, key_size].
+        block_size, conv_width: as in `StateLayer`.
+    """
+
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    block_size: int
+    conv_width: int = 4
+
+
+RecurrentLayer = StateLayer | ScanLayer | DeltaLayer
+LayerConfig = AttentionLayer | LatentLayer | RecurrentLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +148,12 @@ class ModelConfig:
             raise InvalidArgument(f"pages of {self.cache_dtype} have no scales", field="cache_dtype", remedy=remedy)
         counts = {"q_heads": self.q_heads, "hidden": self.hidden}
         for number, layer in enumerate(self.layers):
-            if not isinstance(layer, LatentLayer):
+            if isinstance(layer, ScanLayer) and self.num_ranks > 1:
+                found = f"a selective scan needs sums over all channels, and there are {self.num_ranks} ranks"
+                raise InvalidArgument(found, field=f"layers[{number}]", remedy="give num_ranks = 1")
+            if isinstance(layer, DeltaLayer):
+                counts[f"layers[{number}].key_heads"] = layer.key_heads
+            elif isinstance(layer, AttentionLayer | StateLayer):
                 heads = layer.kv_heads if isinstance(layer, AttentionLayer) else layer.heads
                 counts[f"layers[{number}].heads"] = heads
         for name, count in counts.items():
@@ -125,10 +167,15 @@ class ModelConfig:
         """Return the cache layers of one rank, for `kvplane.LayerSource`. The layers are the same on every rank."""
         return tuple(Layer(layer_name(at), self._format(layer)) for at, layer in enumerate(self.layers))
 
-    def channels(self, layer: StateLayer) -> int:
-        """Return the channels of a layer's convolution on one rank: inputs of its heads, and B and C, which every rank
-        computes.
+    def channels(self, layer: RecurrentLayer) -> int:
+        """Return the channels of a layer's convolution on one rank: inputs of its heads, and B and C of Mamba-2, which
+        every rank computes.
         """
+        if isinstance(layer, ScanLayer):
+            return layer.channels
+        if isinstance(layer, DeltaLayer):
+            of_all = 2 * layer.key_heads * layer.key_size + layer.heads * layer.value_size
+            return of_all // self.num_ranks
         return layer.heads // self.num_ranks * layer.head_size + 2 * layer.state_size
 
     @property
@@ -139,7 +186,7 @@ class ModelConfig:
         return DType.FLOAT16 if self.cache_dtype and self.dtype is DType.FLOAT32 else self.dtype
 
     def _format(self, layer: LayerConfig) -> LayerSpec:
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, RecurrentLayer):
             return self._state_format(layer)
         dtype = self.cache_dtype or self.dtype
         if isinstance(layer, LatentLayer):
@@ -159,16 +206,23 @@ class ModelConfig:
             )
         return FullAttentionSpec(block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
 
-    def _state_format(self, layer: StateLayer) -> LayerSpec:
-        conv = (self.channels(layer), layer.conv_width - 1)
-        ssm = (layer.heads // self.num_ranks, layer.head_size, layer.state_size)
+    def _state_format(self, layer: RecurrentLayer) -> LayerSpec:
         return MambaSpec(
             block_size=layer.block_size,
-            shapes=(conv, ssm),
+            shapes=((layer.conv_width - 1, self.channels(layer)), self._state_shape(layer)),
             dtypes=(self.dtype, self.dtype),
             mode=MambaMode.ALIGN,
             speculative_blocks=self.max_drafts,
         )
+
+    def _state_shape(self, layer: RecurrentLayer) -> tuple[int, ...]:
+        """Return the shape of a state on one rank."""
+        if isinstance(layer, ScanLayer):
+            return layer.channels, layer.state_size
+        heads = layer.heads // self.num_ranks
+        if isinstance(layer, DeltaLayer):
+            return heads, layer.value_size, layer.key_size
+        return heads, layer.head_size, layer.state_size
 
 
 def layer_name(number: int) -> str:

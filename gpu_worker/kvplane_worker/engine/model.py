@@ -12,25 +12,39 @@ from torch.nn.functional import silu, softplus
 from kvplane_worker.engine.batch import Launch, Row
 from kvplane_worker.engine.config import (
     AttentionLayer,
+    DeltaLayer,
     LatentLayer,
     LayerConfig,
     ModelConfig,
+    RecurrentLayer,
+    ScanLayer,
     StateLayer,
     layer_name,
 )
-from kvplane_worker.engine.weights import AttentionWeights, LatentWeights, SelectiveWeights, Weights, share_of
+from kvplane_worker.engine.weights import (
+    AttentionWeights,
+    DeltaWeights,
+    LatentWeights,
+    ScanWeights,
+    SelectiveWeights,
+    Weights,
+    share_of,
+)
 from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
+    DeltaInputs,
     LatentPages,
     LayerAttention,
     LayerLatents,
     LayerStates,
     LayerUse,
     PagedOps,
+    ScanInputs,
     StateInputs,
     StatePages,
+    StateRows,
     StateWeights,
     WarmUp,
 )
@@ -41,6 +55,8 @@ from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 ROTARY_BASE = 100.0
 NORM_EPSILON = 1e-6
+# The operation that advances the states of a layer.
+OPERATIONS = {StateLayer: "state_step", ScanLayer: "selective_scan", DeltaLayer: "gated_delta_rule"}
 
 
 class RankModel:
@@ -60,8 +76,9 @@ class RankModel:
 
     def _use(self, number: int, layer: LayerConfig) -> LayerUse:
         name, dtype = layer_name(number), self._product_dtype
-        if isinstance(layer, StateLayer):
-            return LayerStates(self._pages.state(name), TORCH_DTYPES[self._config.dtype])
+        if isinstance(layer, RecurrentLayer):
+            operation = OPERATIONS[type(layer)]
+            return LayerStates(self._pages.state(name), TORCH_DTYPES[self._config.dtype], operation)
         heads = self._config.q_heads // self._config.num_ranks
         if isinstance(layer, LatentLayer):
             return LayerLatents(self._pages.latent(name), heads, dtype, layer.value_size)
@@ -76,6 +93,10 @@ class RankModel:
             return self._attend(number, weights, x, launch)
         if isinstance(weights, LatentWeights):
             return self._attend_latents(number, weights, x, launch)
+        if isinstance(weights, ScanWeights):
+            return self._scan(number, weights, x, launch)
+        if isinstance(weights, DeltaWeights):
+            return self._correct(number, weights, x, launch)
         return self._advance(number, weights, x, launch)
 
     def feed(self, number: int, x: Tensor) -> Tensor:
@@ -121,6 +142,32 @@ class RankModel:
         parameters = StateWeights(taps, torch.zeros_like(taps[:, 0]), weights.a, weights.d)
         y = self._ops.state_step(pages, inputs, parameters)
         return torch.einsum("ths,hsw->tw", y, weights.out)
+
+    def _scan(self, number: int, weights: ScanWeights, x: Tensor, launch: Launch) -> Tensor:
+        pages, read, write = self._states(number, launch)
+        rows = StateRows(launch.query_start, read, write)
+        u = self._ops.convolve(pages.conv, rows, x @ weights.x, weights.conv, weights.conv_bias)
+        steps, b, c = torch.split(u @ weights.inner, [len(weights.dt), *[weights.a.shape[1]] * 2], dim=1)
+        dt = softplus(steps @ weights.dt + weights.dt_bias)
+        inputs = ScanInputs(launch.query_start, read, write, u, dt, b, c)
+        y = self._ops.selective_scan(pages.ssm, inputs, weights.a, weights.d)
+        return (y * silu(x @ weights.gate)) @ weights.out
+
+    def _correct(self, number: int, weights: DeltaWeights, x: Tensor, launch: Launch) -> Tensor:
+        pages, read, write = self._states(number, launch)
+        parts = [torch.einsum("tw,whs->ths", x, part) for part in (weights.q, weights.k, weights.v)]
+        taps = torch.cat([part.flatten(0, 1) for part in (weights.conv_q, weights.conv_k, weights.conv_v)])
+        mixed = torch.cat([part.flatten(1) for part in parts], dim=1)
+        rows = StateRows(launch.query_start, read, write)
+        u = self._ops.convolve(pages.conv, rows, mixed, taps, torch.zeros_like(taps[:, 0]))
+        sizes = [part.shape[1] * part.shape[2] for part in parts]
+        q, k, v = (one.view_as(part) for one, part in zip(torch.split(u, sizes, dim=1), parts, strict=True))
+        g = weights.a * softplus(x @ weights.decay + weights.decay_bias)
+        beta = torch.sigmoid(x @ weights.beta)
+        size = q.shape[2]  # a normalised vector has the RMS norm 1, and the norm size ** 0.5
+        inputs = DeltaInputs(launch.query_start, read, write, normalise(q) / size, normalise(k) / size**0.5, v, g, beta)
+        y = normalise(self._ops.gated_delta_rule(pages.ssm, inputs))
+        return torch.einsum("ths,hsw->tw", y * silu(torch.einsum("tw,whs->ths", x, weights.gate)), weights.out)
 
     @property
     def _product_dtype(self) -> torch.dtype:

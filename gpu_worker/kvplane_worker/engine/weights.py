@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, LatentLayer, LayerConfig, ModelConfig, StateLayer
+from kvplane_worker.engine.config import (
+    VOCABULARY,
+    AttentionLayer,
+    DeltaLayer,
+    LatentLayer,
+    LayerConfig,
+    ModelConfig,
+    ScanLayer,
+    StateLayer,
+)
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
 # Size of a layer's output relative to the residual stream: large enough that outputs depend on the context.
@@ -73,7 +82,59 @@ class SelectiveWeights:
     out: Tensor
 
 
-MixerWeights = AttentionWeights | LatentWeights | SelectiveWeights
+@dataclass(frozen=True, slots=True)
+class ScanWeights:
+    """The weights of a layer of Mamba-1, on one rank.
+
+    Attributes:
+        x, gate: [width, channels], projections to the input and to what gates the output.
+        conv: [channels, conv_width], convolution of the input; conv_bias: [channels].
+        inner: [channels, rank + 2 x state_size], from the convolved input to elements of the time step, B and C.
+        dt: [rank, channels], projection to the time step; dt_bias: [channels].
+        a: [channels, state_size], the decay, which is negative; d: [channels], the skip connection.
+        out: [channels, width], projection back to the residual stream.
+    """
+
+    x: Tensor
+    gate: Tensor
+    conv: Tensor
+    conv_bias: Tensor
+    inner: Tensor
+    dt: Tensor
+    dt_bias: Tensor
+    a: Tensor
+    d: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The weights of a layer with the gated delta rule.
+
+    Attributes:
+        q, k: [width, key_heads, key_size]; v, gate: [width, heads, value_size], projections to the values and to what
+            gates the output.
+        conv_q, conv_k, conv_v: the same axes after the first, and [conv_width]; the bias is 0.
+        decay, beta: [width, heads]; decay_bias: [heads]; a: [heads], negative: the logarithm of the decay is a x
+            softplus(x decay + decay_bias).
+        out: [heads, value_size, width], projection back to the residual stream.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    conv_q: Tensor
+    conv_k: Tensor
+    conv_v: Tensor
+    decay: Tensor
+    beta: Tensor
+    decay_bias: Tensor
+    a: Tensor
+    out: Tensor
+
+
+MixerWeights = AttentionWeights | LatentWeights | SelectiveWeights | ScanWeights | DeltaWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +201,10 @@ class _Draw:
     def mixer(self, layer: LayerConfig) -> MixerWeights:
         if isinstance(layer, LatentLayer):
             return self.latent(layer)
+        if isinstance(layer, ScanLayer):
+            return self.scan(layer)
+        if isinstance(layer, DeltaLayer):
+            return self.delta(layer)
         return self.attention(layer) if isinstance(layer, AttentionLayer) else self.selective(layer)
 
     def attention(self, layer: AttentionLayer) -> AttentionWeights:
@@ -175,6 +240,39 @@ class _Draw:
             out=self.back(heads, size),
         )
 
+    def scan(self, layer: ScanLayer) -> ScanWeights:
+        width, channels, states = self._config.width, layer.channels, layer.state_size
+        return ScanWeights(
+            x=self.matrix(width, channels),
+            gate=self.matrix(width, channels),
+            conv=self.uniform(-1.0, 1.0, channels, layer.conv_width),
+            conv_bias=self.uniform(-0.5, 0.5, channels),
+            inner=self.matrix(channels, layer.rank + 2 * states, gain=2.0),
+            dt=self.matrix(layer.rank, channels),
+            dt_bias=self.uniform(-2.0, 0.0, channels),
+            a=-self.uniform(0.1, 1.0, channels, states),
+            d=self.uniform(0.5, 1.5, channels),
+            out=self.back(channels),
+        )
+
+    def delta(self, layer: DeltaLayer) -> DeltaWeights:
+        width, heads = self._config.width, layer.heads
+        of_keys, of_values = (layer.key_heads, layer.key_size), (heads, layer.value_size)
+        return DeltaWeights(
+            q=self.matrix(width, *of_keys),
+            k=self.matrix(width, *of_keys),
+            v=self.matrix(width, *of_values),
+            gate=self.matrix(width, *of_values),
+            conv_q=self.uniform(-1.0, 1.0, *of_keys, layer.conv_width),
+            conv_k=self.uniform(-1.0, 1.0, *of_keys, layer.conv_width),
+            conv_v=self.uniform(-1.0, 1.0, *of_values, layer.conv_width),
+            decay=self.matrix(width, heads, gain=0.5),
+            beta=self.matrix(width, heads),
+            decay_bias=self.uniform(-2.0, 0.0, heads),
+            a=-self.uniform(0.1, 1.0, heads),
+            out=self.back(*of_values),
+        )
+
     def feed_forward(self) -> FeedForward:
         width, hidden = self._config.width, self._config.hidden
         return FeedForward(up=self.matrix(width, hidden), down=self.back(hidden))
@@ -191,6 +289,13 @@ def share_of(weights: Weights, rank: int, num_ranks: int, device: torch.device) 
             return LatentWeights(cut(whole.q, 1), whole.latent.to(device), cut(whole.out, 0))
         if isinstance(whole, AttentionWeights):
             return AttentionWeights(cut(whole.q, 1), cut(whole.k, 1), cut(whole.v, 1), cut(whole.out, 0))
+        if isinstance(whole, ScanWeights):  # one rank has all channels
+            return ScanWeights(*(getattr(whole, one.name).to(device) for one in fields(whole)))
+        if isinstance(whole, DeltaWeights):
+            axis_of_heads = dict.fromkeys(("q", "k", "v", "gate", "decay", "beta"), 1)
+            return DeltaWeights(
+                *(cut(getattr(whole, one.name), axis_of_heads.get(one.name, 0)) for one in fields(whole))
+            )
         return SelectiveWeights(
             x=cut(whole.x, 1),
             b=whole.b.to(device),

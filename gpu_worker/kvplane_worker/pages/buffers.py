@@ -200,20 +200,23 @@ class PageBuffers:
         return tuple(views)
 
     def state(self, name: str) -> StatePages:
-        """Return a layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
+        """Return a layer's convolution and states: shapes [width - 1, channels], as memory layouts have it, and one of
+        two axes (Mamba-1) or three.
 
         Raises:
             NotFound: there is no such layer.
             InvalidArgument: the layer has no state, or a state of another form (use `states`).
         """
         tensors = self.states(name)
-        if [tensor.dim() - 1 for tensor in tensors] != [2, 3]:
+        if [tensor.dim() - 1 for tensor in tensors] not in ([2, 2], [2, 3]):
             raise InvalidArgument(
-                f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}, unlike Mamba-2",
+                f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}; expected a "
+                "convolution of two axes and a state of two or three",
                 field="layer",
                 remedy="use states()",
             )
-        return StatePages(*tensors)
+        conv, ssm = tensors
+        return StatePages(conv.mT, ssm)
 
     def group(self, group: int) -> GroupPages:
         """Return views of the whole pages of a group as bytes. Raises InvalidArgument if there is no such group."""
