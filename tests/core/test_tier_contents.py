@@ -29,7 +29,7 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     tiers = rng.choice([(host,), (host, disk), (host, disk), (disk,)])
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
     with pytest.MonkeyPatch.context() as patch:
-        # These pools are so small that a tenth of them is a block or two, which is gone before it is saved.
+        # In pools so small, half of what is free is gone before it is saved.
         patch.setattr(behind, "AHEAD_SHARE", 1)
         patch.setattr(page_scheduler, "HEADS", HEADS)
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)

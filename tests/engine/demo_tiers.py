@@ -34,7 +34,7 @@ from tests.engine.workers import running_workers
 BLOCKS = 260  # of the device: three prompts; loads may fill a quarter
 TIERS = (TierSpec(TierKind.HOST, 60), TierSpec(TierKind.DISK, 600))
 PROMPT, OTHERS, OUTPUT = 700, 6, 8  # tokens of a prompt, prompts in between, tokens of an answer
-CHUNK = 32  # tokens of a step: so that it takes fewer blocks than are saved ahead, a tenth of the device
+CHUNK = 32  # tokens of a step: so that it takes fewer blocks than are saved ahead, half of the device
 
 
 @dataclass

@@ -24,7 +24,7 @@ from tests.service.tiered import HOST, Served
 
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch):
-    """A tenth of these pools is a block or two: the whole pool is looked at for what is evicted next."""
+    """The whole of these small pools is looked at for what is evicted next."""
     monkeypatch.setattr(behind, "AHEAD_SHARE", 1)
 
 

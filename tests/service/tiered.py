@@ -102,7 +102,7 @@ class Served:
 def _pages(act: Callable[[Served, int], object], times: int = 40, served: Served | None = None) -> Series:
     """What the metrics show while something is done once between two pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(behind, "AHEAD_SHARE", 1)  # a tenth of these pools is a block or two
+        patch.setattr(behind, "AHEAD_SHARE", 1)  # of these small pools, the whole
         served = served or Served()
         pages = Pages(ServiceCollector(served.registry))
         for number in range(times):

@@ -50,7 +50,7 @@ Pause = Callable[[], None]
 
 @contextmanager
 def small_pools() -> Iterator[None]:
-    """Look at all that is evicted next: a tenth of these pools is a block or two. And ask for longer prompts again."""
+    """Look at all that is evicted next, in these small pools. And ask for longer prompts again."""
     before = behind.AHEAD_SHARE, page_scheduler.HEADS
     behind.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
     try:

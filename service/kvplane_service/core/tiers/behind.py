@@ -16,7 +16,7 @@ from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Location, Move, Save, Tiers
 
-AHEAD_SHARE = 10  # at most one of this number of blocks of the pool is looked at
+AHEAD_SHARE = 2  # at most one of this number of blocks of the pool is looked at: a prompt may take most of a small pool
 AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in flight while a save is
 SAVED_STEPS = 2  # blocks saved at the end of a step, in blocks that a step takes
 
