@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.bench.gpu import __main__ as script
-from tests.bench.gpu import correct
+from tests.bench.gpu import correct, decoding
 from tests.bench.gpu.figures import Figure
 
 
@@ -33,11 +33,19 @@ def test_gpu_benchmark_checks_measures_and_writes_its_table(tiny):
     assert all(f"| {name} |" in text for name in names)
 
 
-def test_gpu_benchmark_refuses_wrong_results(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(correct, "failures", lambda device, sizes: ["gather: 3 bytes are wrong"])
+def test_gpu_benchmark_with_wrong_results_measures_says_so_and_fails(tiny, monkeypatch, capsys):
+    def broken(clock, sizes, limits):
+        raise RuntimeError("an illegal memory access")
+        yield
+
+    monkeypatch.setattr(correct, "failures", lambda device, sizes: iter(["gather: 3 bytes are wrong"]))
+    monkeypatch.setattr(decoding, "PARTS", (broken, decoding.latents))
+    monkeypatch.setattr(script, "MEASURED", {"decoding": decoding})
     assert script.main() == 1
     assert "gather: 3 bytes are wrong" in capsys.readouterr().err
-    assert not list(tiny.iterdir())
+    text = (tiny / "gpu.md").read_text()
+    assert "WRONG RESULTS 1" in text
+    assert "MLA decode" in text
 
 
 def test_gpu_figure_verdict_compares_with_its_goal():

@@ -16,11 +16,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import triton
@@ -34,6 +35,7 @@ from tests.bench.gpu.timing import Clock, DryClock
 MEASURED = {"moving": moving, "decoding": decoding, "serving": serving, "together": together}
 PARTS = ("correct", *MEASURED)
 INTERPRETED = "CPU, interpreted: NO FIGURE COUNTS"
+Part = Callable[[Clock, Sizes, limits.Limits], Iterator[Figure]]
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -49,41 +51,56 @@ def main() -> int:
     sizes, device = (TINY, torch.device("cpu")) if asked.tiny else (FULL, torch.device("cuda:0"))
     if asked.cache:
         os.environ["TRITON_CACHE_DIR"] = str(asked.cache.absolute())
-    if "correct" in asked.only and (wrong := correct.failures(device, sizes)):
-        print("\n".join(["WRONG RESULTS, nothing is measured:", *wrong]), file=sys.stderr)
-        return 1
-    parts = [MEASURED[name] for name in asked.only if name in MEASURED]
+    wrong = list(said(correct.failures(device, sizes))) if "correct" in asked.only else []
+    parts = [part for name in asked.only if name in MEASURED for part in MEASURED[name].PARTS]
     if parts:
-        measure(parts, Run(device, sizes, asked.out, (1, 1) if asked.tiny else (10, 5)))
-    return 0
+        wrong += measure(parts, Run(device, sizes, asked.out, (1, 1) if asked.tiny else (10, 5), tuple(wrong)))
+    return 1 if wrong else 0
+
+
+def said(lines: Iterable[str]) -> Iterator[str]:
+    """Print each line when it comes."""
+    for line in lines:
+        print(f"WRONG: {line}", file=sys.stderr, flush=True)
+        yield line
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how much is measured: device, sizes, folder of results, runs and rounds."""
+    """Where and how much is measured: device, sizes, folder of results, runs and rounds; and what was wrong before."""
 
     device: torch.device
     sizes: Sizes
     out: Path
     repeats: tuple[int, int]
+    wrong: tuple[str, ...] = ()
 
 
-def measure(parts: Sequence[ModuleType], run: Run) -> None:
-    """Compile the kernels of all parts, then measure; the tables are written after each figure."""
+def measure(parts: Sequence[Part], run: Run) -> list[str]:
+    """Compile the kernels of all parts, then measure; the tables are written after each figure. A part that fails does
+    not end the others: returns a line for each.
+    """
     begun = time.monotonic()
-    clock, figures = Clock(run.device, *run.repeats), []
+    clock, figures, failed = Clock(run.device, *run.repeats), [], []
     if run.device.type == "cuda":
         print(f"{compiled_first(parts, run)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
     machine = limits.measure(clock, run.sizes)
     for part in parts:
-        for figure in part.figures(clock, run.sizes, machine):
-            print(figure.row, flush=True)
-            figures.append(figure)
-            write(run.out, run.device, machine, figures, time.monotonic() - begun)
+        try:
+            for figure in part(clock, run.sizes, machine):
+                print(figure.row, flush=True)
+                figures.append(figure)
+                write(run, machine, figures, time.monotonic() - begun)
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{part.__module__}.{part.__name__}: {type(error).__name__}: {error}")
+    return failed
 
 
-def compiled_first(parts: Sequence[ModuleType], run: Run) -> int:
-    """Go through the figures once without running a kernel: each launch is only compiled, several at a time."""
+def compiled_first(parts: Sequence[Part], run: Run) -> int:
+    """Go through the figures once without running a kernel: each launch is only compiled, several at a time. What
+    fails here fails again, and is reported, where it is measured.
+    """
     dry = DryClock(run.device, 1, 1)
     ran, Launch.run = Launch.run, Launch.compile  # type: ignore[method-assign]
     try:
@@ -94,21 +111,23 @@ def compiled_first(parts: Sequence[ModuleType], run: Run) -> int:
         ):
             machine = limits.measure(dry, run.sizes)
             for part in parts:
-                for _ in part.figures(dry, run.sizes, machine):
-                    pass
+                with suppress(Exception):
+                    list(part(dry, run.sizes, machine))
     finally:
         Launch.run = ran  # type: ignore[method-assign]
     return len(kernels)
 
 
-def write(out: Path, device: torch.device, machine: limits.Limits, figures: list[Figure], seconds: float) -> None:
+def write(run: Run, machine: limits.Limits, figures: list[Figure], seconds: float) -> None:
     """Both forms of the table."""
+    device, out = run.device, run.out
     about = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETED,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "seconds": round(seconds),
+        **({"WRONG RESULTS": len(run.wrong)} if run.wrong else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.md").write_text(table(about, machine, figures), encoding="utf-8")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
@@ -15,24 +16,38 @@ from tests.ops.contract import CHECKS, run
 from tests.ops.subjects import SUBJECTS
 
 # Each has a context on the GPU, about half a GiB.
-PROCESSES = 8
+PROCESSES = 16
+# Seeds that a process checks at a time: each compiles kernels of its own, several seconds each.
+SEEDS_AT_ONCE = 5
+
+Task = tuple[str, str, str, Sequence[int]]
 
 
-def failures(device: torch.device, sizes: Sizes) -> list[str]:
-    """A line for each case that is wrong. Operations are checked by several processes on a GPU, so that their kernels
-    are compiled at the same time.
+def failures(device: torch.device, sizes: Sizes) -> Iterator[str]:
+    """Yield a line for each case that is wrong, as it is found. Cases are checked by several processes on a GPU, so
+    that their kernels are compiled at the same time.
     """
-    tasks = [(backend, operation, str(device), sizes.seeds) for backend in ("triton", "torch") for operation in CHECKS]
+    at_once = [range(sizes.seeds)[start : start + SEEDS_AT_ONCE] for start in range(0, sizes.seeds, SEEDS_AT_ONCE)]
+    tasks = [
+        (backend, operation, str(device), seeds)
+        for backend in ("triton", "torch")
+        for operation in sorted(CHECKS, key=lambda name: "attention" not in name)  # the longest first
+        for seeds in at_once
+    ]
     if device.type != "cuda":
-        return [line for task in tasks for line in wrong_cases(*task)]
+        for task in tasks:
+            yield from wrong_cases(*task)
+        return
     with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        found = [line for lines in pool.map(wrong_cases, *zip(*tasks, strict=True)) for line in lines]
-    return found + different_bytes(device)
+        for done in as_completed([pool.submit(wrong_cases, *task) for task in tasks]):
+            yield from done.result()
+    yield from different_bytes(device)
 
 
-def wrong_cases(backend: str, operation: str, device: str, seeds: int) -> list[str]:
+def wrong_cases(backend: str, operation: str, device: str, seeds: Sequence[int]) -> list[str]:
     """The cases of one operation that are wrong."""
-    return run(SUBJECTS[backend](device), operation, range(seeds))
+    torch.set_num_threads(1)
+    return run(SUBJECTS[backend](device), operation, seeds)
 
 
 def different_bytes(device: torch.device) -> list[str]:

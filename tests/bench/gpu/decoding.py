@@ -24,7 +24,7 @@ LATENT, VALUE = 576, 512
 GOALS = {torch.bfloat16: 0.90, torch.float8_e4m3fn: 0.85}
 
 
-def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+def even_rows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     even = [sizes.context] * sizes.rows
     for dtype in GOALS:
         by_page = {page: decode_rate(clock, (dtype, page, sizes.kv_heads), even) for page in (16, 64, 128)}
@@ -33,14 +33,19 @@ def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
             yield Figure(name, by_page[page], limits.read.name, by_page[page] / limits.read.value, GOALS[dtype])
         ratio = by_page[16] / by_page[128]
         yield Figure(f"decode {short(dtype)}, pages of 16", by_page[16], "pages of 128", ratio, 0.97)
+
+
+def skewed_rows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     skewed = [sizes.long_context] + [sizes.context // 4] * (sizes.rows - 1)
     rate = decode_rate(clock, (torch.bfloat16, 16, sizes.kv_heads), skewed)
     name = f"decode bfloat16, one row of {sizes.long_context}, others of {sizes.context // 4} tokens"
     yield Figure(name, rate, limits.read.name, rate / limits.read.value, 0.65)
-    rate = latent_rate(clock, even)
+
+
+def latents(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    rate = latent_rate(clock, [sizes.context] * sizes.rows)
     name = f"MLA decode, 16 heads, {sizes.rows} x {sizes.context} tokens"
     yield Figure(name, rate, limits.read.name, rate / limits.read.value, 0.85)
-    yield from peers(clock, sizes, limits)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -108,7 +113,9 @@ def peers(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
 
     rate = 2 * k.numel() * 2 / clock.seconds(dense)
     yield Figure("peer: torch SDPA, dense cache", rate, limits.read.name, rate / limits.read.value)
-    yield from flashinfer_peer(clock, sizes, limits)
+
+
+def varlen_peer(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     if clock.device.type == "cuda" and has_paged_varlen():
         rate = paged_varlen(clock, sizes)
         yield Figure("peer: torch varlen_attn, pages of 64", rate, limits.read.name, rate / limits.read.value)
@@ -158,3 +165,6 @@ def paged_varlen(clock: Clock, sizes: Sizes) -> float:
         return varlen_attn(q, k, v, starts, None, 1, sizes.context, **given)
 
     return 2 * sum(lengths) * sizes.kv_heads * SIZE * 2 / clock.seconds(work)
+
+
+PARTS = (even_rows, skewed_rows, latents, peers, varlen_peer, flashinfer_peer)

@@ -22,19 +22,25 @@ COPY_GOALS = {4 << 10: 0.85}
 ENGINE_COPIES = 256
 
 
-def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    for page_bytes in sizes.page_bytes:
-        yield from page_moves(clock, sizes, limits, page_bytes)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        yield token_writes(clock, sizes, limits, dtype)
-    for page_bytes in sizes.page_bytes:
-        yield from link(clock, sizes, limits, page_bytes)
-
-
 def pages_of(clock: Clock, num_bytes: int, page_bytes: int, layers: int = LAYERS) -> GroupPages:
     num_blocks = max(4, num_bytes // (page_bytes * layers))
     room = torch.randint(0, 256, (layers, num_blocks, page_bytes), dtype=torch.uint8, device=clock.device)
     return GroupPages(tuple(room))
+
+
+def all_pages(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    for page_bytes in sizes.page_bytes:
+        yield from page_moves(clock, sizes, limits, page_bytes)
+
+
+def all_writes(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        yield token_writes(clock, sizes, limits, dtype)
+
+
+def all_links(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    for page_bytes in sizes.page_bytes:
+        yield from link(clock, sizes, limits, page_bytes)
 
 
 def page_moves(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterator[Figure]:
@@ -115,3 +121,6 @@ def link(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterato
     rate = count * page_bytes / clock.seconds(moves.move_launch(moves.LayerTable.of(group), direct).run)
     name = f"peer: a kernel writes pinned memory, {name}"
     yield Figure(name, rate, limits.to_host.name, rate / limits.to_host.value)
+
+
+PARTS = (all_pages, all_writes, all_links)

@@ -54,8 +54,7 @@ class Rows:
         return sum(count * length - count * (count - 1) // 2 for length, count in pairs)
 
 
-def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    yield from prefill(clock, sizes)
+def mixed_rows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     heads, lengths = Heads(sizes.kv_heads), [sizes.context] * sizes.rows
     chunk = Rows([sizes.context], [sizes.context // 16])
     mixed = Rows([sizes.context] * sizes.rows, [sizes.context // 16] + [1] * (sizes.rows - 1))
@@ -63,6 +62,10 @@ def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     together = apart / seconds(clock, heads, mixed)
     name = f"a chunk of {sizes.context // 16} with {sizes.rows - 1} decodes"
     yield Figure(name, together, "both alone", together, 1.0)
+
+
+def shapes(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    heads, lengths = Heads(sizes.kv_heads), [sizes.context] * sizes.rows
     several = Rows(lengths, [DRAFTS + 1] * sizes.rows)
     for name, of, rows, goal in (
         (f"{DRAFTS} drafts per row", heads, several, 0.85),
@@ -75,15 +78,17 @@ def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
         rate = 4 * sum(rows.lengths) * of.kv * of.size / seconds(clock, of, rows)
         context = f"{len(rows.lengths)} x {rows.lengths[0]} tokens"
         yield Figure(f"{name}, {context}", rate, limits.read.name, rate / limits.read.value, goal)
+
+
+def windows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+    heads, lengths = Heads(sizes.kv_heads), [sizes.context] * sizes.rows
     rule = AttentionRule(0.1, WINDOW, sinks=torch.zeros(heads.kv * heads.group, device=clock.device))
     read = 4 * min(WINDOW, sizes.context) * sizes.rows * heads.kv * heads.size
     rate = read / seconds(clock, heads, Rows(lengths), rule)
     yield Figure(f"window of {WINDOW} with sinks, {sizes.rows} rows", rate, limits.read.name, rate / limits.read.value)
-    yield from states(clock, sizes, limits)
-    yield from host(clock, sizes, limits)
 
 
-def prefill(clock: Clock, sizes: Sizes) -> Iterator[Figure]:
+def prefill(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     """One row from its first token on, as parts of a matrix product and of torch's attention on a dense cache."""
     heads, rows, size = Heads(sizes.kv_heads), Rows([sizes.context], [sizes.context]), min(8192, sizes.context)
     a = torch.randn((size, size), device=clock.device).bfloat16()
@@ -214,3 +219,6 @@ def host(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     spent = (time.perf_counter() - begin) / calls
     limit = f"two times the {limits.launch.name}"
     yield Figure("host time of a decode call, seconds", spent, limit, spent / limits.launch.value / 2)
+
+
+PARTS = (prefill, mixed_rows, shapes, windows, states, host)

@@ -18,7 +18,7 @@ FRAGMENT_BYTES = 4 << 10
 SAVES = 4
 
 
-def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
+def during_saves(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     decode = decoder(clock.device, (torch.bfloat16, 16, sizes.kv_heads), [sizes.context] * sizes.rows)
     group = pages_of(clock, 2 * sizes.link_bytes, FRAGMENT_BYTES, layers=1)
     blocks = (torch.randperm(group.layers[0].shape[0] - 1) + 1).tolist()
@@ -33,3 +33,6 @@ def figures(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     alone, loaded = clock.seconds_as_called(decode), clock.seconds_during(decode, saves)
     name = f"decode during saves of {FRAGMENT_BYTES >> 10} KiB fragments"
     yield Figure(name, alone / loaded, "decode alone", alone / loaded, 0.97)
+
+
+PARTS = (during_saves,)
