@@ -116,11 +116,11 @@ class Twin:
         if isinstance(layer, LatentLayer):
             scale = self._pages[0].latent(name).scale
             assert scale is not None
-            return [scale.double()[:, None, None]]
+            return [scale.cpu().double()[:, None, None]]
         of_ranks = [pages.attention(name) for pages in self._pages]
         heads = layer.kv_heads // len(of_ranks) if isinstance(layer, AttentionLayer) else 0
         parts = [[one.k_scale for one in of_ranks], [one.v_scale for one in of_ranks]]
-        whole = [[scale.double().expand(heads) for scale in part if scale is not None] for part in parts]
+        whole = [[scale.cpu().double().expand(heads) for scale in part if scale is not None] for part in parts]
         return [torch.cat(scales)[:, None, None] for scales in whole]
 
     def _narrowed(self, x: Tensor) -> Tensor:
