@@ -45,8 +45,8 @@ from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 
 CHIPS = {
     80: Chip(108, 163 << 10, False),
-    90: Chip(132, 227 << 10, True),
-    100: Chip(148, 227 << 10, True, has_tensor_memory=True),
+    90: Chip(132, 227 << 10, True, can_overlap=True),
+    100: Chip(148, 227 << 10, True, has_tensor_memory=True, can_overlap=True),
 }
 NATIVE_ON_80 = Chip(108, 163 << 10, native_fp8=True)
 
@@ -61,6 +61,8 @@ class Compiled:
         spills: accesses of local memory.
         products: instructions of tensor cores.
         narrow: loads of single bytes, and copies to shared memory of less than 16 bytes per thread.
+        outside: products of warp groups whose layout has more rows or columns than the result; Triton 3.6 lets some of
+            them read shared memory outside its bounds.
         error: why it cannot be compiled; "" = it can.
     """
 
@@ -73,6 +75,7 @@ class Compiled:
     products: int = 0
     registers: int = 0
     shared_bytes: int = 0
+    outside: int = 0
     error: str = ""
 
 
@@ -96,9 +99,7 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
     """Compile a launch for a chip, and count memory accesses in the machine code."""
     triton.runtime.driver.set_active(NoDevice(arch))
     try:
-        kernel = launch.kernel.warmup(
-            *launch.arguments, **launch.constants, grid=launch.grid, num_warps=launch.num_warps
-        )
+        kernel = launch.kernel.warmup(*launch.arguments, **launch.constants, grid=launch.grid, **launch.options)
     except (triton.CompilationError, ValueError) as error:
         return Compiled(name, arch, error=reason(error))
     code = machine_code(kernel.asm["cubin"])
@@ -114,7 +115,18 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
         narrow=sum(n for op, n in counts.items() if is_narrow(op)),
         registers=kernel_registers(kernel.asm["cubin"]),
         shared_bytes=kernel.metadata.shared,
+        outside=products_outside(kernel.asm["ttgir"]),
     )
+
+
+def products_outside(text: str) -> int:
+    """Count products of warp groups whose warps cover more than the result, in Triton's intermediate code."""
+    layout = (
+        r"(#mma\d*) = #ttg.nvidia_mma<\{versionMajor = 3.*?warpsPerCTA = \[(\d+), (\d+)\], instrShape = \[(\d+), (\d+)"
+    )
+    covered = {name: (int(a) * int(m), int(b) * int(n)) for name, a, b, m, n in re.findall(layout, text)}
+    results = re.findall(r"ttng\.warp_group_dot .*-> tensor<(\d+)x(\d+)x\w+, (#mma\d*)>", text)
+    return sum(int(rows) < covered[name][0] or int(columns) < covered[name][1] for rows, columns, name in results)
 
 
 def is_narrow(op: str) -> bool:

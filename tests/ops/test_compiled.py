@@ -48,6 +48,7 @@ def test_launches_compile_to_wide_accesses_without_spills(arch):
     assert len(compiled) == 45
     for name, result in compiled.items():
         assert not result.error, f"{name}: {result.error}"
+        assert not result.outside, f"{name}: {result.outside} products of warp groups wider than their results"
         known = KNOWN_SPILLS.get((arch, name), 0)
         assert result.spills <= known, f"{name}: {result.spills} accesses of local memory, expected at most {known}"
         allowed = int(name.startswith(KNOWN_NARROW.get(arch, ("none",))))

@@ -9,8 +9,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
+from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
+from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import writes
-from kvplane_worker.ops.triton_ops.launch import Chip, chip_of
+from kvplane_worker.ops.triton_ops.backend import TritonOps
+from kvplane_worker.ops.triton_ops.launch import HOST, Chip, chip_of
 from tests.bench.gpu.figures import Sizes
 from tests.ops.contract import CHECKS, run
 from tests.ops.subjects import SUBJECTS
@@ -19,6 +22,7 @@ from tests.ops.subjects import SUBJECTS
 PROCESSES = 16
 # Seeds that a process checks at a time: each compiles kernels of its own, several seconds each.
 SEEDS_AT_ONCE = 5
+STATE_ERROR = 1e-5
 
 Task = tuple[str, str, str, Sequence[int]]
 
@@ -42,6 +46,7 @@ def failures(device: torch.device, sizes: Sizes) -> Iterator[str]:
         for done in as_completed([pool.submit(wrong_cases, *task) for task in tasks]):
             yield from done.result()
     yield from different_bytes(device)
+    yield from different_states(device)
 
 
 def wrong_cases(backend: str, operation: str, device: str, seeds: Sequence[int]) -> list[str]:
@@ -68,3 +73,36 @@ def different_bytes(device: torch.device) -> list[str]:
     different = (stored[0] != stored[1]) & ~(is_nan[0] & is_nan[1])
     count = int(different.sum())
     return [f"{count} bytes differ between float8 by instructions and by integers"] if count else []
+
+
+def different_states(device: torch.device) -> list[str]:
+    """States over several chunks, which the cases of the contract are too short for, against torch in float64."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    found = []
+    for heads, size, state in ((4, 4, 8), (2, 64, 128)):
+        channels, lengths = heads * size + 2 * state, (160, 1, 70)
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        write = torch.zeros(sum(lengths), dtype=torch.int32)
+        write[[63, 64, 159, 160, 230]] = torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32)
+        read = torch.tensor([0, 4, 6], dtype=torch.int32)
+        pages = drawn(7, channels, 3), drawn(7, heads, size, state)
+        tokens = drawn(sum(lengths), channels), drawn(sum(lengths), heads).abs()
+        weights = drawn(channels, 4), drawn(channels), -drawn(heads).abs(), drawn(heads)
+        results = []
+        for ops, place, dtype in ((TritonOps(), device, torch.float32), (TorchOps(), HOST, torch.float64)):
+            conv, ssm = (part.to(place, dtype, copy=True) for part in pages)
+            inputs = StateInputs(
+                *(part.to(place) for part in (starts, read, write)), *(t.to(place, dtype) for t in tokens)
+            )
+            y = ops.state_step(
+                StatePages(conv, ssm), inputs, StateWeights(*(part.to(place, dtype) for part in weights))
+            )
+            results.append([part.cpu().double() for part in (y, conv, ssm)])
+        worst = max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
+        if not worst < STATE_ERROR:
+            found.append(f"states of {heads} x {size} x {state} over several chunks: error {worst:.1e}")
+    return found

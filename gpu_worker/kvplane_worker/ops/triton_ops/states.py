@@ -33,7 +33,9 @@ CHUNK, CHUNK_OF_DECODES = 64, 16
 # registers. Decodes load a state at once.
 HEAD_TILE, HEAD_TILE_OF_DECODES = 16, 32
 PART, PART_OF_DECODES = 32, MAX_STATE
-SCAN_WARPS = 8
+# One warp group for products of 64 rows: Triton 3.6 gives two of them a layout of 128 rows, and then reads shared
+# memory outside its bounds.
+SCAN_WARPS, SCAN_WARPS_OF_DECODES = 4, 8
 # y of bfloat16 has 8 bits, products of 11 bits are enough.
 FULL_PRECISION, SOME_PRECISION = "tf32x3", "tf32"
 
@@ -171,8 +173,9 @@ def launches(
         yield hold(inputs, memory, held)
         yield convolve
         parts = -(-shape.head_size // shape.padded_v)
+        warps = SCAN_WARPS if shape.chunk == CHUNK else SCAN_WARPS_OF_DECODES
         scanned = (tokens, vectors, u, memory, held, y)
-        yield Launch(kernels.scan_rows, (rows, shape.heads, parts), scanned, {"S": shape}, SCAN_WARPS)
+        yield Launch(kernels.scan_rows, (rows, shape.heads, parts), scanned, {"S": shape}, warps)
         yield keep
 
     return y, all_of()
