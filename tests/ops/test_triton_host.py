@@ -14,7 +14,7 @@ from kvplane_worker.ops import select
 from kvplane_worker.ops.interface import PAGE_OPERATIONS, AttentionPages, AttentionRule, Batch, GroupPages, WarmUp
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import attention, compiles, moves
-from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
+from kvplane_worker.ops.triton_ops.attention import DECODE, DECODE_NARROW, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
 from kvplane_worker.ops.triton_ops.launch import INTERPRETER, Chip
@@ -106,7 +106,8 @@ def test_background_launch_moves_everything():
 def test_tiles_fit_in_shared_memory():
     assert DECODE.tile(512, H200) == 64
     assert DECODE.tile(256, A100) == 128
-    assert DECODE.programs(512, H200) == 3 * 132
+    assert DECODE.programs(512, H200) == 2 * 132
+    assert DECODE_NARROW.programs(256, H200) == 3 * 132
     assert DECODE.programs(512, A100) == 2 * 108
     assert LATENT.tile(1152, H200) == 64
     assert LATENT.tile(1152, A100) == 32

@@ -14,7 +14,7 @@ from kvplane_worker.ops.triton_ops.kernels.work import count_units, find_row, sp
 from kvplane_worker.ops.triton_ops.launch import Chip
 from tests.ops import interpreter
 
-H200 = Chip(132, 227 << 10, native_fp8=True)
+H200 = Chip(132, 227 << 10, native_fp8=True, can_overlap=True)
 FULL = AttentionRule(0.1)
 
 

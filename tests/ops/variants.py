@@ -58,7 +58,7 @@ def latents() -> LayerLatents:
 def key_of(launch: Launch) -> tuple[str, ...]:
     """The name of a launch's kernel, and the key under which Triton would look for its code."""
     *_, binder = launch.kernel.device_caches[ARCH]
-    _, specialisation, options = binder(*launch.arguments, **launch.constants, num_warps=launch.num_warps, debug=False)
+    _, specialisation, options = binder(*launch.arguments, **launch.constants, **launch.options, debug=False)
     return launch.kernel.__name__, str(specialisation), str(options)
 
 

@@ -41,7 +41,7 @@ class Figure:
     @property
     def row(self) -> str:
         rate = f"{self.value / 1e12:.1f} TFLOP/s" if self.unit == "FLOP/s" else f"{self.value / 1e9:.1f} GB/s"
-        value = rate if self.value > 1e4 else f"{self.value:.3f}"
+        value = rate if self.value > 1e4 else f"{self.value:.3f}" if self.value > 1e-2 else f"{self.value * 1e6:.1f} µs"
         goal = "" if self.goal is None else f"{'≤' if self.at_most else '≥'} {self.goal:.2f}"
         return f"| {self.name} | {value} | {self.ratio:.3f} of {self.limit} | {goal} | {self.verdict} |"
 

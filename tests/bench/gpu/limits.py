@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ import triton.language as tl
 
 from tests.bench.gpu.figures import Limit, Sizes
 from tests.bench.gpu.timing import Clock, Work
+
+CALLS = 100
 
 
 @triton.jit
@@ -29,7 +32,7 @@ def nothing(word):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second: read + written for a copy. Launch floor in seconds."""
+    """Bytes per second: read + written for a copy. Seconds of a launch: on the device, and of the host."""
 
     copy: Limit
     read: Limit
@@ -37,9 +40,10 @@ class Limits:
     to_host: Limit
     to_device: Limit
     launch: Limit
+    host_launch: Limit
 
     def all(self) -> tuple[Limit, ...]:
-        return (self.copy, self.read, self.fill, self.to_host, self.to_device, self.launch)
+        return (self.copy, self.read, self.fill, self.to_host, self.to_device, self.launch, self.host_launch)
 
 
 def measure(clock: Clock, sizes: Sizes) -> Limits:
@@ -53,14 +57,29 @@ def measure(clock: Clock, sizes: Sizes) -> Limits:
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     for per_program, width, warps in ((4, 4096, 8), (8, 4096, 4), (4, 8192, 8), (2, 16384, 16)):
         reads.append(reader(words, sums, (programs * per_program, width, warps)))
+    # In a graph the driver copies at two thirds of the speed of a call or of a kernel.
+    copies = clock.seconds_as_called(lambda: other.copy_(words)), clock.seconds(lambda: torch.add(words, 1, out=other))
     return Limits(
-        copy=Limit("device copy", 2 * num_bytes / clock.seconds(lambda: other.copy_(words))),
+        copy=Limit("device copy", 2 * num_bytes / min(copies)),
         read=Limit("device read", num_bytes / min(clock.seconds(read) for read in reads)),
         fill=Limit("device fill", num_bytes / clock.seconds(lambda: other.zero_())),
         to_host=Limit("pinned copy to the host", len(near) / clock.seconds_as_called(lambda: sent(near, pinned))),
         to_device=Limit("pinned copy to the device", len(near) / clock.seconds_as_called(lambda: sent(pinned, near))),
         launch=Limit("launch floor", clock.seconds(lambda: nothing[(1,)](sums))),
+        host_launch=Limit("host time of a launch by Triton", host_seconds(clock, lambda: nothing[(1,)](sums))),
     )
+
+
+def host_seconds(clock: Clock, work: Work) -> float:
+    """Seconds of the host per call. Work of the device is not waited for."""
+    work()
+    if clock.device.type == "cuda":
+        torch.cuda.synchronize(clock.device)
+    calls = CALLS if clock.device.type == "cuda" else 1
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - begin) / calls
 
 
 def reader(words: torch.Tensor, sums: torch.Tensor, shape: tuple[int, int, int]) -> Work:

@@ -30,11 +30,12 @@ MAX_WIDTH = 256
 MAX_LATENT = 512
 MAX_GROUP = 64
 VECTOR = 8
-# Rows of products x workers that a program of the merge reads at a time, and most programs per item and head.
-MERGED_AT_ONCE = 16
-MERGING_PROGRAMS = 16
+# Merges: most workers, less one, of an item that one program merges; of other items, most rows and elements of a
+# program at a time, and workers that it reads at a time.
+MERGED_BY_ONE = 4
+MERGED_ROWS, MERGED_ELEMENTS, MERGED_AT_ONCE = 4, 8192, 16
 # Small, so that a merge takes several rounds on the few workers of a test.
-MERGED_AT_ONCE_INTERPRETED = 4
+MERGED_BY_ONE_INTERPRETED, MERGED_AT_ONCE_INTERPRETED = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +70,27 @@ class Tuning:
         return chip.multiprocessors * max(1, min(self.residents, chip.shared_bytes // needed))
 
 
-# Chosen by registers, shared memory and instructions per tile, as compiled; docs/kernels.md has the figures.
-DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
+# Chosen by speed on an H200; docs/kernels.md has the figures.
+DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
+DECODE_NARROW = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
 DECODE_FP8 = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
 DECODE_FP8_NARROW = Tuning(tile_bytes=8 << 10, stages=3, warps=4, residents=4, max_tile=64)
 LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
 LATENT_FP8 = Tuning(tile_bytes=36 << 10, stages=4, warps=8, residents=1)
 LATENT_SEVERAL = Tuning(tile_bytes=36 << 10, stages=3, warps=8, residents=1)
-# Two programs per multiprocessor, one after the other, so that their number is near a multiple of the multiprocessors
-# for any number of heads.
+# A few queries per row: products of 32 rows.
+FEW = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
+# Two programs per multiprocessor. With 8 warps they follow each other, so that their number is near a multiple of the
+# multiprocessors for any number of heads.
 PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=64)
+# Products of a warp group, which is 4 warps and 64 rows: with 8 warps Triton 3.6 computes each of them twice.
+PREFILL_GROUP = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2, max_tile=64)
 PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=32)
 INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
-# Queries x heads per tile: as many as a batch has per row on average; large ones only where products are asynchronous
-# and need fewer registers (sm_90 and later).
+# Queries x heads per tile: few where a batch has few per row on average; most where products are accumulated in tensor
+# memory (sm_100).
 PREFILL_ROWS, PREFILL_ROWS_SMALL, PREFILL_ROWS_FEW = 128, 64, 32
 LATENT_ROWS = 32
-LARGE_SHARED_BYTES = 200 << 10
 # Sizes of 8-bit heads, in elements, at which tile sizes change.
 NARROW, WIDE = 64, 128
 MIN_TILE = 16
@@ -202,6 +207,7 @@ class Call:
             upcast=chip.interpreted,
             tile=tuning.tile(self.token_bytes, chip),
             stages=tuning.stages,
+            overlaps=chip.can_overlap,
         )
 
 
@@ -215,9 +221,9 @@ def tuning_of(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return decode_tuning(call, chip), 1
     lanes = power_of_two(call.group, 1)
     packed = lanes * -(-call.query.shape[0] // max(1, call.batch.seq_lens.numel()))
-    tuning, most = prefill_tuning(call, chip)
-    fitting = min(most, PREFILL_ROWS_SMALL) if packed <= PREFILL_ROWS_SMALL else most
-    return tuning, max(2, fitting // lanes)
+    is_few = packed <= PREFILL_ROWS_FEW and not (call.rest or chip.interpreted)
+    tuning, rows = few_tuning(call) if is_few else prefill_tuning(call, chip)
+    return tuning, max(2, rows // lanes)
 
 
 def decode_tuning(call: Call, chip: Chip) -> Tuning:
@@ -226,14 +232,21 @@ def decode_tuning(call: Call, chip: Chip) -> Tuning:
         return INTERPRETED
     if call.rest:
         return LATENT_FP8 if call.is_fp8 else LATENT
+    is_narrow = call.width_k <= NARROW
     if call.is_fp8:
-        return DECODE_FP8_NARROW if call.width_k <= NARROW else DECODE_FP8
-    return DECODE
+        return DECODE_FP8_NARROW if is_narrow else DECODE_FP8
+    return DECODE_NARROW if is_narrow else DECODE
+
+
+def few_tuning(call: Call) -> tuple[Tuning, int]:
+    """Return the launch parameters of tiles of a few queries, and their queries x heads."""
+    is_wide = call.dtype == torch.float32 or (call.is_fp8 and call.width_k > WIDE)
+    return PREFILL_SHORT if is_wide else FEW, PREFILL_ROWS_FEW
 
 
 def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
-    """Return the launch parameters of tiles of several queries, and the most queries x heads of a tile."""
-    most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
+    """Return the launch parameters of tiles of several queries, and their queries x heads."""
+    most = PREFILL_ROWS if chip.has_tensor_memory or chip.interpreted else PREFILL_ROWS_SMALL
     if chip.interpreted:
         return INTERPRETED, LATENT_ROWS if call.rest else most
     if call.rest:
@@ -246,7 +259,7 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return PREFILL_SHORT, most
     if chip.has_tensor_memory:
         return PREFILL_SHORT, min(most, PREFILL_ROWS_SMALL) if call.width_k > WIDE else most
-    return PREFILL, most
+    return PREFILL_GROUP if chip.can_overlap else PREFILL, most
 
 
 class Prepared:
@@ -269,7 +282,7 @@ class Prepared:
         merge = merge_shape(shape, chip)
         self._grids = (page_heads, workers, 1), (workers, page_heads, -(-queries * shape.lanes // merge.merged))
         self._spans = Fixed(attention_spans, {"S": shape}, tuning.warps)
-        self._merge = Fixed(merge_parts, {"S": merge}, 4)
+        self._merge = Fixed(merge_parts, {"S": merge}, 4, overlaps=chip.can_overlap)
 
     def arguments(
         self, query: Tensor, batch: Rows, lse: Tensor | None
@@ -323,8 +336,7 @@ def kind_of(query: Tensor, batch: Batch) -> int:
 
 def merge_shape(shape: Shape, chip: Chip) -> MergeShape:
     """Return the compile-time parameters of the merge."""
-    merged = max(1, shape.rows // MERGING_PROGRAMS)
-    at_once = MERGED_AT_ONCE_INTERPRETED if chip.interpreted else MERGED_AT_ONCE // merged
+    merged = min(MERGED_ROWS, shape.rows, max(1, MERGED_ELEMENTS // (MERGED_AT_ONCE * shape.padded_v)))
     return MergeShape(
         width_v=shape.width_v,
         padded_v=shape.padded_v,
@@ -333,7 +345,9 @@ def merge_shape(shape: Shape, chip: Chip) -> MergeShape:
         lanes=shape.lanes,
         rows=shape.rows,
         merged=merged,
-        parts=at_once,
+        parts=MERGED_AT_ONCE_INTERPRETED if chip.interpreted else MERGED_AT_ONCE,
+        few=MERGED_BY_ONE_INTERPRETED if chip.interpreted else MERGED_BY_ONE,
+        overlaps=chip.can_overlap,
     )
 
 

@@ -26,6 +26,8 @@ class Launch:
         arguments: run-time arguments.
         constants: compile-time arguments.
         num_warps: warps (32 threads) per program.
+        overlaps: whether it may begin before the launch before it in the stream has ended; the kernel waits for that
+            itself (sm_90 and later).
     """
 
     kernel: Any
@@ -33,6 +35,12 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    overlaps: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told about the launch, besides arguments."""
+        return options_of(self.num_warps, self.overlaps)
 
     def run(self) -> None:
         """Launch the kernel on the current stream of the tensors' device; in the interpreter, run it.
@@ -41,12 +49,17 @@ class Launch:
         device is made current first.
         """
         with current(device_of(self.arguments)):
-            self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
+            self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
 
     def compile(self) -> None:
         """Compile the kernel for the tensors' device, or load it from Triton's cache, without running it."""
         with current(device_of(self.arguments)):
-            self.kernel.warmup(*self.arguments, **self.constants, grid=self.grid, num_warps=self.num_warps)
+            self.kernel.warmup(*self.arguments, **self.constants, grid=self.grid, **self.options)
+
+
+def options_of(num_warps: int, overlaps: bool) -> dict[str, Any]:
+    """Return the options of a launch for Triton."""
+    return {"num_warps": num_warps, "launch_pdl": True} if overlaps else {"num_warps": num_warps}
 
 
 class Fixed:
@@ -58,10 +71,18 @@ class Fixed:
     arguments stay as in the first call: the caller keeps one object for each combination.
     """
 
-    def __init__(self, kernel: Any, constants: Mapping[str, Any], num_warps: int) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        kernel: Any,  # noqa: ANN401
+        constants: Mapping[str, Any],
+        num_warps: int,
+        overlaps: bool = False,
+    ) -> None:
         self.kernel = kernel
         self.constants = constants
         self.num_warps = num_warps
+        self.overlaps = overlaps
+        self._options = options_of(num_warps, overlaps)
         self._values = tuple(constants.values())
         self._compiled: Any = None
         self._run: Any = None
@@ -69,7 +90,7 @@ class Fixed:
 
     def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Launch:
         """Return a launch as a value."""
-        return Launch(self.kernel, grid, arguments, self.constants, self.num_warps)
+        return Launch(self.kernel, grid, arguments, self.constants, self.num_warps, self.overlaps)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:  # noqa: ANN401
         """Launch the kernel on the current stream of the current device, which is that of the tensors."""
@@ -78,9 +99,9 @@ class Fixed:
                 self._grid, self._run = grid, self._compiled[grid]
             self._run(*arguments, *self._values)
         elif is_interpreted():
-            self.kernel[grid](*arguments, **self.constants, num_warps=self.num_warps)
+            self.kernel[grid](*arguments, **self.constants, **self._options)
         else:
-            self._compiled = self.kernel[grid](*arguments, **self.constants, num_warps=self.num_warps)
+            self._compiled = self.kernel[grid](*arguments, **self.constants, **self._options)
 
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
@@ -112,6 +133,7 @@ class Chip:
         interpreted: whether there is no device, and Triton's interpreter runs kernels with numpy (see `kernels`).
         has_tensor_memory: whether products are accumulated in tensor memory (sm_100, sm_103), from which all threads
             load them again.
+        can_overlap: whether a launch may begin before the one before it has ended (sm_90 and later).
     """
 
     multiprocessors: int
@@ -119,6 +141,7 @@ class Chip:
     native_fp8: bool
     interpreted: bool = False
     has_tensor_memory: bool = False
+    can_overlap: bool = False
 
     def fp8(self, dtype: torch.dtype) -> int:
         """Return how kernels convert elements of a type: a constant of `kernels.numbers`."""
@@ -150,4 +173,5 @@ def chip_of(device: torch.device) -> Chip:
         shared_bytes=found["max_shared_mem"],
         native_fp8=capability >= (8, 9),
         has_tensor_memory=capability[0] == 10,
+        can_overlap=capability >= (9, 0),
     )

@@ -81,6 +81,7 @@ class Shape:
         tile: tokens of one step of the softmax.
         stages: depth of the software pipeline.
         scan: rows read at a time when tiles are counted.
+        overlaps: whether the merge may begin before this launch has ended.
     """
 
     page: int
@@ -98,6 +99,14 @@ class Shape:
     tile: int = 64
     stages: int = 2
     scan: int = 256
+    overlaps: bool = False
+
+    @property
+    def masked_stages(self) -> int:
+        """The depth of the pipeline for tiles that some queries attend to in part; less where few tiles are such,
+        since another tile in flight takes registers.
+        """
+        return self.stages if self.window or self.chunk else max(1, self.stages - 1)
 
     @property
     def step(self) -> int:
@@ -132,8 +141,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class MergeShape:
-    """Compile-time constants of the merge: the members of `Shape` with the same names, rows merged by one program, and
-    number of workers whose results it reads at a time.
+    """Compile-time constants of the merge: the members of `Shape` with the same names, and how it is divided.
+
+    Attributes:
+        few: most workers of an item, less one, whose results one program merges.
+        merged, parts: of other items, the rows of a program, and the workers whose results it reads at a time.
     """
 
     width_v: int
@@ -144,6 +156,8 @@ class MergeShape:
     rows: int
     merged: int
     parts: int
+    few: int
+    overlaps: bool = False
 
 
 class StateBlocks(NamedTuple):

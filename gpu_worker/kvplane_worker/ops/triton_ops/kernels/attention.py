@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kvplane_worker.ops.triton_ops.kernels.arguments import Rows
 from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E, NO_FP8
@@ -56,6 +57,37 @@ def attended(token, position, tree, first, S: tl.constexpr):
 
 
 @triton.jit
+def score(queries, keys, values, head, block, n, factor, S: tl.constexpr):
+    """Return the logits of a tile in base 2, [queries x heads, tokens], and its values as `load_tokens` returns."""
+    step: tl.constexpr = S.step
+    offset = offsets(keys, head, block, n, S)
+    k, k_odd = load_tokens(keys, offset, tl.arange(0, S.padded_k // step), block, S.width_k // step, S)
+    scores = multiply(queries[0], queries[1], k, k_odd, None, S)
+    if S.rest > 0:
+        columns = S.width_k // step + tl.arange(0, S.padded_rest // step)
+        more, more_odd = load_tokens(keys, offset, columns, block, (S.width_k + S.rest) // step, S)
+        scores = multiply(queries[2], queries[3], more, more_odd, scores, S)
+        v, v_odd = k, k_odd
+    else:
+        if not S.paired:
+            offset = offsets(values, head, block, n, S)
+        v, v_odd = load_tokens(values, offset, tl.arange(0, S.padded_v // step), block, S.width_v // step, S)
+    return cap(scores * factor[:, None], S), v, v_odd
+
+
+@triton.jit
+def take(softmax, scores, v, v_odd, S: tl.constexpr):
+    """Return the state of the online softmax after a tile: maximum, sum, result, and result of odd elements."""
+    top, total, acc, odd = softmax
+    weights, top, total, fade = weigh(scores, top, total)
+    weights = weights.to(v.dtype)
+    acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
+    if S.fp8 != NO_FP8:
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    return top, total, acc, odd
+
+
+@triton.jit
 def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.constexpr):
     """Compute attention of the query tile that begins with query `tile` of a row over token tiles begin .. end.
 
@@ -71,10 +103,8 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
     low = first_needed(length - count + tile, S)
     high = last_needed(length - count + tile, length, S)
     step: tl.constexpr = S.step
-    columns_k = tl.arange(0, S.padded_k // step)
-    columns_v = tl.arange(0, S.padded_v // step)
-    columns_rest = S.width_k // step + tl.arange(0, S.padded_rest // step)
     q, q_odd, q_rest, rest_odd, unit = load_queries(query, index, heads, present, S)
+    queries = (q, q_odd, q_rest, rest_odd)
     factor = unit * (rule.scale * LOG2_E * load_scale(keys, head, S))
     if rule.slopes is not None:
         slope = tl.load(rule.slopes + heads, mask=present, other=0) * LOG2_E
@@ -85,35 +115,38 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
     total = tl.full([S.rows], 0.0, tl.float32)
     acc = tl.full([S.rows, S.padded_v // step], 0.0, tl.float32)
     odd = acc
+    # Tiles before `masked` are attended to whole by every query: only blocks can be missing.
+    masked = begin
+    if S.queries == 1:
+        masked = end
+    elif S.window == 0 and S.chunk == 0:
+        whole = length - count
+        if batch.tree is None:
+            whole += tile + 1
+        masked = tl.minimum(tl.maximum(whole // S.tile, begin), end)
+    softmax = (top, total, acc, odd)
     # Block ids are loaded one step ahead, so that pipelined loads of pages do not wait for them.
     next_block = load_blocks(batch, row, begin, low, high, S)
-    for n in tl.range(begin, end, num_stages=S.stages):
-        block = next_block
-        next_block = load_blocks(batch, row, n + 1, low, high, S)
-        offset = offsets(keys, head, block, n, S)
-        k, k_odd = load_tokens(keys, offset, columns_k, block, S.width_k // step, S)
-        scores = multiply(q, q_odd, k, k_odd, None, S)
-        if S.rest > 0:
-            more, more_odd = load_tokens(keys, offset, columns_rest, block, (S.width_k + S.rest) // step, S)
-            scores = multiply(q_rest, rest_odd, more, more_odd, scores, S)
-            v, v_odd = k, k_odd
-        else:
-            if not S.paired:
-                offset = offsets(values, head, block, n, S)
-            v, v_odd = load_tokens(values, offset, columns_v, block, S.width_v // step, S)
-        scores = cap(scores * factor[:, None], S)
-        token = n * S.tile + tl.arange(0, S.tile)
-        if rule.slopes is not None:
-            scores += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
-        inside = (block != 0)[None, :]
-        if S.queries > 1:
-            inside &= attended(token, position, branches, length - count, S)
-        scores = tl.where(inside, scores, float("-inf"))
-        weights, top, total, fade = weigh(scores, top, total)
-        weights = weights.to(v.dtype)
-        acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
-        if S.fp8 != NO_FP8:
-            odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    if S.queries == 1 or (S.window == 0 and S.chunk == 0):
+        for n in tl.range(begin, masked, num_stages=S.stages):
+            block = next_block
+            next_block = load_blocks(batch, row, n + 1, low, high, S)
+            scores, v, v_odd = score(queries, keys, values, head, block, n, factor, S)
+            if rule.slopes is not None:
+                token = n * S.tile + tl.arange(0, S.tile)
+                scores += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+            softmax = take(softmax, scores + tl.where(block != 0, 0.0, float("-inf"))[None, :], v, v_odd, S)
+    if S.queries > 1:
+        for n in tl.range(masked, end, num_stages=S.masked_stages):
+            block = next_block
+            next_block = load_blocks(batch, row, n + 1, low, high, S)
+            scores, v, v_odd = score(queries, keys, values, head, block, n, factor, S)
+            token = n * S.tile + tl.arange(0, S.tile)
+            if rule.slopes is not None:
+                scores += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
+            inside = (block != 0)[None, :] & attended(token, position, branches, length - count, S)
+            softmax = take(softmax, tl.where(inside, scores, float("-inf")), v, v_odd, S)
+    top, total, acc, odd = softmax
     if S.fp8 != NO_FP8:
         acc = tl.join(acc, odd).reshape(S.rows, S.padded_v)
     return acc * load_scale(values, head, S), top, total
@@ -153,6 +186,8 @@ def attention_spans(
     workers).
     """
     batch = Rows(table, table_stride, lengths, num_rows, starts, tree)
+    if S.overlaps:
+        gdc_launch_dependents()  # the merge begins when all programs run, and waits for their end
     head = tl.program_id(0)
     page_heads = tl.num_programs(0)
     worker = tl.program_id(1)
