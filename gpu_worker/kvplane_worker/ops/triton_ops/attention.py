@@ -221,7 +221,7 @@ def tuning_of(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return decode_tuning(call, chip), 1
     lanes = power_of_two(call.group, 1)
     packed = lanes * -(-call.query.shape[0] // max(1, call.batch.seq_lens.numel()))
-    is_few = packed <= PREFILL_ROWS_FEW and not (call.rest or chip.interpreted)
+    is_few = packed <= PREFILL_ROWS_FEW and chip.can_overlap and not call.rest
     tuning, rows = few_tuning(call) if is_few else prefill_tuning(call, chip)
     return tuning, max(2, rows // lanes)
 
@@ -255,7 +255,7 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return PREFILL_SHORT, PREFILL_ROWS_SMALL
     if call.is_fp8 and call.width_k > WIDE:
         return PREFILL_SHORT, PREFILL_ROWS_FEW
-    if call.is_fp8 and call.width_k <= NARROW and not chip.native_fp8:
+    if call.is_fp8 and not chip.native_fp8:
         return PREFILL_SHORT, most
     if chip.has_tensor_memory:
         return PREFILL_SHORT, min(most, PREFILL_ROWS_SMALL) if call.width_k > WIDE else most
