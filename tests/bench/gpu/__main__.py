@@ -14,13 +14,16 @@ import argparse
 import datetime
 import json
 import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,14 +31,23 @@ import triton
 
 from kvplane_worker.ops.triton_ops import compiles
 from kvplane_worker.ops.triton_ops.launch import Launch
-from tests.bench.gpu import correct, decoding, limits, moving, serving, together
+from tests.bench.gpu import correct, decoding, limits, moving, processes, serving, together
 from tests.bench.gpu.figures import FULL, TINY, Figure, Sizes
 from tests.bench.gpu.timing import Clock, DryClock
 
-MEASURED = {"moving": moving, "decoding": decoding, "serving": serving, "together": together}
+MEASURED = {
+    "moving": moving,
+    "decoding": decoding,
+    "serving": serving,
+    "together": together,
+    "processes": processes,
+}
 PARTS = ("correct", *MEASURED)
 INTERPRETED = "CPU, interpreted: NO FIGURE COUNTS"
 Part = Callable[[Clock, Sizes, limits.Limits], Iterator[Figure]]
+# Bytes per second of a GPU's memory as its vendor states them.
+STATED = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+SMI = "nvidia-smi --query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw --format=csv,noheader,nounits -lms 500"
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -65,6 +77,40 @@ def said(lines: Iterable[str]) -> Iterator[str]:
         yield line
 
 
+class Watched:
+    """The clocks, temperature and power of a GPU while it is measured, read by the driver's tool."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: list[list[float]] = []
+
+    def start(self, device: torch.device) -> None:
+        """Read them twice a second, on a thread."""
+        if device.type == "cuda" and shutil.which("nvidia-smi"):
+            self._process = subprocess.Popen(SMI.split(), stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._process:
+            self._process.terminate()
+            self._process.wait()
+
+    @property
+    def text(self) -> str:
+        """The ranges so far."""
+        if not self._lines:
+            return "not read"
+        columns = list(zip(*self._lines, strict=True))
+        ranges = [f"{min(column):.0f}-{max(column):.0f}" for column in columns]
+        return "SM {} MHz; memory {} MHz; {} °C; {} W".format(*ranges)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with suppress(ValueError):
+                self._lines.append([float(part) for part in line.split(",")])
+
+
 @dataclass(frozen=True)
 class Run:
     """Where and how much is measured: device, sizes, folder of results, runs and rounds; and what was wrong before."""
@@ -74,6 +120,7 @@ class Run:
     out: Path
     repeats: tuple[int, int]
     wrong: tuple[str, ...] = ()
+    watched: Watched = field(default_factory=Watched)
 
 
 def measure(parts: Sequence[Part], run: Run) -> list[str]:
@@ -82,6 +129,7 @@ def measure(parts: Sequence[Part], run: Run) -> list[str]:
     """
     begun = time.monotonic()
     clock, figures, failed = Clock(run.device, *run.repeats), [], []
+    run.watched.start(run.device)
     if run.device.type == "cuda":
         print(f"{compiled_first(parts, run)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
     machine = limits.measure(clock, run.sizes)
@@ -94,6 +142,7 @@ def measure(parts: Sequence[Part], run: Run) -> list[str]:
         except Exception as error:
             traceback.print_exc()
             failed.append(f"{part.__module__}.{part.__name__}: {type(error).__name__}: {error}")
+    run.watched.stop()
     return failed
 
 
@@ -127,6 +176,7 @@ def write(run: Run, machine: limits.Limits, figures: list[Figure], seconds: floa
         "torch": torch.__version__,
         "triton": triton.__version__,
         "seconds": round(seconds),
+        "clocks": run.watched.text,
         **({"WRONG RESULTS": len(run.wrong)} if run.wrong else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -138,13 +188,18 @@ def write(run: Run, machine: limits.Limits, figures: list[Figure], seconds: floa
 def table(about: dict[str, object], machine: limits.Limits, figures: Iterable[Figure]) -> str:
     lines = ["# Kernels on one GPU", "", ", ".join(f"{name} {value}" for name, value in about.items()), ""]
     lines += ["| limit | measured |", "|---|---|"]
-    lines += [f"| {each.name} | {limit_text(each.value)} |" for each in machine.all()]
+    stated = STATED.get(str(about["device"]), 0.0)
+    lines += [f"| {each.name} | {limit_text(each.value, stated)} |" for each in machine.all()]
     lines += ["", "| figure | measured | part of the limit | goal | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *(figure.row for figure in figures)]) + "\n"
 
 
-def limit_text(value: float) -> str:
-    return f"{value / 1e9:.1f} GB/s" if value > 1 else f"{value * 1e6:.1f} µs"
+def limit_text(value: float, stated: float) -> str:
+    """A limit; those of the GPU's memory also as a part of what the vendor states."""
+    if value <= 1:
+        return f"{value * 1e6:.1f} µs"
+    part = f", {value / stated:.2f} of the vendor's {stated / 1e12} TB/s" if stated and value > stated / 4 else ""
+    return f"{value / 1e9:.1f} GB/s{part}"
 
 
 if __name__ == "__main__":

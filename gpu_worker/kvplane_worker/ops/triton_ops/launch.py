@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton is told about the launch, besides arguments."""
+        """The options of the launch for Triton."""
         return options_of(self.num_warps, self.overlaps)
 
     def run(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,8 +69,8 @@ def staging_refusal(group: GroupPages, staging: Tensor) -> str:
 
 def on_device(blocks: Sequence[int], device: torch.device) -> Tensor:
     """Return block ids as int32 on the device. The copy is asynchronous."""
-    pinned = torch.tensor(blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    ids = torch.from_numpy(np.fromiter(blocks, np.int32, len(blocks)))
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
 
 @dataclass(frozen=True, slots=True)

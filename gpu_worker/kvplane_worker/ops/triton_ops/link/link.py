@@ -17,6 +17,9 @@ from kvplane_worker.ops.triton_ops.link.routes import Route, RouteTable, Stopwat
 from kvplane_worker.ops.triton_ops.link.runs import Runs, merged_runs
 
 TO_HOST, TO_DEVICE = "to the host", "to the device"
+# Blocks whose runs decide between the routes: the host needs longer to merge many small runs than the link to copy
+# them.
+SAMPLE = 256
 
 
 class BatchRoute:
@@ -78,9 +81,9 @@ class HostLink:
     def explained(self) -> tuple[str, ...]:
         """The lines that explain the last choice of a route in each direction, with the measured speeds."""
         if self.batched is None:
-            return (f"host link, buffered route only: {self.why_not}",)
+            return (f"host link, by kernels only: {self.why_not}",)
         return tuple(
-            f"host link {direction}: last {last}; measured, GB/s batched/buffered: {self._tables[direction].text}"
+            f"host link {direction}: last {last}; measured, GB/s batched/by kernels: {self._tables[direction].text}"
             for direction, last in self._last.items()
         )
 
@@ -100,11 +103,14 @@ class HostLink:
         """
         if not blocks or not self._is_fast(staging) or not self._measured():
             return None
-        runs = merged_runs(group, blocks, staging)
-        is_batched = self._tables[direction].prefers_batches(runs.mean_bytes, len(runs.sizes))
-        way = "batched" if is_batched else "buffered"
-        self._last[direction] = f"{way}, {len(runs.sizes)} runs of {runs.mean_bytes} bytes"
-        return runs if is_batched else None
+        runs = merged_runs(group, blocks[:SAMPLE], staging[:SAMPLE])
+        count = len(runs.sizes) * len(blocks) // len(blocks[:SAMPLE])
+        is_batched = self._tables[direction].prefers_batches(runs.mean_bytes, count)
+        way = "batched" if is_batched else "by kernels"
+        self._last[direction] = f"{way}, {count} runs of {runs.mean_bytes} bytes"
+        if not is_batched:
+            return None
+        return runs if len(blocks) <= SAMPLE else merged_runs(group, blocks, staging)
 
     def _is_fast(self, staging: Tensor) -> bool:
         """Return whether the driver copies to and from this host memory asynchronously."""
