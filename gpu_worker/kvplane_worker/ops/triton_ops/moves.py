@@ -16,8 +16,8 @@ from kvplane_worker.ops.triton_ops.launch import Launch
 
 WORD_BYTES = 4
 TILE_WORDS, WARPS = 4096, 4
-# With few programs, each needs more bytes in flight.
-FEW_PROGRAMS, WIDE_TILE_WORDS, WIDE_WARPS = 4, 16384, 16
+# With few programs, each needs more bytes in flight; registers of 8 warps are left next to two programs of a decode.
+FEW_PROGRAMS, WIDE_TILE_WORDS, WIDE_WARPS = 4, 8192, 8
 ALIGNMENT_BYTES = 16
 
 
@@ -95,7 +95,7 @@ class Move:
 
 
 def move_launch(table: LayerTable, move: Move) -> Launch:
-    """Return the launch for a `Move`, in tiles of 16 KiB; in tiles of 64 KiB for a background move.
+    """Return the launch for a `Move`, in tiles of 16 KiB; in tiles of 32 KiB for a background move.
 
     A tile covers several pages if the pages are small.
     """
