@@ -236,9 +236,9 @@ def test_link_uses_the_faster_route(ops, monkeypatch, block_outermost):
     moved.load(group, blocks, rows)
     assert torch.equal(rows, rows_of(group, blocks))
     assert track.taken[-1] == want
-    way = f"batched, {len(blocks)} runs of 40960" if block_outermost else f"by kernels, {40 * len(blocks)} runs of 1024"
+    way = f"batched, {len(blocks)} runs of 40960" if block_outermost else f"buffered, {40 * len(blocks)} runs of 1024"
     out, back = moved.explained
-    assert out.startswith(f"host link to the host: last {way} bytes; measured, GB/s batched/by kernels: 4 x 4 KiB ")
+    assert out.startswith(f"host link to the host: last {way} bytes; measured, GB/s batched/buffered: 4 x 4 KiB ")
     assert back.startswith(f"host link to the device: last {way} bytes; measured")
 
 
@@ -248,7 +248,7 @@ def test_link_without_batched_copies_uses_buffers_and_explains_it(ops, monkeypat
     rows = torch.zeros((3, group.bytes_per_block), dtype=torch.uint8)
     moved.save(group, [5, 1, 3], rows)
     assert torch.equal(rows, rows_of(group, [5, 1, 3]))
-    assert moved.explained == ("host link, by kernels only: cuda-bindings 12.6 is older than 12.8",)
+    assert moved.explained == ("host link, buffered route only: cuda-bindings 12.6 is older than 12.8",)
 
 
 class Refused:
@@ -262,7 +262,7 @@ def test_link_uses_buffers_when_the_driver_refuses_batched_copies(ops, monkeypat
     rows = torch.randint(0, 256, (3, group.bytes_per_block), dtype=torch.uint8)
     moved.load(group, [5, 1, 3], rows)
     assert torch.equal(rows, rows_of(group, [5, 1, 3]))
-    assert moved.explained == ("host link, by kernels only: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED",)
+    assert moved.explained == ("host link, buffered route only: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED",)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
@@ -274,15 +274,3 @@ def test_buffered_route_splits_blocks_into_pieces(ops, buffer_bytes):
     assert torch.equal(rows, rows_of(group, [5, 1, 3, 1]))
     route.load(group, [2, 4, 1, 5], rows)
     assert torch.equal(rows, rows_of(group, [2, 4, 1, 5]))
-
-
-def test_kernels_copy_small_pages_without_a_buffer_where_they_can_access_the_rows(ops, monkeypatch):
-    group = pages_of(False, 6, [64, 2048])
-    route = BufferRoute(CPU, partial(ops._stage, background=True), OneLane(), 1, is_mapped=lambda rows: True)
-    monkeypatch.setattr(route, "_buffer", lambda turn, rows: pytest.fail("a buffer was used"))
-    rows = torch.zeros((4, group.bytes_per_block), dtype=torch.uint8)
-    route.save(group, [5, 1, 3, 1], rows)
-    assert torch.equal(rows, rows_of(group, [5, 1, 3, 1]))
-    route.load(group, [2, 4, 1, 5], rows)
-    assert torch.equal(rows, rows_of(group, [2, 4, 1, 5]))
-    route.save(group, [], rows[:0])

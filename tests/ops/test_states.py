@@ -152,3 +152,12 @@ def test_a_step_is_four_launches_and_reads_nothing_from_the_device(count):
     assert y.shape == (count, HEADS, SIZE)
     assert kernels["scan_rows"].grid == (4, HEADS, 1)
     assert kernels["scan_rows"].constants["S"].chunk == (64 if count > 64 else 16), "the depth is tokens / chunk"
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (16, 1)])
+def test_a_selective_scan_of_tokens_of_one_element_is_left_to_torch(channels, size):
+    ints, count = torch.zeros(2, dtype=torch.int32), 2
+    x, dt = torch.zeros((count, channels)), torch.zeros((count, channels))
+    b, c = torch.zeros((count, size)), torch.zeros((count, size))
+    inputs = ScanInputs(torch.tensor([0, 2], dtype=torch.int32), ints[:1], ints, x, dt, b, c)
+    assert selective_scan.refusal(torch.zeros((2, channels, size)), inputs) == "tokens of one element"

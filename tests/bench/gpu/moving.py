@@ -107,7 +107,7 @@ def link(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterato
     rows = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     chosen, name = ops.link_of(group), f"fragments of {page_bytes >> 10} KiB"
     ways: list[tuple[str, Route, float | None]] = [(f"{name}, as chosen", chosen, 0.95)]
-    ways.append((f"{name}, by kernels on 4 multiprocessors", chosen.buffered, None))
+    ways.append((f"{name}, by buffers and 4 multiprocessors", chosen.buffered, None))
     if chosen.batched is not None:
         ways.append((f"{name}, batched copies", chosen.batched, None))
     for way, route, goal in ways:

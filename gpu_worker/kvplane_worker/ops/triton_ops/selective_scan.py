@@ -24,7 +24,14 @@ COLUMNS, COLUMNS_OF_DECODES, WARPS = 32, 64, 8
 def refusal(states: Tensor, inputs: ScanInputs) -> str:
     """Return why no kernel supports these states and inputs; "" if one does."""
     why = shared.refused_types(states, inputs.x, inputs.dt, inputs.b, inputs.c)
+    if not why and 1 in strides_of(inputs):
+        return "tokens of one element"  # Triton 3.6 makes strides of 1 constants, and loses those in a tuple of a tuple
     return why or (f"states of {states.shape[2]} elements" if states.shape[2] > shared.MAX_STATE else "")
+
+
+def strides_of(inputs: ScanInputs) -> tuple[int, int, int, int]:
+    """Return the strides of a token in x, dt, b and c."""
+    return inputs.x.stride(0), inputs.dt.stride(0), inputs.b.stride(0), inputs.c.stride(0)
 
 
 def shape_of(states: Tensor, inputs: ScanInputs, chip: Chip) -> ScanShape:
@@ -48,8 +55,7 @@ def launches(states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor, chip: Chi
     y = inputs.x.new_empty(inputs.x.shape, dtype=torch.float32 if chip.interpreted else inputs.x.dtype)
     memory, held = shared.memory_of(None, states), shared.held_of(None, states, rows)
     x, dt, b, c = inputs.x, inputs.dt, inputs.b, inputs.c
-    strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
-    tokens = ScanTokens(x, dt, b, c, strides, a.contiguous(), d.contiguous())
+    tokens = ScanTokens(x, dt, b, c, strides_of(inputs), a.contiguous(), d.contiguous())
     grid = (rows, -(-shape.channels // shape.columns))
     given = (shared.blocks_of(inputs), tokens, memory, held, y)
     scan = Launch(kernels.scan_channels, grid, given, {"S": shape}, WARPS)

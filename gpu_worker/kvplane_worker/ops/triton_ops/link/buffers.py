@@ -8,8 +8,7 @@ many times faster than the link:
     copy engine             | copy 0        | copy 1       | copy 2 ...
 
 So fragments of any size are copied at the speed of large copies. Pinned staging is copied asynchronously; other host
-memory works too, but slower. To and from pinned staging, kernels copy small fragments without a buffer: that takes one
-launch, where the host needs longer to prepare a launch per buffer than the link to copy it.
+memory works too, but slower.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from kvplane_worker.ops.triton_ops.link.lanes import BUFFERS, Lanes
 
 # Bytes of each buffer: a copy takes hundreds of microseconds, so that the cost of its start is negligible.
 BUFFER_BYTES = 16 << 20
-# Larger pages of a layer go through buffers, whose loads are 4 % faster (H200: 53.3 and 51.2 GB/s).
-DIRECT_BYTES = 64 << 10
 
 Stage = Callable[[int, GroupPages, Sequence[int], Tensor], None]
 
@@ -37,20 +34,11 @@ class BufferRoute:
     Attributes:
         device: device of the pages.
         buffer_bytes: bytes of each buffer on the device; at least one block is copied at a time.
-        is_mapped: whether kernels can access host memory.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        stage: Stage,
-        lanes: Lanes,
-        buffer_bytes: int = BUFFER_BYTES,
-        is_mapped: Callable[[Tensor], bool] = Tensor.is_pinned,
-    ) -> None:
+    def __init__(self, device: torch.device, stage: Stage, lanes: Lanes, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.device = device
         self.buffer_bytes = buffer_bytes
-        self._is_mapped = is_mapped
         self._stage = stage
         self._lanes = lanes
         self._buffers: list[Tensor] = []
@@ -60,8 +48,6 @@ class BufferRoute:
 
         Rows in pinned memory are complete once the current stream has completed this call's work.
         """
-        if self._is_direct(group, staging):
-            return self._copy_directly(int(GATHER), group, blocks, staging)
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
             buffer = self._buffer(turn, rows)
             with self._lanes.kernels(turn):
@@ -69,15 +55,12 @@ class BufferRoute:
             with self._lanes.copies(turn):
                 rows.copy_(buffer, non_blocking=True)
         self._lanes.join()
-        return None
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
         """Copy rows of host memory, uint8 [len(blocks), bytes per block], into blocks.
 
         Rows in pinned memory may change once the current stream has completed this call's work.
         """
-        if self._is_direct(group, staging):
-            return self._copy_directly(int(SCATTER), group, blocks, staging)
         self._lanes.fork()
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
             buffer = self._buffer(turn, rows)
@@ -86,16 +69,6 @@ class BufferRoute:
             with self._lanes.kernels(turn):
                 self._stage(int(SCATTER), group, some, buffer)
         self._lanes.join()
-        return None
-
-    def _is_direct(self, group: GroupPages, staging: Tensor) -> bool:
-        """Return whether kernels copy these pages without a buffer."""
-        return max(layer.shape[1] for layer in group.layers) < DIRECT_BYTES and self._is_mapped(staging)
-
-    def _copy_directly(self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        if blocks:
-            self._stage(what, group, blocks, staging)
-            self._lanes.keep(staging)
 
     def _pieces(
         self, group: GroupPages, blocks: Sequence[int], staging: Tensor

@@ -47,9 +47,6 @@ class Lanes(Protocol):
     def wait(self) -> None:
         """Wait until the current stream has finished its work."""
 
-    def keep(self, staging: Tensor) -> None:
-        """Keep a reference to `staging` until the work so far of the current stream is complete."""
-
 
 def lanes_of(device: torch.device) -> Lanes:
     """Return the implementation for a device."""
@@ -73,9 +70,6 @@ class OneLane:
         """Do nothing: there is nothing to wait for."""
 
     join = wait = fork
-
-    def keep(self, staging: Tensor) -> None:
-        """Do nothing: the work is complete."""
 
 
 class CudaLanes:
@@ -113,8 +107,8 @@ class CudaLanes:
         self.fork()
         with torch.cuda.device(self._device):
             yield self._copies.cuda_stream
+        self._keep(staging)
         self.join()
-        self.keep(staging)
 
     def fork(self) -> None:
         """Let copies wait for the work on the current stream."""
@@ -128,9 +122,9 @@ class CudaLanes:
         """Wait until the current stream has finished its work."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def keep(self, staging: Tensor) -> None:
-        """Keep a reference to `staging` until the work so far of the current stream is complete. Drops references whose
-        work is complete; waits if `MAX_KEPT` references are kept.
+    def _keep(self, staging: Tensor) -> None:
+        """Keep a reference to `staging` until the copies so far are complete. Drops references whose copies are
+        complete; waits if `MAX_KEPT` references are kept.
         """
         while self._kept:
             first = self._kept[0][0]
@@ -139,5 +133,5 @@ class CudaLanes:
             first.synchronize()
             self._kept.popleft()
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(self._device))
+        done.record(self._copies)
         self._kept.append((done, staging))

@@ -81,9 +81,9 @@ class HostLink:
     def explained(self) -> tuple[str, ...]:
         """The lines that explain the last choice of a route in each direction, with the measured speeds."""
         if self.batched is None:
-            return (f"host link, by kernels only: {self.why_not}",)
+            return (f"host link, buffered route only: {self.why_not}",)
         return tuple(
-            f"host link {direction}: last {last}; measured, GB/s batched/by kernels: {self._tables[direction].text}"
+            f"host link {direction}: last {last}; measured, GB/s batched/buffered: {self._tables[direction].text}"
             for direction, last in self._last.items()
         )
 
@@ -106,7 +106,7 @@ class HostLink:
         runs = merged_runs(group, blocks[:SAMPLE], staging[:SAMPLE])
         count = len(runs.sizes) * len(blocks) // len(blocks[:SAMPLE])
         is_batched = self._tables[direction].prefers_batches(runs.mean_bytes, count)
-        way = "batched" if is_batched else "by kernels"
+        way = "batched" if is_batched else "buffered"
         self._last[direction] = f"{way}, {count} runs of {runs.mean_bytes} bytes"
         if not is_batched:
             return None
