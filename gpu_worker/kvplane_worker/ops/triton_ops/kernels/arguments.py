@@ -103,10 +103,10 @@ class Shape:
 
     @property
     def masked_stages(self) -> int:
-        """The depth of the pipeline for tiles that some queries attend to in part; less where few tiles are such,
-        since another tile in flight takes registers.
+        """The depth of the pipeline for tiles that some queries attend to in part; less where few tiles of
+        16-bit elements are such, since another tile in flight takes registers.
         """
-        return self.stages if self.window or self.chunk else max(1, self.stages - 1)
+        return self.stages if self.window or self.chunk or self.fp8 else max(1, self.stages - 1)
 
     @property
     def step(self) -> int:

@@ -115,7 +115,7 @@ def attend(query, keys, values, batch, rule, row, head, begin, end, tile, S: tl.
     total = tl.full([S.rows], 0.0, tl.float32)
     acc = tl.full([S.rows, S.padded_v // step], 0.0, tl.float32)
     odd = acc
-    # Tiles before `masked` are attended to whole by every query: only blocks can be missing.
+    # Every query attends to the whole of tiles before `masked`, apart from null blocks.
     masked = begin
     if S.queries == 1:
         masked = end
