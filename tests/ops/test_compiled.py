@@ -26,8 +26,10 @@ KNOWN_SPILLS = {
     (100, "decode float32, 2 x 64"): 6,
     (100, "prefill float32, 4 x 128"): 8,
 }
-# Loads of single bytes that are known: one outside the loop, where products are accumulated in tensor memory.
-KNOWN_NARROW = {100: ("prefill", "drafts", "latent prefill", "scan rows", "advance heads")}
+# Most loads of single bytes: of masks, where rows have several queries (data would take more than a hundred), and one
+# outside the loop where products are accumulated in tensor memory.
+KNOWN_NARROW = {"prefill": 8, "drafts": 12, "latent prefill": 11}
+KNOWN_NARROW_ON_100 = {"scan rows": 1, "advance heads": 1}
 
 
 def compiled_for(*arguments: object) -> dict[str, Compiled]:
@@ -51,7 +53,8 @@ def test_launches_compile_to_wide_accesses_without_spills(arch):
         assert not result.outside, f"{name}: {result.outside} products of warp groups wider than their results"
         known = KNOWN_SPILLS.get((arch, name), 0)
         assert result.spills <= known, f"{name}: {result.spills} accesses of local memory, expected at most {known}"
-        allowed = int(name.startswith(KNOWN_NARROW.get(arch, ("none",))))
+        known_narrow = KNOWN_NARROW | (KNOWN_NARROW_ON_100 if arch == 100 else {})
+        allowed = max((count for start, count in known_narrow.items() if name.startswith(start)), default=0)
         assert result.narrow <= allowed or name.startswith("convolve"), (
             f"{name}: {result.narrow} loads of bytes or short copies"
         )
