@@ -23,6 +23,7 @@ ISSUED = """
     load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
     copy of an evicted state, image loses blocks behind the computed tokens,
     skipped blocks released during a load, open step without load_after, limit of a hit counts what is left out,
+    withdrawn keys stay away, bounds outlive withdrawn keys,
     a load outlives its row, orders end when they are given, load concurrent with launches of the previous life,
     owner epoch ignored, failed orders forgotten, two owners write, a drain loses what waits,
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store,

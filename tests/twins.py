@@ -660,6 +660,23 @@ def keep_copy_of_evicted_state(_: Real) -> Real:
     return register_again
 
 
+def without(owner: str, name: str) -> Callable[[Real], Real]:
+    """Call the real function while the method `name` of its attribute `owner` does nothing."""
+
+    def change(real: Real) -> Real:
+        def act(self: Any, *given: Any) -> Any:
+            owned = getattr(self, owner)
+            setattr(owned, name, lambda *_: None)
+            try:
+                return real(self, *given)
+            finally:
+                delattr(owned, name)
+
+        return act
+
+    return change
+
+
 def start_at_once(_: Real) -> Real:
     """A load does not wait for launches."""
     return lambda self, blocks: 0
@@ -922,6 +939,18 @@ TWINS: dict[str, Twin] = {
     "copy of an evicted state": Twin(
         "a running state whose key was evicted is overwritten without a copy, as after an image",
         (Patch(f"{CORE}.managers.mamba:AlignedStateManager.register_again", keep_copy_of_evicted_state),),
+    ),
+    "withdrawn keys stay away": Twin(
+        "a request that holds a block whose key was withdrawn registers the block again",
+        (Patch(f"{CORE}.in_flight:InFlightTracker._register_again", without("_blocks", "register_again")),),
+    ),
+    "bounds outlive withdrawn keys": Twin(
+        "a request that holds a block whose key was withdrawn leaves its fast path",
+        (
+            Patch(
+                f"{CORE}.in_flight:InFlightTracker._register_again", without("_requests", "invalidate_all_fast_paths")
+            ),
+        ),
     ),
     "load before launches": Twin(
         "a load starts after every launch that may read or write its blocks",

@@ -93,6 +93,10 @@ FAULTS = [
     Fault("events start one token late", "cache_events.h", "starts.push_back(start);", "starts.push_back(start + 1);"),
     Fault("held blocks of a hit count as free", "managers/base.h", "pool.references[hit[i]] == 0", "true"),
     Fault("the last block of a hit is not dropped", "managers/full.h", "query.drops_last_block && length > 0", "false"),
+    Fault("the end of a prompt is not awaited", "managers/full.h",
+          "return AwaitsPromptTail(slot) ? 0 : GroupManager::RegisterBound(slot);",
+          "return GroupManager::RegisterBound(slot);"),
+    Fault("withdrawn keys stay away", "in_flight.h", "blocks_.RegisterAgain(withdrawn_);", ""),
     Fault("a chunk leaves one chunk late", "managers/chunked.h", "(num_processed / spec.chunk + 1) * spec.chunk",
           "(num_processed / spec.chunk + 2) * spec.chunk"),
     Fault("a window leaves one token late", "managers/window.h",
@@ -172,7 +176,7 @@ def checks() -> Iterator[tuple[str, object]]:
     from tests.core.builders import REFERENCE, SAFE, replica_spec
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
-    from tests.core.test_page_contents import MIXES, run
+    from tests.core.test_page_contents import ENDS_INSIDE, MIXES, run
     from tests.core.test_step_law import MIXES as LAW_MIXES
     from tests.fuzz import steps
 
@@ -181,6 +185,8 @@ def checks() -> Iterator[tuple[str, object]]:
             for mix, (groups, changes) in MIXES.items():
                 if native.is_supported(replica_spec(*groups, **changes)):
                     yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
+        for mix, seed in ENDS_INSIDE:
+            yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
     for case in CASES:
         yield case.__name__, case
     with paired():

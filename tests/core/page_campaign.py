@@ -31,6 +31,8 @@ PLANTED = (
     "failed orders forgotten",
     "image loses blocks behind the computed tokens",
     "limit of a hit counts what is left out",
+    "withdrawn keys stay away",
+    "bounds outlive withdrawn keys",
 )
 
 

@@ -19,6 +19,7 @@ from kvplane.session.rows import ResumeRow, resume_of
 from kvplane.session.tables import BlockTables
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.managers.full import FullAttentionManager
 from kvplane_service.core.managers.mamba import AlignedStateManager
 from tests.core.builders import new_replica, tokens
 from tests.core.follower import Followed
@@ -66,6 +67,8 @@ class RandomEngine(RandomScheduler):
         if way == 0:  # requests come back to their own blocks while their launches are in flight
             self.launches = 15
             self.ends, self.ways_to_end = 50, (End.PREEMPTED, End.PREEMPTED, End.PREEMPTED, End.FREE)
+        elif way == 1:  # requests hold each other's blocks, which are evicted; some end in the step that ran them
+            self.repeats, self.splits, self.evicts, self.ends, self.deaths = 90, 90, 60, 4, 2
         elif way > 1:  # requests grow far behind their prompts, and load what they generated when they come back
             self.decodes, self.lags, self.limits_rows, self.loads = True, True, True, 60
             self.ends, self.ways_to_end = rng.choice([3, 20]), (End.PREEMPTED, End.PREEMPTED, End.FREE, End.HELD)
@@ -97,6 +100,7 @@ class RandomEngine(RandomScheduler):
         self._check_new_loads()
         self._check_hits()
         self._check_copies()
+        self._check_registered()
         self.check_keys()
         while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(self.launches)):
             self._stride()
@@ -258,6 +262,15 @@ class RandomEngine(RandomScheduler):
             for slot, (_, block) in manager.partial_hit.items():
                 if isinstance(manager, AlignedStateManager) and manager.has_allocated[slot]:
                     assert manager.pool.key[block] is not None, f"state {block} of slot {slot} is copied without a key"
+
+    def _check_registered(self) -> None:
+        """No block of full attention that counts as registered is without its key: nothing would register it again."""
+        for manager in self.replica.coordinator.managers:
+            of_slots = zip(manager.table, manager.num_cached, strict=True)
+            for slot, (table, count) in enumerate(of_slots if type(manager) is FullAttentionManager else ()):
+                ends = [manager.pool.key_tokens[block] for block in table[: max(0, count)]]
+                wanted = [(index + 1) * manager.block_size for index in range(len(ends))]
+                assert ends == wanted, f"slot {slot} counts {wanted} as registered, its blocks have the keys of {ends}"
 
     def _check_stamps(self) -> None:
         """Once all orders are carried out, the memory has every stamp that the core gave in this engine life."""

@@ -10,6 +10,7 @@ after launches, failed steps, ends with any fence, parts, budgets, caps, victims
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvplane.base.step import (
@@ -57,6 +58,8 @@ class RandomScheduler(Answers):
     most_external = 9  # tokens of an admission that come from outside
     decodes = False  # prompts are short, and every request that may run does
     lags = False  # reports steps as executed as late as allowed
+    repeats = 0  # percent of new requests: the text of an earlier one, with another end of the prompt
+    splits = 30  # percent of steps: several parts
 
     def plan(self) -> list[Part]:
         """The parts of the next step; sets `executed_through` of it."""
@@ -93,7 +96,7 @@ class RandomScheduler(Answers):
         first = Part(facts=facts, cache=self._cache(held), news=self._news(), budget=self._budget())
         run, admit, peek = self._run(), self._admit(), self._peek()
         self.known = {slot: request.known for slot, request in self.requests.items()}
-        if self._chance(70):
+        if self._chance(100 - self.splits):
             first.run, first.admit, first.peek = run, admit, peek
             return [first]
         second = Part(run=run, budget=self._budget())
@@ -103,13 +106,15 @@ class RandomScheduler(Answers):
             second.admit, second.peek = admit, peek
             return [first, second]
         third = Part(admit=admit, peek=peek, budget=self._budget())
-        self._end_late(third, 2, run.slot)
+        self._end_late(third, 2, run.slot, first.cache.evicted)
         return [first, second, third]
 
-    def _end_late(self, part: Part, number: int, slots: Sequence[int]) -> None:
+    def _end_late(self, part: Part, number: int, slots: Sequence[int], evicted: Sequence[int]) -> None:
         """Some request ends in the step that ran it: its row of this step will not run."""
         can = [slot for slot in slots if slot not in self.reported]
-        if can and self.ends_late and self._chance(40):
+        lost = [slot for slot in can if any(block in evicted for table in self.tables[slot] for block in table)]
+        if can and self.ends_late and self._chance(80 if self.repeats and lost else 40):
+            can = lost if self.repeats and lost else can
             slot, end = self.rng.choice(can), self.rng.choice([End.FREE, End.PREEMPTED])
             part.facts = Facts([slot], end=[int(end)], fence=[self._fence()])
             part.admit = Admit()  # who ends late is admitted later
@@ -331,6 +336,9 @@ class RandomScheduler(Answers):
         """Some block, or one of a request, or those that its next launch writes first."""
         own = [b for slot in self.requests if slot in self.tables for table in self.tables[slot] for b in table if b]
         some = self.rng.randrange(1, self.spec.num_blocks)
+        shared = [block for block, count in Counter(own).items() if count > 1]
+        if self.repeats and self._chance(80):
+            return [self.rng.choice(shared)] if shared else []
         kinds = [[some], own, self._busy_blocks(), self._last_blocks()]
         blocks = self.rng.choice([blocks for blocks in kinds if blocks])
         return blocks if blocks is kinds[-1] else [self.rng.choice(blocks)]
@@ -371,6 +379,9 @@ class RandomScheduler(Answers):
             domain = OTHER if self._chance(15) else ""
             script = script[:LONGEST].upper() if domain else script[:LONGEST]
             known = self.rng.randint(2, 10) if self.decodes else self.rng.randint(limit // 2, limit - 1)
+            if self.repeats and self.digests and self._chance(self.repeats):
+                script, domain = self.rng.choice(list(self.digests)[-2:])
+                known = self.rng.randint(2, limit - 1)
             self.stays += 1
             self.digests[script, domain] = self.texts.learn(script, domain)
             request = self.requests[slot] = Request((slot, self.stays), script, known, limit, domain)

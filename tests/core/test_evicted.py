@@ -59,3 +59,20 @@ def test_a_holder_registers_again_what_a_late_end_withdrew(order):
     engine.step(evicts, Part(facts=Facts([1], end=[int(End.FREE)])))
     engine.run(0, text="t")
     assert engine.would_hit(text[:13] + "?").num_tokens == 12
+
+
+def test_a_holder_registers_again_what_a_failed_step_withdrew():
+    """Slot 1 registers the evicted block of both requests and ends; then its step fails, and slot 0 alone has it."""
+    engine = Engine(full())
+    engine.admit(0, "aaaabbbbc")
+    assert engine.admit(1, "aaaabbbbd").hit == 8
+    first = engine.table(0)[0]
+    engine.step(Part(facts=Facts([1], appended=[1], tokens=tokens("e")), cache=Cache(evicted=[first]), run=run_rows(1)))
+    engine.executed = engine.seq - 1
+    engine.run(0, text="f")
+    engine.end(1, fence=engine.seq)
+    engine.cache(failed_steps=[engine.seq - 2])
+    assert first not in engine.keyed()
+    engine.run(0, text="g")
+    assert first in engine.keyed()
+    assert engine.would_hit("aaaabbbbz").num_tokens == 8

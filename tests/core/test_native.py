@@ -27,7 +27,7 @@ from tests.core.builders import Engine, chunked, full, replica_spec, ring, state
 from tests.core.core_version import files
 from tests.core.fallbacks import FellBack
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import ENDS_INSIDE, MIXES, run
 
 native = pytest.importorskip(
     "kvplane_service.core.native",
@@ -60,6 +60,12 @@ def test_random_engines_get_equal_answers(twins, mix):
     for seed in SEEDS:
         run(mix, seed)
     assert len(twins) >= len(SEEDS)
+
+
+@pytest.mark.parametrize(("mix", "seed"), ENDS_INSIDE)
+def test_prompts_that_end_inside_blocks_are_registered_alike(twins, mix, seed):
+    run(mix, seed)
+    assert twins
 
 
 def test_lookups_with_arguments_that_no_caller_validated_are_refused():

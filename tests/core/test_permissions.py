@@ -15,8 +15,8 @@ from tests.twins import weakened
 # A mix and a seed that find each planted fault.
 FOUND = {
     "state of rejected drafts": ("checkpoints and drafts", 1),
-    "checkpoint of rejected drafts": ("checkpoints and drafts", 13),
-    "copy of an evicted state": ("states, hits inside blocks", 8),
+    "checkpoint of rejected drafts": ("checkpoints of every chunk, drafts", 8),
+    "copy of an evicted state": ("states, hits inside blocks", 12),
     "skipped blocks released during a load": ("prompt and window", 1),
     "load before launches": ("window and full", 1),
     "load behind writers only": ("checkpoints inside chunks", 4),
@@ -25,8 +25,10 @@ FOUND = {
     "zero after load": ("states, drafts and windows", 1),
     "new life during a load": ("chunks and full", 1),
     "failed orders forgotten": ("checkpoints, hits inside blocks", 1),
-    "image loses blocks behind the computed tokens": ("prompt and window", 13),
+    "image loses blocks behind the computed tokens": ("prompt and window", 45),
     "limit of a hit counts what is left out": ("checkpoints and drafts", 1),
+    "withdrawn keys stay away": ("prompt and window", 5),
+    "bounds outlive withdrawn keys": ("prompt and window", 5),
 }
 
 

@@ -66,6 +66,7 @@ class InFlightTracker:
         self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (ended as held) or writes
         self.under_load: set[int] = set()  # while an epoch ends: blocks whose loads are not confirmed to be over
         self.filling: dict[int, list[int]] = {}  # step -> blocks that are loaded before its launch
+        self._withdrawn: list[int] = []  # blocks that lost their keys in the cascade that is carried out
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,19 @@ class InFlightTracker:
                 self._counters.preempted += 1
                 preempted.append(stay.slot)
         self._cancel_grants(seen, from_step)
+        self._register_again()
         return preempted
+
+    def _register_again(self) -> None:
+        """Let the requests that still hold blocks whose keys were withdrawn register these blocks again.
+
+        Safe: they hold what earlier steps wrote, since a request that adopted a withdrawn key is preempted.
+        """
+        held = [block for block in self._withdrawn if self._blocks.pool.references[block]]
+        self._withdrawn.clear()
+        if held:
+            self._blocks.register_again(held)
+            self._requests.invalidate_all_fast_paths()
 
     def _cancel_grants(self, stays: set[Stay], from_step: int) -> None:
         """Remove the records of tokens that steps from `from_step` on granted to these stays (uses of a slot)."""
@@ -254,16 +267,13 @@ class InFlightTracker:
     def _withdraw(self, stay: Stay, from_step: int) -> list[Stay]:
         """Drop the keys that this stay (use of a slot) registered in steps from `from_step` on; returns the stays that
         adopted these keys.
-
-        Where another request holds such a block, which keys that request has still to register may change.
         """
         pool, adopters = self._blocks.pool, list[Stay]()
         for step in [step for step in self.tentative if step >= from_step]:
             mine = self.tentative[step].pop(stay, [])
             for block, key in mine:
                 if pool.has_key(block, key):
-                    if pool.references[block] > 1:
-                        self._requests.invalidate_all_fast_paths()
+                    self._withdrawn.append(block)
                     pool.drop_keys(block, RemoveReason.WITHDRAWN)
                     self._counters.withdrawn_keys += 1
             of_block = self.adoptions.get(step, {})

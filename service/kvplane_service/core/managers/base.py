@@ -243,10 +243,11 @@ class GroupManager(ABC):
         block.
 
         The slot holds the references already. `num_cached_blocks`: leading blocks that need no further registration;
-        None: all blocks up to the last one that has a key.
+        None: all blocks up to the last one that has a key, and of
+        full attention up to the first one without.
         """
         self.table[slot] = table
-        pool, size, last = self.pool, self.block_size, 0
+        pool, size, last, first_bare = self.pool, self.block_size, 0, FOREVER
         for index, block in enumerate(table):
             if block == NULL_BLOCK:
                 continue
@@ -254,8 +255,11 @@ class GroupManager(ABC):
                 pool.drop_keys(block, RemoveReason.DROPPED)
             if pool.key[block] is not None and pool.key_tokens[block] == (index + 1) * size:
                 last = index + 1
-        # An eviction can leave blocks without a key before others with one, in several tables: each request registers
-        # them again. Safe at any number, because a block with the key of its end is not registered twice.
+            else:
+                first_bare = min(first_bare, index)
+        if self.is_downward_closed():  # a hit needs every block, and an eviction can leave one without a key
+            last = min(last, first_bare)
+        # Safe at any number, because a block with the key of its end is not registered twice.
         self.num_cached[slot] = last if num_cached_blocks is None else min(num_cached_blocks, len(table))
 
     def _key_fits(self, slot: int, index: int, at: RequestProgress) -> bool:

@@ -379,7 +379,18 @@ class InFlightTracker {
             preempted.push_back(slot);
         }
         CancelGrants(seen, from_step);
+        RegisterAgain();
         return preempted;
+    }
+
+    // Lets the requests that still hold blocks whose keys were withdrawn register these blocks again.
+    void RegisterAgain() {
+        std::erase_if(withdrawn_, [&](Int block) { return pool_.references[block] == 0; });
+        if (!withdrawn_.empty()) {
+            blocks_.RegisterAgain(withdrawn_);
+            requests_.InvalidateAllFastPaths();
+        }
+        withdrawn_.clear();
     }
 
     void CancelGrants(const std::set<Stay>& stays, Int from_step) {
@@ -399,7 +410,7 @@ class InFlightTracker {
             const NamedKeys mine = at->second.Pop(stay);
             for (const auto& [block, key] : mine) {
                 if (!pool_.HasThisKey(block, key)) continue;
-                if (pool_.references[block] > 1) requests_.InvalidateAllFastPaths();
+                withdrawn_.push_back(block);
                 pool_.DropKeys(block, kWithdrawn);
                 ++counters_.withdrawn_keys;
             }
@@ -453,6 +464,7 @@ class InFlightTracker {
     Requests& requests_;
     BlockPool& pool_;
     Counters& counters_;
+    Column withdrawn_;  // blocks that lost their keys in the cascade that is carried out
 };
 
 }  // namespace kvplane
