@@ -52,7 +52,7 @@ def test_cost_of_schedule_is_that_of_the_results():
     assert printed == expected
     date = re.search(r"date (\S+),", (RESULTS / "vllm_schedule.md").read_text())
     assert date is not None
-    assert f"two runs each, {date[1]})" in SAID
+    assert f"one run each, {date[1]})" in SAID
 
 
 def test_restart_is_that_of_the_results():

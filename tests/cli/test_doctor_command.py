@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvplane.base.groups import TierKind
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.hashing import native
 from kvplane.base.sources import ModelSource
 from kvplane.base.step import Budget
@@ -22,6 +22,7 @@ from kvplane.blocking.workers import WorkersClient
 from kvplane.rpc.channel import open_channel
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire import encode_spec
 from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.step_applier import PATIENT_ROWS
@@ -29,6 +30,7 @@ from kvplane_service.replicas import cores
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
+from tests.core.builders import full, replica_spec
 from tests.service.rig import WAIT_S, Service, column, running
 from tests.store.test_writer import Away
 
@@ -183,7 +185,7 @@ def rejecting_engine(service: Service) -> Iterator[None]:
 def core_that_leaves_work(service: Service) -> Iterator[None]:
     service.register()
     replica = service.in_loop(lambda: service.app.registry.get("r").host.replica)
-    vars(replica)["fallbacks"] = 7
+    vars(replica).update(fallbacks=7, fallback_reason="step 3 is odd")
     yield
 
 
@@ -267,5 +269,17 @@ def test_describe_counts_the_blocks_under_old_loads(kvplane):
 def test_describe_names_the_core_and_what_it_left_to_the_other_one(kvplane):
     with running() as service, core_that_leaves_work(service):
         code, out, _ = kvplane("describe", "r", "--service", service.address)
+        replica = service.app.registry.get("r").host.replica
     assert code == 0
-    assert f"core: {cores.describe()}, 7 steps and look-ups left to the Python core" in out
+    left = "7 steps and look-ups left to the Python core"
+    assert f"core: {cores.core_of(replica)}, {left} ({cores.reason_of(replica)})" in out
+
+
+def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane):
+    with running() as service:
+        service.register(spec=encode_spec(replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),))))
+        reason = cores.reason_of(service.app.registry.get("r").host.replica)
+        assert ("tiers" in reason) == (cores.describe() == "native")
+        for command in (["describe", "r"], ["doctor"]):
+            _, out, _ = kvplane(*command, "--service", service.address)
+            assert f"python ({reason})" in out

@@ -43,5 +43,5 @@ def _forbid_copies(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     monkeypatch.setattr(native, "loaded_copy", loaded)
 
 
-def _refuse(_: object) -> None:
+def _refuse(*_: object) -> None:
     raise FellBack

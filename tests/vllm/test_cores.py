@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_vllm import cores
@@ -30,7 +30,7 @@ def native():
         ("native", SPEC, True),
         ("python", SPEC, False),
         ("twin", SPEC, False),
-        ("auto", replica_spec(full(), state()), False),  # the adapter reads its states
+        ("native", replica_spec(full(), state()), True),
         ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), True),
     ],
 )
@@ -43,8 +43,8 @@ def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spe
 
 def test_a_required_core_that_cannot_decide_is_an_error(native, monkeypatch):
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="kinds of groups"):
-        cores.new_core(replica_spec(full(), state()))
+    with pytest.raises(InvalidArgument, match="tiers"):
+        cores.new_core(replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),)))
     monkeypatch.setattr(cores, "problem_of", lambda folder: f"{folder.name} is of other sources")
     with pytest.raises(FailedPrecondition, match="native is of other sources"):
         cores.new_core(SPEC)

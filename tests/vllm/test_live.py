@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from kvplane_vllm import cores
 from kvplane_vllm.engine_lock import EngineLock
 from tests.service.rig import running
 from tests.vllm import environment, processes
@@ -43,7 +44,15 @@ def differing(stock, ours):
     return {seed: names for seed, names in found.items() if names}
 
 
+def check_core(ours):
+    """The compiled core decided, unless KVPLANE_CORE selects another, and left nothing to the Python one."""
+    is_compiled = os.environ.get(cores.VARIABLE) not in ("python", "twin")
+    assert ours["core"] == ("NativeReplica" if is_compiled else "Replica")
+    assert ours["copies"] == ours["fallbacks"] == 0
+
+
 def summary(model, stock, ours):
+    check_core(ours)
     requests = sum(len(seed["tokens"]) for seed in ours["seeds"])
     hits = sum(sum(seed["cached"]) for seed in ours["seeds"])
     preempted, steps = (sum(seed[name] for seed in ours["seeds"]) for name in ("preempted", "steps"))

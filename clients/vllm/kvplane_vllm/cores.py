@@ -10,7 +10,7 @@ from typing import cast
 
 from kvplane.base.compiled import NOT_INSTALLED, problem_of
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import MambaMode, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
 from kvplane_service import core
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
@@ -21,7 +21,7 @@ CHOICES = ("auto", "python", "native", "twin")  # as of a service; `twin` is `py
 
 def new_core(spec: ReplicaSpec) -> Replica:
     """Make an empty replica whose steps are applied row by row: a compiled one has the methods and attributes of
-    `Replica` that this adapter uses. It is not used where a group has aligned states, of which the adapter reads more.
+    `Replica` that this adapter uses.
 
     Raises:
         InvalidArgument: KVPLANE_CORE has an unknown value, or is `native` where the compiled core is not used.
@@ -37,18 +37,17 @@ def new_core(spec: ReplicaSpec) -> Replica:
         native = None if problem else import_module("kvplane_service.core.native")
     except ImportError:
         native = None
-    has_states = any(group.mamba_mode is MambaMode.ALIGN for group in spec.groups)
-    if native is not None and native.is_supported(spec) and not has_states:
+    if native is not None and native.is_supported(spec):
         return cast(Replica, native.NativeReplica(spec))
     remedy = f"set {VARIABLE}=auto"
     if choice == "native" and native is None:
         raise FailedPrecondition(problem or NOT_INSTALLED, field=VARIABLE, remedy=remedy)
     if choice == "native":
-        raise InvalidArgument("the compiled core does not have all kinds of groups", field=VARIABLE, remedy=remedy)
+        raise InvalidArgument("the compiled core does not have tiers", field=VARIABLE, remedy=remedy)
     return Replica(spec)
 
 
-def open_step(replica: Replica, executed_through: int) -> OpenStep:
-    """Begin the next step of a replica of `new_core`."""
-    begin: Callable[[int], OpenStep] | None = getattr(replica, "open_step", None)
-    return OpenStep(replica, executed_through) if begin is None else begin(executed_through)
+def open_step(replica: Replica, executed_through: int, records: bool = False) -> OpenStep:
+    """Begin the next step of a replica of `new_core`. `records`: its rows are read later, see `OpenStep.recorded`."""
+    begin: Callable[[int, bool], OpenStep] | None = getattr(replica, "open_step", None)
+    return OpenStep(replica, executed_through) if begin is None else begin(executed_through, records)

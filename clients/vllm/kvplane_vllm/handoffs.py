@@ -7,7 +7,9 @@ state is overwritten. So vLLM's scheduler asks after each step for the states th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
+from kvplane.base.groups import MambaMode
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.managers.mamba import AlignedStateManager
 from kvplane_service.core.replica import Replica
@@ -22,7 +24,8 @@ class Handoffs:
         """Read the states of this replica, whose spec must have events."""
         self._replica = replica
         managers = replica.coordinator.managers
-        self._managers = {one.group: one for one in managers if isinstance(one, AlignedStateManager)}
+        states = [one for one in managers if one.spec.mamba_mode is MambaMode.ALIGN]
+        self._managers = {one.group: cast(AlignedStateManager, one) for one in states}
         self._pending: dict[int, list[State]] = {}  # by slot
         self._final: dict[int, set[int]] = {}  # by slot: blocks that `take_running` considered
 
@@ -45,7 +48,7 @@ class Handoffs:
             states = [
                 (event.group, block, pool.key_tokens[block])
                 for block in event.blocks
-                if block not in (0, overwritten) and pool.key[block] is not None
+                if block not in (0, overwritten) and pool.key_of(block) is not None
             ]
             if states:
                 self._pending.setdefault(event.slot, []).extend(states)

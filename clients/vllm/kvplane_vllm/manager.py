@@ -45,6 +45,7 @@ class InProcessManager(KVCacheManager):
 
     commit = CommitRule.SAFE
     hash_algorithm = "sha256"  # of the block hashes that vLLM computes
+    records_steps = False  # whether the rows of each step are kept
     needs_events = False  # whether the allocator reports cache events even if vLLM does not publish them
 
     def __init__(
@@ -105,7 +106,8 @@ class InProcessManager(KVCacheManager):
 
     def _open(self) -> OpenStep:
         if self._step is None:
-            self._step = open_step(self.replica, self.replica.seq if self.executed is None else self.executed)
+            executed = self.replica.seq if self.executed is None else self.executed
+            self._step = open_step(self.replica, executed, self.records_steps)
             self._taken = 0
         return self._step
 

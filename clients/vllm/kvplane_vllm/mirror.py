@@ -34,6 +34,7 @@ from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane_service.core import state
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
+from kvplane_vllm.cores import new_core
 from kvplane_vllm.engine_lock import EngineLock
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.pages import PagesOfWorker
@@ -61,6 +62,7 @@ class MirrorManager(InProcessManager):
     """
 
     target: ClassVar[Target]
+    records_steps = True
     needs_events = True  # the service has subscribers and a store of its own
     sender: MirrorSender | None = None
     lock: EngineLock | None = None
@@ -89,7 +91,7 @@ class MirrorManager(InProcessManager):
         Raises OtherWriter if another engine process of this host writes the replica.
         """
         self.lock = EngineLock(self.target.address, self.target.replica)
-        replica = Replica(spec)
+        replica = new_core(spec)
         replica.begin_epoch(self.known_epoch() + 1)
         return replica
 

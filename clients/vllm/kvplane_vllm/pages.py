@@ -31,6 +31,7 @@ from kvplane_service.core.columns import U32, U64, column
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.recovery import RecoveryOutcome
 from kvplane_service.core.replica import Replica
+from kvplane_vllm.cores import new_core
 from kvplane_vllm.launch import Launch
 from kvplane_vllm.manager import InProcessManager
 from kvplane_worker.attach import attached_pid, map_stamps
@@ -181,7 +182,7 @@ class PagesOfWorker(InProcessManager):
 
     def new_replica(self, spec: ReplicaSpec) -> Replica:
         """Return the allocator of this engine life, with the recorded keys that are still in memory."""
-        replica = Replica(spec)
+        replica = new_core(spec)
         self._memory = memory = RankMemory(self._addresses, spec.num_blocks, replica.digest_size)
         self.epoch = memory.begin_life(self.known_epoch())
         stored = self.stored_entries()

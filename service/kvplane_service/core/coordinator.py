@@ -16,7 +16,7 @@ from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.policies import make_free_list, note_admitted
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import FastPathBounds, Requests
-from kvplane_service.core.setup import is_cached, replay_boundaries, states_for_drafts
+from kvplane_service.core.setup import hits_end_in_prompt, is_cached, replay_boundaries, states_for_drafts
 from kvplane_service.core.tiers.tiers import Tiers
 
 NO_HIT = Hit(0, 0, ())
@@ -110,9 +110,7 @@ class Coordinator:
         )
         self._drops_last_block = any(manager.drops_last_block for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
-        # A request with a retained window computes its tokens behind the prompt without those in the gap.
-        retains = any(group.kind is GroupKind.R_SWA for group in spec.groups)
-        self.hits_end_in_prompt = retains and spec.commit is CommitRule.SAFE
+        self.hits_end_in_prompt = hits_end_in_prompt(spec)
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
 
     def _find_cache_unit(self) -> int:

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import MAX_TOKENS, CommitRule
+from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -38,6 +38,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.coordinator import Growth
 from kvplane_service.core.facts import Update
+from kvplane_service.core.interface import RequestColumns
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.part_rows import AdmitRow, PartRows, admit_section, facts_section, run_section
 from kvplane_service.core.replica import Replica
@@ -86,24 +87,13 @@ class OpenStep:
 
     def __init__(self, replica: Replica, executed_through: int) -> None:
         """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks."""
-        self._be_within(replica, replica.seq + 1, executed_through)
-        replica.begin_step(self.seq, executed_through)
-
-    @classmethod
-    def within(cls, replica: Replica, seq: int, executed_through: int) -> OpenStep:
-        """Return step `seq` of a replica, to which rows of it were applied before."""
-        step = cls.__new__(cls)
-        step._be_within(replica, seq, executed_through)
-        return step
-
-    def _be_within(self, replica: Replica, seq: int, executed_through: int) -> None:
         self._replica = replica
         self._requests = replica.requests
         self._blocks = replica.coordinator
         self._tracker = replica.tracker
         self._aligns = replica.spec.align.block_size > 0
         self._safe = replica.spec.commit is CommitRule.SAFE
-        self.seq = seq
+        self.seq = replica.seq + 1
         self._executed_through = executed_through
         self._parts: list[PartRows] = []
         self._results: list[PartResult] = []
@@ -117,6 +107,7 @@ class OpenStep:
         self._epoch = pool.epoch
         self._through = max(executed_through, pool.executed_through)
         self._open_part()
+        replica.begin_step(self.seq, executed_through)
 
     @cached_property
     def _validator(self) -> StepValidator:
@@ -389,8 +380,10 @@ class OpenStep:
         Returns None, and allocates nothing, if too few blocks are free. The other arguments are the row's entries in
         the columns of `Run`.
         """
-        requests, computed = self._requests, self._check_run(slot, num_new)
-        end = computed + num_new
+        if self._tracker.loads_from_tiers(slot):
+            raise InvalidArgument(f"slot {slot} waits for a load", field="slot", remedy="report the end of its job")
+        requests = self._requests
+        end = check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot))
         extra = end - requests.num_tokens[slot]
         if self._aligns:
             flags |= UNALIGNED
@@ -416,23 +409,6 @@ class OpenStep:
         self.granted.add(slot)
         return new
 
-    def _check_run(self, slot: int, num_new: int) -> int:
-        """Return the request's computed tokens; raise InvalidArgument if `num_new` tokens cannot be granted in this
-        step.
-        """
-        requests = self._requests
-        if not (requests.is_live(slot) and requests.running[slot]):
-            raise InvalidArgument(f"slot {slot} has no running request", field="slot")
-        if self._tracker.loads_from_tiers(slot):
-            raise InvalidArgument(f"slot {slot} waits for a load", field="slot", remedy="report the end of its job")
-        if self._safe and slot in self.granted:
-            raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
-        computed = requests.computed[slot]
-        if not 0 < num_new <= self._replica.spec.max_model_len - computed:
-            message = f"{num_new} new tokens after {computed} computed ones: give 1 to max_model_len in all"
-            raise InvalidArgument(message, field="num_new")
-        return computed
-
     def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
         """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing and is not recorded."""
         if not self._requests.is_live(slot):
@@ -445,26 +421,10 @@ class OpenStep:
         `num_hit` must be what `look_up` returned for `terms.hit_limit`; if the hit has changed since, the status is
         STALE_HIT. `new_blocks` has the new blocks of a granted row per group.
         """
-        row = AdmitRow(
-            slot,
-            num_hit + terms.external + num_new - self._num_tokens(slot),
-            lookahead=terms.lookahead,
-            external=terms.external,
-            expected_hit=num_hit,
-            encoder_tokens=terms.encoder_tokens,
-            reserved=terms.reserved,
-            watermark=int(terms.watermark),
-            flags=int(terms.flags) | self._decode_flags,
-            hit_limit=terms.hit_limit,
-            min_new=0,
-            skip_zero_groups=terms.skip_zero_groups,
-            single_group_hit=terms.single_group_hit,
-        )
+        row = row_of(slot, num_hit, num_new, terms, self._num_tokens(slot), self._decode_flags)
         if not self._is_plain_admission(row):
             self._validator.check_row(Part(admit=admit_section([row])), self.seq)
-        if not 0 <= num_new <= self._replica.spec.max_model_len - num_hit - terms.external:
-            message = f"{num_new} new tokens after {num_hit} + {terms.external}: give 0 to max_model_len in all"
-            raise InvalidArgument(message, field="num_new")
+        check_admitted(self._replica.spec, num_hit, num_new, terms)
         self._enter(_Section.ADMIT, slot)
         if self._applier is None:
             self._applier = StepApplier(self._blocks, self._tracker, Budget(), self._result, self.seq)
@@ -494,3 +454,44 @@ class OpenStep:
 
     def _num_tokens(self, slot: int) -> int:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
+
+
+def check_run(spec: ReplicaSpec, requests: RequestColumns, slot: int, num_new: int, is_granted: bool) -> int:
+    """Return where a row of a running request ends; raise InvalidArgument if `num_new` tokens cannot be granted in this
+    step, in which the request has tokens already if `is_granted`.
+    """
+    if not (requests.is_live(slot) and requests.running[slot]):
+        raise InvalidArgument(f"slot {slot} has no running request", field="slot")
+    if spec.commit is CommitRule.SAFE and is_granted:
+        raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
+    computed = requests.computed[slot]
+    if not 0 < num_new <= spec.max_model_len - computed:
+        message = f"{num_new} new tokens after {computed} computed ones: give 1 to max_model_len in all"
+        raise InvalidArgument(message, field="num_new")
+    return computed + num_new
+
+
+def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitTerms, num_tokens: int, flags: int) -> AdmitRow:
+    """Return the row of an admission of a request of `num_tokens` tokens; `flags` are set with those of `terms`."""
+    return AdmitRow(
+        slot,
+        num_hit + terms.external + num_new - num_tokens,
+        lookahead=terms.lookahead,
+        external=terms.external,
+        expected_hit=num_hit,
+        encoder_tokens=terms.encoder_tokens,
+        reserved=terms.reserved,
+        watermark=int(terms.watermark),
+        flags=int(terms.flags) | flags,
+        hit_limit=terms.hit_limit,
+        min_new=0,
+        skip_zero_groups=terms.skip_zero_groups,
+        single_group_hit=terms.single_group_hit,
+    )
+
+
+def check_admitted(spec: ReplicaSpec, num_hit: int, num_new: int, terms: AdmitTerms) -> None:
+    """Raise InvalidArgument if an admission cannot be granted `num_new` tokens."""
+    if not 0 <= num_new <= spec.max_model_len - num_hit - terms.external:
+        message = f"{num_new} new tokens after {num_hit} + {terms.external}: give 0 to max_model_len in all"
+        raise InvalidArgument(message, field="num_new")

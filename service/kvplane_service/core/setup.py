@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane_service.core.tiers.checks import check_tiers
 
@@ -155,3 +155,10 @@ def replay_boundaries(num_prompt: int, unit: int, drops_last_block: bool, keep_d
     if keep_divergence:
         boundaries |= {max(boundary // unit * unit - unit, 0) for boundary in boundaries}
     return tuple(sorted(boundaries))
+
+
+def hits_end_in_prompt(spec: ReplicaSpec) -> bool:
+    """Whether no hit is longer than the prompt: a request with a retained window computes its tokens behind the prompt
+    without those in the gap.
+    """
+    return spec.commit is CommitRule.SAFE and any(group.kind is GroupKind.R_SWA for group in spec.groups)

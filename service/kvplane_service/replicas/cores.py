@@ -30,6 +30,7 @@ _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
+LACKS_TIERS = "the compiled core does not have tiers"
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
 
 
@@ -90,6 +91,17 @@ def fallbacks_of(replica: ReplicaCore) -> int:
     return count
 
 
+def reason_of(replica: ReplicaCore) -> str:
+    """Return why the Python core applies the steps of a replica, or did the last one that a compiled core left to it;
+    "" if the compiled core did all.
+    """
+    if core_of(replica) == "native":
+        return str(getattr(replica, "fallback_reason", ""))
+    if _choice() != AUTO:
+        return f"{VARIABLE}={_choice()}"
+    return (_problem() or NOT_INSTALLED) if _native() is None else LACKS_TIERS
+
+
 def _select(
     spec: ReplicaSpec, python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]
 ) -> ReplicaCore:
@@ -102,7 +114,7 @@ def _select(
         return native(compiled)
     if choice == "native":
         raise InvalidArgument(
-            "the compiled core does not have tiers",
+            LACKS_TIERS,
             field="tiers",
             remedy=f"start the service with {VARIABLE}={AUTO}",
         )

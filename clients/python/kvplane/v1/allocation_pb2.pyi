@@ -316,12 +316,14 @@ class SizeHits(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class CoreStatus(_message.Message):
-    __slots__ = ("name", "fallbacks")
+    __slots__ = ("name", "fallbacks", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     name: str
     fallbacks: int
-    def __init__(self, name: _Optional[str] = ..., fallbacks: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., fallbacks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class MirrorStatus(_message.Message):
     __slots__ = ("lag_steps", "lag_ms", "hidden", "images", "divergences", "diverged_seq", "diverged")

@@ -75,9 +75,12 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
 
 
 def _cores(replicas: list[DescribeReplicaResponse]) -> Finding:
-    """Check that no compiled core leaves work to the Python one."""
-    counts = Counter(one.core.name for one in replicas)
-    left = [f"{one.replica} ({one.core.fallbacks})" for one in replicas if one.core.fallbacks]
+    """Check that no compiled core leaves work to the Python one; say why replicas have no compiled core."""
+    counts = Counter(
+        one.core.name + (f" ({one.core.reason})" if one.core.reason and not one.core.fallbacks else "")
+        for one in replicas
+    )
+    left = [f"{one.replica} ({one.core.fallbacks}: {one.core.reason})" for one in replicas if one.core.fallbacks]
     seen = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no replica"
     if left:
         seen += f"; work left to the Python core: {', '.join(left)}"

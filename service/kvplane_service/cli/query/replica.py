@@ -66,7 +66,7 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
         yield from _mirror(answer.mirror)
     if answer.core.name:
         left = f", {answer.core.fallbacks} steps and look-ups left to the Python core" if answer.core.fallbacks else ""
-        yield f"core: {answer.core.name}{left}"
+        yield f"core: {answer.core.name}{left}" + (f" ({answer.core.reason})" if answer.core.reason else "")
     if answer.tiers:
         yield from _jobs_of_tiers(answer)
     yield ""

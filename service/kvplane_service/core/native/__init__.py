@@ -28,13 +28,13 @@ from kvplane_service.core.contents import hash_news
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
-from kvplane_service.core.in_flight import SLICE_REQUESTS, InFlightTracker
-from kvplane_service.core.interface import BlockCounts, GroupView, NoTiers, ReplicaCore, RequestColumns, TiersView
+from kvplane_service.core.in_flight import SLICE_REQUESTS
+from kvplane_service.core.interface import BlockCounts, GroupView, NoTiers, ReplicaCore, TiersView
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
-from kvplane_service.core.native.row_views import NativeCoordinator
+from kvplane_service.core.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_service.core.native.settings import of_group, settings
 from kvplane_service.core.native.transfer import entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
@@ -68,9 +68,11 @@ class NativeReplica:
     Attributes:
         fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
             continue requests (`Part.resume`) are no part of its work and do not count.
+        fallback_reason: why the last of these was left to a `Replica`.
     """
 
     tiers: TiersView = NoTiers()
+    fallback_reason = ""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Raise InvalidArgument if fields of the spec contradict each other."""
@@ -104,8 +106,8 @@ class NativeReplica:
         self._copy: Replica | None = None
 
     def _take_over(self, replica: Replica) -> None:
-        fallbacks = self.fallbacks
-        vars(self).update(vars(NativeReplica.of(replica)), fallbacks=fallbacks)
+        counted = {"fallbacks": self.fallbacks, "fallback_reason": self.fallback_reason}
+        vars(self).update(vars(NativeReplica.of(replica)), **counted)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class NativeReplica:
             if applied == REFUSED:
                 validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)
                 check_step(validator, self._scheme, step)  # names the fault
-                self._fall_back()
+                self._fall_back(f"step {step.seq} has values that it does not accept")
             if applied != HAS_TOKENS:
                 replica, self._copy = self.reference(), None
                 result = replica.apply(step)
@@ -138,8 +140,9 @@ class NativeReplica:
         executed_through, results = applied
         return StepResult(step.seq, step.part, results, executed_through)
 
-    def _fall_back(self) -> None:
+    def _fall_back(self, reason: str) -> None:
         self.fallbacks += 1
+        self.fallback_reason = reason
 
     def _hash(self, step: Step) -> tuple[tuple[Any, ...], list[tuple[list[bytes], list[bytes]]]]:
         """Hash the tokens of new requests, which may raise InvalidArgument, then those of running ones.
@@ -171,9 +174,9 @@ class NativeReplica:
             logged.append((hashed, [one.hashes.joined for one in of_news] if part.news.tokens else []))
         return tuple(made), logged
 
-    def open_step(self, executed_through: int) -> NativeOpenStep:
-        """Begin the next step, whose rows are applied one by one, see `OpenStep`."""
-        return NativeOpenStep(self, executed_through)
+    def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
+        """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
+        return NativeOpenStep(self, executed_through, records)
 
     @property
     def core(self) -> object:
@@ -186,9 +189,9 @@ class NativeReplica:
         return NativeCoordinator(self)
 
     @property
-    def tracker(self) -> InFlightTracker:
-        """Records of the steps in flight, to be read only."""
-        return self.reference().tracker
+    def tracker(self) -> NativeTracker:
+        """What such an engine reads of steps in flight."""
+        return NativeTracker(self._core)
 
     # -- engine lives ------------------------------------------------------------------------------------------------
 
@@ -233,6 +236,14 @@ class NativeReplica:
         _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new)
         self._keeps_keys, self._shown = True, stamp_table[:]
         return self.count_keys()
+
+    def recover(
+        self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
+    ) -> RecoveryOutcome:
+        """Begin the first engine life of this object, see `Replica.recover`."""
+        outcome = self.install_recovered(self.verify_entries(tables, stored))
+        self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
+        return outcome
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Select the stored entries that the page memory proves, and build the pool that has them, see
@@ -306,7 +317,7 @@ class NativeReplica:
             joined, size = digests.joined, digests.size
         else:
             if len(set(map(len, digests))) > 1:
-                self._fall_back()
+                self._fall_back("a look-up had hashes of several sizes")
                 return self.reference().lookup(digests, domain, num_tokens)
             joined, size = b"".join(digests), len(digests[0]) if digests else 0
         tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1)
@@ -401,7 +412,7 @@ class NativeReplica:
         return dict(_native.books(self._core)[3]).get(seq, 0)
 
     @property
-    def requests(self) -> RequestColumns:
+    def requests(self) -> NativeRequests:
         """Columns of all requests, by slot."""
         return self._requests
 

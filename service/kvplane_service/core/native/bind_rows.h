@@ -44,26 +44,56 @@ PyObject* ChangeRows(PyObject* capsule, F&& change) {
     return answer != nullptr ? answer : Py_NewRef(Py_NotImplemented);
 }
 
-// open_step(core, executed_through) -> number of the step
+// open_step(core, executed_through, records) -> number of the step
 inline PyObject* OpenRows(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
         const Int executed_through = Number(At(arguments, 1));
         if (core.rows == nullptr) core.rows = std::make_unique<OpenStep>(core.replica);
         return Change(core, [&](Replica&) {
-            core.rows->Begin(executed_through);
+            core.rows->Begin(executed_through, IsTrue(At(arguments, 2)));
             return ToPy(core.rows->seq());
         });
     });
 }
 
-// close_step(core) -> (answers that `flush_step` has not returned, executed_through)
+// A column of a recorded section; empty if every entry is the default.
+template <typename T>
+PyObject* RecordedToPy(const std::vector<T>& column, T otherwise) {
+    const bool is_plain = std::all_of(column.begin(), column.end(), [&](T entry) { return entry == otherwise; });
+    return is_plain ? NotNull(PyList_New(0)) : ToPy(column);
+}
+
+// The sections facts, run and admit of a part, each as a tuple of its columns in the order of `open_step.py`.
+inline PyObject* RecordedToPy(const RecordedRows& rows) {
+    const auto column = [](const Column& one, Int otherwise) { return RecordedToPy<Int>(one, otherwise); };
+    const Facts& facts = rows.facts;
+    const Run& run = rows.run;
+    const Admit& admit = rows.admit;
+    return Tuple(
+        Tuple(ToPy(facts.slot), column(facts.computed, kUnchanged), column(facts.appended, 0),
+              column(facts.num_hashes, 0), ToPy(rows.hashes), column(facts.commit, kUnchanged),
+              column(facts.end, kEndNone), column(facts.fence, 0), column(facts.release_skipped, kUnchanged),
+              column(facts.hint, kUnchanged)),
+        Tuple(ToPy(run.slot), column(run.extra, 0), column(run.lookahead, 0), column(run.in_flight, -1),
+              column(run.flags, 0), column(run.reserved, 0)),
+        Tuple(ToPy(admit.slot), column(admit.extra, 0), column(admit.lookahead, 0), column(admit.external, 0),
+              column(admit.expected_hit, kAnyHit), column(admit.encoder_tokens, 0), column(admit.reserved, 0),
+              column(admit.watermark, kAuto), column(admit.flags, 0), column(admit.hit_limit, kUnlimited),
+              column(admit.min_new, 1), RecordedToPy<uint64_t>(admit.skip_zero_groups, kAllGroups),
+              column(admit.single_group_hit, kUnlimited)));
+}
+
+// close_step(core) -> (answers that `flush_step` has not returned, executed_through, recorded rows by part)
 inline PyObject* CloseRows(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         return ChangeRows(At(arguments, 0), [&](OpenStep& rows) {
             rows.Close();
             PyObject* parts = TakeParts(rows);
-            return Tuple(parts, ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.executed_through));
+            Owned recorded(PyList_New(0));
+            for (const RecordedRows& one : rows.recorded) Append(recorded, RecordedToPy(one));
+            return Tuple(parts, ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.executed_through),
+                         recorded.Release());
         });
     });
 }
@@ -152,7 +182,7 @@ inline PyObject* UpdateRow(PyObject*, PyObject* arguments) {
     });
 }
 
-// cache_row(core, Cache) -> (slots that are preempted, reset_done)
+// cache_row(core, Cache) -> (slots that are preempted, reset_done, number of the row's part)
 inline PyObject* CacheRow(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Part part;
@@ -160,19 +190,19 @@ inline PyObject* CacheRow(PyObject*, PyObject* arguments) {
         return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
             Column preempted;
             if (!rows.ChangeCache(part, &preempted)) return nullptr;
-            return Tuple(ToPy(preempted), PyBool_FromLong(rows.reset_done()));
+            return Tuple(ToPy(preempted), PyBool_FromLong(rows.reset_done()), ToPy(rows.number_of_part()));
         });
     });
 }
 
-// add_row(core, News) -> None
+// add_row(core, News) -> number of the row's part
 inline PyObject* AddRow(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Part part;
         ReadNews(At(arguments, 1), &part.news);
         Check(part.news.slot.size() == 1);
         return ChangeRows(At(arguments, 0),
-                          [&](OpenStep& rows) { return rows.Add(part) ? Py_NewRef(Py_None) : nullptr; });
+                          [&](OpenStep& rows) { return rows.Add(part) ? ToPy(rows.number_of_part()) : nullptr; });
     });
 }
 
@@ -240,6 +270,20 @@ inline PyObject* LookUpSlot(PyObject*, PyObject* arguments) {
     });
 }
 
+// find_each(core, digests, max_tokens) -> (blocks, lengths in tokens) per group, see `PrefixLookup.find_each`
+inline PyObject* FindEach(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Core& core = CoreOf(At(arguments, 0));
+        Digests digests;
+        Int count = 0;
+        Check(ReadDigests(At(arguments, 1), &digests.bytes, &digests.size, &count));
+        uint32_t id = kUnknownDomain;
+        core.replica.blocks.pool.pairs.Known(std::string(), &id);
+        const auto [rows, lengths] = core.replica.blocks.lookup->FindEach(digests, id, Number(At(arguments, 2)));
+        return Tuple(ToPy(rows), ToPy(lengths));
+    });
+}
+
 // tables(core, slot) -> blocks per group
 inline PyObject* TablesOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -249,6 +293,93 @@ inline PyObject* TablesOf(PyObject*, PyObject* arguments) {
         Owned list(PyList_New(0));
         for (const auto& one : blocks.managers) Append(list, ToPy(one->table[slot]));
         return list.Release();
+    });
+}
+
+// block(core, block) -> (references, stamp, key_step, tokens of the primary key, this key or None)
+// A key is (domain, group, digest).
+inline PyObject* BlockOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        const Int block = Number(At(arguments, 1));
+        Check(block >= 0 && block < pool.num_blocks);
+        const auto at = static_cast<Block>(block);
+        const Key& key = pool.records[at].key;
+        PyObject* named = pool.HasKey(at) ? Tuple(ToPy(pool.pairs.Name(key.pair)), ToPy(pool.pairs.Group(key.pair)),
+                                                  ToPy(key.digest))
+                                          : Py_NewRef(Py_None);
+        return Tuple(ToPy(pool.references[at]), ToPy(pool.stamp[at]), ToPy(pool.key_step[at]),
+                     ToPy(pool.records[at].tokens), named);
+    });
+}
+
+// held(core, slot) -> blocks that a transfer of an ended request reads, in the order of their release
+inline PyObject* HeldOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const InFlightTracker& tracker = CoreOf(At(arguments, 0)).replica.tracker;
+        const auto held = tracker.held.find(Number(At(arguments, 1)));
+        return ToPy(held == tracker.held.end() ? BlockList() : held->second);
+    });
+}
+
+inline const GroupManager& ManagerOf(PyObject* arguments) {
+    const Coordinator& blocks = CoreOf(At(arguments, 0)).replica.blocks;
+    const Int group = Number(At(arguments, 1));
+    Check(group >= 0 && group < static_cast<Int>(blocks.managers.size()));
+    return *blocks.managers[static_cast<size_t>(group)];
+}
+
+// of_group(core, group, slot) -> (registered blocks, (index, block) of a state or hit that is copied before a write,
+// whether a state was allocated, (length, index, end) of the state inside the last chunk); None where there is none
+inline PyObject* OfGroup(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const GroupManager& manager = ManagerOf(arguments);
+        const Int slot = Number(At(arguments, 2));
+        Check(slot >= 0 && slot < static_cast<Int>(manager.table.size()));
+        const auto partial = manager.partial_hit.find(slot);
+        PyObject* copied = partial == manager.partial_hit.end() ? Py_NewRef(Py_None) : ToPy(partial->second);
+        PyObject* checkpoint = Py_NewRef(Py_None);
+        bool allocated = false;
+        if (manager.spec.kind == kAlignedState) {
+            const auto& states = static_cast<const AlignedStateManager&>(manager);
+            allocated = states.has_allocated[slot] != 0;
+            const auto found = states.last_checkpoints.find(slot);
+            if (found != states.last_checkpoints.end()) {
+                const auto& [length, index, end] = found->second;
+                Py_DECREF(checkpoint);
+                checkpoint = Tuple(ToPy(length), ToPy(index), ToPy(end));
+            }
+        }
+        return Tuple(ToPy(manager.num_cached[slot]), copied, PyBool_FromLong(allocated), checkpoint);
+    });
+}
+
+// skipped(core, group, computed) -> leading tokens to which the next token does not attend
+inline PyObject* SkippedOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Int computed = Number(At(arguments, 2));
+        Check(IsPosition(computed));
+        return ToPy(ManagerOf(arguments).SkippedTokens(computed));
+    });
+}
+
+// needed(core, group, Need, hit) -> free blocks that the allocation takes, see `GroupManager.blocks_needed`
+inline PyObject* NeededOf(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const GroupManager& manager = ManagerOf(arguments);
+        PyObject* given = At(arguments, 2);
+        const auto position = [&](Py_ssize_t at) {
+            const Int value = Number(At(given, at));
+            Check(IsPosition(value));
+            return value;
+        };
+        Need need{position(0), position(1), position(2), position(3), position(4), position(5)};
+        need.capped = IsTrue(At(given, 6));
+        BlockList hit;
+        FromPy(At(arguments, 3), &hit);
+        Check(need.slot < static_cast<Int>(manager.table.size()));
+        for (const Block block : hit) Check(block < manager.pool.num_blocks);
+        return ToPy(manager.BlocksNeeded(need, hit));
     });
 }
 

@@ -45,6 +45,8 @@ class PrefixLookup {
     }
 
     Hit Find(const Digests& digests, uint32_t domain, Int max_tokens, Int horizon, Int longest = kForever) const;
+    // The longest prefix of each group by itself: blocks and length in tokens, by group.
+    std::pair<Rows, Column> FindEach(const Digests& digests, uint32_t domain, Int max_tokens) const;
 
   private:
     const Spec& spec_;
@@ -79,7 +81,6 @@ class Search {
         return MakeHit(std::min(candidate, length));
     }
 
-  private:
     Int Ask(size_t number, Int length) {
         const LookupClass& one = classes_[number];
         if (one.downward_closed && lengths_[number] >= 0) return std::min(length, lengths_[number]);
@@ -101,6 +102,9 @@ class Search {
         return found;
     }
 
+    const BlockList& Row(Int group) const { return rows_[static_cast<size_t>(group)]; }
+
+  private:
     Hit MakeHit(Int length) {
         for (const LookupClass& one : classes_) {
             if (!one.downward_closed) continue;
@@ -138,6 +142,21 @@ inline Hit PrefixLookup::Find(const Digests& digests, uint32_t domain, Int max_t
     const auto keep = static_cast<size_t>(CeilDiv(hit.num_tokens, only.manager->block_size));
     if (hit.blocks[0].size() > keep) hit.blocks[0].resize(keep);
     return hit;
+}
+
+inline std::pair<Rows, Column> PrefixLookup::FindEach(const Digests& digests, uint32_t domain, Int max_tokens) const {
+    Rows rows(managers_.size());
+    Column lengths(managers_.size(), 0);
+    if (!spec_.enable_caching || max_tokens <= 0) return {rows, lengths};
+    Search search(classes_, managers_.size(), digests, domain, kInside);
+    for (size_t number = 0; number < classes_.size(); ++number) {
+        const Int length = search.Ask(number, max_tokens);
+        for (const Int group : classes_[number].groups) {
+            rows[static_cast<size_t>(group)] = search.Row(group);
+            lengths[static_cast<size_t>(group)] = length;
+        }
+    }
+    return {rows, lengths};
 }
 
 }  // namespace kvplane

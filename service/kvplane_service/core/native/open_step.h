@@ -5,6 +5,54 @@
 
 namespace kvplane {
 
+// The rows of a part, for a replica that follows this one: sections as `part_rows.py` makes them.
+struct RecordedRows {
+    Facts facts;
+    Run run;
+    Admit admit;
+    std::vector<uint8_t> hashes;
+
+    void AddFacts(const Facts& row) {
+        facts.slot.push_back(row.slot[0]);
+        facts.computed.push_back(Entry(row.computed, 0, kUnchanged));
+        facts.appended.push_back(Entry(row.appended, 0, 0));
+        facts.num_hashes.push_back(Entry(row.num_hashes, 0, 0));
+        facts.commit.push_back(Entry(row.commit, 0, kUnchanged));
+        facts.end.push_back(Entry(row.end, 0, kEndNone));
+        facts.fence.push_back(Entry(row.fence, 0, 0));
+        facts.release_skipped.push_back(Entry(row.release_skipped, 0, kUnchanged));
+        facts.hint.push_back(Entry(row.hint, 0, kUnchanged));
+        if (row.hashes.size) hashes.insert(hashes.end(), row.hashes.data, row.hashes.data + row.hashes.size);
+    }
+
+    void AddGrowth(Int slot, Int appended, const Hashes& made, size_t digest_size) {
+        Facts row;
+        row.slot = {slot};
+        row.appended = {appended};
+        row.num_hashes = {static_cast<Int>(digest_size ? made.size / digest_size : 0)};
+        row.hashes = made;
+        AddFacts(row);
+    }
+
+    void AddRun(Int slot, Int extra, const Growth& growth, Int flags) {
+        run.slot.push_back(slot);
+        run.extra.push_back(extra);
+        run.lookahead.push_back(growth.lookahead);
+        run.in_flight.push_back(growth.in_flight);
+        run.flags.push_back(flags);
+        run.reserved.push_back(growth.leave_free);
+    }
+
+    void AddAdmit(const Admit& row) {
+        admit.slot.push_back(row.slot[0]);
+        for (const auto column : {&Admit::extra, &Admit::lookahead, &Admit::external, &Admit::expected_hit,
+                                  &Admit::encoder_tokens, &Admit::reserved, &Admit::watermark, &Admit::flags,
+                                  &Admit::hit_limit, &Admit::min_new, &Admit::single_group_hit})
+            (admit.*column).push_back((row.*column)[0]);
+        admit.skip_zero_groups.push_back(row.skip_zero_groups[0]);
+    }
+};
+
 enum class Granted { kLeft, kRefused, kQuiet, kGrew };  // kLeft: the row was not applied
 
 class OpenStep {
@@ -18,8 +66,11 @@ class OpenStep {
           row_in_(kMaxSlots, -1),
           granted_in_(kMaxSlots, -1) {}
 
-    void Begin(Int executed_through) {
+    // `records`: keeps the rows in `recorded`.
+    void Begin(Int executed_through, bool records) {
         Require(!is_open_, "a step is open");
+        records_ = records;
+        recorded.clear();
         is_open_ = true;
         begun_ = false;
         seq_ = replica_.seq + 1;
@@ -50,6 +101,7 @@ class OpenStep {
     bool HasGranted(Int slot) const { return InRange(slot) && granted_in_[slot] >= first_part_; }
     Int num_granted() const { return num_granted_; }
     Int seq() const { return seq_; }
+    Int number_of_part() const { return part_ - first_part_; }
     bool reset_done() const { return result_.reset_done; }
 
     // -- facts, cache, news ------------------------------------------------------------------------------------------
@@ -66,6 +118,7 @@ class OpenStep {
             Enter(kFactsSection);
         }
         has_rows_ = true;
+        if (records_) rows_.AddFacts(facts);
         const size_t before = result_.preempted.size();
         replica_.facts.Apply(part, seq_, &result_);
         if (Entry(facts.end, 0, kEndNone) != kEndNone) Forget(slot);
@@ -117,7 +170,14 @@ class OpenStep {
         requests_.num_tokens[slot] = num_tokens;
         if (hashes.size) replica_.facts.AddDigests(slot, hashes.data, hashes.size, digest_size);
         row_in_[slot] = part_;
-        return Run(slot, growth, end - num_tokens, is_quiet || IsQuiet(slot, end, growth));
+        const bool stays = is_quiet || IsQuiet(slot, end, growth);
+        if (records_) {
+            if (num_tokens > before || hashes.size) rows_.AddGrowth(slot, num_tokens - before, hashes, digest_size);
+            Growth row = growth;
+            if (stays) row.in_flight = -1;
+            rows_.AddRun(slot, end - num_tokens, row, blocks_.spec.align_block_size ? kUnaligned : Int{0});
+        }
+        return Run(slot, growth, end - num_tokens, stays);
     }
 
     Granted Extend(Int slot, Growth growth, Int flags) {
@@ -134,6 +194,7 @@ class OpenStep {
         part.run.reserved = {growth.leave_free};
         if (!validator_.AcceptsRow(part, seq_)) return Granted::kLeft;
         Enter(kRunSection, slot);
+        if (records_) rows_.AddRun(slot, extra, growth, flags);
         growth.delay_caching = (flags & kDelayCaching) != 0;
         growth.full_fit = (flags & kFullFit) != 0;
         if (growth.in_flight < 0) growth.in_flight = requests_.in_flight[slot];
@@ -151,6 +212,7 @@ class OpenStep {
         if (num_new < 0 || num_new > blocks_.spec.max_model_len - start) return -1;
         Enter(kAdmitSection, slot);
         has_rows_ = true;
+        if (records_) rows_.AddAdmit(row);
         if (!applier_) applier_.emplace(blocks_, tracker_, Budget(), &result_, seq_);
         const Int status = applier_->AdmitOne(row);
         if (status == kGranted) {
@@ -160,6 +222,7 @@ class OpenStep {
         return status;
     }
 
+    std::vector<RecordedRows> recorded;  // of this step, by part
     Rows fresh;                        // new blocks per group of the last row that got some
     std::vector<PartResult> finished;  // of this step, not returned yet
 
@@ -186,6 +249,7 @@ class OpenStep {
         if (!begun_) BeginToAllocate();
         replica_.CompletePart(&result_);
         finished.push_back(std::move(result_));
+        if (records_) recorded.push_back(std::exchange(rows_, RecordedRows()));
     }
 
     // Begins a row of this section. Starts the next part if this part is past the section, or already has a row of this
@@ -302,11 +366,12 @@ class OpenStep {
     Column row_in_, granted_in_;  // by slot: the part with its last run or admit row; with its last grant
     Int part_ = 0, first_part_ = 0;  // numbers of parts, which count on over all steps
     Int seq_ = 0, num_granted_ = 0;
-    bool is_open_ = false, begun_ = false, has_rows_ = false, has_cache_ = false;
+    bool records_ = false, is_open_ = false, begun_ = false, has_rows_ = false, has_cache_ = false;
     Section section_ = kFactsSection;
     PartResult result_;
     std::optional<StepApplier> applier_;  // of the admit rows of the open part
     Column run_slots_, run_extra_;        // of the open part
+    RecordedRows rows_;                   // of the open part
     std::set<Int> loads_;                 // slots whose load begins in this step
 };
 

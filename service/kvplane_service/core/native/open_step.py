@@ -1,46 +1,85 @@
 """A step that an engine applies row by row on the compiled core, in its own process: the methods of `OpenStep`.
 
-Each method is one call of the core. A row that the core does not accept is given to an `OpenStep` on a `Replica` with
-the state of the core, which names the fault.
+Each method is one call of the core. A row that the core does not accept is given to the checks of an `OpenStep`, which
+name the fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import UNLIMITED, AdmitStatus, Cache, News, PartResult, RowFlag, StepResult
+from kvplane.base.step import (
+    UNLIMITED,
+    Admit,
+    AdmitStatus,
+    Cache,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    PartResult,
+    Run,
+    Step,
+    StepResult,
+)
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
-from kvplane_service.core.open_step import NO_TERMS, AdmitTerms, OpenStep
+from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, AdmitTerms, check_admitted, check_run, row_of
+from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, news_section, run_section
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
 
 _ADMIT_STATUS = tuple(AdmitStatus)
+# Columns of the recorded sections, in the order of the core.
+_FACTS = ("slot", "computed", "appended", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped", "hint")
+_RUN = ("slot", "extra", "lookahead", "in_flight", "flags", "reserved")
+_ADMIT = (
+    "slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags",
+    "hit_limit", "min_new", "skip_zero_groups", "single_group_hit",
+)  # fmt: skip
 
 
 class NativeOpenStep:
-    """See `OpenStep`. The rows are not recorded: a mirrored engine decides on a `Replica`."""
+    """See `OpenStep`. The rows are recorded only on request."""
 
-    def __init__(self, replica: NativeReplica, executed_through: int) -> None:
-        """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks."""
+    def __init__(self, replica: NativeReplica, executed_through: int, records: bool = False) -> None:
+        """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks.
+
+        `records`: `recorded` is called later.
+        """
         self._replica = replica
         self._core = replica.changed()
-        self.seq = _native.open_step(self._core, executed_through)
+        self.seq = _native.open_step(self._core, executed_through, records)
         self._executed_through = executed_through
-        self._loads: set[int] = set()
+        self._epoch = replica.epoch if records else 0
+        self._columns: list[tuple[Any, Any, Any]] = []  # recorded sections that the core keeps, by part
+        self._others: dict[int, PartRows] | None = {} if records else None  # the other ones
         self._results: list[PartResult] = []
         self.new_blocks: list[list[int]] = []
         self.reset_done = False
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
-        parts, through = _native.close_step(self._replica.changed())
+        parts, through, self._columns = _native.close_step(self._replica.changed())
         self._results += parts
         return StepResult(self.seq, 0, self._results, through)
+
+    def recorded(self) -> Step:
+        """Return the step that has the rows of this closed step. Any thread may call it, also while later steps run."""
+        assert self._others is not None, "the step was opened without `records`"
+        parts = []
+        for number, (facts, run, admit) in enumerate(self._columns):
+            others = self._others.get(number) or PartRows()
+            part = Part(Facts(**dict(zip(_FACTS, facts, strict=True))), others.cache or Cache())
+            part.news = news_section(others.news)
+            part.run = Run(on_refusal=OnRefusal.SKIP, **dict(zip(_RUN, run, strict=True)))
+            part.admit = Admit(on_refusal=OnRefusal.SKIP, **dict(zip(_ADMIT, admit, strict=True)))
+            parts.append(part)
+        return Step(self._epoch, self.seq, parts, executed_through=self._executed_through)
 
     def flush(self) -> list[PartResult]:
         """Complete the results of the rows so far; further rows start the next part."""
@@ -69,14 +108,17 @@ class NativeOpenStep:
     def update(self, update: Update) -> list[int]:
         """Apply one row of facts; returns the slots that are preempted by it."""
         preempted = _native.update_row(self._replica.changed(), tuple(update))
-        return self._refused("update", update) if preempted is NotImplemented else preempted
+        return self._refused(Part(facts=facts_section([update]))) if preempted is NotImplemented else preempted
 
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it."""
         changed = _native.cache_row(self._replica.changed(), cache)
         if changed is NotImplemented:
-            self._refused("change_cache", cache)
-        preempted, self.reset_done = changed
+            self._check(Part(cache=cache))
+            raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
+        preempted, self.reset_done, number = changed
+        if self._others is not None:
+            self._others.setdefault(number, PartRows()).cache = cache
         return preempted
 
     def add(self, slot: int, num_tokens: int, digests: Sequence[bytes], **columns: str | int) -> None:
@@ -84,8 +126,11 @@ class NativeOpenStep:
         news = News([slot], [num_tokens], num_hashes=[len(digests)], hashes=b"".join(digests))
         for name, value in columns.items():
             setattr(news, name, [value])
-        if _native.add_row(self._replica.changed(), news) is NotImplemented:
-            self._refused("add", slot, num_tokens, digests, **columns)
+        number = _native.add_row(self._replica.changed(), news)
+        if number is NotImplemented:
+            self._refused(Part(news=news))
+        if self._others is not None:
+            self._others.setdefault(number, PartRows()).news.append(news)
 
     def decode(
         self, slot: int, num_tokens: int, digests: Sequence[bytes], num_new: int, lookahead: int, in_flight: int
@@ -99,7 +144,13 @@ class NativeOpenStep:
         """Grant `num_new` tokens to a running request; None, and no change, if too few blocks are free."""
         row = slot, num_new, lookahead, in_flight, int(flags), reserved
         new = _native.extend_row(self._replica.changed(), *row)
-        return self._refused("extend", *row) if new is False else new
+        if new is not False:
+            return new
+        requests = self._replica.requests
+        extra = (
+            check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot)) - requests.num_tokens[slot]
+        )
+        return self._refused(Part(run=run_section([(slot, extra, *row[2:4], row[4] | self._flags, reserved)])))
 
     def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
         """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing."""
@@ -112,21 +163,27 @@ class NativeOpenStep:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""
         answer = _native.admit_row(self._replica.changed(), slot, num_hit, num_new, terms)
         if answer is NotImplemented:
-            self._refused("admit", slot, num_hit, num_new, terms)
+            requests = self._replica.requests
+            num_tokens = requests.num_tokens[slot] if requests.is_live(slot) else 0
+            self._check(Part(admit=admit_section([row_of(slot, num_hit, num_new, terms, num_tokens, self._flags)])))
+            check_admitted(self._replica.spec, num_hit, num_new, terms)
+            raise AssertionError(f"the compiled core does not accept an admission of slot {slot}")
         number, new = answer
         status = _ADMIT_STATUS[number]
         if status is AdmitStatus.GRANTED:
             self.new_blocks = new
-            if terms.external and terms.flags & RowFlag.DELAY_CACHING:
-                self._loads.add(slot)
         return status
 
-    def _refused(self, name: str, *row: object, **columns: object) -> NoReturn:
+    @property
+    def _flags(self) -> int:
+        return UNALIGNED if self._replica.spec.align.block_size > 0 else 0
+
+    def _check(self, part: Part) -> None:
         """Raise the InvalidArgument of a row that the core did not accept."""
-        reference = self._replica.reference()
-        step = OpenStep.within(reference, self.seq, self._executed_through)
-        granted = [slot for slot in reference.requests.slots() if self.is_granted(slot)]
-        step.granted.update(granted)
-        step.loads.update(self._loads)
-        getattr(step, name)(*row, **columns)
-        raise AssertionError(f"the compiled core does not accept the row {name}{row}")
+        replica = self._replica
+        validator = replica.requests.validator(replica.spec, replica.executed_through, replica.busy_blocks)
+        validator.check_row(part, self.seq)
+
+    def _refused(self, part: Part) -> NoReturn:
+        self._check(part)
+        raise AssertionError(f"the compiled core does not accept a row of {part}")

@@ -63,6 +63,7 @@ inline void ReadCache(PyObject* object, Cache* cache) {
     COLUMN(object, *cache, evicted);
     COLUMN(object, *cache, released);
     COLUMN(object, *cache, loads_over);
+    COLUMN(object, *cache, costs_ns);
     cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
     cache->names_jobs = IsTrue(ATTRIBUTE(object, "jobs_done").get()) ||
                         IsTrue(ATTRIBUTE(object, "jobs_failed").get()) ||

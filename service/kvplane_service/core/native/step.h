@@ -23,7 +23,7 @@ struct Facts {
 };
 
 struct Cache {
-    Column failed_steps, evicted, released, loads_over;
+    Column failed_steps, evicted, released, loads_over, costs_ns;
     bool reset = false, names_jobs = false;
 };
 

@@ -33,6 +33,7 @@ constexpr Block kNullBlock = 0;
 constexpr Int kForever = Int{1} << 62;
 constexpr Int kInside = Int{1} << 62;  // look-up horizon of the replica's own requests
 constexpr Int kUnlimited = 0xFFFFFFFF;
+constexpr uint64_t kAllGroups = ~uint64_t{0};
 constexpr Int kUnchanged = -1;
 constexpr Int kAnyHit = -1;
 constexpr Int kNotTracked = -1;
@@ -40,6 +41,7 @@ constexpr Int kMaxTokens = Int{1} << 30;
 constexpr Int kMaxSlots = Int{1} << 14;
 constexpr Int kMaxGroups = 64;
 constexpr Int kMaxLookahead = 4096;
+constexpr Int kMaxCostNs = 60'000'000'000;
 constexpr size_t kDigestBytes = 32;
 
 enum End : Int { kEndNone = 0, kEndFree = 1, kEndHeld = 2, kEndPreempted = 3 };

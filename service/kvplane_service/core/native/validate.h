@@ -206,6 +206,8 @@ class StepValidator {
 
     bool AcceptsCache(const Cache& cache, Int seq) {
         if (cache.names_jobs) return false;  // a core without tiers orders no jobs
+        if (cache.costs_ns.size() > 1) return false;
+        if (!cache.costs_ns.empty() && cache.costs_ns[0] > kMaxCostNs) return false;
         for (const Int failed : cache.failed_steps) {
             if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
         }

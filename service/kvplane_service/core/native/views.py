@@ -38,6 +38,7 @@ class NativeRequests:
         self.limit: Sequence[int] = _native.column(core, "limit")
         self.by_service: Sequence[bool] = _native.column(core, "by_service")
         self.load_after: Sequence[int] = _native.column(core, "load_after")
+        self._ends_at: Sequence[int] = _native.column(core, "ends_at")
         self.request_id = _RequestIds(core)
         self.content = _Contents(core)
 
@@ -58,6 +59,10 @@ class NativeRequests:
     def is_live(self, slot: int) -> bool:
         """Whether the slot has a request, running or not."""
         return 0 <= slot < len(self.live) and self.live[slot]
+
+    def launch_end(self, slot: int) -> int:
+        """Return the position, in tokens, where the request's last launch ends, see `Requests.launch_end`."""
+        return max(self._ends_at[slot], self.computed[slot])
 
     def slots(self) -> list[int]:
         """Return the live slots, ascending."""
