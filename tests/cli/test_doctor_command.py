@@ -277,9 +277,12 @@ def test_describe_names_the_core_and_what_it_left_to_the_other_one(kvplane):
 
 def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane):
     with running() as service:
-        service.register(spec=encode_spec(replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),))))
-        reason = cores.reason_of(service.app.registry.get("r").host.replica)
+        spec = encode_spec(replica_spec(full(page_bytes=64), tiers=(TierSpec(TierKind.HOST, 64),)))
+        named = pb.RegisterReplicaRequest(replica="r", spec=spec, namespace_digest=b"w" * 32)
+        service.allocation.RegisterReplica(named)
+        replica = service.app.registry.get("r").host.replica
+        reason = cores.reason_of(replica)
         assert ("tiers" in reason) == (cores.describe() == "native")
         for command in (["describe", "r"], ["doctor"]):
             _, out, _ = kvplane(*command, "--service", service.address)
-            assert f"python ({reason})" in out
+            assert f"{cores.core_of(replica)} ({reason})" in out
