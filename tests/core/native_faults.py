@@ -43,7 +43,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("lifetimes are counted one bit too long", "types.h", "std::bit_width(static_cast<uint64_t>(value))",
           "std::bit_width(static_cast<uint64_t>(value)) + 1"),
-    Fault("a removed key hides one behind it", "keys.h", "((at - home) & Mask()) >= ((at - hole) & Mask())", "false"),
+    Fault("a removed key hides one behind it", "keys.h", "distance >= gap", "false"),
     Fault("blocks without a key go before the last keyed block", "freelist.h", "first_keyed_ == sentinel_", "true"),
     Fault("a new life leaves the divider at the front", "freelist.h", "MoveDivider(first_keyed_);", ""),
     Fault("a second copy leaves a block superseded", "freelist.h", "superseded[block] = is_first;",

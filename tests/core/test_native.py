@@ -222,6 +222,10 @@ WRONG = {
     "a release of what is not held": Part(cache=Cache(released=[0])),
     "a step that never failed": Part(cache=Cache(failed_steps=[7])),
     "a part that is out of range": Part(run=Run([0], lookahead=[1 << 20])),
+    "a hint that was not announced": Part(facts=Facts([0], hint=[1])),
+    "a hint of a new request that was not announced": Part(news=News([2], [8], list(range(8)), hint=[1])),
+    "more hints than rows": Part(facts=Facts([0], appended=[1], tokens=[5], hint=[0, 0])),
+    "more hints than new requests": Part(news=News([2], [8], list(range(8)), hint=[0, 0])),
     "an end after an end": Part(facts=Facts([0, 0], end=[End.FREE, End.FREE])),
 }
 

@@ -225,6 +225,11 @@ ARGUMENTS = {
         lambda core: _native.prepare(*recovered(core, following=array("I", [1] * 102))),
     "install of a pool of another size":
         lambda core: _native.install(_native.new(*SPEC_OF_50), _native.prepare(*recovered(core))),
+    "dump_blocks from a block before the first": lambda core: _native.dump_blocks(core, -1, 10),
+    "dump_blocks from a block behind the last": lambda core: _native.dump_blocks(core, 102, 10),
+    "dump_blocks of fewer blocks than none": lambda core: _native.dump_blocks(core, 0, -1),
+    "dump_free behind a block that is not there": lambda core: _native.dump_free(core, 101, 10),
+    "dump_free of more blocks than there are": lambda core: _native.dump_free(core, 0, 102),
     "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]]),
     "new with hashes of 0 tokens": lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1]),
     "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]]),
@@ -234,10 +239,10 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_no_caller_checked_is_refused_and_changes_nothing(name):
     core = capsule()
-    before = _native.dump(core)
+    before = native.dump_of(core, 101)
     with pytest.raises((ValueError, AssertionError)):
         ARGUMENTS[name](core)
-    assert _native.dump(core) == before
+    assert native.dump_of(core, 101) == before
 
 
 def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name():
@@ -248,6 +253,17 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
 
 
 # -- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 8, 50])
+def test_a_state_that_is_read_in_slices_is_the_whole_state(monkeypatch, blocks):
+    core = native.NativeReplica.of(run("window and full", 3).replica.reference())
+    whole = native.dump_of(core.core, core.spec.num_blocks)
+    assert whole["free"]
+    assert whole["digests"]
+    monkeypatch.setattr(sys.modules[native.dump_of.__module__], "SLICE_BLOCKS", blocks)
+    assert native.dump_of(core.core, core.spec.num_blocks) == whole
+
 
 EXTREME = (-1, 101, 1 << 14, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 61, (1 << 63) - 1)
 

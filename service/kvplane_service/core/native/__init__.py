@@ -36,7 +36,7 @@ from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_service.core.native.settings import of_group, settings
-from kvplane_service.core.native.transfer import entries_of, loaded_copy, state_of
+from kvplane_service.core.native.transfer import dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
@@ -113,32 +113,33 @@ class NativeReplica:
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step, see `Replica.apply`."""
-        return self._apply(step, False)
+        self._copy = None
+        applied = _native.apply(self._core, step, False)
+        return self._apply(step, applied, False) if isinstance(applied, int) else applied
 
     def apply_concurrently(self, step: Step) -> StepResult:
         """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
         this replica meanwhile waits for the step.
         """
-        return self._apply(step, True)
+        applied = _native.apply(self.changed(), step, True)
+        return self._apply(step, applied, True) if isinstance(applied, int) else applied
 
-    def _apply(self, step: Step, alone: bool) -> StepResult:
-        applied = _native.apply(self.changed(), step, alone)
-        if isinstance(applied, int):
-            if applied == REFUSED:
-                validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)
-                check_step(validator, self._scheme, step)  # names the fault
-                self._fall_back(f"step {step.seq} has values that it does not accept")
-            if applied != HAS_TOKENS:
-                replica, self._copy = self.reference(), None
-                result = replica.apply(step)
-                self._take_over(replica)
-                return result
-            made, logged = self._hash(step)
-            applied = _native.apply_hashed(self._core, made, alone)
-            for of_part, (facts, news) in zip(applied[1], logged, strict=True):
-                of_part.hashed_facts, of_part.hashed_news = facts, news
-        executed_through, results = applied
-        return StepResult(step.seq, step.part, results, executed_through)
+    def _apply(self, step: Step, why: int, alone: bool) -> StepResult:
+        """Apply a step that the core does not apply at once."""
+        if why == REFUSED:
+            validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)
+            check_step(validator, self._scheme, step)  # names the fault
+            self._fall_back(f"step {step.seq} has values that it does not accept")
+        if why != HAS_TOKENS:
+            replica, self._copy = self.reference(), None
+            result = replica.apply(step)
+            self._take_over(replica)
+            return result
+        made, logged = self._hash(step)
+        result = _native.apply_hashed(self._core, made, alone)
+        for of_part, (facts, news) in zip(result.parts, logged, strict=True):
+            of_part.hashed_facts, of_part.hashed_news = facts, news
+        return result
 
     def _fall_back(self, reason: str) -> None:
         self.fallbacks += 1
@@ -296,7 +297,7 @@ class NativeReplica:
 
     def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
         """Return the entries of the exported state, see `state`."""
-        return iter(entries_of(self, _native.dump(self._core), with_statistics))
+        return iter(entries_of(self, dump_of(self._core, self.spec.num_blocks), with_statistics))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
         made = NativeReplica.of(self.reference())

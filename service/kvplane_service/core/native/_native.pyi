@@ -4,24 +4,43 @@ from typing import Any, Literal
 
 from typing_extensions import Buffer
 
-from kvplane.base.step import Blocks, Cache, News, Orders, PartResult, Step
+from kvplane.base.groups import Medium
+from kvplane.base.step import (
+    Blocks,
+    Cache,
+    CacheEvent,
+    EventKind,
+    News,
+    Orders,
+    PartResult,
+    RemoveReason,
+    Step,
+    StepResult,
+)
 from kvplane_service.core.cache_events import CacheEvents
 
 SOURCES: str  # digest of the C++ files
 
 def new(settings: list[int], groups: list[list[int]], /) -> object: ...
-def apply(core: object, step: Step, alone: bool, /) -> int | tuple[int, list[PartResult]]: ...
-def apply_hashed(core: object, made: tuple[Any, ...], alone: bool, /) -> tuple[int, list[PartResult]]: ...
+def apply(core: object, step: Step, alone: bool, /) -> StepResult | int: ...
+def apply_hashed(core: object, made: tuple[Any, ...], alone: bool, /) -> StepResult: ...
 def answer_with(
+    step: type[StepResult],
     part: type[PartResult],
     blocks: type[Blocks],
     orders: type[Orders],
+    event: type[CacheEvent],
+    kinds: tuple[EventKind | None, ...],
+    reasons: tuple[RemoveReason, ...],
+    device: Medium,
     events: type[CacheEvents],
     ints: type[array[int]],
     /,
 ) -> None: ...
-def events(packed: object, /) -> list[tuple[Any, ...]]: ...
+def events(packed: object, /) -> list[CacheEvent]: ...
 def dump(core: object, /) -> dict[str, Any]: ...
+def dump_blocks(core: object, first: int, count: int, /) -> dict[str, Any]: ...
+def dump_free(core: object, after: int, count: int, /) -> bytes: ...
 def load(core: object, state: dict[str, Any], /) -> None: ...
 def find(
     core: object, digests: bytes, size: int, domain: str, max_tokens: int, /

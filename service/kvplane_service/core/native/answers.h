@@ -7,7 +7,9 @@ namespace kvplane {
 
 // The Python types of the objects in answers.
 struct Answers {
-    PyObject *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr, *packed_ints = nullptr;
+    PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
+    PyObject *packed_ints = nullptr, *event = nullptr;
+    PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
 inline Answers answers;
 
@@ -64,27 +66,38 @@ inline PyObject* ToPy(const Orders& orders) {
     return made;
 }
 
-// A list with a tuple per event.
+// A tuple of `count` values, which `make` makes one after another.
+template <typename Make>
+PyObject* ToTuple(size_t count, Make&& make) {
+    Owned tuple(PyTuple_New(static_cast<Py_ssize_t>(count)));
+    for (size_t at = 0; at < count; ++at) PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(at), make());
+    return tuple.Release();
+}
+
+// A list of `CacheEvent`.
 inline PyObject* ToPy(const CacheEvents& events) {
     Owned list(PyList_New(static_cast<Py_ssize_t>(events.rows.size())));
-    const uint8_t* byte = events.bytes.data();
+    auto hash = events.hashes.begin();
     auto block = events.blocks.begin();
     auto start = events.starts.begin();
     Py_ssize_t at = 0;
     for (const CacheEvents::Row& row : events.rows) {
-        const auto count = static_cast<std::ptrdiff_t>(row.count), starts = row.kind == kStored ? count : 0;
-        PyObject* parent = ToBytes(byte, row.parent_size);
-        PyObject* hashes = ToBytes(byte + row.parent_size, row.count * row.hash_size);
-        PyList_SetItem(
-            list.get(), at++,
-            Tuple(ToPy(Int{row.kind}), ToPy(row.group), hashes, ToPy(row.hash_size),
-                  ToPy(BlockList(block, block + count)),
-                  ToPy(row.kind == kCleared ? std::string() : events.names[row.name]), parent, ToPy(row.block_size),
-                  ToPy(row.slot), ToPy(row.start), ToPy(row.end), ToPy(Column(start, start + starts)),
-                  ToPy(Int{row.reason})));
-        byte += row.parent_size + row.count * row.hash_size;
-        block += count;
-        start += starts;
+        const size_t starts = row.kind == kStored ? row.count : 0;
+        PyObject* const event = NewObject(answers.event);
+        PyList_SetItem(list.get(), at++, event);
+        SLOT(event, kind, Py_NewRef(At(answers.kinds, row.kind)));
+        SLOT(event, group, ToPy(row.group));
+        SLOT(event, parent, row.parent_size ? ToBytes((hash++)->data(), row.parent_size) : ToBytes(nullptr, 0));
+        SLOT(event, hashes, ToTuple(row.count, [&] { return ToBytes((hash++)->data(), row.hash_size); }));
+        SLOT(event, blocks, ToTuple(row.count, [&] { return ToPy(*block++); }));
+        SLOT(event, domain, ToPy(row.kind == kCleared ? std::string() : events.names[row.name]));
+        SLOT(event, block_size, ToPy(row.block_size));
+        SLOT(event, slot, ToPy(row.slot));
+        SLOT(event, start, ToPy(row.start));
+        SLOT(event, end, ToPy(row.end));
+        SLOT(event, block_starts, ToTuple(starts, [&] { return ToPy(*start++); }));
+        SLOT(event, reason, Py_NewRef(At(answers.reasons, row.reason)));
+        SLOT(event, tier, Py_NewRef(answers.device));
     }
     return list.Release();
 }

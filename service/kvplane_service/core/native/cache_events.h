@@ -26,7 +26,7 @@ class CacheEvents {
         row.name = names.size() - 1;
         row.parent_size = parent.size;
         rows.push_back(row);
-        bytes.insert(bytes.end(), parent.bytes.begin(), parent.bytes.begin() + parent.size);
+        if (parent.size) hashes.push_back(parent.bytes);
     }
 
     // Adds a key to the last event.
@@ -34,7 +34,7 @@ class CacheEvents {
         Row& row = rows.back();
         row.hash_size = digest.size;
         ++row.count;
-        bytes.insert(bytes.end(), digest.bytes.begin(), digest.bytes.begin() + digest.size);
+        hashes.push_back(digest.bytes);
         blocks.push_back(block);
     }
     void AddKey(const Digest& digest, Block block, Int start) {
@@ -47,7 +47,7 @@ class CacheEvents {
         CacheEvents fresh;
         if (!empty()) {
             fresh.rows.reserve(rows.size());
-            fresh.bytes.reserve(bytes.size());
+            fresh.hashes.reserve(hashes.size());
             fresh.blocks.reserve(blocks.size());
             fresh.starts.reserve(starts.size());
         }
@@ -56,7 +56,7 @@ class CacheEvents {
 
     std::vector<Row> rows;
     std::vector<std::string> names;
-    std::vector<uint8_t> bytes;  // of each event: its parent, its hashes
+    std::vector<decltype(Digest::bytes)> hashes;  // of each event: its parent if it has one, its hashes
     BlockList blocks;
     Column starts;  // of STORED events
 

@@ -179,6 +179,12 @@ class Coordinator {
         for (GroupManager* one : caching_) one->RegisterBlocks(slot, Share(*one, num_tokens), replayed);
     }
 
+    // Fetches what the registration of the key of the request's last full block will read.
+    void ExpectKey(Int slot, const Digest& digest) const {
+        for (const GroupManager* one : caching_)
+            pool.Expect(Key{pool.pairs.Of(requests.domain[slot], one->group), digest});
+    }
+
     // Registers blocks that earlier steps wrote, so that look-ups of this step find them.
     void Commit(Int slot, Int num_tokens) {
         Register(slot, num_tokens);

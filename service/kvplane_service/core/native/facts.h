@@ -77,6 +77,7 @@ class FactApplier {
             if (given == 0) continue;
             AddDigests(facts.slot[row], at, given, digest_size);
             at += given;
+            blocks_.ExpectKey(facts.slot[row], Digest(at - digest_size, digest_size));
         }
     }
 

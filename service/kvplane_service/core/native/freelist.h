@@ -142,10 +142,14 @@ class FreeList {
         return found == most + 1 && has_divider == is_divided_;
     }
 
-    BlockList Order() const {
+    BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
+    Block Start() const { return sentinel_; }
+
+    // Up to `count` blocks behind this one, or behind `Start`.
+    BlockList Behind(Block block, size_t count) const {
         BlockList order;
-        order.reserve(static_cast<size_t>(count_));
-        for (Block block = next_[sentinel_]; block != sentinel_; block = next_[block]) {
+        order.reserve(count);
+        while ((block = next_[block]) != sentinel_ && order.size() < count) {
             if (block != divider_) order.push_back(block);
         }
         return order;

@@ -69,41 +69,51 @@ struct KeyRecord {
     uint32_t tokens = 0;
 };
 
-// Open addressing over the last records of all rings, with linear probing and deletion by shifting back.
+// Open addressing over the last records of all rings, with linear probing and deletion by shifting back. An entry is a
+// record and, in the bits that numbers of records leave, how far the entry is from the place of its key, so that few
+// look-ups and no removals read the records of other keys.
 class Index {
   public:
-    explicit Index(size_t num_keys) : slots_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord) {}
+    explicit Index(size_t num_keys)
+        : entries_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord), bits_(BitsOf(num_keys * 2)) {}
 
     uint32_t Find(const std::vector<KeyRecord>& records, const Key& key) const {
-        for (size_t at = Place(key);; at = (at + 1) & Mask()) {
-            const uint32_t record = slots_[at];
-            if (record == kNoRecord || records[record].key == key) return record;
-        }
+        const uint32_t entry = entries_[Locate(records, key).at];
+        return entry == kNoRecord ? kNoRecord : RecordOf(entry);
     }
-    void Add(const std::vector<KeyRecord>& records, uint32_t record) {
-        if ((count_ + 1) * 2 > slots_.size()) Grow(records);
-        Put(records, record);
+    // Returns the record that has the key of this one; if there is none, adds this one and returns kNoRecord.
+    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record) {
+        MakeRoom(records, record);
+        const Spot spot = Locate(records, records[record].key);
+        const uint32_t entry = entries_[spot.at];
+        if (entry != kNoRecord) return RecordOf(entry);
+        entries_[spot.at] = EntryOf(record, spot.distance);
         ++count_;
+        return kNoRecord;
     }
     void Replace(const std::vector<KeyRecord>& records, uint32_t before, uint32_t after) {
-        slots_[At(records, before)] = after;
+        MakeRoom(records, after);
+        const Spot spot = At(records, before);
+        entries_[spot.at] = EntryOf(after, spot.distance);
     }
     void Remove(const std::vector<KeyRecord>& records, uint32_t record) {
-        size_t hole = At(records, record);
-        for (size_t at = (hole + 1) & Mask(); slots_[at] != kNoRecord; at = (at + 1) & Mask()) {
-            const size_t home = Place(records[slots_[at]].key);
-            if (((at - home) & Mask()) >= ((at - hole) & Mask())) {
-                slots_[hole] = slots_[at];
+        size_t hole = At(records, record).at;
+        for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
+            const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
+            if (distance >= gap) {
+                entries_[hole] = EntryOf(RecordOf(entries_[at]), distance - gap);
                 hole = at;
             }
         }
-        slots_[hole] = kNoRecord;
+        entries_[hole] = kNoRecord;
         --count_;
     }
+    // Fetches what a look-up of the key will read.
+    void Prefetch(const Key& key) const { __builtin_prefetch(&entries_[Place(key)]); }
     size_t count() const { return count_; }
 
   private:
-    size_t Mask() const { return slots_.size() - 1; }
+    size_t Mask() const { return entries_.size() - 1; }
     // Clients choose digests, and must not choose where they collide: every bit of the place depends on all bytes and
     // on secrets of this index.
     size_t Place(const Key& key) const {
@@ -124,28 +134,61 @@ class Index {
         for (uint64_t& one : secrets) one = uint64_t{random()} << 32 | random();
         return secrets;
     }
-    size_t At(const std::vector<KeyRecord>& records, uint32_t record) const {
-        size_t at = Place(records[record].key);
-        while (slots_[at] != record) {
-            Require(slots_[at] != kNoRecord, "a key is not in the index");
-            at = (at + 1) & Mask();
+
+    struct Spot {
+        size_t at, distance;
+    };
+    // Where the key is; where it would be added if it is nowhere.
+    Spot Locate(const std::vector<KeyRecord>& records, const Key& key) const {
+        Spot spot{Place(key), 0};
+        for (uint32_t entry; (entry = entries_[spot.at]) != kNoRecord; Next(&spot)) {
+            if (entry >> bits_ == Kept(spot.distance) && records[RecordOf(entry)].key == key) break;
         }
-        return at;
+        return spot;
     }
-    void Put(const std::vector<KeyRecord>& records, uint32_t record) {
-        size_t at = Place(records[record].key);
-        while (slots_[at] != kNoRecord) at = (at + 1) & Mask();
-        slots_[at] = record;
+    Spot At(const std::vector<KeyRecord>& records, uint32_t record) const {
+        Spot spot{Place(records[record].key), 0};
+        for (; entries_[spot.at] == kNoRecord || RecordOf(entries_[spot.at]) != record; Next(&spot))
+            Require(entries_[spot.at] != kNoRecord, "a key is not in the index");
+        return spot;
     }
-    void Grow(const std::vector<KeyRecord>& records) {
-        std::vector<uint32_t> before(slots_.size() * 2, kNoRecord);
-        before.swap(slots_);
-        for (const uint32_t record : before) {
-            if (record != kNoRecord) Put(records, record);
+    void Next(Spot* spot) const {
+        spot->at = (spot->at + 1) & Mask();
+        ++spot->distance;
+    }
+    size_t DistanceOf(const std::vector<KeyRecord>& records, size_t at) const {
+        const size_t kept = entries_[at] >> bits_;
+        return kept < Longest() ? kept : (at - Place(records[RecordOf(entries_[at])].key)) & Mask();
+    }
+
+    static uint32_t BitsOf(size_t num_records) { return static_cast<uint32_t>(std::bit_width(num_records)); }
+    // The longest distance that entries have; it stands for longer ones too.
+    size_t Longest() const { return kNoRecord >> bits_; }
+    size_t Kept(size_t distance) const { return std::min(distance, Longest()); }
+    uint32_t RecordOf(uint32_t entry) const { return entry & ((uint32_t{1} << bits_) - 1); }
+    uint32_t EntryOf(uint32_t record, size_t distance) const {
+        return static_cast<uint32_t>(Kept(distance)) << bits_ | record;
+    }
+
+    // Grows where one more key would fill half of the table, or the record has more bits than entries have for it.
+    void MakeRoom(const std::vector<KeyRecord>& records, uint32_t record) {
+        const bool fits = RecordOf(kNoRecord) > record;
+        if (fits && (count_ + 1) * 2 <= entries_.size()) [[likely]]
+            return;
+        const uint32_t bits = fits ? bits_ : BitsOf(size_t{record} * 2);
+        std::vector<uint32_t> before(entries_.size() * (fits ? 2 : 1), kNoRecord);
+        before.swap(entries_);
+        const uint32_t mask = RecordOf(kNoRecord);
+        bits_ = bits;
+        for (const uint32_t entry : before) {
+            if (entry == kNoRecord) continue;
+            const Spot spot = Locate(records, records[entry & mask].key);
+            entries_[spot.at] = EntryOf(entry & mask, spot.distance);
         }
     }
 
-    std::vector<uint32_t> slots_;
+    std::vector<uint32_t> entries_;
+    uint32_t bits_;  // of a record in an entry
     size_t count_ = 0;
     std::array<uint64_t, 6> secrets_ = NewSecrets();
 };

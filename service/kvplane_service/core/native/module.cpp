@@ -79,7 +79,7 @@ StepKind KindOf(Core& core, PyObject* step) {
     return std::any_of(core.step.parts.begin(), core.step.parts.end(), has_tokens) ? kHasTokens : kApplied;
 }
 
-// Applies the step that was read; `alone`: other threads run Python meanwhile. Returns (executed_through, results).
+// Applies the step that was read; `alone`: other threads run Python meanwhile. Returns the answer.
 PyObject* ApplyRead(Core& core, bool alone) {
     Require(std::exchange(core.has_step, false), "no step was read");
     return Change(core, [&](Replica& replica) {
@@ -92,7 +92,12 @@ PyObject* ApplyRead(Core& core, bool alone) {
         Owned list(PyList_New(static_cast<Py_ssize_t>(core.results.size())));
         Py_ssize_t at = 0;
         for (PartResult& result : core.results) PyList_SetItem(list.get(), at++, ToPy(result));
-        return Tuple(ToPy(replica.blocks.pool.executed_through), list.Release());
+        PyObject* answer = NewObject(answers.step);
+        SLOT(answer, seq, ToPy(core.step.seq));
+        SLOT(answer, part, ToPy(core.step.part));
+        SLOT(answer, parts, list.Release());
+        SLOT(answer, published_through, ToPy(replica.blocks.pool.executed_through));
+        return answer;
     });
 }
 
@@ -103,7 +108,7 @@ void ReadMade(PyObject* given, Made* made) {
     made->given = true;
 }
 
-// apply(core, step, alone) -> (executed_through, results), or a StepKind: why the step is not applied
+// apply(core, step, alone) -> the answer, or a StepKind: why the step is not applied
 PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
         Check(count == 3);
@@ -113,8 +118,8 @@ PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     });
 }
 
-// apply_hashed(core, made, alone) -> (executed_through, results) of the last step that `apply` was given, whose tokens
-// were hashed meanwhile; made: per part a pair of None or (num_hashes, hashes), of facts and news
+// apply_hashed(core, made, alone) -> the answer to the last step that `apply` was given, whose tokens were hashed
+// meanwhile; made: per part a pair of None or (num_hashes, hashes), of facts and news
 PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
@@ -128,28 +133,57 @@ PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
     });
 }
 
-// answer_with(types of the objects in answers and names of columns, see Answers)
+// answer_with(types of the objects in answers and values in events, see Answers)
 PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        PyObject** const types[] = {&answers.part, &answers.blocks, &answers.orders, &answers.events,
-                                    &answers.packed_ints};
+        PyObject** const types[] = {&answers.step,  &answers.part,  &answers.blocks,      &answers.orders,
+                                    &answers.event, &answers.kinds, &answers.reasons,     &answers.device,
+                                    &answers.events, &answers.packed_ints};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;
     });
 }
 
+// dump(core) -> the state without that of the blocks
 PyObject* Dump(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
         Owned state(PyDict_New());
         const Dumper dump{state.get()};
         VisitState(dump, core.replica);
-        DumpKeys(core.replica, dump);
+        dump("num_first", core.replica.blocks.pool.free.CountFirst());
+        dump("domains", core.replica.blocks.pool.pairs.Names());
         dump.Set("managers", DumpManagers(core.replica));
         HazardPolicy* const learnt = core.replica.blocks.pool.hazard.get();
         dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
         return state.Release();
+    });
+}
+
+// dump_blocks(core, first, count) -> the state of `count` blocks from `first` on, or of those that are left
+PyObject* DumpBlocks(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        const Int first = Number(At(arguments, 1)), count = Number(At(arguments, 2));
+        Check(first >= 0 && first <= pool.num_blocks && count >= 0);
+        Owned state(PyDict_New());
+        const Int end = first + std::min(count, pool.num_blocks - first);
+        const Dumper dump{state.get(), static_cast<size_t>(first), static_cast<size_t>(end)};
+        VisitBlocks(dump, pool);
+        DumpKeys(pool, dump);
+        return state.Release();
+    });
+}
+
+// dump_free(core, after, count) -> up to `count` free blocks behind this one in the order of eviction; 0: the first ones
+PyObject* DumpFree(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        const Int after = Number(At(arguments, 1)), count = Number(At(arguments, 2));
+        Check(after >= 0 && after < pool.num_blocks && count >= 0 && count <= pool.num_blocks);
+        const Block from = after ? static_cast<Block>(after) : pool.free.Start();
+        return BytesOf(pool.free.Behind(from, static_cast<size_t>(count)));
     });
 }
 
@@ -159,6 +193,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
         const Loader load{At(arguments, 1)};
         return Change(core, [&](Replica& replica) {
             VisitState(load, replica);
+            VisitBlocks(load, replica.blocks.pool);
             LoadKeys(load, replica);
             LoadManagers(load.Get("managers"), replica);
             if (replica.blocks.pool.hazard) HazardState(*replica.blocks.pool.hazard).Load(load.Get("hazard"));
@@ -170,7 +205,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
     });
 }
 
-// events(capsule) -> the events of a part, as tuples
+// events(capsule) -> the events of a part
 PyObject* Events(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const auto* events = static_cast<CacheEvents*>(PyCapsule_GetPointer(At(arguments, 0), kEvents));
@@ -184,7 +219,9 @@ PyMethodDef kMethods[] = {
     {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
     {"apply_hashed", ApplyHashed, METH_VARARGS, "Apply the step that was read, with hashes of its tokens."},
     {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
-    {"dump", Dump, METH_VARARGS, "Return the whole state."},
+    {"dump", Dump, METH_VARARGS, "Return the state without that of the blocks."},
+    {"dump_blocks", DumpBlocks, METH_VARARGS, "Return the state of some blocks."},
+    {"dump_free", DumpFree, METH_VARARGS, "Return some of the free blocks."},
     {"load", Load, METH_VARARGS, "Set the whole state of a new core."},
     {"events", Events, METH_VARARGS, "Return the events of a part."},
     {"find", Find, METH_VARARGS, "Find a cached prefix."},

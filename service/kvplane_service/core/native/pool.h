@@ -12,6 +12,8 @@ namespace kvplane {
 constexpr int kCounterBits = 32, kEpochBits = 24;  // of a stamp, see kvplane.base.stamps
 constexpr uint64_t kMaxCounter = (uint64_t{1} << kCounterBits) - 1;
 
+constexpr size_t kAhead = 8;  // blocks whose index entries are fetched while others are worked on
+
 struct Residency {
     std::array<Int, 65> lifetime{}, idle_before_evict{}, reuse_gap{};
 };
@@ -49,7 +51,10 @@ class BlockPool {
         if (hazard) hazard->PutBefore(free, count, [&](Block block) { return KeyTokens(block); });
         const Int before = free.Pop(count, into);
         const size_t let_go = first + (hazard ? 0 : static_cast<size_t>(before));
+        for (size_t i = first; i < into->size(); ++i) __builtin_prefetch(&records[(*into)[i]]);
         for (size_t i = first; i < into->size(); ++i) {
+            if (const size_t next = i + kAhead; next < into->size() && HasKey((*into)[next]))
+                Expect(records[(*into)[next]].key);
             const Block block = (*into)[i];
             if (HasKey(block)) Evict(block, i < let_go ? kLeftWindow : kEvicted);
             Require(references[block] == 0, "a free block has references");
@@ -152,10 +157,13 @@ class BlockPool {
     }
 
     void Register(Block block, const Key& key, Int num_tokens) {
-        if (HasThisKey(block, key)) return;
+        if (HasKey(block) && HasThisKey(block, key)) return;
         AddKey(block, key, num_tokens);
         registered.emplace_back(block, key);
     }
+
+    // Fetches what a look-up or removal of the key will read.
+    void Expect(const Key& key) const { index.Prefetch(key); }
 
     // Adds a key that the block does not have.
     void AddKey(Block block, const Key& key, Int num_tokens) {
@@ -426,10 +434,9 @@ class BlockPool {
 
     // Makes the record the last one of its key.
     void Link(uint32_t record) {
-        const uint32_t last = index.Find(records, records[record].key);
+        const uint32_t last = index.FindOrAdd(records, record);
         if (last == kNoRecord) {
             records[record].next = record;
-            index.Add(records, record);
             ++keys_of_group[static_cast<size_t>(pairs.Group(records[record].key.pair))];
         } else {
             records[record].next = std::exchange(records[last].next, record);
@@ -439,12 +446,12 @@ class BlockPool {
 
     void Unlink(uint32_t record) {
         KeyRecord& gone = records[record];
-        const uint32_t last = index.Find(records, gone.key);
-        Require(last != kNoRecord, "a key is not in the index");
         if (gone.next == record) {
             index.Remove(records, record);
             --keys_of_group[static_cast<size_t>(pairs.Group(gone.key.pair))];
         } else {
+            const uint32_t last = index.Find(records, gone.key);
+            Require(last != kNoRecord, "a key is not in the index");
             uint32_t before = last;
             while (records[before].next != record) before = records[before].next;
             records[before].next = gone.next;

@@ -1,5 +1,4 @@
-// The whole state of a core as a dict of Python values, and back. `transfer.py` makes the entries of the exported state
-// of it.
+// The state of a core as dicts of Python values, and back. `transfer.py` makes the entries of the exported state of it.
 #pragma once
 
 #include "loaded.h"
@@ -7,7 +6,18 @@
 
 namespace kvplane {
 
-// One list of the state for both directions.
+// The state of all blocks besides their keys, for both directions.
+template <typename Archive>
+inline void VisitBlocks(const Archive& visit, BlockPool& pool) {
+    visit.PerBlock("references", pool.references);
+    visit.PerBlock("key_step", pool.key_step);
+    visit.PerBlock("stamp", pool.stamp);
+    visit.PerBlock("born", pool.born);
+    visit.PerBlock("used", pool.used);
+    visit.PerBlock("last_use", pool.last_use_);
+}
+
+// The other state, for both directions.
 template <typename Archive>
 inline void VisitState(const Archive& visit, Replica& replica) {
     BlockPool& pool = replica.blocks.pool;
@@ -23,12 +33,6 @@ inline void VisitState(const Archive& visit, Replica& replica) {
     visit("age_base", pool.age_base);
     visit("reserved", pool.reserved);
     visit("busy", pool.busy);
-    visit.PerBlock("references", pool.references);
-    visit.PerBlock("key_step", pool.key_step);
-    visit.PerBlock("stamp", pool.stamp);
-    visit.PerBlock("born", pool.born);
-    visit.PerBlock("used", pool.used);
-    visit.PerBlock("last_use", pool.last_use_);
     visit("evicted_keys", pool.evicted_keys);
     visit("lifetime", pool.residency.lifetime);
     visit("idle_before_evict", pool.residency.idle_before_evict);
@@ -59,6 +63,7 @@ inline void VisitState(const Archive& visit, Replica& replica) {
 
 struct Dumper {
     PyObject* into;
+    size_t first = 0, end = 0;  // blocks
     template <typename T>
     void operator()(const char* name, const T& value) const {
         Set(name, ToPy(value));
@@ -72,7 +77,7 @@ struct Dumper {
     }
     template <typename T>
     void PerBlock(const char* name, const std::vector<T>& column) const {
-        Set(name, ToBytes(reinterpret_cast<const uint8_t*>(column.data()), column.size() * sizeof(T)));
+        Set(name, ToBytes(reinterpret_cast<const uint8_t*>(column.data() + first), (end - first) * sizeof(T)));
     }
     void Set(const char* name, PyObject* value) const {
         const Owned owned(value);
@@ -167,21 +172,27 @@ inline std::vector<NamedKey> AllKeysOf(const BlockPool& pool, Block block) {
     return keys;
 }
 
-// The keys of all blocks: of the primary ones, by block, the number of its domain and group (0: no key) and its tokens,
+inline PyObject* BytesOf(const std::vector<uint32_t>& column) {
+    return ToBytes(reinterpret_cast<const uint8_t*>(column.data()), column.size() * sizeof(uint32_t));
+}
+
+// The keys of the blocks: of the primary ones, by block, the number of its domain and group (0: no key) and its tokens,
 // and the digests of the blocks that have one, with their sizes; the other keys; and the blocks of each key that has
-// several.
-inline void DumpKeys(const Replica& replica, const Dumper& dump) {
-    const BlockPool& pool = replica.blocks.pool;
-    std::vector<uint32_t> pairs(static_cast<size_t>(pool.num_blocks)), tokens(pairs.size());
+// several, by the block that got it last.
+inline void DumpKeys(const BlockPool& pool, const Dumper& dump) {
+    std::vector<uint32_t> pairs, tokens;
     std::vector<uint8_t> digests, sizes;
     std::vector<std::pair<Block, std::vector<NamedKey>>> more;
     std::vector<std::pair<Key, BlockList>> shared;
     const auto note = [&](uint32_t at) {
         const KeyRecord& record = pool.records[at];
-        if (pool.index.Find(pool.records, record.key) == at && record.next != at)
+        if (record.next != at && pool.index.Find(pool.records, record.key) == at)
             shared.emplace_back(record.key, pool.BlocksOf(record.key));
     };
-    for (Block block = 0; block < pool.num_blocks; ++block) {
+    for (auto block = static_cast<Block>(dump.first); block < dump.end; ++block) {
+        const KeyRecord& record = pool.records[block];
+        pairs.push_back(record.key.pair);
+        tokens.push_back(record.tokens);
         if (!pool.HasKey(block)) continue;
         note(block);
         if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
@@ -189,22 +200,16 @@ inline void DumpKeys(const Replica& replica, const Dumper& dump) {
             more.emplace_back(block, AllKeysOf(pool, block));
             more.back().second.erase(more.back().second.begin());
         }
-        const KeyRecord& record = pool.records[block];
-        pairs[block] = record.key.pair;
-        tokens[block] = record.tokens;
         sizes.push_back(record.key.digest.size);
         digests.insert(digests.end(), record.key.digest.bytes.begin(),
                        record.key.digest.bytes.begin() + record.key.digest.size);
     }
-    dump.PerBlock("key_pair", pairs);
-    dump.PerBlock("key_tokens", tokens);
+    dump.Set("key_pair", BytesOf(pairs));
+    dump.Set("key_tokens", BytesOf(tokens));
     dump("digests", digests);
     dump("digest_sizes", sizes);
     dump("more_keys", more);
     dump("shared", shared);
-    dump.PerBlock("free", pool.free.Order());
-    dump("num_first", pool.free.CountFirst());
-    dump("domains", pool.pairs.Names());
 }
 
 inline void AddLoadedKey(BlockPool& pool, Block block, const Key& key, Int num_tokens) {

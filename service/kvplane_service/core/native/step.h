@@ -83,19 +83,22 @@ struct Step {
 };
 
 struct BlockLists {
-    Column row, group, count;
+    std::vector<uint32_t> row, group, count;
     BlockList ids;
 
     void Add(Int number, Int of_group, const BlockList& blocks) {
-        row.push_back(number);
-        group.push_back(of_group);
-        count.push_back(static_cast<Int>(blocks.size()));
-        ids.insert(ids.end(), blocks.begin(), blocks.end());
+        row.push_back(static_cast<uint32_t>(number));
+        group.push_back(static_cast<uint32_t>(of_group));
+        count.push_back(static_cast<uint32_t>(blocks.size()));
+        if (blocks.size() == 1) {
+            ids.push_back(blocks[0]);
+        } else {
+            ids.insert(ids.end(), blocks.begin(), blocks.end());
+        }
     }
 
     void Clear() {
-        for (Column* column : {&row, &group, &count}) column->clear();
-        ids.clear();
+        for (auto* column : {&row, &group, &count, &ids}) column->clear();
     }
 
     void RemoveRow(Int number) {

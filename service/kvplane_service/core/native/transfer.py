@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import array as arrays
+import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.keys import Key
+from kvplane_service.core.native import _native
 from kvplane_service.core.replica import Replica
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 Words: TypeAlias = "arrays.array[int]"
 _U32, _U64, _S64 = "I", "Q", "q"
+_BLOCK_BYTES = 4
 FLAGS = ("live", "running", "held", "skip_reading", "by_service")
 SAME_VALUES = ("generation", "epoch", "step", "executed_through", "num_evictable", "reserved")
 BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
@@ -25,6 +28,22 @@ COUNTERS = (
     "steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens",
     "withdrawn_keys", "unaligned_chunks", "starved_chunks",
 )  # fmt: skip
+
+
+def dump_of(core: object, num_blocks: int) -> dict[str, Any]:
+    """Return the whole state of a core. It is read in slices, so that other threads get the interpreter in between."""
+    dump = _native.dump(core)
+    slices = [_native.dump_blocks(core, first, SLICE_BLOCKS) for first in range(0, num_blocks, SLICE_BLOCKS)]
+    for name, value in slices[0].items():
+        values = [one[name] for one in slices]
+        dump[name] = b"".join(values) if isinstance(value, bytes) else list(chain.from_iterable(values))
+    free, count = [b""], min(SLICE_BLOCKS, num_blocks)
+    while len(free) * count <= num_blocks + count:  # the list of a core that changes meanwhile might not end
+        last = int.from_bytes(free[-1][-_BLOCK_BYTES:], sys.byteorder)
+        free.append(_native.dump_free(core, last, count))
+        if len(free[-1]) < count * _BLOCK_BYTES:
+            break
+    return dump | {"free": b"".join(free)}
 
 
 def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool) -> list[tuple[str, object]]:

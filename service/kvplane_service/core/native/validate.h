@@ -6,10 +6,30 @@
 
 namespace kvplane {
 
+// Finds out whether slots are in range and each there once. Most steps name the slots of the step before.
+class DistinctSlots {
+  public:
+    // `last`: slots that are; becomes these if they are.
+    bool Are(const Column& slots, Column* last) {
+        if (slots == *last) return true;
+        ++mark_;
+        for (const Int slot : slots) {
+            if (slot < 0 || slot >= kMaxSlots || std::exchange(seen_[static_cast<size_t>(slot)], mark_) == mark_)
+                return false;
+        }
+        *last = slots;
+        return true;
+    }
+
+  private:
+    std::vector<uint64_t> seen_ = std::vector<uint64_t>(kMaxSlots);  // by slot: mark_ when it was last named
+    uint64_t mark_ = 0;
+};
+
 class StepValidator {
   public:
     StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool)
-        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots), seen_(kMaxSlots) {
+        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots) {
         for (const GroupSpec& one : spec.groups) {
             if (!one.is_state()) continue;
             const bool is_first = states_for_drafts_ < 0;
@@ -44,6 +64,7 @@ class StepValidator {
 
   private:
     void ForgetSlots() {
+        plain_ = nullptr;
         for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
         slots_.clear();
         computed_.clear();
@@ -120,14 +141,17 @@ class StepValidator {
                                      &facts.fence, &facts.release_skipped, &facts.hint}) {
             if (!Fits(*column, facts.slot)) return false;
         }
+        if (facts.num_tokens) {
+            Int sum = 0;
+            for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
+            if (facts.num_tokens != sum || !facts.tokens_fit) return false;
+        }
         if (!Within(facts.hint, kUnchanged, MostHint())) return false;
-        Int sum = 0;
-        for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
-        if (facts.num_tokens && (facts.num_tokens != sum || !facts.tokens_fit)) return false;
         size_t size = 0;
         if (!DigestSize(facts.hashes, facts.num_hashes, &size)) return false;
-        if (IsPlain(facts, has_drafts) && AllLiveAndDistinct(facts.slot)) {
-            return AcceptsAppended(facts) && AcceptsHashes(facts, size);
+        if (IsPlain(facts, has_drafts) && distinct_.Are(facts.slot, &facts_slots_) && AcceptsAppended(facts)) {
+            plain_ = &facts.slot;
+            return AcceptsHashes(facts, size);
         }
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             if (!AcceptsFactsRow(facts, row, size, seq)) return false;
@@ -141,17 +165,17 @@ class StepValidator {
         return num_parts_ == 1 && (states_for_drafts_ < 0 || !has_drafts) && facts.OnlyAppend();
     }
 
-    // The columns of tokens of rows that only append.
+    // The requests and the columns of tokens of rows that only append.
     bool AcceptsAppended(const Facts& facts) const {
         const Int *const limit = requests_.limit.data(), *const num_tokens = requests_.num_tokens.data();
-        const uint8_t *const held = requests_.held.data(), *const by_service = requests_.by_service.data();
-        const uint8_t has_tokens = facts.num_tokens > 0;
+        const Int* const appended = facts.appended.empty() ? nullptr : facts.appended.data();
+        const uint8_t *const live = requests_.live.data(), *const held = requests_.held.data();
+        const uint8_t *const by_service = requests_.by_service.data(), has_tokens = facts.num_tokens > 0;
         bool accepts = true;
-        for (const Int slot : facts.slot) accepts &= !held[slot];
-        for (size_t row = 0; row < facts.appended.size(); ++row) {
-            const Int slot = facts.slot[row], appended = facts.appended[row];
-            accepts &= appended >= 0 && appended <= limit[slot] - num_tokens[slot] &&
-                       (appended == 0 || by_service[slot] == has_tokens);
+        for (size_t row = 0; row < facts.slot.size(); ++row) {
+            const Int slot = facts.slot[row], count = appended == nullptr ? 0 : appended[row];
+            accepts &= live[slot] && !held[slot] && count >= 0 && count <= limit[slot] - num_tokens[slot] &&
+                       (count == 0 || by_service[slot] == has_tokens);
         }
         return accepts;
     }
@@ -261,24 +285,17 @@ class StepValidator {
         return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
     }
 
-    bool AllLiveAndDistinct(const Column& slots) {
-        const uint8_t* const live = requests_.live.data();
-        const auto size = static_cast<uint64_t>(slots_.empty() ? requests_.size() : kMaxSlots);
-        const uint64_t mark = ++mark_;
-        bool fits = true;
-        for (const Int slot : slots) {
-            if (static_cast<uint64_t>(slot) >= size) return false;
-            fits &= (slots_.empty() ? live[slot] != 0 : IsLive(slot)) &&
-                    std::exchange(seen_[static_cast<size_t>(slot)], mark) != mark;
-        }
-        return fits;
+    // Whether the slots are those of live requests, each once.
+    bool AllLiveAndDistinct(const Column& slots, Column* last) {
+        if (plain_ != nullptr && slots_.empty() && slots == *plain_) return true;
+        return distinct_.Are(slots, last) && AllLive(slots);
     }
 
     bool AcceptsRun(const Run& run) {
         for (const Column* column : {&run.extra, &run.cap, &run.lookahead, &run.in_flight, &run.flags, &run.reserved}) {
             if (!Fits(*column, run.slot)) return false;
         }
-        if (!AllLiveAndDistinct(run.slot) || !AllLive(run.victims)) return false;
+        if (!AllLiveAndDistinct(run.slot, &run_slots_) || !AllLive(run.victims)) return false;
         if (!requests_.loading.empty()) {
             if (!std::all_of(run.slot.begin(), run.slot.end(), [&](Int slot) { return LoadHasStarted(slot); }))
                 return false;
@@ -318,7 +335,7 @@ class StepValidator {
             if (!Fits(*column, admit.slot)) return false;
         }
         if (!admit.skip_zero_groups.empty() && admit.skip_zero_groups.size() != admit.slot.size()) return false;
-        if (!AllLiveAndDistinct(admit.slot)) return false;
+        if (!AllLiveAndDistinct(admit.slot, &admit_slots_)) return false;
         const bool fits = Within(admit.extra, -kMaxTokens, kMaxTokens) && Within(admit.cap, 0, kUnlimited) &&
                           Within(admit.lookahead, 0, kMaxLookahead) && Within(admit.external, 0, spec_.max_model_len) &&
                           Within(admit.encoder_tokens, 0, kMaxTokens) &&
@@ -354,8 +371,9 @@ class StepValidator {
     std::vector<uint32_t> number_;             // by slot: 1 + its index in slots_, 0 = none
     Slot no_slot_;
     std::set<Int> asked_to_load_, loads_over_;  // slots of this message
-    std::vector<uint64_t> seen_;  // by slot: the value of mark_ when the slot was last named
-    uint64_t mark_ = 0;
+    DistinctSlots distinct_;
+    Column facts_slots_, run_slots_, admit_slots_;  // of the last such section with distinct slots
+    const Column* plain_ = nullptr;                 // slots of the facts of this message if they only append
     std::unordered_map<Int, Int> computed_;  // by slot, the computed tokens that facts set; only with states
     Int states_for_drafts_ = -1;             // how many drafts can be rejected without losing a state; -1: no states
     size_t num_parts_ = 0;

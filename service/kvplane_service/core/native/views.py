@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, cast, overload
+from typing import NamedTuple, cast, overload
 
-from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import (
@@ -16,6 +16,7 @@ from kvplane.base.step import (
     Orders,
     PartResult,
     RemoveReason,
+    StepResult,
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.native import _native
@@ -143,18 +144,13 @@ class NativeEvents(CacheEvents):
     def __getattr__(self, name: str) -> list[CacheEvent]:
         if name != "runs":
             raise AttributeError(name)
-        self.runs = [_event(values) for values in _native.events(self._packed)]
+        self.runs = _native.events(self._packed)
         self._packed = None
         return self.runs
 
 
-_native.answer_with(NativePart, Blocks, Orders, NativeEvents, PackedInts)
-
-
-def _event(values: tuple[Any, ...]) -> CacheEvent:
-    kind, group, joined, size, blocks, domain, parent, block_size, slot, start, end, starts, reason = values
-    hashes = tuple(joined[at : at + size] for at in range(0, len(joined), size)) if joined else ()
-    return CacheEvent(
-        EventKind(kind), group, hashes, tuple(blocks), domain, parent, block_size, slot, start, end, tuple(starts),
-        RemoveReason(reason),
-    )  # fmt: skip
+# Numbers of kinds and reasons are their places.
+_native.answer_with(
+    StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
+    NativeEvents, PackedInts,
+)  # fmt: skip

@@ -368,11 +368,14 @@ class GroupManager {
         for (Int index = start; index < end; ++index) {
             const Block block = blocks[index];
             if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
-            const Int num_tokens = (index + 1) * block_size;
-            if (pool.KeyTokens(block) == num_tokens) continue;
-            Promote(block, num_tokens);
-            pool.Register(block, Key{pair, DigestOf(digests, index)}, num_tokens);
-            registered_.push_back(index);
+            if (pool.KeyTokens(block) != (index + 1) * block_size) registered_.push_back(index);
+        }
+        for (size_t at = 0; at < registered_.size(); ++at) {
+            if (at + kAhead < registered_.size())
+                pool.Expect(Key{pair, DigestOf(digests, registered_[at + kAhead])});
+            const Int index = registered_[at], num_tokens = (index + 1) * block_size;
+            Promote(blocks[index], num_tokens);
+            pool.Register(blocks[index], Key{pair, DigestOf(digests, index)}, num_tokens);
         }
         if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
         AddStored(slot, block_size, start * block_size, end * block_size,
