@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 import grpc.aio
 import uvloop
@@ -36,6 +37,7 @@ from tests.bench.peer.places import SERVE
 
 RESULT = Path(__file__).parent / "results" / "replayed.md"
 COMPILED, PYTHON, ECHO = "compiled core", "Python core", "echo"
+Stream: TypeAlias = grpc.aio.StreamStreamCall[bytes, bytes]
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -54,6 +56,13 @@ def cpu_s(process: subprocess.Popen[str]) -> float:
     """CPU time of a process so far."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+async def received(stream: Stream) -> bytes:
+    """The next message. Raises grpc.RpcError if the stream has failed."""
+    raw = await stream.read()
+    assert isinstance(raw, bytes), "the server has ended the stream"
+    return raw
 
 
 class Side:
@@ -80,7 +89,7 @@ class Side:
         epochs = set()
         for engine, stream in enumerate(self.streams):
             await stream.write(serialized(open_message(OpenRequest(f"r{engine}", draw_nonce()))))
-            epochs.add(opened_of(taken(await stream.read())).epoch)
+            epochs.add(opened_of(taken(await received(stream))).epoch)
         (epoch,) = epochs
         return epoch
 
@@ -89,10 +98,10 @@ class Side:
         if self.name == ECHO:  # which is told how many bytes to answer with
             made = [size.to_bytes(4, "little") + raw[4:] for raw, size in zip(made, sizes, strict=True)]
 
-        async def one(stream: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        async def one(stream: Stream) -> None:
             for at, raw in enumerate(made):
                 await stream.write(raw)
-                answer = await stream.read()
+                answer = await received(stream)
                 sizes[at] = len(answer)
             assert self.name == ECHO or isinstance(taken(answer), StepResult)
 
@@ -132,17 +141,21 @@ def main() -> None:
         sides, addresses = list[Side](), list[str]()
         for name in (COMPILED, PYTHON, ECHO):
             addresses.append(f"unix:{folder / str(len(sides))}")
-            serve = [sys.executable, "-c", SERVE, "serve", "--listen", addresses[-1], "--set", "log_level=ERROR"]
-            command = [sys.executable, "-c", SERVE_ECHO, addresses[-1]] if name == ECHO else serve
-            sides.append(Side(name, command, {"KVPLANE_CORE": "python" if name == PYTHON else "native"}))
+            serve = ["serve", "--listen", addresses[-1], "--set", "log_level=ERROR"]
+            arguments = [SERVE_ECHO, addresses[-1]] if name == ECHO else [SERVE, *serve]
+            sides.append(
+                Side(
+                    name, [sys.executable, "-c", *arguments], {"KVPLANE_CORE": "python" if name == PYTHON else "native"}
+                )
+            )
             stack.callback(sides[-1].process.terminate)
-        received = uvloop.run(measure(sides, addresses, given))
+        size = uvloop.run(measure(sides, addresses, given))
     cpu = {side.name: statistics.median(side.cpu_us) for side in sides}
     per_s = {side.name: statistics.median(side.per_s) for side in sides}
-    command = f"python -m tests.bench.replayed --engines {given.engines} --steps {given.steps} --rounds {given.rounds}"
+    command = f"--engines {given.engines} --steps {given.steps} --rounds {given.rounds}"
     lines = [
-        "# Steps of prepared bytes", "", f"{machine_line()}; `{command}`", "",
-        f"{given.engines} engines of {REQUESTS} requests; an answer has {received:,} bytes.", "",
+        "# Steps of prepared bytes", "", f"{machine_line()}; `python -m tests.bench.replayed {command}`", "",
+        f"{given.engines} engines of {REQUESTS} requests; an answer has {size:,} bytes.", "",
         "| server | CPU per step, us | / Python core | steps/s | / echo |", "|---|---|---|---|---|",
         *(
             f"| {name} | {cpu[name]:,.0f} | {cpu[name] / cpu[PYTHON]:.2f} | {per_s[name]:,.0f} "
