@@ -95,7 +95,7 @@ class Side:
 
     async def replay(self, made: list[bytes], sizes: list[int]) -> None:
         """Send the messages on each stream, each after the answer to the one before; notes times per step."""
-        if self.name == ECHO:  # which is told how many bytes to answer with
+        if self.name == ECHO:  # which reads there how many bytes to answer with
             made = [size.to_bytes(4, "little") + raw[4:] for raw, size in zip(made, sizes, strict=True)]
 
         async def one(stream: Stream) -> None:

@@ -247,3 +247,10 @@ def test_packed_events_are_stored_in_runs():
     again = Batch.unpack(1, finish(Batch(1, 1, removed).pack()))
     assert len(runs_of(again.events)) == 1
     assert again.events == removed
+
+
+def test_fields_that_were_not_read_yet_are_not_made_for_packing():
+    part, result = Part(run=types.Run([1])), PartResult(granted=[1])
+    before = [dict(vars(one)) for one in (part, result)]
+    finish(pack_decision(Step(1, 1, [part]), StepResult(1, 0, [result]), ([],), 5, 6))
+    assert [vars(one) for one in (part, result)] == before

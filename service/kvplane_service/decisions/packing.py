@@ -21,7 +21,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain, compress, islice, pairwise
 from operator import attrgetter, itemgetter
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from kvplane import wire
 from kvplane.base.declined import Declined
@@ -47,6 +48,7 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
+from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane_service.core.cache_events import CacheEvents, runs_of
 
@@ -255,11 +257,15 @@ class _Shape(Generic[_T]):
         self._scalars_of = attrgetter(*[f"{path}.real" for path, _ in self._scalars]) if self._scalars else None
         self._others_of = attrgetter(*self._columns, *[path for path, *_ in self._raws])
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
+        empty = owner() if sections else None
+        self._empty = {one.name: getattr(empty, one.name) for one in fields(cast(Any, owner))} if sections else {}
 
     def pack(self, value: _T) -> Packing[_Chunks]:
         """Return the chunks of all fields that are not empty. In most steps, few fields are not empty."""
-        others = self._others_of(value)
-        chunks: _Chunks = {0: _column(self._scalars_of(value))} if self._scalars_of else {}
+        # Fields that were not read yet are not made for this: `kvplane.base.when_read`.
+        read = SimpleNamespace(**self._empty | given_fields(value)) if self._empty else value
+        others = self._others_of(read)
+        chunks: _Chunks = {0: _column(self._scalars_of(read))} if self._scalars_of else {}
         num_columns = len(self._columns)
         for number in compress(self._numbers, others):
             one = others[number - 1]

@@ -176,7 +176,7 @@ PyObject* DumpBlocks(PyObject*, PyObject* arguments) {
     });
 }
 
-// dump_free(core, after, count) -> up to `count` free blocks behind this one in the order of eviction; 0: the first ones
+// dump_free(core, after, count) -> up to `count` free blocks behind this one in eviction order; 0: the first ones
 PyObject* DumpFree(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
