@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.compiler import ASTSource
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane_worker.ops import select
@@ -17,6 +19,7 @@ from kvplane_worker.ops.triton_ops import attention, compiles, moves
 from kvplane_worker.ops.triton_ops.attention import DECODE, DECODE_NARROW, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
+from kvplane_worker.ops.triton_ops.kernels import arguments
 from kvplane_worker.ops.triton_ops.launch import INTERPRETER, Chip
 from tests.ops import interpreter
 
@@ -153,3 +156,16 @@ def test_describe_counts_what_was_compiled_before_and_while_serving(ops, monkeyp
     first, second = ops.explained
     assert first == "9 kernels compiled before serving, in 3.0 s of CPU time; 2 compiled since"
     assert second == "attention_spans compiled 2 times while serving"
+
+
+def test_kernel_on_disk_is_of_the_constants_as_they_are_computed_now(monkeypatch):
+    kernel = SimpleNamespace(__name__="kernel", cache_key="its source", arg_names=["S"])
+    shape = arguments.Shape(16, 128, 128, 8)
+
+    def name() -> str:
+        return ASTSource(kernel, {}, {"S": shape}).hash()
+
+    before = name()
+    assert name() == before
+    monkeypatch.setattr(arguments, "SOURCE", "after an upgrade")
+    assert name() != before

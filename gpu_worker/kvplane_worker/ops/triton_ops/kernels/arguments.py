@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
+
+SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 class Heads(NamedTuple):
@@ -64,8 +68,19 @@ class Results(NamedTuple):
     q_heads: int
 
 
+class Constants:
+    """Base of compile-time constants.
+
+    Triton names a kernel on disk by the text of its constants: their fields, and not what their properties compute.
+    With the digest of this file in it, a cache that outlives an upgrade serves no kernel of earlier properties.
+    """
+
+    def __str__(self) -> str:
+        return f"{self!r}, {SOURCE}"
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Constants):
     """Compile-time constants of the attention kernels.
 
     Attributes:
@@ -140,7 +155,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class MergeShape:
+class MergeShape(Constants):
     """Compile-time constants of the merge: the members of `Shape` with the same names, and how it is divided.
 
     Attributes:
@@ -253,7 +268,7 @@ class HeldChunks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConvolutionShape:
+class ConvolutionShape(Constants):
     """Compile-time constants of the kernels that hold states, convolve, and keep the inputs of convolutions.
 
     Attributes:
@@ -276,7 +291,7 @@ class ConvolutionShape:
 
 
 @dataclass(frozen=True)
-class StateShape:
+class StateShape(Constants):
     """Compile-time constants of the scan of Mamba-2.
 
     Attributes:
@@ -304,7 +319,7 @@ class StateShape:
 
 
 @dataclass(frozen=True)
-class ScanShape:
+class ScanShape(Constants):
     """Compile-time constants of the selective scan of Mamba-1.
 
     Attributes:
@@ -325,7 +340,7 @@ class ScanShape:
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class DeltaShape(Constants):
     """Compile-time constants of the kernels of the gated delta rule.
 
     Attributes:
@@ -364,7 +379,7 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
-class WriteShape:
+class WriteShape(Constants):
     """Compile-time constants of the kernel that writes tokens.
 
     Attributes:
