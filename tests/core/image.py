@@ -10,18 +10,20 @@ separately, as `Entries`: a page may be in a running table and published.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.eviction import WindowTailList
+from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.inspect import _keys
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.mamba import AlignedStateManager
+from kvplane_service.core.policies import HazardList
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
@@ -53,7 +55,8 @@ class Image:
         free: in eviction order.
         shared: keys of several blocks, in the order in which these are hit.
         busy: blocks that loads of earlier engine lives may still write.
-        eviction: the eviction policy's own part of the state (`state_entries._policy_state`).
+        eviction: the eviction policy's own part of the state (`state_entries._policy_state`): how many blocks are
+            evicted first, where hits of requests end, and what is learnt or superseded.
     """
 
     spec: ReplicaSpec
@@ -63,7 +66,7 @@ class Image:
     free: tuple[int, ...]
     shared: tuple[tuple[Key, tuple[int, ...]], ...]
     busy: tuple[int, ...] = ()
-    eviction: tuple[int, dict[int, int]] = (0, {})
+    eviction: tuple[int, dict[int, int], list[Any]] = (0, {}, [])
 
 
 def image_of(replica: Replica) -> Image:
@@ -107,16 +110,21 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
     free = replica.coordinator.pool.free
     for key, blocks in image.shared:
         _prefer(replica.coordinator.pool, key, blocks)
-    num_first, hit_end = image.eviction
+    num_first, hit_end, others = image.eviction
     if set(free) == set(image.free):
         free.rebuild(image.free, num_first) if isinstance(free, WindowTailList) else free.rebuild(image.free)
     replica.requests.hit_end = dict(hit_end)
+    if isinstance(free, TurnTailList) and others:
+        (free.superseded,) = deepcopy(others)
+    elif isinstance(free, HazardList) and others:
+        *learnt, replica.requests.hints = deepcopy(others)
+        free.load(learnt)
     return replica, result.orders
 
 
-def _eviction_of(replica: Replica) -> tuple[int, dict[int, int]]:
+def _eviction_of(replica: Replica) -> tuple[int, dict[int, int], list[Any]]:
     policy = _policy_state(replica)
-    return (sum(1 for _ in policy[1]), policy[2]) if policy else (0, {})
+    return (sum(1 for _ in policy[1]), policy[2], list(policy[3:])) if policy else (0, {}, [])
 
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:

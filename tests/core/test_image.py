@@ -135,7 +135,9 @@ def test_an_image_twin_is_caught(twin):
 
 
 def as_sent_by_an_engine(image: Image) -> Image:
-    """An image without single-group hits and keys, with freed blocks in its tables, and a store without entries."""
+    """An image without single-group hits, keys and what the policy has learnt, with freed blocks in its tables, and a
+    store without entries.
+    """
     resume, groups = image.resume, image.spec.groups
     rng = Random(len(resume.blocks))
     blocks, start = list(resume.blocks), 0
@@ -146,7 +148,8 @@ def as_sent_by_an_engine(image: Image) -> Image:
                 blocks[at] = rng.randrange(image.spec.num_blocks)
         start += count
     sent = replace(resume, blocks=blocks, single_group_hit=[], num_cached_blocks=[])
-    return replace(image, resume=sent, entries=image.entries if rng.random() < 0.5 else Entries(32))
+    entries = image.entries if rng.random() < 0.5 else Entries(32)
+    return replace(image, resume=sent, entries=entries, eviction=(*image.eviction[:2], []))
 
 
 @pytest.mark.parametrize("mix", MIXES)
