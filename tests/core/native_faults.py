@@ -59,7 +59,6 @@ FAULTS = [
     Fault("content is popular one use late", "learner.h", "uses[entries_[at]] >= kManyUses - 1",
           "uses[entries_[at]] >= kManyUses"),
     Fault("a request evicts its own ghosts", "learner.h", "owner[entry] < history.now * kPieces", "true"),
-    Fault("the LRU ghost keeps what is forgotten", "recency.h", "num_recent_ -= recent_[entry];", ""),
     Fault("blocks of few tokens are victims", "policies.h", "free.IsBehind(block) ? tokens_of(block) : 0",
           "free.IsBehind(block) ? 1 : 0"),
     Fault("a loaded state does not say who leads", "hazard_state.h", "duel.leads = IsTrue(At(state, 0));", ""),

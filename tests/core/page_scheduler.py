@@ -271,6 +271,8 @@ class RandomScheduler(Answers):
         facts.fence.append(self._fence() if end in (End.FREE, End.PREEMPTED) else 0)
         if self.limits_rows:
             facts.release_skipped.append(self.rng.randint(0, LONGEST) if self._chance(20) else UNCHANGED)
+        if self.spec.hint_values:
+            facts.hint.append(self.rng.randrange(UNCHANGED, self.spec.hint_values))
         request.reached = request.computed
         if commit != UNCHANGED or end not in (End.NONE, End.HELD):
             request.may_hold = False
