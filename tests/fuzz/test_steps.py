@@ -7,16 +7,17 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import Admit, Cache, Facts, News, Part, Step
+from kvplane.base.step import Admit, Cache, Facts, News, Part, Run, Step
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest
-from tests.core.builders import full, replica_spec
+from kvplane_service.core.state import digest, export_state
+from tests.core.builders import full, replica_spec, state
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 
 native = pytest.importorskip(
@@ -97,6 +98,7 @@ STRANGE: dict[str, Any] = {
     "news.tokens": Part(news=News([1], [1], array("q", [1 << 40]))),
     "news.request_id": Part(news=News([1], [1], request_id=cast(Any, [7]))),
     "cache.costs_ns": Part(cache=Cache(costs_ns=[1 << 40])),
+    "cache.jobs_before": Part(cache=Cache(jobs_before=cast(Any, None))),
     "news.domain": Part(news=News([1], [1], domain=cast(Any, [b"d"]))),
 }
 
@@ -118,11 +120,24 @@ def test_a_value_of_another_type_or_range_is_refused_before_any_change(core, fie
 
 
 def test_a_replica_without_tiers_refuses_reports_of_jobs():
-    """Found by the fuzzer: an engine life numbers jobs from its epoch on, which no exported state has without tiers."""
+    """Found by the fuzzer: an engine life numbers jobs from its epoch on, which no exported state has without tiers;
+    negative numbers were taken.
+    """
     replica = Replica(replica_spec(full()))
     replica.begin_epoch(1)
     before = digest(replica)
-    for core in (replica, native.NativeReplica.of(replica)):
-        with pytest.raises(InvalidArgument, match="the last one is 0"):
-            core.apply(Step(1, 1, [Part(cache=Cache(jobs_failed=[1 << 30]))]))
+    wrong = {"the last one is 0": Cache(jobs_failed=[1 << 30]), "-1 is not 0 to 1": Cache(jobs_before=-1)}
+    for core, (problem, cache) in product((replica, native.NativeReplica.of(replica)), wrong.items()):
+        with pytest.raises(InvalidArgument, match=problem):
+            core.apply(Step(1, 1, [Part(cache=cache)]))
         assert digest(core) == before
+
+
+def test_a_replica_is_loaded_whose_row_asked_for_fewer_tokens_than_none():
+    """Found by the fuzzer: a row may take back more tokens than its request has."""
+    replica = Replica(replica_spec(state(), full()))
+    run = Run([0], extra=[-2])
+    replica.apply(Step(0, 1, [Part(news=News([0], [1], [7]), admit=Admit([0]))]))
+    replica.apply(Step(0, 2, [Part(run=run)]))
+    assert replica.requests.asked[0] == (2, -1)
+    assert export_state(native.NativeReplica.of(replica)) == export_state(replica)

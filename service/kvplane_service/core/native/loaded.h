@@ -92,7 +92,7 @@ class LoadedState {
         }
         for (const auto& [slot, row] : requests_.asked) {
             Slot(slot);
-            Numbers({row.first, row.second});
+            Numbers({row.first, std::max<Int>(row.second, 0)});  // a row with negative extra may end before 0
         }
         for (const auto& [slot, tokens] : requests_.hit_end) {
             Slot(slot);

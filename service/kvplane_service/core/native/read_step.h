@@ -67,7 +67,7 @@ inline void ReadCache(PyObject* object, Cache* cache) {
     cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
     cache->names_jobs = IsTrue(ATTRIBUTE(object, "jobs_done").get()) ||
                         IsTrue(ATTRIBUTE(object, "jobs_failed").get()) ||
-                        IsTrue(ATTRIBUTE(object, "jobs_before").get());
+                        Number(ATTRIBUTE(object, "jobs_before").get()) != 0;
 }
 
 inline void ReadNews(PyObject* object, News* news) {

@@ -55,9 +55,9 @@ def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: 
             if not 0 < job <= last:
                 field, problem = f"{where}cache.{name}[{row}]", f"job {job} was not ordered; the last one is {last}"
                 raise InvalidArgument(problem, field=field, remedy="report the jobs of Orders")
-    if cache.jobs_before > last + 1:
+    if not isinstance(cache.jobs_before, int) or not 0 <= cache.jobs_before <= last + 1:
         raise InvalidArgument(
-            f"job {cache.jobs_before} is after the last one, {last}",
+            f"{cache.jobs_before!r} is not 0 to {last + 1}, the number after the last job",
             field=f"{where}cache.jobs_before",
             remedy="give at most the number after the last job; epoch << 32 for the jobs of earlier lives",
         )
