@@ -218,6 +218,11 @@ def answer(value: Any) -> Callable[[Real], Real]:
     return lambda _: lambda *arguments: value
 
 
+def check_without_life(real: Real) -> Real:
+    """Continue an engine life by its epoch alone."""
+    return lambda self, request: real(self, replace(request, life_nonce=0))
+
+
 def ask_no_memory(real: Real) -> Real:
     """Ignore the owner epoch that the engine sends."""
     return lambda self, begun, request: real(self, begun, replace(request, owner_epoch=0))
@@ -978,6 +983,10 @@ TWINS: dict[str, Twin] = {
     "load concurrent with launches of the previous life": Twin(
         "a load of a new engine life starts after the launches of the previous life",
         (Patch("kvplane.base.stamp_table:StampTable._may_run", answer(False)),),
+    ),
+    "lives known by their number": Twin(
+        "a session continues only the engine life that its own stream began, whatever the epoch of another one is",
+        (Patch(f"{SERVICE}.replicas.host:ReplicaHost.check_open", check_without_life),),
     ),
     "owner epoch ignored": Twin(
         "the epoch of an engine life is above the owner epoch of the memory",

@@ -103,9 +103,10 @@ def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
 
     Exceptions: an opening that its engine abandoned and that a service reads late has old stamps if no worker could be
     claimed: from before a launch without an answer, or from before the steps of another life, which a service began
-    with the same epoch for the next attempt. No rank carries out orders of such a life.
+    with the same epoch for the next attempt. No rank carries out orders of such a life, also if ranks obey the other
+    one: services and this rule identify a life by the nonce of its opening (tests/store/test_equal_epochs.py).
     """
-    obeyed = {(record.place[0], record.epoch) for record in history.of(CarriedOut)}
+    obeyed = {(record.place[0], record.epoch, record.life) for record in history.of(CarriedOut)}
     invalid = defaultdict[str, set[int]](set)
     life_of: dict[tuple[str, int], int] = {}
     for _, record in history.records:
@@ -118,7 +119,7 @@ def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
         life = record.replica, record.epoch
         if life_of.get(life, record.life) != record.life:
             continue
-        given_up = invalid[record.replica] if life not in obeyed else set()
+        given_up = invalid[record.replica] if (*life, record.life) not in obeyed else set()
         for block, stamp in record.kept:
             says = {table[block] for table in record.shown}
             if not stamp or (says != {stamp} and not (block in given_up and says <= {0, stamp})):

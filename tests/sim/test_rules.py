@@ -113,6 +113,7 @@ def test_rule_finds_further_violations():
     assert list(RULES["epochs never go back"](history([h.Opened("a", 5, 5)])))
     late: list[Record] = [h.Invalidated(BESIDE, 4, (1,)), h.Began(1, "a", 5, 1, 0, ((1, 8),), (), (), ((0, 8), (0, 0)))]
     assert not list(RULES["the stamp table belongs to the memory"](history(late))), "an opening that was given up"
+    assert not list(RULES["the stamp table belongs to the memory"](history([*late, carried(1, life=2)])))
     assert list(RULES["the stamp table belongs to the memory"](history([*late, carried(1)])))
     assert list(RULES["the stamp table belongs to the memory"](history(late[1:])))
     wrong = began(kept=((1, 7),))
