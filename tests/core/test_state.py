@@ -44,6 +44,7 @@ class MirroredEngine(RandomEngine):
         if self.seq == 1:
             self.mirror = None  # a new engine life is not a step
         results = super().apply(parts)
+        assert not self.replica.tracker._withdrawn, "not exported"
         step = Step(self.epoch, self.seq, parts, executed_through=self.executed_through)
         if self.mirror is not None:
             assert self.mirror.apply(step).parts == results
@@ -136,7 +137,7 @@ def test_every_attribute_is_exported_or_named_as_a_setting(mix):
     columns = {*state_entries.REQUEST_COLUMNS, *state_entries.REQUEST_VALUES, *state_entries.BOUNDS}
     assert vars(requests).keys() == {"content", "hit_end", "hints"} | columns
     tracker: InFlightTracker = replica.tracker
-    settings = {"_blocks", "_requests", "_counters", "_safe"}
+    settings = {"_blocks", "_requests", "_counters", "_safe", "_withdrawn"}  # the last is empty between steps
     assert vars(tracker).keys() == settings | {*state_entries._tracker_state(tracker)}
     for manager in replica.coordinator.managers:
         assert vars(manager).keys() == SETTINGS | STATISTICS | {*manager.STATE} | (vars(manager).keys() & OWN_SETTINGS)
