@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
 from kvplane.base.hashing import native
 from kvplane.base.sources import ModelSource
 from kvplane.base.step import Budget
@@ -277,12 +277,13 @@ def test_describe_names_the_core_and_what_it_left_to_the_other_one(kvplane):
 
 def test_describe_and_doctor_say_why_a_replica_has_no_compiled_core(kvplane):
     with running() as service:
-        spec = encode_spec(replica_spec(full(page_bytes=64), tiers=(TierSpec(TierKind.HOST, 64),)))
+        tiers = (TierSpec(TierKind.HOST, 64),)
+        spec = encode_spec(replica_spec(full(page_bytes=64), tiers=tiers, eviction=EvictionPolicy.HAZARD))
         named = pb.RegisterReplicaRequest(replica="r", spec=spec, namespace_digest=b"w" * 32)
         service.allocation.RegisterReplica(named)
         replica = service.app.registry.get("r").host.replica
         reason = cores.reason_of(replica)
-        assert ("tiers" in reason) == (cores.describe() == "native")
+        assert ("hazard" in reason) == (cores.describe() == "native")
         for command in (["describe", "r"], ["doctor"]):
             _, out, _ = kvplane(*command, "--service", service.address)
             assert f"{cores.core_of(replica)} ({reason})" in out

@@ -128,6 +128,28 @@ FAULTS = [
     Fault("grants swap columns", "convert.h", "return one.stay.second;",
           "return one.num_tokens;"),
     Fault("a step always ends", "read_step.h", 'IsTrue(ATTRIBUTE(object, "last").get())', "true"),
+    Fault("a load evicts what it reads", "tiers/tier.h", "++pins[At(slot)];", ""),
+    Fault("shadows are evicted last", "tiers/tier.h", "queue == SlotState::kShadow ? kShadows : kRecents", "kRecents"),
+    Fault("keys that are being written are written again", "tiers/tier.h", "writing_.count() > 0", "false"),
+    Fault("all tiers are searched, however slow", "tiers/tiers.h", "number < static_cast<size_t>(depth)",
+          "number < each.size()"),
+    Fault("a reset of the cache leaves versions", "tiers/tiers.h", "InTime(version) > last_reset", "true"),
+    Fault("revoked slots keep their versions", "tiers/tiers.h", "orders.stamp.push_back(pool_.Draw());",
+          "orders.stamp.push_back(pool_.stamp[0]);"),
+    Fault("what is in flight is saved", "tiers/behind.h", "pool_.key_step[block] > pool_.executed_through", "false"),
+    Fault("the device's next victims stay shadows", "tiers/behind.h", "one.Refresh(slot);", ""),
+    Fault("a page that changed is saved", "tiers/loads.h", "is_done && pool_.stamp[write.block] == write.stamp",
+          "is_done"),
+    Fault("a dropped key is loaded", "tiers/loads.h", "tiers_.IsIntact(row.source)", "true"),
+    Fault("the hit on the device is evicted for the load", "tiers/loads.h",
+          "for (const Block block : on_device) pool_.Touch(block);", ";"),
+    Fault("loads of failed requests keep their keys", "tiers/loads.h", "tiers_.Drop(row.key);", ""),
+    Fault("a load begins before the last use of its pages", "tiers/loads.h",
+          "const Int after = pool_.LastUse(std::set<Block>(filled.begin(), filled.end()));", "const Int after = 0;"),
+    Fault("a load is done before it could start", "tiers/checks.h", "load->second.after <= executed_through", "true"),
+    Fault("pins of a loaded state are lost", "tiers/entries.h",
+          "++TierAt(row.source.tier).pins[static_cast<size_t>(row.source.slot)];", ""),
+    Fault("a request runs while its hit is loaded", "in_flight.h", "if (LoadsFromTiers(slot)) none.insert(slot);", ""),
 ]  # fmt: skip
 
 
@@ -171,7 +193,7 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.core import native
-    from tests.core import test_open_step
+    from tests.core import test_open_step, test_tier_contents
     from tests.core.builders import REFERENCE, SAFE, replica_spec
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
@@ -186,6 +208,11 @@ def checks() -> Iterator[tuple[str, object]]:
                     yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
         for mix, seed in ENDS_INSIDE:
             yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
+        for seed in range(3):  # of tests/core/test_native_tiers.py
+            for mix, (groups, changes) in MIXES.items():
+                if native.is_supported(replica_spec(*groups, **changes)):
+                    play_tiers = partial(test_tier_contents.run, mix, seed, 80)
+                    yield f"tiers of {mix}, seed {seed}", play_tiers
     for case in CASES:
         yield case.__name__, case
     with paired():

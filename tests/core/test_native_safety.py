@@ -21,6 +21,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core.builders import full, replica_spec
 from tests.core.test_page_contents import run
+from tests.core.test_tier_contents import run as with_tiers
 
 native = pytest.importorskip(
     "kvplane_service.core.native",
@@ -189,9 +190,10 @@ def recovered(core, **changes):
     return core, *{**given, **changes}.values()
 
 
-SPEC_OF_50: tuple[list[int], list[list[int]]] = (
+SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]]] = (
     native.settings(replica_spec(full(), num_blocks=50), 32),
     [native.of_group(full())],
+    [],
 )
 ARGUMENTS = {
     "drop_keys of a block before the first": lambda core: _native.drop_keys(core, -1, 10, None),
@@ -230,9 +232,16 @@ ARGUMENTS = {
     "dump_blocks of fewer blocks than none": lambda core: _native.dump_blocks(core, 0, -1),
     "dump_free behind a block that is not there": lambda core: _native.dump_free(core, 101, 10),
     "dump_free of more blocks than there are": lambda core: _native.dump_free(core, 0, 102),
-    "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]]),
-    "new with hashes of 0 tokens": lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1]),
-    "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]]),
+    "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]], []),
+    "new with hashes of 0 tokens": lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1], []),
+    "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]], []),
+    "new with a tier of no slot": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 0)]),
+    "new with tiers of more slots than there are ids": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 1 << 40)]),
+    "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0),
+    "end_tier of a tier that is not there": lambda core: _native.end_tier(core, 0, -1, 9, array("Q")),
+    "tier_of a negative group": lambda core: _native.tier_of(core, "", -1, b"d" * 32),
+    "keys of a slot without tiers": lambda core: _native.keys(core, [101]),
+    "install_slots without tiers": lambda core: _native.install_slots(core, [(101, "", 0, b"d" * 32, 1)]),
 }  # fmt: skip
 
 
@@ -325,9 +334,12 @@ def use(spec, core):
     return errors
 
 
-@pytest.mark.parametrize("mix", ["window and full", "checkpoints and drafts", "three sizes, hits inside blocks"])
-def test_a_damaged_state_is_refused_or_does_no_harm(mix):
-    rng, engine = Random(mix), run(mix, 3)
+MIXES = ["window and full", "checkpoints and drafts", "three sizes, hits inside blocks"]
+
+
+@pytest.mark.parametrize(("mix", "play"), [*((mix, run) for mix in MIXES), (MIXES[0], with_tiers)])
+def test_a_damaged_state_is_refused_or_does_no_harm(mix, play):
+    rng, engine = Random(mix), play(mix, 3)
     spec, entries, kinds = engine.spec, dict[str, list[object]](), dict[object, list[tuple[object, ...]]]()
     for name, value in engine.replica.state_entries():
         entries.setdefault(name, []).append(value)
@@ -337,6 +349,7 @@ def test_a_damaged_state_is_refused_or_does_no_harm(mix):
     made = [
         native.settings(spec, native.NativeReplica(spec).digest_size),
         [native.of_group(one) for one in spec.groups],
+        native.of_tiers(spec),
     ]
     _native.load(core := _native.new(*made), state)
     assert use(spec, core) == 0

@@ -10,14 +10,11 @@ from hypothesis import strategies as st
 
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.tiers import behind
-from tests.core import page_scheduler
 from tests.core.builders import replica_spec
 from tests.core.test_page_contents import MIXES
-from tests.core.tier_engine import TierEngine
+from tests.core.tier_engine import TierEngine, small_pools
 
 STEPS = 80
-HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
 
 
 def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
@@ -28,10 +25,7 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     host, disk = TierSpec(TierKind.HOST, rng.choice([12, 60, 200])), TierSpec(TierKind.DISK, rng.choice([10, 300]))
     tiers = rng.choice([(host,), (host, disk), (host, disk), (disk,)])
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
-    with pytest.MonkeyPatch.context() as patch:
-        # In pools so small, half of what is free is gone before it is saved.
-        patch.setattr(behind, "AHEAD_SHARE", 1)
-        patch.setattr(page_scheduler, "HEADS", HEADS)
+    with small_pools():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
         for _ in range(steps):
             engine.step()

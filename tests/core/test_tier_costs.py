@@ -9,7 +9,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
-from tests.core.builders import GRANTED, digests, full
+from tests.core.builders import GRANTED, digests, full, with_twin
 from tests.core.test_tiers import DISK, HOST, Mover
 
 TEXT = "aaaabbbbcccc"  # three blocks of four tokens
@@ -76,6 +76,8 @@ def test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded():
     slot = disk.take_slot()
     assert slot is not None
     disk.store(key, slot, version)
+    engine.tiers.take_events()
+    engine.replica = with_twin(engine.replica.reference())
     engine.cache(costs_ns=[100, 10, 10**9])
     asked = engine.ask(3, TEXT + "x")
     assert asked.hit == 8

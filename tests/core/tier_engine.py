@@ -11,7 +11,8 @@ keys of slots from a store that has lost its tail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,13 +20,37 @@ from typing import Any
 from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from kvplane_service.core.tiers import behind
 from kvplane_service.replicas.stamps import slots_alone
+from tests.core import page_scheduler
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
 from tests.core.page_scheduler import RandomScheduler
 
 Slot = tuple[int, int]  # tier and slot
+HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
+
+
+@contextmanager
+def small_pools() -> Iterator[None]:
+    """Look at all that is evicted next: a tenth of these pools is a block or two. And ask for longer prompts again."""
+    before = behind.AHEAD_SHARE, page_scheduler.HEADS
+    behind.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
+    try:
+        yield
+    finally:
+        behind.AHEAD_SHARE, page_scheduler.HEADS = before
+
+
+def slots_of(core: Any) -> object:
+    """What the service reads of the tiers."""
+    tiers = core.tiers
+    names = ("num_slots", "num_held", "num_shadows", "num_free", "hit_tokens", "uses")
+    counts = [[getattr(tier, name) for name in names] for tier in tiers.each]
+    last = tiers.last_job if counts else 0  # without tiers it is no part of the state
+    jobs = [tiers.load_after(job) for job in range(max(1, last - 9), last + 2)]
+    return counts, tiers.counters, tiers.has_keys, tiers.open_jobs(), last, jobs, tiers.stored_events()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, Run
+from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run
 from kvplane_service.core.replica import Replica
 
 SLOTS = range(6)
@@ -82,7 +82,7 @@ class StepSource:
         part = Part(with_hashes=draw.chance(10), with_tables=draw.chance(10))
         if live and draw.chance(70):
             part.facts = self._facts(replica, draw.some([slot for slot in live if not requests.held[slot]]), seq)
-        if draw.chance(25):
+        if draw.chance(60 if replica.spec.tiers else 25):
             part.cache = self._cache(replica, seq)
         if free and draw.chance(50):
             part.news = self._news(replica, draw.some(free))
@@ -91,6 +91,9 @@ class StepSource:
             part.run = self._run(draw.some(live), coming)
         if coming and draw.chance(70):
             part.admit = self._admit(draw.some([slot for slot in coming if slot not in part.run.slot] or coming))
+            if replica.spec.tiers and draw.chance(75):
+                part.admit.flags = [int(RowFlag.LOAD)] * len(part.admit.slot)
+                part.admit.external = []
         if coming and draw.chance(20):
             part.peek = Peek(draw.some(coming), with_blocks=draw.chance(50))
             part.peek.limit = self._column(part.peek.slot, 20, lambda: draw.below(70))
@@ -135,24 +138,39 @@ class StepSource:
         return facts
 
     def _cache(self, replica: Replica, seq: int) -> Cache:
-        draw, requests = self.source, replica.requests
+        draw, requests, has_tiers = self.source, replica.requests, bool(replica.spec.tiers)
         held = [one for one in requests.slots() if requests.held[one] or one in requests.loading]
         cache = Cache(
             released=list(dict.fromkeys(draw.some(held))),
-            reset=draw.chance(15),
+            reset=draw.chance(2 if has_tiers else 15),  # what the tiers have is lost too
             loads_over=draw.some(replica.busy_blocks),
         )
         if draw.chance(30):
             cache.failed_steps = draw.some(range(replica.executed_through + 2, seq))
-        if draw.chance(50):
+        if draw.chance(10 if has_tiers else 50):
             cache.evicted = [1 + draw.below(replica.spec.num_blocks - 1) for _ in range(draw.below(4))]
+        if has_tiers:
+            self._end_jobs(replica, cache)
         return cache
+
+    def _end_jobs(self, replica: Replica, cache: Cache) -> None:
+        """Ends of jobs in flight, sometimes of a load that cannot have begun."""
+        draw, tiers = self.source, replica.tiers
+        jobs = tiers.jobs.numbers()
+        started = [job for job in jobs if tiers.load_after(job) <= replica.executed_through]
+        cache.jobs_done = draw.some(jobs if draw.chance(5) else started)
+        cache.jobs_failed = draw.some(jobs) if draw.chance(15) else []
+        if draw.chance(5):
+            cache.jobs_before = draw.pick([*jobs, tiers.last_job + 1])
+        if draw.chance(10):
+            cache.costs_ns = [draw.pick([0, 5, 100]) for _ in range(1 + len(tiers.each))]
 
     def _news(self, replica: Replica, slots: list[int]) -> News:
         draw, spec = self.source, replica.spec
         news = News(slots, [1 + draw.below(min(40, spec.max_model_len)) for _ in slots])
         for slot in slots:
-            self.scripts[slot] = (draw.below(2), draw.below(2), draw.below(3))
+            # With tiers few texts, so that what has left the device is asked for again.
+            self.scripts[slot] = (draw.below(2), 0, 0) if spec.tiers else (draw.below(2), draw.below(2), draw.below(3))
         if draw.chance(50):
             for slot, count in zip(slots, news.num_tokens, strict=True):
                 news.tokens += self._text(slot, 0, count)

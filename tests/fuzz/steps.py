@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.step import ExtraKeys, Part, Step
 from kvplane_service.core import native
 from kvplane_service.core.inspect import check
@@ -32,9 +32,10 @@ from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window
 from tests.core.test_page_contents import MIXES
+from tests.core.tier_engine import TierEngine, slots_of, small_pools
 from tests.fuzz.drawn_steps import EDGES, SECTIONS, Source, StepSource
 
-MOST_STEPS = 40
+MOST_STEPS = 80
 MORE: list[tuple[list[GroupSpec], dict[str, Any]]] = [  # kinds that no honest engine plays
     ([full(), cross()], {"enable_caching": False}),
     ([sinks(8), ring()], {}),
@@ -61,11 +62,12 @@ def new_twin(spec: ReplicaSpec) -> TwinReplica:
 
 @contextmanager
 def twin_engines() -> Iterator[None]:
-    """Page engines have twins."""
+    """Page engines have twins. Those with tiers save all that is evicted next, and ask for long prompts again."""
     real = vars(page_engine)["new_replica"]
     vars(page_engine)["new_replica"] = new_twin
     try:
-        yield
+        with small_pools():
+            yield
     finally:
         vars(page_engine)["new_replica"] = real
 
@@ -89,18 +91,25 @@ class Program:
     def __init__(self, source: Source) -> None:
         self.source, self.steps = source, StepSource(source, source.pick([32] * 9 + [16]))
         self.counts = dict.fromkeys(
-            ("steps", "refused", "broken", "strange", "lives", "recoveries", "questions", "admitted"), 0
+            (
+                *("steps", "refused", "broken", "strange", "lives", "recoveries", "questions", "admitted"),
+                *("with tiers", "saves", "jobs done", "saved", "loaded", "moved"),
+            ),
+            0,
         )
         mixes = [*MIXES.values(), *MORE]
-        number = source.below(len(mixes))
+        has_tiers, number = divmod(source.below(2 * len(mixes)), len(mixes))
         groups, changes = mixes[number]
-        blocks = {"num_blocks": source.pick([10, 16, 24, 40]), **changes}
+        blocks = {"num_blocks": source.pick([10, 12, 16, 20] if has_tiers else [10, 16, 24, 40]), **changes}
         spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
         spec = replace(spec, events=not source.chance(10))
         if source.chance(20):
             spec = replace(spec, commit=CommitRule.REFERENCE)
         if source.chance(10):
             spec = _extreme(source, spec)
+        if has_tiers:
+            spec = _tiered(source, spec)
+        self.counts["with tiers"] += bool(spec.tiers)
         self.spec, self.shown = spec, list[int]()
         is_played = number < len(MIXES) and spec.commit is CommitRule.SAFE and spec.events
         self.twin = self._play() if is_played and source.chance(60) else new_twin(spec)
@@ -110,21 +119,25 @@ class Program:
         """The replica of an honest engine after some steps."""
         source = self.source
         drafts = 2 if states_for_drafts(self.spec) is None else min(2, states_for_drafts(self.spec) or 0)
-        engine = page_engine.RandomEngine(self.spec, Random(source.below(256) << 8 | source.below(256)), drafts)
-        for _ in range(source.below(24)):
+        kind = TierEngine if self.spec.tiers else page_engine.RandomEngine
+        engine = kind(self.spec, Random(source.below(256) << 8 | source.below(256)), drafts)
+        for _ in range(30 + source.below(60) if self.spec.tiers else source.below(24)):
             engine.step()
         return engine.replica  # type: ignore[return-value]
 
     def run(self) -> None:
         """Draw operations until the bytes end."""
         acts: list[Callable[[], object]] = [self.life, self.recover, self.recover, self.ask, self.move, self.events]
+        others = 10 if self.spec.tiers else 25
         for _ in range(MOST_STEPS):
             if self.source.is_over:
                 break
-            act = acts[self.source.below(len(acts))] if self.source.chance(25) else self.step
+            act = acts[self.source.below(len(acts))] if self.source.chance(others) else self.step
             act()
         self.ask()
         _equal("state", digest(self.twin.first), digest(self.second))
+        counters = self.twin.first.tiers.counters
+        self.counts |= {"saved": counters.saved, "loaded": counters.loaded, "moved": counters.moved}
 
     @property
     def second(self) -> native.NativeReplica:
@@ -163,6 +176,9 @@ class Program:
             self._both_break(step, error)
             return False
         self.counts["admitted"] += sum(status == 1 for part in result.parts for status in part.admit_status)
+        self.counts["jobs done"] += sum(len(part.cache.jobs_done) for part in step.parts if self.spec.tiers)
+        for part in result.parts:
+            self.counts["saves"] += len(part.orders.save_job)
         if _is_plain(step):
             _equal("fall-backs", fallbacks, self.second.fallbacks)
             if self.spec.commit is CommitRule.SAFE:
@@ -188,14 +204,19 @@ class Program:
 
     def _stamps(self, whole: bool = False) -> list[int]:
         """The stamps of a memory: those of the pool, of a time before, or others; not all of them, unless `whole`."""
-        source, pool = self.source, self.twin.first.coordinator.pool
-        shown = list(pool.stamp)
+        source, now = self.source, self._versions()
+        shown = list(now)
         if source.chance(30):
             shown = (self.shown + shown)[: len(shown)]
         for _ in range(source.below(4)):
             shown[source.below(len(shown))] = source.pick([0, 1, (1 << 64) - 1, shown[-1]])
-        self.shown = list(pool.stamp)
+        self.shown = now
         return shown if whole else [] if source.chance(15) else shown[: len(shown) - source.pick([0, 0, 0, 1])]
+
+    def _versions(self) -> list[int]:
+        """The stamps of a memory that has all that the core knows: of blocks, then of slots of tiers."""
+        pool, tiers = self.twin.first.coordinator.pool, self.twin.first.tiers
+        return [*pool.stamp, *(tier.version.get(slot, 0) for tier in tiers.each for slot in range(tier.num_slots))]
 
     def life(self) -> None:
         """Another engine life begins."""
@@ -222,6 +243,7 @@ class Program:
         _equal("recovered keys", _entries(self.twin.first), _entries(other))
         self.twin.first.take_events()
         self.twin._second = other
+        _equal("recovered tiers", slots_of(self.twin.first), slots_of(other))
         self._begin()
 
     def _begin(self) -> None:
@@ -234,6 +256,7 @@ class Program:
         """Events of an engine life are equal on both cores, and taken."""
         self.second.take_events()
         self.twin.first.take_events()
+        self.twin.tiers.take_events()
 
     def move(self) -> None:
         """The state goes through its bytes, and through the compiled core."""
@@ -257,6 +280,7 @@ class Program:
             _equal(name, getattr(first, name)(), getattr(second, name)())
         _equal("entries", _entries(first), _entries(second))
         _equal("stored_events", _keys(first), _keys(second))
+        _equal("tiers", slots_of(first), slots_of(second))
         for slot in first.requests.slots():
             self._ask_of(slot)
         limits = [0, 1, 9, 64, 1 << 20, *EDGES[:4]]
@@ -265,6 +289,9 @@ class Program:
             most = source.pick(limits)
             domain = source.pick(["", "d", "unknown"])
             _equal("lookup", first.lookup(list(digests), domain, most), second.lookup(list(digests), domain, most))
+            if self.spec.enable_caching:
+                of_tiers = [core.explain(list(digests), domain, most).missing for core in (first, second)]
+                _equal("what is missing", *of_tiers)
         _equal("count_granted", first.count_granted(first.seq), second.count_granted(first.seq))
 
     def _ask_of(self, slot: int) -> None:
@@ -296,6 +323,17 @@ def _extreme(source: Source, spec: ReplicaSpec) -> ReplicaSpec:
     else:
         of_replica = ["prefill_lookahead", "retention_interval", "scheduler_block_size", "watermark_blocks"]
         made = replace(spec, **{source.pick(of_replica): value})
+    with suppress(KvplaneError):
+        check_spec(made)
+        return made
+    return spec
+
+
+def _tiered(source: Source, spec: ReplicaSpec) -> ReplicaSpec:
+    """A spec with tiers; the given one if that is refused."""
+    host = TierSpec(TierKind.HOST, source.pick([3, 12, 60]))
+    disk = TierSpec(TierKind.DISK, source.pick([2, 10, 80]))
+    made = replace(spec, tiers=source.pick([(host,), (host, disk), (host, disk), (disk,)]))
     with suppress(KvplaneError):
         check_spec(made)
         return made
@@ -349,7 +387,9 @@ def _equal(name: str, one: object, other: object) -> None:
 
 
 def seeds() -> Iterator[bytes]:
-    """Programs for each spec."""
-    for number in range(len(MIXES) + len(MORE)):
-        for seed in range(2):
-            yield bytes([number, *Random(number * 8 + seed).randbytes(900)])
+    """Programs for each spec, without tiers and with."""
+    count = len(MIXES) + len(MORE)
+    for number in range(2 * count):
+        for seed in range(2 if number < count else 5):
+            size = 900 if number < count else 2500  # until what was saved is evicted and asked for again
+            yield bytes([number, *Random(number * 8 + seed).randbytes(size)])

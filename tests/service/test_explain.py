@@ -311,7 +311,8 @@ def test_explain_cached_with_another_image():
     assert summary(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NO_STEP)
 
 
-def test_explain_block_that_only_a_tier_has():
+def test_explain_block_that_only_a_tier_has(monkeypatch):
+    monkeypatch.setenv("KVPLANE_CORE", "python")  # which the test writes to
     spec = replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9)))
     desk = Desk(spec)
     desk.serve("a", "aaaab")
@@ -330,6 +331,7 @@ def test_explain_block_that_only_a_tier_has():
     [(Cause.TOO_SLOW, (900, 800)), (Cause.NO_JOB, (0, 0)), (Cause.WAITS, (0, 0)), (Cause.GIVEN_UP, (0, 0))],
 )
 def test_explain_hit_of_a_tier_that_is_not_loaded(cause, times, monkeypatch):
+    monkeypatch.setenv("KVPLANE_CORE", "python")  # which the test writes to
     desk = Desk(replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9))))
     desk.serve("a", "aaaab")
     tiers = desk.world.host.replica.reference().coordinator.tiers

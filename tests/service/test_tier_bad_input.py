@@ -69,15 +69,6 @@ def test_tiers_without_a_name_of_their_content_are_refused():
     assert len(registry) == 0
 
 
-def test_tiers_on_a_compiled_core_are_refused(monkeypatch):
-    monkeypatch.setenv("KVPLANE_CORE", "native")
-    registry = Registry(LIMITS, lambda: 0)
-    with pytest.raises(InvalidArgument) as refused:
-        registry.register("r", Registration(spec_of(tiers=(HOST,)), namespace_digest=NAMED))
-    names_remedy(refused.value, "tiers")
-    assert len(registry) == 0
-
-
 def tier_of(kind: int) -> replica_pb2.TierSpec:
     message: replica_pb2.TierSpec = json_format.ParseDict({"kind": kind, "num_blocks": 3}, replica_pb2.TierSpec())
     return message

@@ -48,7 +48,7 @@ def test_a_key_that_is_not_trusted_leaves_the_tiers_too():
     for fill in range(12):
         served.serve(fill)
     pool = served.host.replica.reference().coordinator.pool
-    saved = {key for tier in served.host.replica.tiers.each for key, _ in tier.in_order()}
+    saved = {key for tier in served.host.replica.reference().tiers.each for key, _ in tier.in_order()}
     block = next(block for block in range(1, pool.num_blocks) if pool.key_of(block) in saved)
     served.step(evicted=[block])
     assert (EventKind.REMOVED, RemoveReason.DROPPED) in served.of(Medium.HOST)

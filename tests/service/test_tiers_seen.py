@@ -68,7 +68,7 @@ def described(served):
 
 
 def test_metrics_count_what_the_tiers_hold_and_did(served):
-    metrics, tiers = metrics_of(served), served.host.replica.tiers
+    metrics, tiers = metrics_of(served), served.host.replica.reference().tiers
     for tier, name in zip(tiers.each, ("host", "disk"), strict=True):
         slots = {
             state: metrics[f'kvplane_tier_slots{{replica="r",state="{state}",tier="{name}"}}']
@@ -113,7 +113,7 @@ def test_a_replica_without_tiers_has_no_sample():
 
 
 def test_describe_has_each_tier_and_group(served):
-    answer, tiers = described(served), served.host.replica.tiers
+    answer, tiers = described(served), served.host.replica.reference().tiers
     assert [one.kind for one in answer.tiers] == [TIER_KIND_HOST, TIER_KIND_DISK]
     for one, tier in zip(answer.tiers, tiers.each, strict=True):
         assert (one.num_blocks, one.held_blocks, one.hit_tokens) == (tier.num_slots, len(tier.key), tier.hit_tokens)

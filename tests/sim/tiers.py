@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -25,13 +24,11 @@ from kvplane.base.step import Cache, Part, StepResult
 from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.tiers import behind
 from kvplane_worker.tiers import MoverMemory, Movers
 from kvplane_worker.tiers.kept import kept_of
 from kvplane_worker.tiers.movers import Job
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import SlotCounts
-from tests.core import page_scheduler
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Texts
 from tests.core.tier_engine import TierScheduler, copy_of
@@ -41,22 +38,10 @@ from tests.sim.engine import EngineLife
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
-HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
 _ACT_S = 0.01  # between two acts of a mover
 _LOOK_S = 0.004
 _LOST_S = 1.0
 Pause = Callable[[], None]
-
-
-@contextmanager
-def small_pools() -> Iterator[None]:
-    """Look at all that is evicted next, in these small pools. And ask for longer prompts again."""
-    before = behind.AHEAD_SHARE, page_scheduler.HEADS
-    behind.AHEAD_SHARE, page_scheduler.HEADS = 1, HEADS
-    try:
-        yield
-    finally:
-        behind.AHEAD_SHARE, page_scheduler.HEADS = before
 
 
 def draw_tiers(rng: Random) -> tuple[TierSpec, ...]:

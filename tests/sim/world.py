@@ -18,6 +18,7 @@ from kvplane.sansio.owners import Owners
 from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
+from tests.core.tier_engine import small_pools
 from tests.sim import history, rules
 from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
@@ -27,7 +28,7 @@ from tests.sim.mirrored import MirrorChaos, MirroredLife
 from tests.sim.network import Network, Server
 from tests.sim.service import ADDRESSES, Service
 from tests.sim.store import WildStore
-from tests.sim.tiers import SimTiers, TieredLife, draw_tiers, small_pools
+from tests.sim.tiers import SimTiers, TieredLife, draw_tiers
 from tests.sim.transport import owners_at
 from tests.sim.workers import Processes, RankMemory, Worker, plan_of
 

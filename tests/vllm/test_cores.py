@@ -12,6 +12,7 @@ from kvplane_vllm import cores
 from tests.core.builders import full, replica_spec, state, window
 
 SPEC = replica_spec(full(), window(6))
+HOST = (TierSpec(TierKind.HOST, 64),)
 
 
 @pytest.fixture
@@ -32,6 +33,8 @@ def native():
         ("twin", SPEC, False),
         ("native", replica_spec(full(), state()), True),
         ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), True),
+        ("auto", replica_spec(full(), tiers=HOST), True),
+        ("auto", replica_spec(full(), tiers=HOST, eviction=EvictionPolicy.HAZARD), False),
     ],
 )
 def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spec, is_compiled):
@@ -43,8 +46,8 @@ def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spe
 
 def test_a_required_core_that_cannot_decide_is_an_error(native, monkeypatch):
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="tiers"):
-        cores.new_core(replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),)))
+    with pytest.raises(InvalidArgument, match="tiers with the policy hazard"):
+        cores.new_core(replica_spec(full(), tiers=HOST, eviction=EvictionPolicy.HAZARD))
     monkeypatch.setattr(cores, "problem_of", lambda folder: f"{folder.name} is of other sources")
     with pytest.raises(FailedPrecondition, match="native is of other sources"):
         cores.new_core(SPEC)

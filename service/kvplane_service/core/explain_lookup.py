@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.lookup import Hit, LookupClass, PrefixLookup, Search
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
-from kvplane_service.core.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from kvplane_service.core.interface import TiersView
 
 Found: TypeAlias = list[int] | None
 
@@ -69,7 +71,9 @@ class Prefix(NamedTuple):
 class LookupExplainer:
     """Explains look-ups in the prefix cache of a replica, or in any cache that has a `find` function (`over`)."""
 
-    def __init__(self, spec: ReplicaSpec, lookup: PrefixLookup, pool: BlockPool, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(
+        self, spec: ReplicaSpec, lookup: PrefixLookup, pool: BlockPool, tiers: TiersView | None = None
+    ) -> None:
         """`tiers`: where blocks that the pool lacks may be."""
         self._spec = spec
         self._lookup = lookup
@@ -77,7 +81,9 @@ class LookupExplainer:
         self._tiers = tiers
 
     @classmethod
-    def over(cls, spec: ReplicaSpec, find: Callable[[str, Sequence[int], bytes], Found]) -> LookupExplainer:
+    def over(
+        cls, spec: ReplicaSpec, find: Callable[[str, Sequence[int], bytes], Found], tiers: TiersView | None = None
+    ) -> LookupExplainer:
         """Return an explainer for another cache: `find(domain, groups, digest)` answers as `BlockPool.find` does."""
         sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
         coordinator = Coordinator(replace(spec, num_blocks=sinks + 2), Requests())
@@ -85,7 +91,7 @@ class LookupExplainer:
         for manager in coordinator.managers:
             manager.pool = pool
         coordinator.lookup.index = pool
-        return cls(spec, coordinator.lookup, pool)
+        return cls(spec, coordinator.lookup, pool, tiers)
 
     def explain(self, prefix: Prefix) -> LookupExplanation:
         """Look the prefix up, and explain what limits the length of its hit."""
@@ -127,8 +133,7 @@ class LookupExplainer:
             digest = prefix.digests[end // size - 1]
             for group in ask.one.groups:
                 if self._pool.find(prefix.domain, (group,), digest, prefix.horizon) is None:
-                    key = prefix.domain, group, digest
-                    tier = next((one.number for one in self._tiers if one.find(key) is not None), None)
+                    tier = self._tiers.tier_of(prefix.domain, group, digest) if self._tiers is not None else None
                     return MissingPrefix(group, (end - 1) // block_size * block_size, end, end // size, tier)
         return None
 

@@ -19,7 +19,7 @@ from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplanation
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
-from kvplane_service.core.tiers.tier import Tier
+from kvplane_service.core.tiers.tier import GroupUse
 from kvplane_service.core.tiers.tiers import TierCounters
 
 if TYPE_CHECKING:
@@ -106,11 +106,39 @@ class GroupView(Protocol):
         """Whether a hit of n tokens implies hits of all smaller lengths, as for full attention."""
 
 
+class TierView(Protocol):
+    """One tier of a replica."""
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+
+    @property
+    def num_held(self) -> int:
+        """Number of slots with a key."""
+
+    @property
+    def num_shadows(self) -> int:
+        """Number of keys that the device has again."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that can be written without an eviction."""
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens by which loads made hits longer, where this is the farthest tier that they read."""
+
+    @property
+    def uses(self) -> Sequence[GroupUse]:
+        """Blocks by group."""
+
+
 class TiersView(Protocol):
     """The tiers of a replica, none at least."""
 
     @property
-    def each(self) -> Sequence[Tier]:
+    def each(self) -> Sequence[TierView]:
         """Each tier, the nearest first. They are only read."""
 
     @property
@@ -121,6 +149,9 @@ class TiersView(Protocol):
     def has_keys(self) -> bool:
         """Whether a tier has a key."""
 
+    def tier_of(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the number of the nearest tier that has a key; None if none has."""
+
     def open_jobs(self) -> dict[str, int]:
         """Return the number of jobs in flight: loads, saves, moves."""
 
@@ -129,26 +160,6 @@ class TiersView(Protocol):
 
     def take_events(self) -> list[CacheEvent]:
         """Return and clear the events that are not in the result of a part."""
-
-
-class NoTiers:
-    """The view of a core that has no tiers."""
-
-    each: Sequence[Tier] = ()
-    counters = TierCounters()
-    has_keys = False
-
-    def open_jobs(self) -> dict[str, int]:
-        """There is none."""
-        return {}
-
-    def stored_events(self) -> list[CacheEvent]:
-        """There are none."""
-        return []
-
-    def take_events(self) -> list[CacheEvent]:
-        """There are none."""
-        return []
 
 
 class ReplicaCore(Protocol):

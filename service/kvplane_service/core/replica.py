@@ -245,7 +245,7 @@ class Replica:
 
     def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
         """Explain the length of the hit that `lookup` finds with the same arguments. Changes nothing."""
-        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.tiers.each)
+        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.tiers)
         return explainer.explain(Prefix(digests, domain, num_tokens - 1, self._horizon))
 
     @property

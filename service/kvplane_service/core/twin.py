@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.step import PartResult, Step, StepResult
+from kvplane.base.step import CacheEvent, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
 from kvplane_service.core.replica import Replica
@@ -15,6 +15,7 @@ from kvplane_service.core.state import digest, export_state, load_state
 
 if TYPE_CHECKING:
     from kvplane_service.core.interface import ReplicaCore
+    from kvplane_service.core.tiers.tiers import Tiers
 
 KEPT_STEPS = 200
 _COLUMNS = [column.name for column in fields(PartResult)]
@@ -59,7 +60,7 @@ class TwinReplica(_Base):
         self._make = second or (lambda replica: load_state(replica.spec, export_state(replica)))
         self._reloads, self._check_every = second is None, check_every
         self._second: ReplicaCore | None = None
-        self._lacks_events = False  # the second core was made after the first one's events
+        self._lacks_events = self._lacks_tier_events = False  # the second core was made after the first one's events
         self._before, self._steps = b"", list[Step]()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
@@ -141,6 +142,20 @@ class TwinReplica(_Base):
         self._lacks_events = False
         return events
 
+    @property
+    def tiers(self) -> Tiers:  # type: ignore[override]
+        """The tiers of the first core, the taking of whose events also takes the second one's."""
+        return cast("Tiers", _TwinTiers(self))
+
+    def _take_tier_events(self) -> list[CacheEvent]:
+        events = self.first.tiers.take_events()
+        if self._second is not None:
+            others = self._second.tiers.take_events()
+            if not self._lacks_tier_events:
+                self._require("tier events", events, others)
+        self._lacks_tier_events = False
+        return events
+
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
         """Install recovered keys on both cores."""
         if self._reloads:  # a pool takes ownership of the columns
@@ -167,8 +182,11 @@ class TwinReplica(_Base):
                 self._second = self._make(self.first)
             finally:
                 pool.events, pool.stamped = events, stamped
-            self._lacks_events = bool(events)
+            self._lacks_events, self._lacks_tier_events = bool(events), self._has_tier_events()
         return self._second
+
+    def _has_tier_events(self) -> bool:
+        return any(tier.events for tier in self.first.tiers.each)
 
     def _compare(self, result: StepResult, other: StepResult) -> None:
         self._require("published_through", result.published_through, other.published_through)
@@ -185,6 +203,20 @@ class TwinReplica(_Base):
     def reference(self) -> Replica:
         """Return the first core."""
         return self.first
+
+
+class _TwinTiers:
+    """The tiers of the first core of twins."""
+
+    def __init__(self, twin: TwinReplica) -> None:
+        self._twin = twin
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._twin.first.tiers, name)
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return and clear the events of both cores."""
+        return self._twin._take_tier_events()
 
 
 def _attempt(core: ReplicaCore, step: Step) -> tuple[StepResult | None, KvplaneError | None]:

@@ -36,8 +36,7 @@ from kvplane.base.step import (
 from kvplane_service.core.policies import check_hints
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.tiers.checks import check_jobs, check_load_rows
-from kvplane_service.core.tiers.tiers import Tiers
+from kvplane_service.core.tiers.checks import OrderedJobs, check_jobs, check_load_rows
 
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
@@ -75,7 +74,7 @@ class StepValidator:
         requests: Requests,
         executed_through: int,
         busy: Collection[int] = (),
-        tiers: Tiers | None = None,
+        tiers: OrderedJobs | None = None,
     ) -> None:
         """`busy`: blocks that loads of earlier engine lives may still write. `tiers`: None = there are none."""
         self._spec = spec

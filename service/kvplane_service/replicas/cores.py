@@ -30,7 +30,7 @@ _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
-LACKS_TIERS = "the compiled core does not have tiers"
+LACKS_HAZARD = "the compiled core does not have tiers with the policy hazard"
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
 
 
@@ -99,7 +99,7 @@ def reason_of(replica: ReplicaCore) -> str:
         return str(getattr(replica, "fallback_reason", ""))
     if _choice() != AUTO:
         return f"{VARIABLE}={_choice()}"
-    return (_problem() or NOT_INSTALLED) if _native() is None else LACKS_TIERS
+    return (_problem() or NOT_INSTALLED) if _native() is None else LACKS_HAZARD
 
 
 def _select(
@@ -114,8 +114,8 @@ def _select(
         return native(compiled)
     if choice == "native":
         raise InvalidArgument(
-            LACKS_TIERS,
-            field="tiers",
+            LACKS_HAZARD,
+            field="eviction",
             remedy=f"start the service with {VARIABLE}={AUTO}",
         )
     return python()

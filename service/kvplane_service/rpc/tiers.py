@@ -14,8 +14,8 @@ def encode_tiers(replica: ReplicaCore) -> list[pb.TierStatus]:
         pb.TierStatus(
             kind=f"TIER_KIND_{spec.kind.name}",
             num_blocks=tier.num_slots,
-            held_blocks=len(tier.key),
-            shadow_blocks=len(tier.shadows),
+            held_blocks=tier.num_held,
+            shadow_blocks=tier.num_shadows,
             free_blocks=tier.num_free,
             hit_tokens=tier.hit_tokens,
             groups=[

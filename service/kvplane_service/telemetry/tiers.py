@@ -12,8 +12,8 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvplane.base.worker import TierUse
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.tiers.tier import GroupUse, Tier
+from kvplane_service.core.interface import ReplicaCore, TierView
+from kvplane_service.core.tiers.tier import GroupUse
 from kvplane_service.registry import Entry
 
 _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -84,7 +84,7 @@ def _family(
     return family
 
 
-def _named(replica: ReplicaCore) -> Iterator[tuple[str, Tier]]:
+def _named(replica: ReplicaCore) -> Iterator[tuple[str, TierView]]:
     for tier, spec in zip(replica.tiers.each, replica.spec.tiers, strict=True):
         yield spec.kind.value, tier
 
@@ -97,7 +97,7 @@ _SLOTS = (
 
 def _slots(replica: ReplicaCore) -> _Values:
     for name, tier in _named(replica):
-        held, shadows, free = len(tier.key), len(tier.shadows), tier.num_free
+        held, shadows, free = tier.num_held, tier.num_shadows, tier.num_free
         states = {"cached": held - shadows, "shadow": shadows, "free": free, "in_use": tier.num_slots - held - free}
         yield from (((name, state), count) for state, count in states.items())
 

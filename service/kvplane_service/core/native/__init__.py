@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import (
     CacheEvent,
@@ -29,13 +29,15 @@ from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.in_flight import SLICE_REQUESTS
-from kvplane_service.core.interface import BlockCounts, GroupView, NoTiers, ReplicaCore, TiersView
+from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator, NativeTracker
-from kvplane_service.core.native.settings import of_group, settings
+from kvplane_service.core.native.settings import of_group, of_tiers, settings
+from kvplane_service.core.native.tiers import NativeTiers
+from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
 from kvplane_service.core.native.transfer import dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
@@ -49,8 +51,8 @@ REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core has the tiers of this replica: it has none."""
-    return not spec.tiers
+    """Whether the compiled core decides for this replica: not for tiers with the policy HAZARD."""
+    return not spec.tiers or spec.eviction is not EvictionPolicy.HAZARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,6 @@ class NativeReplica:
         fallback_reason: why the last of these was left to a `Replica`.
     """
 
-    tiers: TiersView = NoTiers()
     fallback_reason = ""
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -100,7 +101,9 @@ class NativeReplica:
 
     def _make(self, spec: ReplicaSpec) -> None:
         self.spec, self._scheme = spec, HashScheme.of(spec)
-        self._core = _native.new(settings(spec, self._scheme.digest.size), [of_group(group) for group in spec.groups])
+        groups = [of_group(group) for group in spec.groups]
+        self._core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec))
+        self.tiers = NativeTiers(self._core, spec)
         self._hashers: dict[int, RequestHasher] = {}
         self._requests = NativeRequests(self._core)
         self._copy: Replica | None = None
@@ -127,7 +130,7 @@ class NativeReplica:
     def _apply(self, step: Step, why: int, alone: bool) -> StepResult:
         """Apply a step that the core does not apply at once."""
         if why == REFUSED:
-            validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks)
+            validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks, self.tiers)
             check_step(validator, self._scheme, step)  # names the fault
             self._fall_back(f"step {step.seq} has values that it does not accept")
         if why != HAS_TOKENS:
@@ -212,10 +215,15 @@ class NativeReplica:
             begins = False
             yield
         self._hashers.clear()
-        if not self.count_keys():
-            return
+        if self.count_keys():
+            yield from self._drop_unproven(stamp_table)
+        yield from end_epoch_of_tiers(core, self.spec, stamp_table)
+
+    def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
+        core = self._core
         if not stamp_table and self._keeps_keys:
             self._keeps_keys = False
+            _native.clear_tiers(core)
             if self.spec.events:
                 _native.add_cleared(core)
         shown = None
@@ -235,7 +243,7 @@ class NativeReplica:
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
         _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new)
-        self._keeps_keys, self._shown = True, stamp_table[:]
+        self._keeps_keys, self._shown = True, stamp_table[: self.spec.num_blocks]
         return self.count_keys()
 
     def recover(
@@ -251,7 +259,8 @@ class NativeReplica:
         `Replica.verify_entries`.
         """
         sinks = sum(group.sink_tokens // group.block_size for group in self.spec.groups)
-        shape = PoolShape(self.spec.num_blocks, len(self.spec.groups), self.digest_size, tuple(range(1, sinks + 1)))
+        sizes = self.spec.num_blocks, len(self.spec.groups), self.digest_size, tuple(range(1, sinks + 1))
+        shape = PoolShape(*sizes, self.spec.num_stamps)
         state = verify_entries(shape, tables, stored)
         columns = {field.name: getattr(state, field.name) for field in fields(RecoveredState)}
         return PreparedState(**columns, pool=self._prepared(state))
@@ -270,6 +279,7 @@ class NativeReplica:
         assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
         pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
         _native.install(self.changed(), pool)
+        _native.install_slots(self._core, [(slot, *key, version) for slot, key, version in recovered.slots])
         return recovered.outcome
 
     def changed(self) -> object:
@@ -337,7 +347,7 @@ class NativeReplica:
             return _native.first_blocks(self._core, domain, groups, digest, horizon)
 
         prefix = Prefix(digests, domain, num_tokens - 1)
-        return LookupExplainer.over(self.spec, find).explain(prefix)
+        return LookupExplainer.over(self.spec, find, self.tiers).explain(prefix)
 
     def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
@@ -352,7 +362,8 @@ class NativeReplica:
         """Return the published keys of these blocks, by default of all, see `Replica.entries`."""
         if blocks is None:
             free = _native.free_order(self._core)
-            blocks = [*free, *sorted(set(range(1, self.spec.num_blocks)).difference(free))]
+            held = sorted(set(range(1, self.spec.num_blocks)).difference(free))
+            blocks = [*free, *held, *range(self.spec.num_blocks, self.spec.num_stamps)]
         return published(self._core, self.spec, self.digest_size, list(blocks))
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:

@@ -8,7 +8,7 @@ namespace kvplane {
 // The Python types of the objects in answers.
 struct Answers {
     PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
-    PyObject *packed_ints = nullptr, *event = nullptr;
+    PyObject *packed_ints = nullptr, *tier_events = nullptr, *declined = nullptr, *event = nullptr;
     PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
 inline Answers answers;
@@ -54,7 +54,25 @@ void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
 }
 #define ENTRIES(object, from, name) SetColumn<uint32_t>(object, NAME(#name), (from).name)
 
-inline PyObject* ToPy(const Orders& orders) {
+template <size_t N>
+void SetColumns(PyObject* object, PyObject* const (&names)[N], const std::array<JobOrders::Values, N>& columns) {
+    for (size_t at = 0; at < N; ++at) SetColumn<uint64_t>(object, names[at], columns[at]);
+}
+
+inline void SetJobs(PyObject* made, const JobOrders& jobs) {
+    static PyObject* const load[] = {NAME("load_job"),   NAME("load_tier"),  NAME("load_slot"), NAME("load_version"),
+                                     NAME("load_block"), NAME("load_group"), NAME("load_stamp")};
+    static PyObject* const save[] = {NAME("save_job"),   NAME("save_block"), NAME("save_group"),
+                                     NAME("save_stamp"), NAME("save_tier"),  NAME("save_slot")};
+    static PyObject* const move[] = {NAME("move_job"),     NAME("move_tier"),    NAME("move_slot"),
+                                     NAME("move_version"), NAME("move_to_tier"), NAME("move_to_slot")};
+    SetColumns(made, load, jobs.load);
+    SetColumns(made, save, jobs.save);
+    SetColumns(made, move, jobs.move);
+}
+
+// `tiers`: has the orders for movers; null = none.
+inline PyObject* ToPy(const Orders& orders, const TierAnswer* tiers) {
     PyObject* made = NewObject(answers.orders);
     ENTRIES(made, orders, stamp_block);
     SetColumn<uint64_t>(made, NAME("stamp"), orders.stamp);
@@ -63,6 +81,7 @@ inline PyObject* ToPy(const Orders& orders) {
     ENTRIES(made, orders, copy_group);
     ENTRIES(made, orders, zero_block);
     ENTRIES(made, orders, zero_group);
+    if (tiers != nullptr) SetJobs(made, tiers->orders);
     return made;
 }
 
@@ -82,7 +101,7 @@ inline PyObject* ToPy(const CacheEvents& events) {
     auto start = events.starts.begin();
     Py_ssize_t at = 0;
     for (const CacheEvents::Row& row : events.rows) {
-        const size_t starts = row.kind == kStored ? row.count : 0;
+        const size_t starts = row.kind == kStored && !events.starts.empty() ? row.count : 0;  // those of tiers have none
         PyObject* const event = NewObject(answers.event);
         PyList_SetItem(list.get(), at++, event);
         SLOT(event, kind, Py_NewRef(At(answers.kinds, row.kind)));
@@ -114,6 +133,26 @@ inline PyObject* EventsToPy(CacheEvents events) {
     return Capsule(std::make_unique<CacheEvents>(std::move(events)), kEvents, DestroyEvents);
 }
 
+// Takes the events out of the answer.
+inline void SetTiers(PyObject* part, TierAnswer& tiers) {
+    SetColumn<uint64_t>(part, NAME("admit_job"), tiers.admit_job);
+    ENTRIES(part, tiers, admit_tier_tokens);
+    if (!tiers.declined[0].empty()) {
+        PyObject* declined = NewObject(answers.declined);
+        static PyObject* const names[] = {NAME("row"), NAME("why"),     NAME("tier"),
+                                          NAME("hit"), NAME("load_ns"), NAME("compute_ns")};
+        for (size_t at = 0; at < tiers.declined.size(); ++at)
+            SetAttribute(declined, names[at], ColumnToPy<uint64_t>(tiers.declined[at]));
+        SLOT(part, declined, declined);
+    }
+    if (tiers.events.empty()) return;
+    Owned runs(PyList_New(0));
+    for (auto& [medium, events] : tiers.events) Append(runs, Tuple(ToPy(medium), EventsToPy(std::move(events))));
+    PyObject* packed = NewObject(answers.tier_events);
+    SLOT(packed, _runs, runs.Release());
+    SLOT(part, _packed, packed);
+}
+
 // Takes the events out of the result.
 inline PyObject* ToPy(PartResult& result) {
     PyObject* part = NewObject(answers.part);
@@ -135,7 +174,9 @@ inline PyObject* ToPy(PartResult& result) {
     if (!result.new_blocks.row.empty()) SLOT(part, new_blocks, ToPy(result.new_blocks));
     if (!result.tables.row.empty()) SLOT(part, tables, ToPy(result.tables));
     if (!result.peek_blocks.row.empty()) SLOT(part, peek_blocks, ToPy(result.peek_blocks));
-    if (!result.orders.empty()) SLOT(part, orders, ToPy(result.orders));
+    const bool has_jobs = result.tiers != nullptr && !result.tiers->orders.empty();
+    if (has_jobs || !result.orders.empty()) SLOT(part, orders, ToPy(result.orders, result.tiers.get()));
+    if (result.tiers != nullptr) SetTiers(part, *result.tiers);
     if (!result.events.empty()) {
         PyObject* events = NewObject(answers.events);
         SLOT(events, _packed, EventsToPy(std::move(result.events)));

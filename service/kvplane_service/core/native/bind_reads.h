@@ -109,16 +109,27 @@ inline PyObject* GroupBlocks(PyObject*, PyObject* arguments) {
     });
 }
 
-// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first
+// keys(core, blocks) -> per block (stamp, key_step, [((pair, digest), tokens), ...]), the primary key first; of a slot
+// of a tier its version and its key, with 0 tokens
 inline PyObject* KeysOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        const Coordinator& core = CoreOf(At(arguments, 0)).replica.blocks;
+        const BlockPool& pool = core.pool;
         BlockList blocks;
         FromPy(At(arguments, 1), &blocks);
         Owned list(PyList_New(static_cast<Py_ssize_t>(blocks.size())));
         Py_ssize_t at = 0;
         for (const Block block : blocks) {
-            Require(block < pool.num_blocks, "a block is beyond the pool");
+            if (block >= pool.num_blocks) {
+                const Location slot = core.tiers.LocationOf(block);
+                Require(slot.slot != kNoSlot && slot.slot < core.tiers.each[static_cast<size_t>(slot.tier)].num_slots,
+                        "a block is beyond the pool and the tiers");
+                std::vector<NamedKey> keys;
+                if (slot.version)
+                    keys.emplace_back(core.tiers.each[static_cast<size_t>(slot.tier)].KeyOf(slot.slot), 0);
+                PyList_SetItem(list.get(), at++, Tuple(ToPy(slot.version), ToPy(Int{0}), ToPy(keys)));
+                continue;
+            }
             PyList_SetItem(list.get(), at++,
                            Tuple(ToPy(pool.stamp[block]), ToPy(pool.key_step[block]), ToPy(AllKeysOf(pool, block))));
         }

@@ -32,7 +32,10 @@ struct Growth {
 class Coordinator {
   public:
     explicit Coordinator(const Spec& replica_spec)
-        : spec(replica_spec), pool(replica_spec), boundaries(replica_spec, replica_spec.groups[0]) {
+        : spec(replica_spec),
+          pool(replica_spec),
+          tiers(replica_spec, pool),
+          boundaries(replica_spec, replica_spec.groups[0]) {
         for (size_t number = 0; number < spec.groups.size(); ++number)
             managers.push_back(MakeManager(static_cast<Int>(number)));
         lookup = std::make_unique<PrefixLookup>(spec, managers);
@@ -55,10 +58,12 @@ class Coordinator {
 
     // -- look-up -----------------------------------------------------------------------------------------------------
 
-    Hit FindHit(Int slot, Int limit = kForever) const {
+    // `in_union`: also what only the tiers have.
+    Hit FindHit(Int slot, Int limit = kForever, bool in_union = false) const {
         Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
         if (hits_end_in_prompt_) most = std::min(most, requests.num_prompt[slot]);
-        return lookup->Find(requests.content[slot], requests.domain[slot], most, kInside, limit);
+        return lookup->Find(requests.content[slot], requests.domain[slot], most, kInside, limit,
+                            in_union ? &tiers : nullptr);
     }
 
     bool HitIsReady(const Hit& hit) const {
@@ -256,6 +261,7 @@ class Coordinator {
     const Spec& spec;
     Requests requests;
     BlockPool pool;
+    Tiers tiers;
     Orders orders;
     std::vector<std::unique_ptr<GroupManager>> managers;
     std::unique_ptr<PrefixLookup> lookup;

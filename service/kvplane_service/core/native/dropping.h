@@ -5,12 +5,6 @@
 
 namespace kvplane {
 
-// The stamps that a page memory has, by block; none: no key is confirmed.
-struct Shown {
-    const uint64_t* stamps = nullptr;
-    size_t size = 0;
-};
-
 class KeyDropper {
   public:
     explicit KeyDropper(BlockPool& pool) : pool_(pool) {}
@@ -51,13 +45,6 @@ class KeyDropper {
         if (block >= shown.size || pool_.key_step[block] > pool_.executed_through) return false;
         const uint64_t stamp = shown.stamps[block], reset = shown.stamps[kNullBlock];
         return stamp == pool_.stamp[block] && (reset == 0 || InTime(stamp) > InTime(reset));
-    }
-
-    // The order in which stamps are issued: epoch, generation, counter.
-    static uint64_t InTime(uint64_t stamp) {
-        const uint64_t epoch = stamp >> kCounterBits & ((uint64_t{1} << kEpochBits) - 1);
-        const uint64_t generation = stamp >> (kCounterBits + kEpochBits);
-        return epoch << (64 - kEpochBits) | generation << kCounterBits | (stamp & kMaxCounter);
     }
 
     void Report(const BlockList& blocks) {

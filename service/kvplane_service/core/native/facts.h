@@ -1,15 +1,18 @@
 // Applies the sections `facts` and `cache` of a part: what happened to requests and pages since the last step.
 #pragma once
 
-#include "in_flight.h"
-#include "step.h"
+#include "tiers/loads.h"
 
 namespace kvplane {
 
 class FactApplier {
   public:
     FactApplier(Coordinator& coordinator, InFlightTracker& tracker)
-        : blocks_(coordinator), requests_(coordinator.requests), pool_(coordinator.pool), tracker_(tracker) {}
+        : blocks_(coordinator),
+          requests_(coordinator.requests),
+          pool_(coordinator.pool),
+          tracker_(tracker),
+          tier_loads_(coordinator, tracker) {}
 
     void Apply(const Part& part, Int seq, PartResult* result) {
         const Facts& facts = part.facts;
@@ -48,11 +51,9 @@ class FactApplier {
     void ApplyCache(const Cache& cache, PartResult* result) {
         for (const Int failed : cache.failed_steps) Append(tracker_.FailStep(failed), &result->preempted);
         bool any = false;
-        for (const Int block : cache.evicted) {
-            const bool had_keys = pool_.DropKeys(static_cast<Block>(block), kDropped);
-            if (!had_keys) pool_.Restamp(static_cast<Block>(block));
-            any |= had_keys;
-        }
+        for (const Int block : cache.evicted) any |= Evict(static_cast<Block>(block));
+        if (!cache.costs_ns.empty()) blocks_.tiers.costs_ns = cache.costs_ns;
+        if (cache.NamesJobs()) tier_loads_.EndJobs(cache, result);
         if (any) {
             blocks_.RegisterAgain(cache.evicted);
             requests_.InvalidateAllFastPaths();
@@ -60,6 +61,7 @@ class FactApplier {
         for (const Int slot : cache.released) Append(tracker_.ReleaseHeld(slot, pool_.step), &result->preempted);
         if (!cache.loads_over.empty()) pool_.ReleaseBusy(cache.loads_over);
         if (cache.reset) result->reset_done = pool_.Reset();
+        if (cache.reset && result->reset_done) blocks_.tiers.Clear();
     }
 
     void AddDigests(Int slot, const uint8_t* data, size_t count, size_t digest_size) {
@@ -81,6 +83,16 @@ class FactApplier {
         }
     }
 
+    // Drops the keys of a block, and gives it a new stamp; returns whether it had keys.
+    bool Evict(Block block) {
+        if (!blocks_.tiers.each.empty() && pool_.HasKey(block)) {
+            blocks_.tiers.Revoke(Key(pool_.records[block].key));  // saved from this page, or one with its content
+        }
+        const bool had_keys = pool_.DropKeys(block, kDropped);
+        if (!had_keys) pool_.Restamp(block);
+        return had_keys;
+    }
+
     static void Append(const Column& slots, Column* into) { into->insert(into->end(), slots.begin(), slots.end()); }
 
     void Correct(Int slot, Int computed, Int end, Int seq, PartResult* result) {
@@ -100,6 +112,7 @@ class FactApplier {
     }
 
     void Commit(Int slot, Int num_tokens, Int seq) {
+        if (tracker_.LoadsFromTiers(slot)) return;  // the end of its job registers the blocks
         tracker_.LoadIsOver(slot);
         num_tokens = std::min({num_tokens, requests_.computed[slot], requests_.num_tokens[slot]});
         pool_.step = tracker_.IsExecuted(slot, num_tokens) ? pool_.executed_through : seq;
@@ -127,6 +140,7 @@ class FactApplier {
     Requests& requests_;
     BlockPool& pool_;
     InFlightTracker& tracker_;
+    TierLoads tier_loads_;
 };
 
 }  // namespace kvplane

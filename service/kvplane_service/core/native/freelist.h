@@ -142,6 +142,16 @@ class FreeList {
         return found == most + 1 && has_divider == is_divided_;
     }
 
+    // Visits up to `count` blocks in order, until `visit` returns false.
+    template <typename F>
+    void ForEachFirst(Int count, F&& visit) const {
+        for (Block block = next_[sentinel_]; block != sentinel_ && count > 0; block = next_[block]) {
+            if (block == divider_) continue;
+            if (!visit(block)) return;
+            --count;
+        }
+    }
+
     BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
     Block Start() const { return sentinel_; }
 

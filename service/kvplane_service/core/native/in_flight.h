@@ -226,6 +226,13 @@ class InFlightTracker {
         return fence;
     }
 
+    // Whether a load from the tiers fills blocks of the request's hit.
+    bool LoadsFromTiers(Int slot) const {
+        if (blocks_.tiers.loading.empty()) return false;
+        const Load* load = blocks_.tiers.LoadOf(slot);
+        return load != nullptr && Runs({slot, load->serial});
+    }
+
     // Slots that get no tokens in this part.
     std::set<Int> CannotRun(Int seq) const {
         std::set<Int> none;
@@ -234,6 +241,9 @@ class InFlightTracker {
         }
         for (const Int slot : requests_.loading) {
             if (!IsReady(slot)) none.insert(slot);
+        }
+        for (const auto& [slot, load] : blocks_.tiers.loading) {
+            if (LoadsFromTiers(slot)) none.insert(slot);
         }
         return none;
     }
@@ -277,7 +287,8 @@ class InFlightTracker {
 
     // -- ends of engine lives ----------------------------------------------------------------------------------------
 
-    // Notes which blocks loads may still write. A block with a key belongs to a hit, and no load writes those.
+    // Notes which blocks loads may still write, and ends those from tiers. A block with a key belongs to a hit, and no
+    // load writes those.
     void NoteUnderLoad() {
         for (const auto& [step, blocks] : filling) under_load.insert(blocks.begin(), blocks.end());
         const auto note = [&](const BlockList& blocks) {
@@ -293,6 +304,9 @@ class InFlightTracker {
             for (const auto& one : blocks_.managers) note(one->table[slot]);
         }
         under_load.erase(kNullBlock);
+        const BlockList from_tiers = blocks_.tiers.AbandonLoads();
+        under_load.insert(from_tiers.begin(), from_tiers.end());
+        pool_.Release(from_tiers);
     }
 
     // Releases the blocks of up to `most` requests, or of fewer with `most_blocks`, whose steps in flight will not be

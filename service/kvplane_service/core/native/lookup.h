@@ -44,7 +44,9 @@ class PrefixLookup {
         }
     }
 
-    Hit Find(const Digests& digests, uint32_t domain, Int max_tokens, Int horizon, Int longest = kForever) const;
+    // `tiers`: also what only these have.
+    Hit Find(const Digests& digests, uint32_t domain, Int max_tokens, Int horizon, Int longest = kForever,
+             const Tiers* tiers = nullptr) const;
     // The longest prefix of each group by itself: blocks and length in tokens, by group.
     std::pair<Rows, Column> FindEach(const Digests& digests, uint32_t domain, Int max_tokens) const;
 
@@ -58,11 +60,12 @@ class PrefixLookup {
 class Search {
   public:
     Search(const std::vector<LookupClass>& classes, size_t num_groups, const Digests& digests, uint32_t domain,
-           Int horizon)
+           Int horizon, const Tiers* tiers = nullptr)
         : classes_(classes),
           digests_(digests),
           domain_(domain),
           horizon_(horizon),
+          tiers_(tiers),
           rows_(num_groups),
           lengths_(classes.size(), -1),
           dropped_(classes.size(), false) {}
@@ -88,7 +91,8 @@ class Search {
         const Int margin = drop ? one.manager->DropMargin() : 0;
         Int reach = std::max(length, std::min(one.Reach(length, margin) - margin, readable_)) + margin;
         if (drop) reach = std::min(reach, digests_.count() * one.manager->hash_size);
-        Int found = one.manager->FindPrefix(Query{&digests_, domain_, &one.groups, reach, drop, horizon_}, &found_);
+        const Query query{&digests_, domain_, &one.groups, reach, drop, horizon_, tiers_};
+        Int found = one.manager->FindPrefix(query, &found_);
         if (drop) {
             dropped_[number] = true;
         } else if (found < length) {
@@ -121,23 +125,26 @@ class Search {
     const Digests& digests_;
     uint32_t domain_;
     Int horizon_;
+    const Tiers* tiers_;
     Rows rows_, found_;
     Column lengths_;             // by class; -1: not asked
     std::vector<bool> dropped_;  // classes whose dropped block the candidate already excludes
     Int longest_ = 0, readable_ = 0;
 };
 
-inline Hit PrefixLookup::Find(const Digests& digests, uint32_t domain, Int max_tokens, Int horizon, Int longest) const {
+inline Hit PrefixLookup::Find(const Digests& digests, uint32_t domain, Int max_tokens, Int horizon, Int longest,
+                              const Tiers* tiers) const {
     if (!spec_.safe) max_tokens = std::min(max_tokens, longest);
     if (!spec_.enable_caching || std::min(max_tokens, longest) <= 0 || classes_.empty())
         return Hit{0, 0, Rows(managers_.size())};
     if (longest < max_tokens) longest -= longest % spec_.hit_alignment();
     if (managers_.size() > 1)
-        return Search(classes_, managers_.size(), digests, domain, horizon).Run(max_tokens, longest);
+        return Search(classes_, managers_.size(), digests, domain, horizon, tiers).Run(max_tokens, longest);
     const LookupClass& only = classes_[0];
     const Int reach = only.Reach(longest, only.drops_last_block ? only.manager->DropMargin() : 0);
     Hit hit;
-    const Query query{&digests, domain, &only.groups, std::min(max_tokens, reach), only.drops_last_block, horizon};
+    const Int most = std::min(max_tokens, reach);
+    const Query query{&digests, domain, &only.groups, most, only.drops_last_block, horizon, tiers};
     hit.num_tokens = std::min(only.manager->FindPrefix(query, &hit.blocks), longest);
     const auto keep = static_cast<size_t>(CeilDiv(hit.num_tokens, only.manager->block_size));
     if (hit.blocks[0].size() > keep) hit.blocks[0].resize(keep);

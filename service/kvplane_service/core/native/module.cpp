@@ -3,6 +3,7 @@
 #include "bind_lives.h"
 #include "bind_reads.h"
 #include "bind_rows.h"
+#include "bind_tiers.h"
 #include "hazard_state.h"
 
 namespace kvplane {
@@ -17,18 +18,22 @@ bool IsSound(const Spec& spec) {
                group.sink_blocks < spec.num_blocks;
     };
     const auto num_groups = static_cast<Int>(spec.groups.size());
-    return spec.num_blocks >= 2 && is_size(spec.num_blocks) && num_groups >= 1 && num_groups <= kMaxGroups &&
-           is_size(spec.max_model_len) && is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) &&
-           spec.digest_size > 0 && spec.policy >= kLru && spec.policy <= kHazard &&
-           std::all_of(spec.groups.begin(), spec.groups.end(), fits);
+    Int num_ids = spec.num_blocks;
+    for (const TierSpec& one : spec.tiers) num_ids += is_size(one.num_slots) ? one.num_slots : kForever / 4;
+    return num_ids <= kUnlimited && spec.most_ahead >= 0 && spec.num_blocks >= 2 && is_size(spec.num_blocks) &&
+           num_groups >= 1 && num_groups <= kMaxGroups && is_size(spec.max_model_len) &&
+           is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) && spec.digest_size > 0 &&
+           spec.policy >= kLru && spec.policy <= kHazard && std::all_of(spec.groups.begin(), spec.groups.end(), fits);
 }
 
 PyObject* New(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Column values;
         std::vector<Column> groups;
+        std::vector<std::pair<Int, Int>> tiers;
         FromPy(At(arguments, 0), &values);
         FromPy(At(arguments, 1), &groups);
+        FromPy(At(arguments, 2), &tiers);
         Spec spec;
         Int* const fields[] = {&spec.num_blocks,
                                &spec.max_model_len,
@@ -48,7 +53,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.align_chunk_limit,
                                &spec.align_stop_at_tail,
                                &spec.policy,
-                               &spec.hint_values};
+                               &spec.hint_values,
+                               &spec.most_ahead};
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {
@@ -56,6 +62,7 @@ PyObject* New(PyObject*, PyObject* arguments) {
             spec.groups.push_back({group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7],
                                    group[8], group[9], group[10], group[11], group[12], group[13]});
         }
+        for (const auto& [medium, num_slots] : tiers) spec.tiers.push_back({medium, num_slots});
         Check(IsSound(spec));
         return Capsule(std::make_unique<Core>(std::move(spec)), kName, Destroy);
     });
@@ -136,9 +143,9 @@ PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
 // answer_with(types of the objects in answers and values in events, see Answers)
 PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        PyObject** const types[] = {&answers.step,  &answers.part,  &answers.blocks,      &answers.orders,
-                                    &answers.event, &answers.kinds, &answers.reasons,     &answers.device,
-                                    &answers.events, &answers.packed_ints};
+        PyObject** const types[] = {&answers.step,   &answers.part,        &answers.blocks,      &answers.orders,
+                                    &answers.event,  &answers.kinds,       &answers.reasons,     &answers.device,
+                                    &answers.events, &answers.packed_ints, &answers.tier_events, &answers.declined};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;
@@ -154,6 +161,7 @@ PyObject* Dump(PyObject*, PyObject* arguments) {
         VisitState(dump, core.replica);
         dump("num_first", core.replica.blocks.pool.free.CountFirst());
         dump("domains", core.replica.blocks.pool.pairs.Names());
+        dump.Set("tiers", DumpTiers(core.replica.blocks.tiers));
         dump.Set("managers", DumpManagers(core.replica));
         HazardPolicy* const learnt = core.replica.blocks.pool.hazard.get();
         dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
@@ -197,6 +205,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
             LoadKeys(load, replica);
             LoadManagers(load.Get("managers"), replica);
             if (replica.blocks.pool.hazard) HazardState(*replica.blocks.pool.hazard).Load(load.Get("hazard"));
+            LoadedTiers(replica).Load(load.Get("tiers"));
             LoadedState(replica).Check();
             replica.blocks.requests.InvalidateAllFastPaths();
             replica.blocks.pool.ForgetStamped();
@@ -241,6 +250,14 @@ PyMethodDef kMethods[] = {
     {"enter_epoch", EnterEpoch, METH_VARARGS, "Begin an engine life."},
     {"prepare", Prepare, METH_VARARGS, "Build a pool of recovered keys."},
     {"install", InstallPool, METH_VARARGS, "Install recovered keys."},
+    {"tiers", TiersOf, METH_VARARGS, "Return the slots of the tiers, and what happened to them."},
+    {"load_after", LoadAfter, METH_VARARGS, "Return the step that a load waits for."},
+    {"tier_of", TierOf, METH_VARARGS, "Return the nearest tier that has a key."},
+    {"tier_keys", TierKeys, METH_VARARGS, "Return the keys of a tier."},
+    {"take_tier_events", TakeTierEvents, METH_VARARGS, "Return and clear the events of tiers."},
+    {"clear_tiers", ClearTiers, METH_VARARGS, "Forget the keys of the tiers."},
+    {"end_tier", EndTier, METH_VARARGS, "Drop keys of a tier that its memory does not confirm."},
+    {"install_slots", InstallSlots, METH_VARARGS, "Install recovered keys of the tiers."},
     {"take_events", TakeEvents, METH_VARARGS, "Return and clear the events since the last part."},
     {"add_cleared", AddCleared, METH_VARARGS, "Add an event: no key is left."},
     {"store_empty_ranges", StoreEmptyRanges, METH_VARARGS, "Report empty registrations."},

@@ -62,7 +62,7 @@ class OpenStep {
           blocks_(replica.blocks),
           requests_(replica.blocks.requests),
           tracker_(replica.tracker),
-          validator_(replica.spec, replica.blocks.requests, replica.blocks.pool),
+          validator_(replica.spec, replica.blocks.requests, replica.blocks.pool, replica.blocks.tiers),
           row_in_(kMaxSlots, -1),
           granted_in_(kMaxSlots, -1) {}
 
@@ -309,7 +309,7 @@ class OpenStep {
 
     bool MayGrow(Int slot, Int num_tokens, const Hashes& hashes, size_t digest_size, Int end, Int in_flight) const {
         return requests_.running[slot] && in_flight >= 0 && !requests_.loading.contains(slot) &&
-               !(end > num_tokens && blocks_.has_states) &&
+               !tracker_.LoadsFromTiers(slot) && !(end > num_tokens && blocks_.has_states) &&
                (hashes.size == 0 || AreNext(slot, num_tokens, hashes, digest_size));
     }
 
@@ -334,7 +334,7 @@ class OpenStep {
     }
 
     bool CanRun(Int slot, Int num_new) const {
-        if (!requests_.IsLive(slot) || !requests_.running[slot]) return false;
+        if (!requests_.IsLive(slot) || !requests_.running[slot] || tracker_.LoadsFromTiers(slot)) return false;
         if (blocks_.spec.safe && HasGranted(slot)) return false;
         return num_new > 0 && num_new <= blocks_.spec.max_model_len - requests_.computed[slot];
     }
@@ -363,7 +363,7 @@ class OpenStep {
     Requests& requests_;
     InFlightTracker& tracker_;
     StepValidator validator_;
-    Column row_in_, granted_in_;  // by slot: the part with its last run or admit row; with its last grant
+    Column row_in_, granted_in_;     // by slot: the part with its last run or admit row; with its last grant
     Int part_ = 0, first_part_ = 0;  // numbers of parts, which count on over all steps
     Int seq_ = 0, num_granted_ = 0;
     bool records_ = false, is_open_ = false, begun_ = false, has_rows_ = false, has_cache_ = false;

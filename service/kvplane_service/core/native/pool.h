@@ -5,12 +5,9 @@
 #include "freelist.h"
 #include "keys.h"
 #include "policies.h"
-#include "types.h"
+#include "stamps.h"
 
 namespace kvplane {
-
-constexpr int kCounterBits = 32, kEpochBits = 24;  // of a stamp, see kvplane.base.stamps
-constexpr uint64_t kMaxCounter = (uint64_t{1} << kCounterBits) - 1;
 
 constexpr size_t kAhead = 8;  // blocks whose index entries are fetched while others are worked on
 
@@ -142,6 +139,18 @@ class BlockPool {
         return kNullBlock;
     }
 
+    // Visits the blocks that have a key, in order of registration.
+    template <typename F>
+    void ForEachBlockOf(const Key& key, F&& visit) const {
+        const uint32_t last = index.Find(records, key);
+        if (last == kNoRecord) return;
+        uint32_t at = last;
+        do {
+            at = records[at].next;
+            visit(BlockOf(at));
+        } while (at != last);
+    }
+
     BlockList BlocksOf(const Key& key) const {
         BlockList found;
         for (const uint32_t record : RecordsOf(key)) found.push_back(BlockOf(record));
@@ -239,13 +248,18 @@ class BlockPool {
 
     Int CountKeysOf(Int group) const { return keys_of_group[static_cast<size_t>(group)]; }
 
-    void Restamp(Block block) {
+    // A version number that was never used in this page memory, nor in the slots of its tiers.
+    uint64_t Draw() {
         if (counter == kMaxCounter) {
             ++generation;
             counter = 0;
             SetStampBase();
         }
-        stamp[block] = stamp_base_ + ++counter;
+        return stamp_base_ + ++counter;
+    }
+
+    void Restamp(Block block) {
+        stamp[block] = Draw();
         if (!is_stamped_[block]) {
             is_stamped_[block] = true;
             stamped.push_back(block);
@@ -342,8 +356,8 @@ class BlockPool {
             const bool joins = open_run_ && run_pair_ == key.pair && events.rows.back().reason == reason &&
                                events.rows.back().hash_size == key.digest.size;
             if (!joins) {
-                events.Add({.kind = kRemoved, .group = pairs.Group(key.pair), .reason = reason},
-                           pairs.Domain(key.pair), pairs.Name(key.pair), Digest());
+                events.Add({.kind = kRemoved, .group = pairs.Group(key.pair), .reason = reason}, pairs.Domain(key.pair),
+                           pairs.Name(key.pair), Digest());
                 open_run_ = true;
                 run_pair_ = key.pair;
             }

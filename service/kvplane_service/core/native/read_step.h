@@ -63,11 +63,11 @@ inline void ReadCache(PyObject* object, Cache* cache) {
     COLUMN(object, *cache, evicted);
     COLUMN(object, *cache, released);
     COLUMN(object, *cache, loads_over);
-    COLUMN(object, *cache, costs_ns);
     cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
-    cache->names_jobs = IsTrue(ATTRIBUTE(object, "jobs_done").get()) ||
-                        IsTrue(ATTRIBUTE(object, "jobs_failed").get()) ||
-                        Number(ATTRIBUTE(object, "jobs_before").get()) != 0;
+    COLUMN(object, *cache, jobs_done);
+    COLUMN(object, *cache, jobs_failed);
+    COLUMN(object, *cache, costs_ns);
+    cache->jobs_before = Number(ATTRIBUTE(object, "jobs_before").get());
 }
 
 inline void ReadNews(PyObject* object, News* news) {

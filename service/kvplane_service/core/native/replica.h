@@ -3,6 +3,7 @@
 
 #include "facts.h"
 #include "step_applier.h"
+#include "tiers/behind.h"
 #include "validate.h"
 
 namespace kvplane {
@@ -14,7 +15,8 @@ class Replica {
           blocks(spec),
           tracker(blocks, counters),
           facts(blocks, tracker),
-          validator_(spec, blocks.requests, blocks.pool) {}
+          validator_(spec, blocks.requests, blocks.pool, blocks.tiers),
+          save_behind_(blocks) {}
 
     bool Accepts(const Step& step) { return validator_.Accepts(step); }
 
@@ -39,12 +41,20 @@ class Replica {
     void CompletePart(PartResult* result) {
         counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
         blocks.TakeOrders(&result->orders);
+        if (!spec.tiers.empty()) {
+            blocks.tiers.Give(result);
+            blocks.tiers.demand_now += static_cast<Int>(result->orders.stamp_block.size());
+        }
         result->events = blocks.pool.TakeEvents();
         result->free_blocks = blocks.pool.num_free();
     }
 
     void CompleteStep(Int step, PartResult* last) {
         tracker.CloseStep(step);
+        if (!spec.tiers.empty()) {
+            save_behind_.CloseStep();
+            blocks.tiers.Give(last);
+        }
         ++counters.steps;
         last->free_blocks = blocks.pool.num_free();
         SweepDomains();
@@ -63,6 +73,7 @@ class Replica {
         pool.BeginEpoch(static_cast<uint64_t>(epoch));
         pool.HoldBusy(under_load);
         pool.HoldBusy(busy);
+        blocks.tiers.BeginEpoch(epoch, memory_is_new);
         seq = 0;
     }
 
@@ -164,11 +175,13 @@ class Replica {
         for (const auto& one : blocks.managers) {
             for (const Key& key : one->RecordedKeys()) used[pairs.Domain(key.pair)] = true;
         }
+        blocks.tiers.ForEachKey([&](const Key& key) { used[pairs.Domain(key.pair)] = true; });
         pairs.Sweep(used);
         next_sweep_ = pairs.Live() * 2 + 1024;
     }
 
     StepValidator validator_;
+    SaveBehind save_behind_;
     size_t next_sweep_ = 1024;
 };
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, Medium, ReplicaSpec
+from kvplane_service.core.tiers.behind import most_ahead
 
 KINDS = {
     GroupKind.FULL_ATTENTION: 0,
@@ -26,8 +27,13 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
         spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
         spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
-        POLICIES[spec.eviction], spec.hint_values,
+        POLICIES[spec.eviction], spec.hint_values, most_ahead(spec),
     ]  # fmt: skip
+
+
+def of_tiers(spec: ReplicaSpec) -> list[tuple[int, int]]:
+    """Return the medium of each tier, and its number of slots."""
+    return [(int(Medium[tier.kind.name]), tier.num_blocks) for tier in spec.tiers]
 
 
 def of_group(group: GroupSpec) -> list[int]:

@@ -23,8 +23,11 @@ struct Facts {
 };
 
 struct Cache {
-    Column failed_steps, evicted, released, loads_over, costs_ns;
-    bool reset = false, names_jobs = false;
+    Column failed_steps, evicted, released, loads_over, jobs_done, jobs_failed, costs_ns;
+    Int jobs_before = 0;
+    bool reset = false;
+
+    bool NamesJobs() const { return !jobs_done.empty() || !jobs_failed.empty() || jobs_before > 0; }
 };
 
 struct News {
@@ -113,6 +116,44 @@ struct BlockLists {
     }
 };
 
+// What a part orders of the movers of tiers, in the order of LOAD_COLUMNS, SAVE_COLUMNS and MOVE_COLUMNS of
+// `kvplane.base.step`; and new versions of slots.
+struct JobOrders {
+    using Values = std::vector<uint64_t>;
+
+    std::array<Values, 7> load;
+    std::array<Values, 6> save, move;
+    BlockList stamp_block;
+    Values stamp;
+
+    bool empty() const { return load[0].empty() && save[0].empty() && move[0].empty() && stamp.empty(); }
+
+    template <size_t N>
+    static void AddRow(std::array<Values, N>* columns, const std::array<Int, N>& row) {
+        for (size_t at = 0; at < N; ++at) (*columns)[at].push_back(static_cast<uint64_t>(row[at]));
+    }
+
+    // Adds the rows of others behind these.
+    void Append(const JobOrders& others) {
+        const auto append = [](Values* values, const Values& further) {
+            values->insert(values->end(), further.begin(), further.end());
+        };
+        for (size_t at = 0; at < load.size(); ++at) append(&load[at], others.load[at]);
+        for (size_t at = 0; at < save.size(); ++at) append(&save[at], others.save[at]);
+        for (size_t at = 0; at < move.size(); ++at) append(&move[at], others.move[at]);
+        stamp_block.insert(stamp_block.end(), others.stamp_block.begin(), others.stamp_block.end());
+        append(&stamp, others.stamp);
+    }
+};
+
+// What a part answers only with tiers.
+struct TierAnswer {
+    Column admit_job, admit_tier_tokens;
+    std::array<JobOrders::Values, 6> declined;  // in the order of `kvplane.base.declined`
+    JobOrders orders;
+    std::vector<std::pair<Int, CacheEvents>> events;  // with the medium of their tier
+};
+
 struct PartResult {
     Column granted, preempted, admit_status, admit_hit, admit_granted, admit_single_group_hit, admit_load_after;
     BlockLists new_blocks, tables, peek_blocks;
@@ -123,6 +164,12 @@ struct PartResult {
     Int free_blocks = 0;
     CacheEvents events;
     Int taken_back = 0, went_back = 0;
+    std::unique_ptr<TierAnswer> tiers;  // null: nothing
+
+    TierAnswer& OfTiers() {
+        if (tiers == nullptr) tiers = std::make_unique<TierAnswer>();
+        return *tiers;
+    }
 
     void Clear() {
         for (Column* column : {&granted, &preempted, &admit_status, &admit_hit, &admit_granted, &admit_single_group_hit,
@@ -132,6 +179,7 @@ struct PartResult {
         last_hash.clear();
         reset_done = false;
         free_blocks = taken_back = went_back = 0;
+        tiers.reset();
     }
 };
 

@@ -1,8 +1,7 @@
 // Applies the run and admit sections of a part: grants tokens to rows in order, within budgets and free blocks.
 #pragma once
 
-#include "in_flight.h"
-#include "step.h"
+#include "tiers/loads.h"
 
 namespace kvplane {
 
@@ -53,6 +52,7 @@ class StepApplier {
           tokens_left_(budget.tokens),
           input_left_(budget.input - budget.overhead),
           overhead_(budget.overhead),
+          tier_loads_(coordinator, tracker),
           aligns_(coordinator.spec.align_block_size > 0) {}
 
     // -- run ---------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class StepApplier {
              {&result_.admit_status, &result_.admit_hit, &result_.admit_granted, &result_.admit_single_group_hit}) {
             column->resize(rows.slot.size(), kNotReached);
         }
-        if (!result_.admit_load_after.empty()) result_.admit_load_after.resize(rows.slot.size(), 0);
+        ResizeMore(rows.slot.size());
     }
 
     // Applies a section of one row behind the sections that were applied before it; returns the row's status.
@@ -260,7 +260,7 @@ class StepApplier {
         result_.admit_hit.push_back(0);
         result_.admit_granted.push_back(0);
         result_.admit_single_group_hit.push_back(0);
-        if (!result_.admit_load_after.empty()) result_.admit_load_after.push_back(0);
+        ResizeMore(result_.admit_status.size());
         const Int slot = admit_->slot[row];
         const size_t at = result_.admit_status.size() - 1;
         const Int status = requests_.running[slot] || requests_.held[slot] ? Int{kNotWaiting} : TryAdmit(row, at);
@@ -272,13 +272,18 @@ class StepApplier {
         const Admit& rows = *admit_;
         const Int slot = rows.slot[row], external = Entry(rows.external, row, 0), flags = Entry(rows.flags, row, 0);
         if (requests_.loading.contains(slot)) return kDeferred;
-        const Hit hit = blocks_.FindHit(slot, Entry(rows.hit_limit, row, kUnlimited));
+        const Int limit = Entry(rows.hit_limit, row, kUnlimited);
+        const Hit hit = blocks_.FindHit(slot, limit);
+        if (flags & kLoad) {
+            Choice choice = tier_loads_.Choose(slot, limit, hit);
+            if (choice.why) ReportDeclined(at, choice);
+            if (choice.plan) return AdmitWithLoad(row, at, &choice);
+        }
         result_.admit_hit[at] = hit.num_tokens;
         result_.admit_single_group_hit[at] = hit.single_group_hit;
         const Int start = hit.num_tokens + external, expected = Entry(rows.expected_hit, row, kAnyHit);
         if ((expected != kAnyHit && expected != hit.num_tokens) || start > requests_.num_tokens[slot]) return kStaleHit;
-        const Int given = Entry(rows.single_group_hit, row, kUnlimited);
-        requests_.single_group_hit[slot] = given == kUnlimited ? hit.single_group_hit : given;
+        SetSingleGroupHit(row, hit.single_group_hit);
         const Int wanted = WantedAtAdmission(row, start, flags), min_new = Entry(rows.min_new, row, 1);
         const bool late = external && (flags & kDelayCaching);
         if (wanted < (late ? 0 : start ? min_new : std::max<Int>(1, min_new))) return kNoRoom;
@@ -292,23 +297,80 @@ class StepApplier {
         Spend(wanted);
         tracker_.NoteGrant(slot, wanted, seq_);
         if (late) {
-            NoteLoad(at, tracker_.NoteLoad(slot, hit));
+            SetOfRow(&result_.admit_load_after, at, tracker_.NoteLoad(slot, hit));
         } else if (external) {
             tracker_.NoteFilling(slot, hit, seq_);
         }
         tracker_.NoteKeys(slot, seq_);
         tracker_.NoteAdmission(slot, hit);
         result_.admit_granted[at] = wanted;
-        const Int number = static_cast<Int>(result_.granted.size() + at);
-        ReportNewBlocks(number, fresh_);
-        for (const auto& one : blocks_.managers) result_.tables.Add(number, one->group, one->table[slot]);
+        ReportAdmission(at, slot);
         return kGranted;
     }
 
-    void NoteLoad(size_t at, Int load_after) {
-        if (!load_after) return;
-        result_.admit_load_after.resize(result_.admit_status.size(), 0);
-        result_.admit_load_after[at] = load_after;
+    // Admits a request with a hit that is partly in the tiers. It gets its blocks, and no tokens before the load is
+    // done.
+    Int AdmitWithLoad(size_t row, size_t at, Choice* choice) {
+        LoadPlan* const plan = &*choice->plan;
+        const Int slot = admit_->slot[row], expected = Entry(admit_->expected_hit, row, kAnyHit);
+        const Hit& hit = plan->hit;
+        result_.admit_hit[at] = hit.num_tokens;
+        result_.admit_single_group_hit[at] = hit.single_group_hit;
+        if (expected != kAnyHit && expected != hit.num_tokens) return kStaleHit;
+        SetSingleGroupHit(row, hit.single_group_hit);
+        if (choice->why == kWaits || !blocks_.HitIsReady(hit)) return kDeferred;
+        // No keys are registered before the load is done, and none of its blocks is zeroed or copied.
+        Admission admission = AdmissionOf(row, 0, Entry(admit_->flags, row, 0), &hit);
+        admission.lookahead = 0;
+        admission.delay_caching = admission.full_fit = true;
+        if (blocks_.FreeWanted(admission) + static_cast<Int>(plan->missing.size()) > blocks_.pool.num_free())
+            return Refusal(slot, Entry(admit_->encoder_tokens, row, 0));
+        const Int job = tier_loads_.Begin(admission, plan, &fresh_);
+        requests_.Start(slot);
+        tracker_.NoteGrant(slot, 0, seq_);
+        tracker_.NoteAdmission(slot, hit);
+        SetOfRow(&result_.admit_load_after, at, blocks_.tiers.jobs.loads.at(job).after);
+        SetOfRow(&result_.OfTiers().admit_job, at, job);
+        SetOfRow(&result_.OfTiers().admit_tier_tokens, at, plan->gained);
+        ReportAdmission(at, slot);
+        return kGranted;
+    }
+
+    void ReportDeclined(size_t at, const Choice& choice) {
+        const LoadPlan& passed = choice.passed ? *choice.passed : *choice.plan;
+        const Int times[] = {passed.load_ns, passed.compute_ns};
+        JobOrders::AddRow<6>(&result_.OfTiers().declined, {static_cast<Int>(at), choice.why, passed.Farthest(),
+                                                           passed.hit.num_tokens, times[0], times[1]});
+    }
+
+    void ReportAdmission(size_t at, Int slot) {
+        const Int number = static_cast<Int>(result_.granted.size() + at);
+        ReportNewBlocks(number, fresh_);
+        for (const auto& one : blocks_.managers) result_.tables.Add(number, one->group, one->table[slot]);
+    }
+
+    // The single-group hit of a request: as its row gives it, or as found.
+    void SetSingleGroupHit(size_t row, Int found) {
+        const Int given = Entry(admit_->single_group_hit, row, kUnlimited);
+        requests_.single_group_hit[admit_->slot[row]] = given == kUnlimited ? found : given;
+    }
+
+    // Sets the entry of an admit row in a column that is empty while all its entries are 0.
+    void SetOfRow(Column* column, size_t at, Int value) {
+        if (!value) return;
+        column->resize(result_.admit_status.size(), 0);
+        (*column)[at] = value;
+    }
+
+    // Gives the columns that have entries this number of them.
+    void ResizeMore(size_t count) {
+        const auto resize = [&](Column& column) {
+            if (!column.empty()) column.resize(count, 0);
+        };
+        resize(result_.admit_load_after);
+        if (result_.tiers == nullptr) return;
+        resize(result_.tiers->admit_job);
+        resize(result_.tiers->admit_tier_tokens);
     }
 
     Int WantedAtAdmission(size_t row, Int start, Int flags) {
@@ -346,6 +408,7 @@ class StepApplier {
     InFlightTracker& tracker_;
     PartResult& result_;
     Int seq_, tokens_left_, input_left_, overhead_;
+    TierLoads tier_loads_;
     bool aligns_;
     const Column* unnoted_ = nullptr;  // tokens of run rows that the tracker has not recorded yet
     const Run* rows_ = nullptr;

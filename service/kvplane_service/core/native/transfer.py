@@ -12,7 +12,7 @@ from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.keys import Key
-from kvplane_service.core.native import _native
+from kvplane_service.core.native import _native, tiers
 from kvplane_service.core.replica import Replica
 
 if TYPE_CHECKING:
@@ -49,12 +49,7 @@ def dump_of(core: object, num_blocks: int) -> dict[str, Any]:
 def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool) -> list[tuple[str, object]]:
     """Return the entries of the exported state of a core, in their order."""
     spec, domains = core.spec, dump["domains"]
-    num_groups = len(spec.groups)
-
-    def key(packed: tuple[int, bytes]) -> tuple[str, int, bytes]:
-        pair, digest = packed
-        return domains[(pair - 1) // num_groups], (pair - 1) % num_groups, digest
-
+    num_groups, key = len(spec.groups), tiers.unpacker(domains, spec)
     values = {name: dump[name] for name in SAME_VALUES} | {"_counter": dump["counter"], "busy": set(dump["busy"])}
     registered = [(block, key(one)) for block, one in dump["registered"]]
     before: list[tuple[str, object]] = [
@@ -65,6 +60,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("pool.key_tokens", _column(_U32, dump["key_tokens"])),
         ("pool.key_step", _column(_U64, dump["key_step"])),
         ("pool.stamp", _column(_U64, dump["stamp"])),
+        *([("tiers", tiers.entry_of(dump["tiers"], key))] if spec.tiers else []),
         ("free", _column(_U32, dump["free"])),
     ]
     if spec.eviction is not EvictionPolicy.LRU:
@@ -102,6 +98,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             ),
             ("group_counters", [(one[5], one[6]) for one in dump["managers"]]),
             *[(f"pool._{name}", _column(_S64, dump[name]).tolist()) for name in ("born", "used", "last_use")],
+            *([("tier_counters", tiers.counters_of(dump["tiers"]))] if spec.tiers else []),
         ]
     )
 
@@ -293,6 +290,7 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
     packed |= {name: requests[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
     packed |= {"held_slots" if name == "held" else name: requests[name] for name in FLAGS}
     packed |= {name: [0] * len(requests["live"]) for name in BOUNDS}
+    packed["tiers"] = tiers.packed_of(entries, num_groups, pack)
     packed["domains"] = list(domains)
     return packed
 

@@ -47,7 +47,7 @@ constexpr size_t kDigestBytes = 32;
 enum End : Int { kEndNone = 0, kEndFree = 1, kEndHeld = 2, kEndPreempted = 3 };
 enum OnRefusal : Int { kStop = 0, kSkip = 1, kPreempt = 2 };
 enum Watermark : Int { kAuto = 0, kAlways = 1, kNever = 2 };
-enum RowFlag : Int { kReservedAlign = 1, kDelayCaching = 2, kFullFit = 4, kWhole = 8, kUnaligned = 16 };
+enum RowFlag : Int { kReservedAlign = 1, kDelayCaching = 2, kFullFit = 4, kWhole = 8, kUnaligned = 16, kLoad = 32 };
 enum AdmitStatus : Int {
     kNotReached = 0,
     kGranted = 1,
@@ -159,11 +159,17 @@ struct GroupSpec {
     bool is_state() const { return kind == kAlignedState || kind == kUncachedState; }
 };
 
+struct TierSpec {
+    Int medium, num_slots;
+};
+
 struct Spec {
     Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
     Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
     Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy, hint_values;
+    Int most_ahead;  // blocks that are looked at for saves
     std::vector<GroupSpec> groups;
+    std::vector<TierSpec> tiers;
 
     Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }
     bool dense() const { return retention_interval == -1; }

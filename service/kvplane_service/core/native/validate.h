@@ -2,7 +2,7 @@
 #pragma once
 
 #include "coordinator.h"
-#include "step.h"
+#include "tiers/checks.h"
 
 namespace kvplane {
 
@@ -28,8 +28,8 @@ class DistinctSlots {
 
 class StepValidator {
   public:
-    StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool)
-        : spec_(spec), requests_(requests), pool_(pool), number_(kMaxSlots) {
+    StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool, const Tiers& tiers)
+        : spec_(spec), requests_(requests), pool_(pool), tiers_(tiers), number_(kMaxSlots) {
         for (const GroupSpec& one : spec.groups) {
             if (!one.is_state()) continue;
             const bool is_first = states_for_drafts_ < 0;
@@ -229,9 +229,6 @@ class StepValidator {
     }
 
     bool AcceptsCache(const Cache& cache, Int seq) {
-        if (cache.names_jobs) return false;  // a core without tiers orders no jobs
-        if (cache.costs_ns.size() > 1) return false;
-        if (!cache.costs_ns.empty() && cache.costs_ns[0] > kMaxCostNs) return false;
         for (const Int failed : cache.failed_steps) {
             if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
         }
@@ -247,7 +244,7 @@ class StepValidator {
                 return false;
             if (!not_busy_.insert(static_cast<Block>(block)).second) return false;
         }
-        return true;
+        return AcceptsJobs(cache, tiers_, executed_through_);
     }
 
     bool AcceptsNews(const News& news) {
@@ -344,7 +341,9 @@ class StepValidator {
                           Within(admit.min_new, 0, kUnlimited) && Within(admit.single_group_hit, 0, kUnlimited) &&
                           Within(admit.watermark, kAuto, kNever) && Within(admit.max_running, 0, kUnlimited) &&
                           Within(admit.on_refusal, kStop, kSkip) &&
-                          HasBits(admit.flags, kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned);
+                          HasBits(admit.flags, kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned |
+                                                   (spec_.tiers.empty() ? Int{0} : Int{kLoad})) &&
+                          AcceptsLoads(admit);
         if (!fits) return false;
         for (size_t row = 0; num_parts_ > 1 && row < admit.slot.size(); ++row) {
             if (Entry(admit.external, row, 0) && (Entry(admit.flags, row, 0) & kDelayCaching))
@@ -365,6 +364,7 @@ class StepValidator {
     const Spec& spec_;
     const Requests& requests_;
     const BlockPool& pool_;
+    const Tiers& tiers_;
     Int executed_through_ = 0;
     std::set<Block> not_busy_;                 // blocks that loads_over releases in this message
     std::vector<std::pair<Int, Slot>> slots_;  // those that the message names so far

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple, cast, overload
 
+from kvplane.base.declined import Declined
 from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
@@ -21,6 +22,7 @@ from kvplane.base.step import (
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.native import _native
 from kvplane_service.core.requests import MAX_SLOTS, Requests
+from kvplane_service.core.tiers.checks import OrderedJobs
 from kvplane_service.core.validate import StepValidator
 
 _DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
@@ -53,9 +55,11 @@ class NativeRequests:
         """The last step with drafts of a request, and where its row ended, by slot."""
         return dict(_native.books(self._core)[7])
 
-    def validator(self, spec: ReplicaSpec, executed_through: int, busy: Sequence[int]) -> StepValidator:
-        """Return what refuses steps to these requests, without tiers."""
-        return StepValidator(spec, cast("Requests", self), executed_through, busy)
+    def validator(
+        self, spec: ReplicaSpec, executed_through: int, busy: Sequence[int], tiers: OrderedJobs
+    ) -> StepValidator:
+        """Return what refuses steps to these requests."""
+        return StepValidator(spec, cast("Requests", self), executed_through, busy, tiers)
 
     def is_live(self, slot: int) -> bool:
         """Whether the slot has a request, running or not."""
@@ -149,8 +153,25 @@ class NativeEvents(CacheEvents):
         return self.runs
 
 
+class PackedTierEvents:
+    """The events of tiers in a part, which become Python objects when they are read (see `kvplane.base.when_read`)."""
+
+    def __init__(self, runs: list[tuple[int, object]]) -> None:
+        self._runs = runs
+
+    def unpacked(self) -> dict[str, object]:
+        """Return the field of the part that has them."""
+        return {"tier_events": tier_events_of(self._runs)}
+
+
+def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
+    """Return the events of tiers; each tier's are packed. Hashes and blocks are lists, as those of a `Tier`."""
+    events = [(one, Medium(medium)) for medium, packed in runs for one in _native.events(packed)]
+    return [replace(one, hashes=list(one.hashes), blocks=list(one.blocks), tier=medium) for one, medium in events]
+
+
 # Numbers of kinds and reasons are their places.
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
-    NativeEvents, PackedInts,
+    NativeEvents, PackedInts, PackedTierEvents, Declined,
 )  # fmt: skip

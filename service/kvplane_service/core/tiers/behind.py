@@ -21,6 +21,11 @@ AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in fl
 SAVED_STEPS = 2  # blocks saved at the end of a step, in blocks that a step takes
 
 
+def most_ahead(spec: ReplicaSpec) -> int:
+    """Return the number of blocks of a pool that are looked at, at most."""
+    return max(1, spec.num_blocks // AHEAD_SHARE)
+
+
 class SaveBehind:
     """Orders saves and moves at the end of each step.
 
@@ -34,7 +39,7 @@ class SaveBehind:
         self._pool = pool
         self._tiers = tiers
         self._sizes = tuple(group.block_size for group in spec.groups)
-        self._most_ahead = max(1, spec.num_blocks // AHEAD_SHARE)
+        self._most_ahead = most_ahead(spec)
 
     def close_step(self) -> None:
         """Order the saves and moves of this step, into the orders of its last part."""

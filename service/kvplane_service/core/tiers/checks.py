@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, HashAlgorithm, ReplicaSpec
 from kvplane.base.step import Admit, Cache, RowFlag
-from kvplane_service.core.tiers.tiers import Tiers
 
 MAX_COST_NS = 60_000_000_000  # of a token or a block
 _WEAK = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
+
+
+class OrderedJobs(Protocol):
+    """What the tiers of a replica have ordered."""
+
+    @property
+    def each(self) -> Sequence[object]:
+        """The tiers."""
+
+    @property
+    def last_job(self) -> int:
+        """Number of the last job."""
+
+    def load_after(self, job: int) -> int:
+        """Return the step that a load in flight waits for; 0 for other jobs."""
 
 
 def check_tiers(spec: ReplicaSpec) -> None:
@@ -29,7 +46,7 @@ def check_tiers(spec: ReplicaSpec) -> None:
         )
 
 
-def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: str) -> None:
+def check_jobs(cache: Cache, tiers: OrderedJobs | None, executed_through: int, where: str) -> None:
     """Raise InvalidArgument for jobs that were not ordered, for loads that are done before they could start, and for
     costs of other tiers.
 
@@ -43,9 +60,9 @@ def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: 
                 field=f"{where}cache.costs_ns",
                 remedy="give the cost of a token, then of a block of each tier",
             )
-        if max(cache.costs_ns) > MAX_COST_NS:
+        if not 0 <= min(cache.costs_ns) <= max(cache.costs_ns) <= MAX_COST_NS:
             raise InvalidArgument(
-                f"{max(cache.costs_ns)} ns are more than a minute",
+                f"{min(cache.costs_ns)} to {max(cache.costs_ns)} ns are not 0 ns to a minute",
                 field=f"{where}cache.costs_ns",
                 remedy="give nanoseconds per token and per block, 0 for an unknown cost",
             )
@@ -62,10 +79,10 @@ def check_jobs(cache: Cache, tiers: Tiers | None, executed_through: int, where: 
             remedy="give at most the number after the last job; epoch << 32 for the jobs of earlier lives",
         )
     for row, job in enumerate(cache.jobs_done):
-        load = tiers.jobs.loads.get(job) if tiers is not None else None
-        if load is not None and load.after > executed_through:
+        after = tiers.load_after(job) if tiers is not None else 0
+        if after > executed_through:
             raise InvalidArgument(
-                f"load {job} cannot have started: step {load.after} is not executed",
+                f"load {job} cannot have started: step {after} is not executed",
                 field=f"{where}cache.jobs_done[{row}]",
                 remedy="load when executed_through has reached admit_load_after, or report the job as failed",
             )

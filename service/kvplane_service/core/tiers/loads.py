@@ -19,6 +19,7 @@ from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Filled, Load, Location, Move, Save, Tiers
 
 
@@ -161,7 +162,7 @@ class TierLoads:
         sources += [row.source.tier for load in self._tiers.jobs.loads.values() for row in load.rows]
         if not costs or not costs[0] or any(not costs[1 + tier] for tier in set(sources)):
             return 0, 0
-        return sum(costs[1 + tier] for tier in sources), gained * costs[0]
+        return min(sum(costs[1 + tier] for tier in sources), FOREVER), min(gained * costs[0], FOREVER)
 
     def _find(self, slot: int, limit: int) -> Hit:
         """Find the longest prefix in the union that ends between blocks in every group: a block in which a hit ends is

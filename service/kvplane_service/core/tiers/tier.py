@@ -74,6 +74,16 @@ class Tier:
         return self.shadows.get(key) if slot is None else slot
 
     @property
+    def num_held(self) -> int:
+        """Number of slots with a key."""
+        return len(self.key)
+
+    @property
+    def num_shadows(self) -> int:
+        """Number of keys that the device has again."""
+        return len(self.shadows)
+
+    @property
     def num_free(self) -> int:
         """Number of slots that can be written without an eviction."""
         return len(self.free) + self.num_slots - self.num_used
@@ -162,13 +172,18 @@ class Tier:
 
     def stored_events(self) -> Iterator[CacheEvent]:
         """Yield STORED events of all keys, of at most `MAX_HASHES` keys each."""
-        for piece in pieces(sorted(self.in_order()) if self._with_events else (), MAX_HASHES):
-            events = CacheEvents()
-            for key, slot in piece:
-                events.stored_in_tier(slot, key, self._block_sizes[key[1]], self.medium)
-            yield from events.runs
+        return stored_events(self.in_order() if self._with_events else (), self._block_sizes, self.medium)
 
     def take_events(self) -> list[CacheEvent]:
         """Return and clear the events since the last call."""
         runs, self.events = self.events.runs, CacheEvents()
         return runs
+
+
+def stored_events(keys: Iterable[tuple[Key, int]], block_sizes: Sequence[int], medium: Medium) -> Iterator[CacheEvent]:
+    """Yield STORED events of the keys of slots, of at most `MAX_HASHES` keys each."""
+    for piece in pieces(sorted(keys), MAX_HASHES):
+        events = CacheEvents()
+        for key, slot in piece:
+            events.stored_in_tier(slot, key, block_sizes[key[1]], medium)
+        yield from events.runs

@@ -185,6 +185,11 @@ class Tiers:
                 return Location(tier.number, block - first, tier.version[block - first])
         return None
 
+    def tier_of(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the number of the nearest tier that has a key; None if none has."""
+        key = domain, group, digest
+        return next((tier.number for tier in self.each if tier.find(key) is not None), None)
+
     @property
     def has_keys(self) -> bool:
         """Whether a tier has a key."""
@@ -232,6 +237,11 @@ class Tiers:
         return {"load": len(jobs.loads), "save": len(jobs.saves), "move": len(jobs.moves)}
 
     # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def load_after(self, job: int) -> int:
+        """Return the step that a load in flight waits for; 0 for other jobs."""
+        load = self.jobs.loads.get(job)
+        return load.after if load is not None else 0
 
     def next_job(self) -> int:
         """Return the number of a new job."""

@@ -1,9 +1,9 @@
 // The base class of group managers: block tables, allocation, registration.
 #pragma once
 
-#include "../pool.h"
 #include "../requests.h"
 #include "../setup.h"
+#include "../tiers/tiers.h"
 
 namespace kvplane {
 
@@ -19,6 +19,7 @@ struct Query {
     Int max_tokens;
     bool drops_last_block;
     Int horizon;
+    const Tiers* tiers = nullptr;  // null: what only the tiers have is not found
 };
 
 using Rows = std::vector<BlockList>;
@@ -322,7 +323,9 @@ class GroupManager {
     bool FindInGroups(const Query& query, const Digest& digest, BlockList* found) const {
         found->clear();
         for (const Int one : *query.groups) {
-            const Block block = pool.Find(Key{pool.pairs.Of(query.domain, one), digest}, query.horizon);
+            const Key key{pool.pairs.Of(query.domain, one), digest};
+            Block block = pool.Find(key, query.horizon);
+            if (block == kNullBlock && query.tiers != nullptr) block = query.tiers->FindInTiers(key);
             if (block == kNullBlock) return false;
             found->push_back(block);
         }

@@ -1,0 +1,167 @@
+"""The tiers of the compiled core: what the service reads of them, their exported state, and ends of engine lives."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvplane.base.groups import Medium, ReplicaSpec
+from kvplane.base.step import CacheEvent
+from kvplane_service.core.columns import PIECE
+from kvplane_service.core.keys import Key
+from kvplane_service.core.native import _native
+from kvplane_service.core.native.views import tier_events_of
+from kvplane_service.core.tiers.tier import GroupUse, stored_events
+from kvplane_service.core.tiers.tiers import TierCounters
+
+Unpack = Callable[[tuple[int, bytes]], Key]
+Pack = Callable[[Key], tuple[int, bytes]]
+
+
+class NativeTier:
+    """One tier, with the counts that it had when this object was made."""
+
+    def __init__(self, num_slots: int, counts: tuple[int, int, int, int, list[list[int]]]) -> None:
+        self.num_slots = num_slots
+        self.num_held, self.num_shadows, self.num_free, self.hit_tokens, uses = counts
+        self.uses = [GroupUse(*use) for use in uses]
+
+
+class NativeTiers:
+    """What the service reads of the tiers: the attributes of `Tiers`."""
+
+    def __init__(self, core: object, spec: ReplicaSpec) -> None:
+        self._core, self._spec = core, spec
+
+    @property
+    def each(self) -> Sequence[NativeTier]:
+        """Each tier, the nearest first."""
+        rows = zip(self._spec.tiers, _native.tiers(self._core)[0], strict=True)
+        return [NativeTier(tier.num_blocks, counts) for tier, counts in rows]
+
+    @property
+    def counters(self) -> TierCounters:
+        """What happened since the replica began; a copy."""
+        return TierCounters(*_native.tiers(self._core)[1])
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether a tier has a key."""
+        return any(counts[0] for counts in _native.tiers(self._core)[0])
+
+    @property
+    def last_job(self) -> int:
+        """Number of the last job."""
+        return _native.tiers(self._core)[3]
+
+    def load_after(self, job: int) -> int:
+        """Return the step that a load in flight waits for; 0 for other jobs."""
+        return _native.load_after(self._core, job)
+
+    def open_jobs(self) -> dict[str, int]:
+        """Return the number of jobs in flight by kind."""
+        return dict(zip(("load", "save", "move"), _native.tiers(self._core)[2], strict=True))
+
+    def stored_events(self) -> list[CacheEvent]:
+        """Return STORED events of all keys."""
+        if not self._spec.events:
+            return []
+        key, sizes = unpacker(_native.books(self._core)[6], self._spec), [one.block_size for one in self._spec.groups]
+        return [
+            event
+            for number, tier in enumerate(self._spec.tiers)
+            for event in stored_events(
+                [(key(packed), slot) for packed, slot, _ in _native.tier_keys(self._core, number)],
+                sizes,
+                Medium[tier.kind.name],
+            )
+        ]
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return and clear the events of all tiers that are not in the result of a part."""
+        return tier_events_of(_native.take_tier_events(self._core))
+
+    def tier_of(self, domain: str, group: int, digest: bytes) -> int | None:
+        """Return the number of the nearest tier that has a key; None if none has."""
+        return _native.tier_of(self._core, domain, group, digest)
+
+
+def unpacker(domains: Sequence[str], spec: ReplicaSpec) -> Unpack:
+    """Return a function that makes keys of those of the core."""
+    num_groups = len(spec.groups)
+
+    def key(packed: tuple[int, bytes]) -> Key:
+        pair, digest = packed
+        return domains[(pair - 1) // num_groups], (pair - 1) % num_groups, digest
+
+    return key
+
+
+def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator[None]:
+    """Do what `Tiers.end_epoch` does, in slices."""
+    stamps = shown if isinstance(shown, array | memoryview) else array("Q", shown)
+    for number in range(len(spec.tiers)):
+        last: int | None = -1
+        while last is not None:
+            last = _native.end_tier(core, number, last, PIECE, stamps)
+            yield
+
+
+# -- exported state ----------------------------------------------------------------------------------------------------
+
+
+def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
+    """Return the entry `tiers` of the exported state, as `tiers.entries.copy_tiers` does."""
+    (*numbers, waits_in), costs, each, loads, saves, moves, loading, _ = dump
+
+    def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[Key, int, int]]:
+        return [(key(packed), slot, version) for packed, slot, version in keys]
+
+    return [
+        [*numbers, costs, waits_in],
+        [[size, used, free, rows(shadows), rows(recent)] for size, used, free, shadows, recent, *_ in each],
+        [
+            (*load, [(block, stamp, key(packed), *rest) for block, stamp, packed, *rest in filled])
+            for *load, filled in loads
+        ],
+        [(job, key(packed), *rest) for job, packed, *rest in saves],
+        [(job, key(packed), *source, *target) for job, packed, source, *target in moves],
+        loading,
+    ]
+
+
+def counters_of(dump: tuple[Any, ...]) -> list[object]:
+    """Return the entry `tier_counters`, as `tiers.entries.copy_counters` does."""
+    each, counters = dump[2], dump[7]
+    return [counters, *([hits, *(count for use in uses for count in use[1:])] for *_, hits, uses in each)]
+
+
+def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tuple[Any, ...]:
+    """Return what the core loads for the entries `tiers` and `tier_counters`, which a replica without tiers lacks."""
+    if "tiers" not in entries:
+        return [0, 0, 0, 0], [], [], [], [], [], [], [0] * len(fields(TierCounters))
+    (state,), (counters,) = entries["tiers"], entries["tier_counters"]
+    (*numbers, costs, waits_in), each, loads, saves, moves, loading = state
+
+    def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[tuple[int, bytes], int, int]]:
+        return [(pack(tuple(key)), slot, version) for key, slot, version in keys]
+
+    tiers = []
+    for (size, used, free, shadows, recent), (hits, *uses) in zip(each, counters[1:], strict=True):
+        of_groups = [[0, *uses[at : at + 3]] for at in range(0, 3 * num_groups, 3)]
+        tiers.append((size, used, free, rows(shadows), rows(recent), hits, of_groups))
+    return (
+        [*numbers, waits_in],
+        costs,
+        tiers,
+        [
+            (*load, [(block, stamp, pack(tuple(key)), *rest) for block, stamp, key, *rest in filled])
+            for *load, filled in loads
+        ],
+        [(job, pack(tuple(key)), *rest) for job, key, *rest in saves],
+        [(job, pack(tuple(key)), tuple(source), tier, slot) for job, key, *source, tier, slot in moves],
+        loading,
+        counters[0],
+    )

@@ -1,0 +1,228 @@
+// The state of the tiers as Python values, and back; a loaded one is checked as in `loaded.h`.
+#pragma once
+
+#include "../read_step.h"
+#include "tiers.h"
+
+namespace kvplane {
+
+inline PyObject* ToPy(const Location& source) {
+    return Tuple(ToPy(source.tier), ToPy(source.slot), ToPy(source.version));
+}
+inline void FromPy(PyObject* object, Location* source) {
+    FromPy(At(object, 0), &source->tier);
+    FromPy(At(object, 1), &source->slot);
+    FromPy(At(object, 2), &source->version);
+}
+
+inline PyObject* ToPy(const Filled& row) {
+    return Tuple(ToPy(row.block), ToPy(row.stamp), ToPy(row.key), ToPy(row.num_tokens), ToPy(row.parent),
+                 ToPy(row.source));
+}
+inline void FromPy(PyObject* object, Filled* row) {
+    FromPy(At(object, 0), &row->block);
+    FromPy(At(object, 1), &row->stamp);
+    FromPy(At(object, 2), &row->key);
+    FromPy(At(object, 3), &row->num_tokens);
+    FromPy(At(object, 4), &row->parent);
+    FromPy(At(object, 5), &row->source);
+}
+
+// (key, slot, version) of the slots with a key, in the order of eviction.
+inline PyObject* KeysOfTier(const Tier& tier, bool are_shadows) {
+    Owned list(PyList_New(0));
+    for (Int slot = tier.Next(kNoSlot); slot != kNoSlot; slot = tier.Next(slot)) {
+        if (tier.IsShadow(slot) == are_shadows)
+            Append(list, Tuple(ToPy(tier.KeyOf(slot)), ToPy(slot), ToPy(tier.VersionOf(slot))));
+    }
+    return list.Release();
+}
+
+inline PyObject* UsesOf(const Tier& tier) {
+    std::vector<Column> uses;
+    for (const GroupUse& one : tier.uses) uses.push_back({one.held, one.stored, one.loaded, one.evicted});
+    return ToPy(uses);
+}
+
+inline PyObject* DumpTier(const Tier& tier) {
+    return Tuple(ToPy(tier.num_slots), ToPy(tier.num_used()), ToPy(tier.free), KeysOfTier(tier, true),
+                 KeysOfTier(tier, false), ToPy(tier.hit_tokens), UsesOf(tier));
+}
+
+// (numbers, costs, tiers, loads, saves, moves, loading, counters)
+inline PyObject* DumpTiers(Tiers& tiers) {
+    Owned each(PyList_New(0)), loads(PyList_New(0)), saves(PyList_New(0)), moves(PyList_New(0));
+    for (const Tier& one : tiers.each) Append(each, DumpTier(one));
+    for (const auto& [job, load] : tiers.jobs.loads) {
+        Append(loads, Tuple(ToPy(job), ToPy(load.request), ToPy(load.serial), ToPy(load.num_tokens), ToPy(load.after),
+                            ToList(load.rows)));
+    }
+    for (const auto& [job, save] : tiers.jobs.saves) {
+        Append(saves,
+               Tuple(ToPy(job), ToPy(save.key), ToPy(save.block), ToPy(save.stamp), ToPy(save.tier), ToPy(save.slot)));
+    }
+    for (const auto& [job, move] : tiers.jobs.moves) {
+        Append(moves, Tuple(ToPy(job), ToPy(move.key), ToPy(move.source), ToPy(move.tier), ToPy(move.slot)));
+    }
+    std::vector<std::pair<Int, std::pair<Int, Int>>> waits;  // when it was added, slot, job
+    for (const auto& [slot, load] : tiers.loading) waits.push_back({load.second, {slot, load.first}});
+    std::sort(waits.begin(), waits.end());
+    std::vector<std::pair<Int, Int>> loading;
+    for (const auto& [order, one] : waits) loading.push_back(one);
+    Column counters;
+    for (const Int* count : tiers.counters.All()) counters.push_back(*count);
+    return Tuple(ToPy(Column{tiers.last_job, tiers.demand, tiers.demand_now, tiers.waits_in}), ToPy(tiers.costs_ns),
+                 each.Release(), loads.Release(), saves.Release(), moves.Release(), ToPy(loading), ToPy(counters));
+}
+
+// Loads what `DumpTiers` returns into unused tiers.
+class LoadedTiers {
+  public:
+    explicit LoadedTiers(Replica& replica)
+        : spec_(replica.spec), pool_(replica.blocks.pool), tiers_(replica.blocks.tiers) {}
+
+    void Load(PyObject* state) {
+        Column numbers, counters;
+        FromPy(At(state, 0), &numbers);
+        FromPy(At(state, 1), &tiers_.costs_ns);
+        FromPy(At(state, 7), &counters);
+        const std::vector<Int*> counts = tiers_.counters.All();
+        Check(numbers.size() == 4 && counters.size() == counts.size());
+        Check(tiers_.costs_ns.empty() || tiers_.costs_ns.size() == 1 + tiers_.each.size());
+        for (const Int cost : tiers_.costs_ns) Check(cost >= 0 && cost <= kMaxCostNs);
+        for (const Int number : numbers) Check(number >= 0 && number <= static_cast<Int>(kVersions));
+        for (size_t at = 0; at < counts.size(); ++at) *counts[at] = Count(counters[at]);
+        tiers_.last_job = numbers[0];
+        tiers_.demand = numbers[1];
+        tiers_.demand_now = numbers[2];
+        tiers_.waits_in = numbers[3];
+        Check(kvplane::Count(At(state, 2)) == static_cast<Int>(tiers_.each.size()));
+        size_t number = 0;
+        ForEach(At(state, 2), [&](PyObject* one) { LoadTier(one, tiers_.each[number++]); });
+        ForEach(At(state, 3), [&](PyObject* one) { LoadLoad(one); });
+        ForEach(At(state, 4), [&](PyObject* one) { LoadSave(one); });
+        ForEach(At(state, 5), [&](PyObject* one) { LoadMove(one); });
+        LoadLoading(At(state, 6));
+    }
+
+  private:
+    static Int Count(Int number) {
+        Check(number >= 0 && number < kForever / 4);
+        return number;
+    }
+    static Int NumberAt(PyObject* tuple, Py_ssize_t at) { return Number(At(tuple, at)); }
+
+    Key KeyAt(PyObject* tuple, Py_ssize_t at) const {
+        Key key;
+        FromPy(At(tuple, at), &key);
+        Named(key);
+        return key;
+    }
+    void Named(const Key& key) const { Check(key.pair > 0 && pool_.pairs.Domain(key.pair) < pool_.pairs.Capacity()); }
+    Int JobAt(PyObject* tuple) const {
+        const Int job = NumberAt(tuple, 0);
+        const Jobs& jobs = tiers_.jobs;
+        Check(job > 0 && job <= tiers_.last_job);
+        Check(!jobs.loads.contains(job) && !jobs.saves.contains(job) && !jobs.moves.contains(job));
+        return job;
+    }
+    Tier& TierAt(Int number) const {
+        Check(number >= 0 && number < static_cast<Int>(tiers_.each.size()));
+        return tiers_.each[static_cast<size_t>(number)];
+    }
+    // A slot without a key, that is not free and that no job writes.
+    void Write(Tier& tier, Int slot, const Key& key) const {
+        Check(slot >= 0 && slot < tier.num_used() && tier.state[static_cast<size_t>(slot)] == SlotState::kNoKey);
+        Check(std::find(tier.free.begin(), tier.free.end(), static_cast<uint32_t>(slot)) == tier.free.end());
+        Check(!tier.IsWritten(key));
+        tier.MarkWritten(slot, key);
+    }
+    void Source(const Location& source) const {
+        Check(source.slot >= 0 && source.slot < TierAt(source.tier).num_used() && source.version > 0);
+    }
+
+    void LoadTier(PyObject* state, Tier& tier) {
+        const Int num_used = NumberAt(state, 1);
+        Check(NumberAt(state, 0) == tier.num_slots && num_used >= 0 && num_used <= tier.num_slots);
+        while (tier.num_used() < num_used) tier.AddSlot();
+        LoadKeys(At(state, 3), tier, SlotState::kShadow);
+        LoadKeys(At(state, 4), tier, SlotState::kRecent);
+        FromPy(At(state, 2), &tier.free);
+        std::vector<bool> seen(static_cast<size_t>(num_used), false);
+        for (const uint32_t slot : tier.free) {
+            Check(slot < num_used && !seen[slot] && !tier.HasKey(slot));
+            seen[slot] = true;
+        }
+        tier.hit_tokens = Count(NumberAt(state, 5));
+        std::vector<Column> uses;
+        FromPy(At(state, 6), &uses);
+        Check(uses.size() == tier.uses.size());
+        for (size_t group = 0; group < uses.size(); ++group) {
+            const Column& use = uses[group];
+            Check(use.size() == 4);
+            tier.uses[group] = {tier.uses[group].held, Count(use[1]), Count(use[2]), Count(use[3])};
+        }
+    }
+
+    void LoadKeys(PyObject* rows, Tier& tier, SlotState queue) const {
+        ForEach(rows, [&](PyObject* row) {
+            const Key key = KeyAt(row, 0);
+            const Int slot = NumberAt(row, 1), version = NumberAt(row, 2);
+            Check(slot >= 0 && slot < tier.num_used() && !tier.HasKey(slot) && tier.Find(key) == kNoSlot);
+            Check(version > 0 && version <= static_cast<Int>(kVersions));
+            tier.Hold(slot, key, version, queue);
+        });
+    }
+
+    void LoadLoad(PyObject* state) {
+        const Int job = JobAt(state);
+        kvplane::Load load{
+            NumberAt(state, 1), Count(NumberAt(state, 2)), NumberAt(state, 3), Count(NumberAt(state, 4)), {}};
+        Check(load.request >= 0 && load.request < kMaxSlots);
+        Check(load.num_tokens >= 0 && load.num_tokens <= spec_.max_model_len);
+        FromPy(At(state, 5), &load.rows);
+        Check(!load.rows.empty());
+        for (const Filled& row : load.rows) {
+            Check(row.block < spec_.num_blocks && row.num_tokens > 0 && row.num_tokens <= spec_.max_model_len);
+            Named(row.key);
+            Source(row.source);
+            ++TierAt(row.source.tier).pins[static_cast<size_t>(row.source.slot)];
+        }
+        tiers_.jobs.loads.emplace(job, std::move(load));
+    }
+
+    void LoadSave(PyObject* state) {
+        const Int job = JobAt(state);
+        Save save{KeyAt(state, 1), 0, 0, NumberAt(state, 4), NumberAt(state, 5)};
+        FromPy(At(state, 2), &save.block);
+        FromPy(At(state, 3), &save.stamp);
+        Check(save.block < spec_.num_blocks);
+        Write(TierAt(save.tier), save.slot, save.key);
+        tiers_.jobs.saves.emplace(job, save);
+    }
+
+    void LoadMove(PyObject* state) {
+        const Int job = JobAt(state);
+        Move move{KeyAt(state, 1), {}, NumberAt(state, 3), NumberAt(state, 4)};
+        FromPy(At(state, 2), &move.source);
+        Source(move.source);
+        Write(TierAt(move.tier), move.slot, move.key);
+        tiers_.jobs.moves.emplace(job, move);
+    }
+
+    void LoadLoading(PyObject* rows) {
+        std::vector<std::pair<Int, Int>> loading;
+        FromPy(rows, &loading);
+        for (const auto& [slot, job] : loading) {
+            const auto load = tiers_.jobs.loads.find(job);
+            Check(load != tiers_.jobs.loads.end() && load->second.request == slot && !tiers_.loading.contains(slot));
+            tiers_.BeginLoad(slot, job);
+        }
+    }
+
+    const Spec& spec_;
+    const BlockPool& pool_;
+    Tiers& tiers_;
+};
+
+}  // namespace kvplane

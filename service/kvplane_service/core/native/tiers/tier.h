@@ -1,0 +1,304 @@
+// The slots of one tier: which key each has, which are pinned, and which is evicted next.
+#pragma once
+
+#include "../pool.h"
+
+namespace kvplane {
+
+constexpr Int kNoSlot = -1;
+constexpr Int kMaxJobs = 4096;  // in flight; at this number nothing is saved, moved or loaded
+
+// Blocks of one group in one tier.
+struct GroupUse {
+    Int held = 0, stored = 0, loaded = 0, evicted = 0;
+};
+
+enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow };  // kNoKey: free, or only pinned
+
+// The blocks of the device whose key a tier has, not as a shadow, or a job writes into one: what `SaveBehind` has found
+// once, so that it need not search again.
+class BehindBlocks {
+  public:
+    BehindBlocks(const Spec& spec, const BlockPool& block_pool)
+        : pool(block_pool), stamp_(spec.tiers.empty() ? 0 : static_cast<size_t>(spec.num_blocks), kUnknown) {}
+
+    // A block whose key changes gets another stamp.
+    bool Has(Block block) const { return stamp_[block] == pool.stamp[block]; }
+    void Add(Block block) { stamp_[block] = pool.stamp[block]; }
+    void Forget(const Key& key) {
+        pool.ForEachBlockOf(key, [&](Block block) { stamp_[block] = kUnknown; });
+    }
+
+    const BlockPool& pool;
+
+  private:
+    static constexpr uint64_t kUnknown = ~uint64_t{0};  // no stamp
+
+    std::vector<uint64_t> stamp_;
+};
+
+class Tier {
+  public:
+    Tier(Int tier_number, const TierSpec& spec, const Spec& replica_spec, BehindBlocks& all_behind)
+        : number(tier_number),
+          medium(spec.medium),
+          num_slots(spec.num_slots),
+          uses(replica_spec.groups.size()),
+          spec_(replica_spec),
+          pairs_(all_behind.pool.pairs),
+          behind_(all_behind),
+          held_(static_cast<size_t>(spec.num_slots)),
+          writing_(kMaxJobs) {
+        const auto most = static_cast<size_t>(num_slots);
+        records.reserve(most);  // pages of memory that no slot has used are not in use either
+        version.reserve(most);
+        pins.reserve(most);
+        state.reserve(most);
+        links_.reserve(most + kFirstLink);
+        links_.assign(kFirstLink, Link());
+        for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
+    }
+
+    // The slot that has the key, or kNoSlot.
+    Int Find(const Key& key) const {
+        const uint32_t slot = held_.Find(records, key);
+        return slot == kNoRecord ? kNoSlot : Int{slot};
+    }
+    bool IsWritten(const Key& key) const { return writing_.count() > 0 && writing_.Find(records, key) != kNoRecord; }
+
+    Int num_used() const { return static_cast<Int>(records.size()); }
+    Int num_held() const { return static_cast<Int>(held_.count()); }
+    Int num_free() const { return static_cast<Int>(free.size()) + num_slots - num_used(); }
+    bool HasKey(Int slot) const { return state[At(slot)] >= SlotState::kRecent; }
+    bool IsShadow(Int slot) const { return state[At(slot)] == SlotState::kShadow; }
+    bool IsPinned(Int slot) const { return pins[At(slot)] > 0; }
+    const Key& KeyOf(Int slot) const { return records[At(slot)].key; }
+    // 0 for a slot without a key.
+    Int VersionOf(Int slot) const { return slot >= 0 && slot < num_used() ? version[static_cast<size_t>(slot)] : 0; }
+
+    // The slots with a key in order of eviction, shadows first: Next(kNoSlot) is the first one, kNoSlot is behind the
+    // last one.
+    Int Next(Int slot) const {
+        uint32_t link = slot == kNoSlot ? links_[kShadows].next : links_[LinkOf(slot)].next;
+        if (link == kShadows) link = links_[kRecents].next;
+        return link == kRecents ? kNoSlot : Int{link} - Int{kFirstLink};
+    }
+
+    // A slot to write the content of the key into, evicting the key that is first in order; kNoSlot if every slot is
+    // pinned or written.
+    Int BeginWrite(const Key& key) {
+        const Int slot = TakeSlot();
+        if (slot == kNoSlot) return kNoSlot;
+        MarkWritten(slot, key);
+        return slot;
+    }
+
+    // The end of a write: the slot has the key in this version, or is free.
+    void EndWrite(Int slot, bool is_good, Int job) {
+        Require(state[At(slot)] == SlotState::kWritten, "a slot is not being written");
+        const Key key = records[At(slot)].key;
+        writing_.Remove(records, static_cast<uint32_t>(slot));
+        SetKey(slot, Key(), SlotState::kNoKey);
+        if (is_good) {
+            Store(key, slot, job);
+        } else {
+            behind_.Forget(key);
+            free.push_back(static_cast<uint32_t>(slot));
+        }
+    }
+
+    // Takes over the version of a key in this unused tier, without events, the one to evict first first. The first row
+    // of a slot or a key counts.
+    void Install(Int slot, const Key& key, Int of_version) {
+        while (num_used() <= slot) AddSlot();
+        if (HasKey(slot) || Find(key) != kNoSlot) return;
+        Hold(slot, key, of_version, SlotState::kRecent);
+        ++UseOf(key).stored;
+    }
+    // Behind the last one of these.
+    void EndInstall() {
+        while (!records.empty() && records.back().key.pair == 0) DropLastSlot();
+        for (Int slot = 0; slot < num_used(); ++slot) {
+            if (!HasKey(slot)) free.push_back(static_cast<uint32_t>(slot));
+        }
+    }
+
+    // Makes the key the last one to be evicted.
+    void Refresh(Int slot) { Enqueue(slot, SlotState::kRecent); }
+
+    // Records that the device has the key again.
+    void MakeShadow(const Key& key) {
+        const Int slot = Find(key);
+        if (slot == kNoSlot || IsShadow(slot)) return;
+        behind_.Forget(key);
+        Enqueue(slot, SlotState::kShadow);
+    }
+
+    // Forgets the key. A pinned slot becomes free with its last pin.
+    void Drop(const Key& key, RemoveReason reason = kDropped) {
+        const Int slot = Find(key);
+        if (slot != kNoSlot) DropSlot(slot, reason);
+    }
+    void DropSlot(Int slot, RemoveReason reason) {
+        Require(HasKey(slot), "a slot has no key");
+        const Key key = records[At(slot)].key;
+        behind_.Forget(key);
+        held_.Remove(records, static_cast<uint32_t>(slot));
+        Unlink(slot);
+        num_shadows -= IsShadow(slot);
+        SetKey(slot, Key(), SlotState::kNoKey);
+        version[At(slot)] = 0;
+        if (!pins[At(slot)]) free.push_back(static_cast<uint32_t>(slot));
+        GroupUse& use = UseOf(key);
+        --use.held;
+        use.evicted += reason == kEvicted;
+        if (spec_.events) Report(slot, key, kRemoved, reason);
+    }
+
+    // Keeps a slot that has a key from being written; its key becomes the last one to be evicted.
+    void Pin(Int slot) {
+        Require(HasKey(slot), "a slot without a key is read");
+        ++pins[At(slot)];
+        Refresh(slot);
+    }
+    void Unpin(Int slot) {
+        Require(pins[At(slot)] > 0, "a slot is not pinned");
+        if (--pins[At(slot)] == 0 && state[At(slot)] == SlotState::kNoKey) free.push_back(static_cast<uint32_t>(slot));
+    }
+
+    void Clear() {
+        for (Int slot = Next(kNoSlot); slot != kNoSlot; slot = Next(kNoSlot)) DropSlot(slot, kUnverified);
+    }
+
+    // -- state -------------------------------------------------------------------------------------------------------
+
+    void AddSlot() {
+        Require(num_used() < num_slots, "a tier has no further slot");
+        records.emplace_back();
+        version.push_back(0);
+        pins.push_back(0);
+        state.push_back(SlotState::kNoKey);
+        links_.emplace_back();
+    }
+    void MarkWritten(Int slot, const Key& key) {
+        SetKey(slot, key, SlotState::kWritten);
+        const uint32_t other = writing_.FindOrAdd(records, static_cast<uint32_t>(slot));
+        Require(other == kNoRecord, "a key is written into two slots");
+    }
+    // Gives a slot without a key this one, which is evicted last of its queue.
+    void Hold(Int slot, const Key& key, Int of_version, SlotState queue) {
+        SetKey(slot, key, SlotState::kNoKey);
+        const uint32_t other = held_.FindOrAdd(records, static_cast<uint32_t>(slot));
+        Require(other == kNoRecord, "a tier has the key in two slots");
+        version[At(slot)] = of_version;
+        Insert(slot, queue);
+        ++UseOf(key).held;
+    }
+    GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
+
+    const Int number, medium, num_slots;
+    std::vector<GroupUse> uses;  // by group
+    Int hit_tokens = 0, num_shadows = 0;
+    std::vector<KeyRecord> records;  // by slot: the key that it has, or that a job writes into it
+    Column version;                  // by slot: 0 without a key
+    std::vector<uint32_t> pins;      // by slot: number of loads that read it
+    std::vector<SlotState> state;    // by slot
+    BlockList free;                  // slots that were used and are free; the last one is used first
+    CacheEvents events;
+
+  private:
+    struct Link {
+        uint32_t next = 0, previous = 0;
+    };
+    struct Run {
+        EventKind kind = kCleared;
+        RemoveReason reason = kNoReason;
+        uint32_t pair = 0;
+        bool operator==(const Run&) const = default;
+    };
+    enum : uint32_t { kShadows = 0, kRecents = 1, kFirstLink = 2 };  // the links of slots are behind those of queues
+
+    size_t At(Int slot) const {
+        Require(slot >= 0 && slot < num_used(), "a slot is beyond the tier");
+        return static_cast<size_t>(slot);
+    }
+    size_t LinkOf(Int slot) const { return At(slot) + kFirstLink; }
+
+    void SetKey(Int slot, const Key& key, SlotState to) {
+        records[At(slot)].key = key;
+        state[At(slot)] = to;
+    }
+
+    Int TakeSlot() {
+        if (free.empty() && num_used() < num_slots) {
+            AddSlot();
+            return num_used() - 1;
+        }
+        if (free.empty()) {
+            Int victim = Next(kNoSlot);
+            while (victim != kNoSlot && pins[At(victim)]) victim = Next(victim);
+            if (victim == kNoSlot) return kNoSlot;
+            DropSlot(victim, kEvicted);
+        }
+        const Int slot = free.back();
+        free.pop_back();
+        return slot;
+    }
+
+    void Store(const Key& key, Int slot, Int job) {
+        Require(Find(key) == kNoSlot, "a tier has the key in two slots");
+        Hold(slot, key, job, SlotState::kRecent);
+        ++UseOf(key).stored;
+        if (spec_.events) Report(slot, key, kStored, kNoReason);
+    }
+
+    void DropLastSlot() {
+        records.pop_back();
+        version.pop_back();
+        pins.pop_back();
+        state.pop_back();
+        links_.pop_back();
+    }
+
+    void Enqueue(Int slot, SlotState queue) {
+        Unlink(slot);
+        num_shadows -= IsShadow(slot);
+        Insert(slot, queue);
+    }
+    void Unlink(Int slot) {
+        const Link link = links_[LinkOf(slot)];
+        links_[link.previous].next = link.next;
+        links_[link.next].previous = link.previous;
+    }
+    void Insert(Int slot, SlotState queue) {
+        const uint32_t end = queue == SlotState::kShadow ? kShadows : kRecents;
+        const auto link = static_cast<uint32_t>(LinkOf(slot));
+        links_[link] = {end, links_[end].previous};
+        links_[links_[end].previous].next = link;
+        links_[end].previous = link;
+        state[At(slot)] = queue;
+        num_shadows += queue == SlotState::kShadow;
+    }
+
+    // Consecutive keys of one group, domain, kind and reason are one event.
+    void Report(Int slot, const Key& key, EventKind kind, RemoveReason reason) {
+        const Run run{kind, reason, key.pair};
+        if (events.empty() || run != run_) {
+            const Int group = pairs_.Group(key.pair);
+            const Int size = kind == kStored ? spec_.groups[static_cast<size_t>(group)].block_size : 0;
+            events.Add({.kind = kind, .group = group, .reason = reason, .block_size = size}, pairs_.Domain(key.pair),
+                       pairs_.Name(key.pair), Digest());
+            run_ = run;
+        }
+        events.AddKey(key.digest, static_cast<Block>(slot));
+    }
+
+    const Spec& spec_;
+    const Pairs& pairs_;
+    BehindBlocks& behind_;
+    Index held_, writing_;     // from keys to slots
+    std::vector<Link> links_;  // the queues of eviction
+    Run run_;                  // the last event
+};
+
+}  // namespace kvplane

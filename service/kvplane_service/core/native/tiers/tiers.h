@@ -1,0 +1,265 @@
+// All tiers of a replica, the jobs of their movers, and the index that look-ups of the union use.
+#pragma once
+
+#include "../step.h"
+#include "tier.h"
+
+namespace kvplane {
+
+constexpr int kJobBits = 32;  // a job is numbered by its engine life and a counter, as a stamp without generation
+constexpr uint64_t kVersions = (uint64_t{1} << (kEpochBits + kCounterBits)) - 1;
+
+// A slot of a tier, and the version that a reader expects in it.
+struct Location {
+    Int tier = 0, slot = kNoSlot, version = 0;
+};
+
+// One row of a load: a block that is filled from a slot, and the key that it has afterwards.
+struct Filled {
+    Block block;
+    uint64_t stamp;  // of the block when the load was ordered
+    Key key;
+    Int num_tokens;  // of the key's prefix
+    Digest parent;   // of the block before it; size 0: there is none
+    Location source;
+};
+
+// A load in flight. It has one reference to each of its blocks, and a pin on each of its slots.
+struct Load {
+    Int request, serial, num_tokens, after;
+    std::vector<Filled> rows;
+};
+
+struct Save {
+    Key key;
+    Block block;
+    uint64_t stamp;
+    Int tier, slot;
+};
+
+struct Move {
+    Key key;
+    Location source;
+    Int tier, slot;
+};
+
+struct TierCounters {
+    Int saved = 0, moved = 0, discarded = 0, failed = 0, loaded = 0, loads = 0, loads_failed = 0, loaded_tokens = 0,
+        waited = 0, given_up = 0, no_slot = 0, no_job = 0, too_slow = 0;
+
+    std::vector<Int*> All() {
+        return {&saved,         &moved,  &discarded, &failed,  &loaded, &loads,   &loads_failed,
+                &loaded_tokens, &waited, &given_up,  &no_slot, &no_job, &too_slow};
+    }
+};
+
+// The jobs in flight, by number.
+struct Jobs {
+    std::map<Int, Load> loads;
+    std::map<Int, Save> saves;
+    std::map<Int, Move> moves;
+
+    Int size() const { return static_cast<Int>(loads.size() + saves.size() + moves.size()); }
+};
+
+class Tiers {
+  public:
+    Tiers(const Spec& spec, BlockPool& block_pool)
+        : behind(spec, block_pool), most_loading(spec.num_blocks / 4), pool_(block_pool) {
+        Int first = spec.num_blocks;
+        for (const TierSpec& one : spec.tiers) {
+            each.emplace_back(static_cast<Int>(each.size()), one, spec, behind);
+            firsts_.push_back(first);
+            first += one.num_slots;
+        }
+        depth = static_cast<Int>(each.size());
+    }
+
+    // -- index -------------------------------------------------------------------------------------------------------
+
+    // The id of the slot of the nearest tier that has the key; the null block if none has.
+    Block FindInTiers(const Key& key) const {
+        for (size_t number = 0; number < static_cast<size_t>(depth); ++number) {
+            const Int slot = each[number].Find(key);
+            if (slot != kNoSlot) return static_cast<Block>(firsts_[number] + slot);
+        }
+        return kNullBlock;
+    }
+
+    // The slot that an id of a hit stands for; kNoSlot for a block of the device.
+    Location LocationOf(Block block) const {
+        for (size_t number = each.size(); number-- > 0;) {
+            const Int slot = Int{block} - firsts_[number];
+            if (slot >= 0) return {static_cast<Int>(number), slot, each[number].VersionOf(slot)};
+        }
+        return {};
+    }
+
+    bool HasKeys() const {
+        return std::any_of(each.begin(), each.end(), [](const Tier& one) { return one.num_held() > 0; });
+    }
+    // Whether a tier has the key, or a job in flight writes it into one.
+    bool Has(const Key& key) const {
+        return std::any_of(each.begin(), each.end(),
+                           [&](const Tier& one) { return one.IsWritten(key) || one.Find(key) != kNoSlot; });
+    }
+    // Whether the slot has had this version without interruption.
+    bool IsIntact(const Location& source) const {
+        return each[static_cast<size_t>(source.tier)].VersionOf(source.slot) == source.version;
+    }
+
+    // Forgets all keys, without events.
+    void Clear() {
+        for (Tier& one : each) {
+            one.Clear();
+            one.events.Take();
+        }
+    }
+
+    // Forgets a key whose content is not trusted any more. Loads of it fail.
+    void Drop(const Key& key) {
+        for (Tier& one : each) one.Drop(key);
+    }
+    // Drops a key permanently: every rank writes another version for its slots, so that no store recovers it.
+    void Revoke(const Key& key) {
+        for (Tier& one : each) {
+            const Int slot = one.Find(key);
+            if (slot == kNoSlot) continue;
+            orders.stamp_block.push_back(static_cast<Block>(firsts_[static_cast<size_t>(one.number)] + slot));
+            orders.stamp.push_back(pool_.Draw());
+        }
+        Drop(key);
+    }
+
+    // Visits the keys of slots, and those that jobs will give to blocks or slots.
+    template <typename F>
+    void ForEachKey(F&& visit) const {
+        for (const Tier& one : each) {
+            for (const KeyRecord& record : one.records) {
+                if (record.key.pair) visit(record.key);
+            }
+        }
+        for (const auto& [job, load] : jobs.loads) {
+            for (const Filled& row : load.rows) visit(row.key);
+        }
+    }
+
+    // -- jobs --------------------------------------------------------------------------------------------------------
+
+    Int NextJob() {
+        // A reset of the cache draws its stamp from the same numbers: older versions count no more.
+        last_job = std::max(last_job + 1, static_cast<Int>(pool_.Draw() & kVersions));
+        return last_job;
+    }
+
+    // Blocks that loads in flight fill.
+    Int NumLoading() const {
+        Int sum = 0;
+        for (const auto& [job, load] : jobs.loads) sum += static_cast<Int>(load.rows.size());
+        return sum;
+    }
+
+    // A slot for the content of a key that a job will write; kNoSlot, counted, if there is none.
+    Int BeginWrite(Tier& tier, const Key& key) {
+        const Int slot = tier.BeginWrite(key);
+        counters.no_slot += slot == kNoSlot;
+        return slot;
+    }
+
+    // Moves what was ordered, and what happened to keys, since the last call into an answer.
+    void Give(PartResult* result) {
+        if (!orders.empty()) {
+            const auto append = [](auto* column, const auto& further) {
+                column->insert(column->end(), further.begin(), further.end());
+            };
+            append(&result->orders.stamp_block, orders.stamp_block);
+            append(&result->orders.stamp, orders.stamp);
+            result->OfTiers().orders.Append(orders);
+            orders = JobOrders();
+        }
+        for (Tier& one : each) {
+            if (!one.events.empty()) result->OfTiers().events.emplace_back(one.medium, one.events.Take());
+        }
+    }
+
+    void Unpin(const Load& load) {
+        for (const Filled& row : load.rows) each[static_cast<size_t>(row.source.tier)].Unpin(row.source.slot);
+    }
+
+    // The load that fills blocks of the present hit of the slot's request, if it runs; null if there is none.
+    const Load* LoadOf(Int slot) const {
+        const auto found = loading.find(slot);
+        return found == loading.end() ? nullptr : &jobs.loads.at(found->second.first);
+    }
+    void BeginLoad(Int slot, Int job) {
+        const auto [at, is_new] = loading.try_emplace(slot, job, next_order_);
+        if (is_new) {
+            ++next_order_;
+        } else {
+            at->second.first = job;
+        }
+    }
+
+    // -- engine lives ------------------------------------------------------------------------------------------------
+
+    // Forgets all loads, whose engine life has ended; returns their blocks, of which the caller has one reference each.
+    BlockList AbandonLoads() {
+        BlockList blocks;
+        for (const auto& [job, load] : jobs.loads) {
+            Unpin(load);
+            for (const Filled& row : load.rows) blocks.push_back(row.block);
+        }
+        jobs.loads.clear();
+        loading.clear();
+        return blocks;
+    }
+
+    // Drops the keys of a tier whose slots do not have the same version on all ranks: of `count` slots behind this one
+    // in order of eviction, which becomes the last one that is kept. Returns whether slots are left.
+    bool EndEpoch(Tier& tier, Int* last, Int count, const Shown& shown) {
+        const uint64_t last_reset = shown.size ? InTime(shown.stamps[kNullBlock]) : 0;
+        Int next = tier.Next(*last);
+        for (; next != kNoSlot && count > 0; --count) {
+            const Int one = std::exchange(next, tier.Next(next));
+            const auto at = static_cast<size_t>(firsts_[static_cast<size_t>(tier.number)] + one);
+            const uint64_t version = at < shown.size ? shown.stamps[at] : 0;
+            if (version == static_cast<uint64_t>(tier.VersionOf(one)) && InTime(version) > last_reset) {
+                *last = one;
+            } else {
+                tier.DropSlot(one, kUnverified);
+            }
+        }
+        return next != kNoSlot;
+    }
+
+    // Jobs that write slots stay in flight until their end is reported, unless the memory is new.
+    void BeginEpoch(Int epoch, bool memory_is_new) {
+        last_job = std::max(last_job, epoch << kJobBits);
+        waits_in = 0;
+        if (!memory_is_new) return;
+        for (const auto& [job, save] : jobs.saves) each[static_cast<size_t>(save.tier)].EndWrite(save.slot, false, 0);
+        for (const auto& [job, move] : jobs.moves) each[static_cast<size_t>(move.tier)].EndWrite(move.slot, false, 0);
+        jobs.saves.clear();
+        jobs.moves.clear();
+    }
+
+    BehindBlocks behind;
+    std::deque<Tier> each;  // the nearest first
+    Jobs jobs;
+    JobOrders orders;  // that no answer has
+    TierCounters counters;
+    Int last_job = 0;
+    std::map<Int, std::pair<Int, Int>> loading;  // by slot of a request: the load into its blocks; when it was added
+    Column costs_ns;                             // of a token, and of a block of each tier; empty = unknown
+    Int depth = 0;                               // number of tiers that a look-up searches
+    Int demand = 0, demand_now = 0;  // blocks that a step takes: at most, in the recent past; of the present step
+    Int waits_in = 0;                // the last step of this life in which an admission waited for room to load
+    const Int most_loading;          // blocks that several loads fill at one time
+
+  private:
+    BlockPool& pool_;
+    Column firsts_;  // by tier: the id of its slot 0 in the blocks of a hit, and its place in a stamp table
+    Int next_order_ = 0;
+};
+
+}  // namespace kvplane

@@ -1,0 +1,178 @@
+"""The compiled core has tiers as the specification has them: equal results, orders, events and state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.step import Admit, Cache, Part, RowFlag, Step
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.state import digest, export_state, load_state
+from kvplane_service.core.twin import CoresDiffer, TwinReplica
+from kvplane_service.replicas import cores
+from tests.core import builders, page_engine
+from tests.core.builders import digests, full, replica_spec, window
+from tests.core.fallbacks import no_fallbacks as no_fallbacks
+from tests.core.test_page_contents import MIXES
+from tests.core.test_tier_contents import run
+from tests.core.test_tiers import DISK, HOST, Mover
+from tests.core.test_tiers import small_pools as small_pools
+from tests.core.tier_engine import slots_of
+
+native = pytest.importorskip(
+    "kvplane_service.core.native",
+    reason="the core is not compiled: install g++ and install kvplane again",
+    exc_type=ImportError,
+)
+SUPPORTED = [mix for mix, (groups, changes) in MIXES.items() if native.is_supported(replica_spec(*groups, **changes))]
+SEEDS, STEPS = range(3), 80
+SMALL = TierSpec(TierKind.HOST, 24)
+TEXT = "aaaabbbbcccc"
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """The replicas of engines are twins; returns them."""
+    made = []
+
+    def make(spec):
+        made.append(TwinReplica(Replica(spec), native.NativeReplica.of, check_every=4))
+        return made[-1]
+
+    for module in (page_engine, builders):
+        monkeypatch.setattr(module, "new_replica", make)
+    return made
+
+
+def test_random_engines_and_movers_get_equal_answers(twins):
+    seen = Counter[str]()
+    for mix, seed in product(SUPPORTED, SEEDS):
+        engine = run(mix, seed, STEPS)
+        counters = engine.replica.tiers.counters
+        seen.update(saved=counters.saved, moved=counters.moved, loads=counters.loads, failed=counters.loads_failed)
+        seen.update(lives=engine.epoch)
+    assert len(twins) >= len(SUPPORTED) * len(SEEDS)
+    assert not [name for name in ("saved", "moved", "loads", "failed", "lives") if seen[name] < 3], seen
+
+
+def loading(**changes):
+    """An engine with keys in both tiers, shadows, pins, and jobs in flight of each kind."""
+    engine = Mover(full(), window(8, lookup_class=3), tiers=(SMALL, DISK), num_blocks=33, **changes)
+    engine.save(TEXT)
+    engine.cache(jobs_done=engine.ask(3, TEXT + "x").result.admit_job)
+    engine.save("ddddeeeeffff")
+    engine.ask(4, "ddddeeeeffffx")
+    engine.serve(5, "gggghhhhiiiijjjj")
+    engine.idle()
+    return engine
+
+
+def test_the_state_survives_the_way_through_the_compiled_core():
+    engine = loading()
+    first = engine.replica.reference()
+    assert all(first.tiers.open_jobs().values()), "jobs of each kind are in flight"
+    second = native.NativeReplica.of(load_state(first.spec, export_state(first)))
+    assert export_state(second) == export_state(first)
+    assert digest(second.reference()) == digest(first)
+    assert slots_of(second) == slots_of(first)
+    asked = digests(first.spec, "ddddeeeeffff"), "", 13
+    assert second.explain(*asked) == first.explain(*asked)
+    assert first.explain(*asked).missing.tier is not None
+    end = Step(
+        first.epoch, first.seq + 1, [Part(cache=Cache(jobs_done=first.tiers.jobs.numbers()))], 0, True, first.seq
+    )
+    assert native.NativeReplica.of(first).apply(end).parts == first.apply(end).parts
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["stamps", "no stamps"])
+@pytest.mark.parametrize("is_new", [True, False], ids=["new memory", "same memory"])
+def test_engine_lives_of_twins_are_equal(twins, shown, is_new):
+    engine = loading()
+    (twin, *_) = twins
+    table = engine.shown() if shown else []
+    table[twin.spec.num_blocks :: 2] = [0] * len(table[twin.spec.num_blocks :: 2])
+    twin.begin_epoch(twin.epoch + 1, table, memory_is_new=is_new)
+    twin.take_events()
+    twin.tiers.take_events()
+    assert twin.apply(Step(twin.epoch, 1, [Part()])).parts
+    assert slots_of(twin.first) == slots_of(twin._second)
+
+
+def test_tier_events_of_a_life_that_differ_are_an_error(twins, monkeypatch):
+    loading()
+    (twin, *_) = twins
+    monkeypatch.setattr(native.NativeReplica, "end_epoch", lambda self, stamps=(): iter(()))
+    with pytest.raises(CoresDiffer):
+        twin.begin_epoch(twin.epoch + 1)
+
+
+def test_keys_of_slots_are_recovered_equally():
+    engine = loading()
+    first = engine.replica.reference()
+    stored, table = [first.entries(), first.entries([first.spec.num_blocks + 3])], engine.shown()
+    for slot in range(first.spec.num_blocks, len(table), 5):
+        table[slot] = 0
+    python, compiled = Replica(first.spec), native.NativeReplica(first.spec)
+    for core in (python, compiled):
+        core.install_recovered(core.verify_entries([table], stored))
+        core.enter_epoch(9, table)
+        core.take_events()
+    assert any(tier.num_held for tier in compiled.tiers.each)
+    assert export_state(compiled) == export_state(python)
+
+
+REFUSED = {
+    "cache.jobs_done": Part(cache=Cache(jobs_done=[1 << 40])),
+    "cache.jobs_failed": Part(cache=Cache(jobs_failed=[0])),
+    "cache.jobs_before": Part(cache=Cache(jobs_before=1 << 40)),
+    "cache.costs_ns": Part(cache=Cache(costs_ns=[1, 2])),
+    "admit.flags": Part(admit=Admit([3], external=[4], flags=[int(RowFlag.LOAD)])),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_tiers_do_not_permit_is_refused_without_a_copy_of_the_state(field):
+    engine = loading()
+    core = native.NativeReplica.of(engine.replica.reference())
+    before = digest(core)
+    with pytest.raises(InvalidArgument) as caught:
+        core.apply(Step(core.epoch, core.seq + 1, [REFUSED[field]]))
+    assert caught.value.field.startswith(f"parts[0].{field}")
+    assert digest(core) == before
+
+
+@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block"])
+def test_a_damaged_state_of_tiers_is_refused(change):
+    """Every number that the core uses as an index has the range of one."""
+    engine = loading()
+    core = native.NativeReplica.of(engine.replica.reference())
+    state = native._native.dump(core.core)
+    numbers, costs, each, loads, saves, moves, waits, counters = state["tiers"]
+    size, used, free, shadows, recent, hits, uses = each[0]
+    (key, slot, version), *rest = recent
+    changed = {
+        "slot": (key, size, version),
+        "version": (key, slot, 0),
+        "free": (key, slot, version),
+        "pair": ((1 << 20, key[1]), slot, version),
+    }.get(change, (key, slot, version))
+    each[0] = size, used, [*free, slot] if change == "free" else free, shadows, [changed, *rest], hits, uses
+    if change == "job":
+        saves[0] = (1 << 60, *saves[0][1:])
+    if change == "block":
+        saves[0] = (*saves[0][:2], 1 << 31, *saves[0][3:])
+    if change == "loading":
+        waits = [(slot, 1 << 50) for slot, _ in waits]
+    state["tiers"] = numbers, costs, each, loads, saves, moves, waits, counters
+    with pytest.raises(ValueError, match="range"):
+        native._native.load(native.NativeReplica(core.spec).core, state)
+
+
+def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):
+    for choice, name in (("auto", "native"), ("native", "native"), ("twin", "twin"), ("python", "python")):
+        monkeypatch.setenv(cores.VARIABLE, choice)
+        assert cores.core_of(cores.new_replica(replica_spec(full(), tiers=(HOST, DISK)))) == name
