@@ -264,11 +264,16 @@ class RandomEngine(RandomScheduler):
                     assert manager.pool.key[block] is not None, f"state {block} of slot {slot} is copied without a key"
 
     def _check_registered(self) -> None:
-        """No block of full attention that counts as registered is without its key: nothing would register it again."""
+        """No block of full attention that counts as registered is without its key: nothing would register it again.
+
+        The end of a load from a tier registers the blocks that it fills.
+        """
+        loads = self.replica.coordinator.tiers.jobs.loads.values()
+        filling = {row.block: row.num_tokens for load in loads for row in load.rows}
         for manager in self.replica.coordinator.managers:
             of_slots = zip(manager.table, manager.num_cached, strict=True)
             for slot, (table, count) in enumerate(of_slots if type(manager) is FullAttentionManager else ()):
-                ends = [manager.pool.key_tokens[block] for block in table[: max(0, count)]]
+                ends = [filling.get(block) or manager.pool.key_tokens[block] for block in table[: max(0, count)]]
                 wanted = [(index + 1) * manager.block_size for index in range(len(ends))]
                 assert ends == wanted, f"slot {slot} counts {wanted} as registered, its blocks have the keys of {ends}"
 

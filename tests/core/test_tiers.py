@@ -120,6 +120,17 @@ def test_a_done_load_is_run_in_the_same_step(engine):
     assert engine.step(Part(cache=Cache(jobs_done=[job]), run=Run([3])))[0].granted == [1]
 
 
+def test_a_request_that_goes_back_during_its_load_registers_the_blocks_itself(engine):
+    text = evicted(engine)
+    (job,) = engine.ask(3, text).result.admit_job
+    engine.fact(3, computed=6)
+    engine.cache(jobs_done=[job])
+    assert engine.outside(text) == 0
+    assert engine.run(3).granted == [7]
+    engine.idle()
+    assert engine.outside(text) == 12
+
+
 def test_each_group_loads_only_what_it_lacks_and_needs():
     """The window needs its last two blocks of the hit, full attention all; one of these is on the device."""
     engine = Mover(full(), window(6), num_blocks=25)

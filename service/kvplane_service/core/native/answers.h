@@ -101,7 +101,8 @@ inline PyObject* ToPy(const CacheEvents& events) {
     auto start = events.starts.begin();
     Py_ssize_t at = 0;
     for (const CacheEvents::Row& row : events.rows) {
-        const size_t starts = row.kind == kStored && !events.starts.empty() ? row.count : 0;  // those of tiers have none
+        // Events of tiers have no positions.
+        const size_t starts = row.kind == kStored && !events.starts.empty() ? row.count : 0;
         PyObject* const event = NewObject(answers.event);
         PyList_SetItem(list.get(), at++, event);
         SLOT(event, kind, Py_NewRef(At(answers.kinds, row.kind)));

@@ -196,7 +196,8 @@ class Coordinator {
         for (const auto& one : managers) one->NoteWritten(slot);
     }
 
-    void RegisterAgain(const Column& blocks) {
+    template <typename Blocks>
+    void RegisterAgain(const Blocks& blocks) {
         if (!spec.safe) return;
         const std::set<Block> given(blocks.begin(), blocks.end());
         for (const auto& one : managers) one->RegisterAgain(given);

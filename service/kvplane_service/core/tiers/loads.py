@@ -270,9 +270,12 @@ class TierLoads:
             tiers.counters.loaded += len(blocks)
             for row in load.rows:
                 tiers.each[row.source.tier].uses[row.key[1]].loaded += 1
-            # A request that went back behind its hit may overwrite the blocks, which then get no key.
+            # A request that went back behind its hit may overwrite the blocks: it registers them once it computed them.
             if not runs or requests.computed[slot] >= load.num_tokens:
                 self._register(load)
+            else:
+                self._blocks.register_again(blocks)
+                requests.invalidate_all_fast_paths()
         else:
             tiers.counters.loads_failed += 1
             for row in load.rows:

@@ -277,19 +277,25 @@ class TierLoads {
         const auto waits = tiers_.loading.find(slot);
         if (waits != tiers_.loading.end() && waits->second.first == job) tiers_.loading.erase(waits);
         tiers_.Unpin(load);
+        BlockList blocks;
+        for (const Filled& row : load.rows) blocks.push_back(row.block);
         if (is_good) {
             tiers_.counters.loaded += static_cast<Int>(load.rows.size());
             for (const Filled& row : load.rows) ++TierOf(row.source).UseOf(row.key).loaded;
-            // A request that went back behind its hit may overwrite the blocks, which then get no key.
-            if (!runs || requests_.computed[slot] >= load.num_tokens) Register(load);
+            // A request that went back behind its hit may overwrite the blocks: it registers them when it has computed
+            // them.
+            if (!runs || requests_.computed[slot] >= load.num_tokens) {
+                Register(load);
+            } else {
+                blocks_.RegisterAgain(blocks);
+                requests_.InvalidateAllFastPaths();
+            }
         } else {
             ++tiers_.counters.loads_failed;
             for (const Filled& row : load.rows) tiers_.Drop(row.key);
             const Column gone = runs ? tracker_.Preempt(slot, pool_.step) : Column();
             result->preempted.insert(result->preempted.end(), gone.begin(), gone.end());
         }
-        BlockList blocks;
-        for (const Filled& row : load.rows) blocks.push_back(row.block);
         tracker_.ReleaseLater(blocks, load.after);  // launches that were sent before may still use the pages
     }
 
