@@ -43,7 +43,8 @@ def new_core(spec: ReplicaSpec) -> Replica:
     if choice == "native" and native is None:
         raise FailedPrecondition(problem or NOT_INSTALLED, field=VARIABLE, remedy=remedy)
     if choice == "native":
-        raise InvalidArgument("the compiled core does not have tiers with the policy hazard", field=VARIABLE, remedy=remedy)
+        reason = "the compiled core does not have tiers with the policy hazard"
+        raise InvalidArgument(reason, field=VARIABLE, remedy=remedy)
     return Replica(spec)
 
 

@@ -181,7 +181,8 @@ class NativeOpenStep:
     def _check(self, part: Part) -> None:
         """Raise the InvalidArgument of a row that the core did not accept."""
         replica = self._replica
-        validator = replica.requests.validator(replica.spec, replica.executed_through, replica.busy_blocks)
+        terms = replica.spec, replica.executed_through, replica.busy_blocks, replica.tiers
+        validator = replica.requests.validator(*terms)
         validator.check_row(part, self.seq)
 
     def _refused(self, part: Part) -> NoReturn:
