@@ -193,12 +193,14 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.core import native
-    from tests.core import test_open_step, test_tier_contents
+    from kvplane_service.replicas import cores
+    from tests.core import test_native_tiers, test_open_step, test_tier_contents
     from tests.core.builders import REFERENCE, SAFE, replica_spec
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
     from tests.core.test_page_contents import ENDS_INSIDE, MIXES, run
     from tests.core.test_step_law import MIXES as LAW_MIXES
+    from tests.core.tier_engine import small_pools
     from tests.fuzz import steps
 
     with steps.twin_engines():
@@ -215,6 +217,11 @@ def checks() -> Iterator[tuple[str, object]]:
                     yield f"tiers of {mix}, seed {seed}", play_tiers
     for case in CASES:
         yield case.__name__, case
+    os.environ[cores.VARIABLE] = "twin"
+    with small_pools():
+        for case in test_native_tiers.CASES:
+            yield case.__name__, case
+    del os.environ[cores.VARIABLE]
     with paired():
         for seed in range(6):  # of tests/core/test_native_rows.py
             for mix, commit in product(LAW_MIXES, (SAFE, REFERENCE)):

@@ -14,7 +14,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
-from tests.core import builders, page_engine
+from tests.core import builders, page_engine, test_tier_costs
 from tests.core.builders import digests, full, replica_spec, window
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.test_page_contents import MIXES
@@ -108,6 +108,26 @@ def test_tier_events_of_a_life_that_differ_are_an_error(twins, monkeypatch):
     monkeypatch.setattr(native.NativeReplica, "end_epoch", lambda self, stamps=(): iter(()))
     with pytest.raises(CoresDiffer):
         twin.begin_epoch(twin.epoch + 1)
+
+
+def a_reset_that_the_core_does_not_know_of():
+    engine = loading()
+    table = engine.shown()
+    table[0] = max(table) + 1
+    engine.replica.begin_epoch(engine.replica.epoch + 1, table)
+    assert not engine.tiers.has_keys
+
+
+CASES = [
+    a_reset_that_the_core_does_not_know_of,
+    test_tier_costs.test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases_that_random_engines_do_not_play_are_equal(case, monkeypatch):
+    monkeypatch.setenv(cores.VARIABLE, "twin")
+    case()
 
 
 def test_keys_of_slots_are_recovered_equally():
