@@ -219,7 +219,8 @@ def checks() -> Iterator[tuple[str, object]]:
         yield case.__name__, case
     os.environ[cores.VARIABLE] = "twin"
     with small_pools():
-        for case in test_native_tiers.CASES:
+        survives = test_native_tiers.test_the_state_survives_the_way_through_the_compiled_core
+        for case in (*test_native_tiers.CASES, survives):
             yield case.__name__, case
     del os.environ[cores.VARIABLE]
     with paired():

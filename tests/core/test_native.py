@@ -306,13 +306,13 @@ def test_the_variable_selects_the_core(monkeypatch):
         assert isinstance(cores.new_replica(spec), kind)
         assert isinstance(cores.load_replica(spec, export_state(Replica(spec))), kind)
         assert cores.describe() == cores.core_of(cores.new_replica(spec)) == (choice or "native")
-    has_tiers = replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),))
+    with_both = replica_spec(full(), tiers=(TierSpec(TierKind.HOST, 64),), eviction=EvictionPolicy.HAZARD)
     monkeypatch.setenv(cores.VARIABLE, "")
-    assert isinstance(cores.new_replica(has_tiers), Replica)
+    assert isinstance(cores.new_replica(with_both), Replica)
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="tiers") as caught:
-        cores.new_replica(has_tiers)
-    assert caught.value.field == "tiers"
+    with pytest.raises(InvalidArgument, match="tiers with the policy hazard") as caught:
+        cores.new_replica(with_both)
+    assert caught.value.field == "eviction"
     monkeypatch.setenv(cores.VARIABLE, "fast")
     with pytest.raises(InvalidArgument) as caught:
         cores.new_replica(spec)

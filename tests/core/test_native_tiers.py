@@ -14,7 +14,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
-from tests.core import builders, page_engine, test_tier_costs
+from tests.core import builders, page_engine, test_tier_costs, test_tiers
 from tests.core.builders import digests, full, replica_spec, window
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.test_page_contents import MIXES
@@ -118,8 +118,24 @@ def a_reset_that_the_core_does_not_know_of():
     assert not engine.tiers.has_keys
 
 
+def a_load_of_a_key_that_is_dropped_meanwhile():
+    engine = Mover(full())
+    engine.save(TEXT)
+    (job,) = engine.ask(3, TEXT + "x").result.admit_job
+    engine.admit(4, TEXT + "x")  # computes what slot 3 loads
+    engine.idle()
+    engine.cache(evicted=engine.table(4)[:1])
+    assert engine.cache(jobs_done=[job]).preempted == [3]
+
+
+def a_load_that_is_done_before_it_could_start():
+    test_tiers.test_a_load_waits_for_launches_that_use_its_pages(Mover(full()))
+
+
 CASES = [
+    a_load_that_is_done_before_it_could_start,
     a_reset_that_the_core_does_not_know_of,
+    a_load_of_a_key_that_is_dropped_meanwhile,
     test_tier_costs.test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded,
 ]
 
