@@ -460,7 +460,7 @@ def test_jobs_that_do_not_exist_yet_are_not_ended(engine):
     engine.seq -= 1
     assert engine.cache(jobs_before=engine.tiers.last_job + 1).preempted == [3]
     assert asked.hit
-    with pytest.raises(InvalidArgument, match="last one, 0"):
+    with pytest.raises(InvalidArgument, match="is not 0 to 1"):
         Engine(full()).cache(jobs_before=2)
 
 
