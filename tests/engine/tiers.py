@@ -229,12 +229,6 @@ class LateCopies(TorchOps):
         super().scatter(group, blocks, staging)
 
 
-class LastCopies(LateCopies):
-    """Most are written when the next engine life has begun."""
-
-    late_s = 0.25
-
-
 class NeverEnding(Movers):
     """The end of some loads is never reported."""
 
@@ -334,7 +328,7 @@ FAULTS = (
     Fault("the seal is not compared", "window and full", engine=CountingEngine, slots=Unverified),
     Fault("the version is not compared", "full", engine=CountingEngine, slots=AnyVersion),
     Fault("done on one rank is done", "two ranks", engine=AnyRank, movers=LateRank),
-    Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LastCopies),
+    Fault("loads continue in the next life", "restarts", engine=CountingEngine, movers=AnyEpoch, ops=LateCopies),
     Fault("rows go to another block", "window and full", engine=CountingEngine, movers=NextRow),
 )
 
