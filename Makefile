@@ -108,7 +108,7 @@ SEED_BASE ?= 1
 # Number of processes; empty: one per core.
 JOBS ?=
 
-tiers: $(DEV)  ## figures N1 to N10 of tiers, damaged slots, planted faults, simulated and real faults, an engine against its model; 15 minutes (REQUESTS=60 CASES=10000 FAULTS=12)
+tiers: $(DEV)  ## figures N1 to N10 of tiers, damaged slots, planted faults, simulated and real faults, an engine against its model (REQUESTS=60 CASES=10000 FAULTS=12)
 	@$(PYTHON) -m pytest -q tests/service/test_tier_rows.py
 	@echo "N1 bytes that loads read: as computed, for 6 models at 4 lengths"
 	@$(PYTHON) -m tests.bench.tier_moves
