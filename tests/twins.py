@@ -220,7 +220,7 @@ def answer(value: Any) -> Callable[[Real], Real]:
 
 def check_without_life(real: Real) -> Real:
     """Continue an engine life by its epoch alone."""
-    return lambda self, request: real(self, replace(request, life_nonce=0))
+    return lambda self, request: real(self, replace(request, life_nonce=request.epoch and self._life_nonce))
 
 
 def ask_no_memory(real: Real) -> Real:

@@ -95,12 +95,12 @@ class SessionContract:
 
     def test_open_of_an_old_epoch_is_refused(self, world, transport):
         with pytest.raises(StaleEpoch) as caught:
-            transport.open(self.request(world, epoch=77))
+            transport.open(self.request(world, epoch=77, life_nonce=1))
         assert caught.value.metadata["epoch"]
 
     def test_open_succeeds_after_a_failed_open(self, world, transport):
         with pytest.raises(StaleEpoch):
-            transport.open(self.request(world, epoch=77))
+            transport.open(self.request(world, epoch=77, life_nonce=1))
         assert transport.open(self.request(world)).seq == 0
 
     def test_calls_before_open_raise_unavailable(self, world, transport):
@@ -252,17 +252,18 @@ class SessionContract:
         session = Session(first, self.request(world))
         session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20)))
         free = session.free_blocks
-        with self.new_session(world, epoch=session.epoch) as resumed:
+        with self.new_session(world, epoch=session.epoch, life_nonce=session.life_nonce) as resumed:
             assert (resumed.epoch, resumed.next_seq, resumed.free_blocks) == (session.epoch, 2, free)
             assert resumed.apply(part_of(RunRow(0))).parts[0].granted == [20]
         session.close()
 
     def test_a_resent_step_gets_the_stored_answer(self, world, transport):
-        opened = transport.open(self.request(world))
+        request = self.request(world)
+        opened = transport.open(request)
         step = Step(opened.epoch, 1, [part_of(NewsRow(0, range(40)), AdmitRow(0))])
         transport.send(step)
         first = transport.receive()
-        assert transport.open(self.request(world, epoch=opened.epoch)).seq == 1
+        assert transport.open(self.request(world, epoch=opened.epoch, life_nonce=request.nonce)).seq == 1
         before = world.digest()
         transport.send(step)
         assert transport.receive() == first

@@ -238,7 +238,7 @@ def test_a_deregistered_replica_ends_the_session(session, world):
 
 def test_a_service_at_another_position_ends_the_session(session, world, transport, open_session):
     session.apply(ASK)
-    with open_session(world, world.transport(), nonce=50, epoch=session.epoch) as thief:
+    with open_session(world, world.transport(), nonce=50, epoch=session.epoch, life_nonce=session.life_nonce) as thief:
         thief.apply(part_of(RunRow(0)))
         thief.apply(Part())
         transport.breaks = breaking("receive")

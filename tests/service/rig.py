@@ -81,7 +81,8 @@ class Service:
     def open(self, name: str = "r", epoch: int = 0, **fields: Any) -> Stream:
         """An open session."""
         stream = Stream(self.channel)
-        stream.send(open={"replica": name, "epoch": epoch, "nonce": next(NONCES), **fields})
+        stream.nonce = next(NONCES)
+        stream.send(open={"replica": name, "epoch": epoch, "nonce": stream.nonce, **fields})
         stream.opened = stream.receive().opened
         return stream
 
@@ -96,6 +97,7 @@ class Stream:
         )
         self._call = session(iter(self._requests.get, None), timeout=WAIT_S)
         self.opened = pb.SessionOpened()
+        self.nonce = 0
         self.seq = 0
 
     def send(self, **kind: Any) -> None:

@@ -67,8 +67,8 @@ class Stepping:
     def close(self):
         return asyncio.ensure_future(self.host.close_aside(self.engine.nonce, self.hand))
 
-    def open(self, epoch=0):
-        request = OpenRequest("r", next(NONCES), epoch)
+    def open(self, **fields):
+        request = OpenRequest("r", next(NONCES), **fields)
         return asyncio.ensure_future(self.host.open_in_slices(request, ignore_end))
 
 
@@ -168,7 +168,7 @@ async def test_a_cancelled_step_is_applied_and_its_answer_kept():
     await turns()
     assert one.work.cancelled()
     one.host.lost(one.engine.nonce)  # as its stream does
-    opened = one.open(one.engine.opened.epoch)
+    opened = one.open(epoch=one.engine.opened.epoch, life_nonce=one.engine.nonce)
     await turns()
     assert not opened.done()
     one.hand.go()
@@ -308,7 +308,7 @@ async def test_events_stay_in_order_when_the_session_breaks_during_a_long_step()
     await turns()
     one.host.lost(one.engine.nonce)
     one.hand.go()
-    await one.open(one.engine.opened.epoch)
+    await one.open(epoch=one.engine.opened.epoch, life_nonce=one.engine.nonce)
     one.host.step(session_of(one.host).nonce, Step(one.engine.opened.epoch, 2, [Part()], executed_through=1), b"")
     batches = follower.take()
     assert [(batch.withdrawn, batch.restored, bool(batch.events)) for batch in batches] == [

@@ -69,13 +69,13 @@ class TestOpening:
         engine.step(admit())
         engine.step(part_of(RunRow(0)), last=False)
         world.host.lost(engine.nonce)
-        again = world.open(engine.opened.epoch)
+        again = world.open(engine.opened.epoch, life_nonce=engine.nonce)
         assert (again.opened.epoch, again.opened.seq, again.opened.next_part) == (engine.opened.epoch, 1, 1)
         again.step(Part(), part=1)
 
     def test_a_newer_session_replaces_and_notifies_the_older_one(self, world):
         older = world.open()
-        newer = world.open(older.opened.epoch)
+        newer = world.open(older.opened.epoch, life_nonce=older.nonce)
         assert [type(error) for error in older.ended] == [OtherWriter]
         with world.refuses(OtherWriter, "newer"):
             older.step(admit())
@@ -98,11 +98,11 @@ class TestOpening:
     def test_only_the_current_life_can_be_resumed(self, world, epoch):
         assert world.open().opened.epoch == 2
         with world.refuses(StaleEpoch, field="epoch"):
-            world.open(epoch)
+            world.open(epoch, life_nonce=1)
 
     def test_a_life_without_a_session_cannot_be_resumed(self, world):
-        with world.refuses(StaleEpoch):
-            world.open(world.host.epoch)
+        with world.refuses(ServiceRestarted):
+            world.open(world.host.epoch, life_nonce=1)
 
     def test_a_nonce_is_used_once(self, world):
         engine = world.open()
@@ -134,16 +134,25 @@ class TestOpening:
     def test_a_new_epoch_is_above_the_owner_epoch_of_the_memory(self, world):
         assert world.open(owner_epoch=40).opened.epoch == 41
         assert world.open(owner_epoch=7).opened.epoch == 42
-        assert world.open(42, owner_epoch=50).opened.epoch == 42, "who resumes begins no life"
+        engine = world.open(owner_epoch=9)
+        assert engine.opened.epoch == 43
+        assert world.open(43, life_nonce=engine.nonce, owner_epoch=50).opened.epoch == 43, "who resumes begins no life"
 
     def test_a_life_of_equal_epoch_begun_by_another_session_is_not_resumed(self, world):
         engine = world.open(owner_epoch=40)
         with world.refuses(ServiceRestarted, "another engine life with this number", field="epoch"):
             world.open(41, life_nonce=engine.nonce + 1)
         again = world.open(41, life_nonce=engine.nonce)
-        assert world.open(41, life_nonce=engine.nonce).opened.epoch == world.open(41).opened.epoch == 41
+        assert world.open(41, life_nonce=engine.nonce).opened.epoch == 41
         with world.refuses(ServiceRestarted, field="epoch"):
             world.open(41, life_nonce=again.nonce)
+
+    def test_an_epoch_without_the_nonce_of_its_life_is_refused(self, world):
+        """Another service may have begun the life that the engine means."""
+        epoch = world.open().opened.epoch
+        for named in (epoch, epoch + 1):
+            with world.refuses(InvalidArgument, "does not identify", field="life_nonce"):
+                world.open(named)
 
     @pytest.mark.parametrize("owner", [-1, MAX_EPOCH, 1 << 63])
     def test_the_maximum_owner_epoch_is_refused(self, world, owner):
@@ -171,10 +180,10 @@ class TestLoads:
 
     def test_a_resumed_session_gets_the_busy_blocks(self, world, engine):
         following = world.open(incarnation=5)
-        assert world.open(following.opened.epoch).opened.busy_blocks == (1, 2)
-        again = world.open(following.opened.epoch)
+        assert world.open(following.opened.epoch, life_nonce=following.nonce).opened.busy_blocks == (1, 2)
+        again = world.open(following.opened.epoch, life_nonce=following.nonce)
         again.step(Part(cache=Cache(loads_over=[1])))
-        assert world.open(following.opened.epoch).opened.busy_blocks == (2,)
+        assert world.open(following.opened.epoch, life_nonce=following.nonce).opened.busy_blocks == (2,)
 
     def test_busy_blocks_of_the_engine_are_held(self, world, engine):
         assert world.open(busy_blocks=(2, 7)).opened.busy_blocks == (1, 2, 7)
@@ -398,7 +407,7 @@ class TestPublication:
         stamps[orders.stamp_block[0]] = 0
         new = world.open(stamp_table=tuple(stamps))
         assert new.opened.kept_keys == 1
-        assert world.open(new.opened.epoch).opened.kept_keys == 1
+        assert world.open(new.opened.epoch, life_nonce=new.nonce).opened.kept_keys == 1
         (_, (_, lost)) = shown(world)
         assert len(lost) == 1
 
@@ -454,7 +463,7 @@ class TestClosing:
             with world.refuses(OtherWriter):
                 act()
         with world.refuses(StaleEpoch):
-            world.open(engine.opened.epoch)
+            world.open(engine.opened.epoch, life_nonce=engine.nonce)
 
     def test_unary_calls_after_a_close_begin_a_new_life(self, world):
         engine = world.open()

@@ -134,7 +134,7 @@ def test_a_session_that_breaks_off_in_a_long_step_finds_it_applied(service, held
     stream.vanish()
     until(lambda: service.in_loop(lambda: not service.app.registry.get("r").host.lease_left_ns))
     held.go_on.set()
-    again = service.open(epoch=stream.opened.epoch)
+    again = service.open(epoch=stream.opened.epoch, life_nonce=stream.nonce)
     assert again.opened.seq == 1
     assert again.step(ADMIT, seq=1, executed_through=0).result.parts[0].admit_granted == column(TOKENS)
     again.close()

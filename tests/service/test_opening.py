@@ -120,7 +120,7 @@ async def test_a_replica_that_is_opening_refuses_other_calls():
     with world.refuses(OtherWriter, "opening"):
         world.apply_unary(UnaryStep(), [Part()])
     with world.refuses(StaleEpoch):
-        world.host.check_open(request(epoch=before))
+        world.host.check_open(replace(request(epoch=before), life_nonce=engine.nonce))
     assert world.host.events.subscribe(None, lambda: None).take()[-1].withdrawn
     assert (await work).epoch == before + 1
     assert world.host.state is ReplicaState.LIVE

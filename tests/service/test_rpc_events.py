@@ -147,7 +147,7 @@ def test_subscribers_get_lapse_and_restoration(service):
     stream.vanish()
     assert next(events).withdrawn
     assert next(subscribe(service)).withdrawn
-    service.open(epoch=stream.opened.epoch)
+    service.open(epoch=stream.opened.epoch, life_nonce=stream.nonce)
     assert next(events).restored
 
 

@@ -114,7 +114,8 @@ class TestEnds:
         ("first", "kind", "field"),
         [
             ({"open": {"replica": "unknown", "nonce": 1}}, NotFound, "replica"),
-            ({"open": {"replica": "r", "nonce": 1, "epoch": 5}}, StaleEpoch, "epoch"),
+            ({"open": {"replica": "r", "nonce": 1, "epoch": 5}}, InvalidArgument, "life_nonce"),
+            ({"open": {"replica": "r", "nonce": 1, "epoch": 5, "life_nonce": 1}}, StaleEpoch, "epoch"),
             ({"open": {"replica": "r", "nonce": 1, "stamp_table": b"abc"}}, InvalidArgument, "open.stamp_table"),
             ({"open": {"replica": "r", "nonce": 1, "stamp_table": bytes(8)}}, InvalidArgument, "stamp_table"),
             ({"heartbeat": {}}, InvalidArgument, "kind"),
@@ -200,7 +201,7 @@ class TestReplacedAndBrokenSessions:
         stream.vanish()
         until(lambda: service.state() == "LAPSED")
         assert service.describe().running_requests == 1
-        resumed = service.open(epoch=stream.opened.epoch)
+        resumed = service.open(epoch=stream.opened.epoch, life_nonce=stream.nonce)
         assert (resumed.opened.seq, resumed.opened.next_part) == (1, 1)
         assert service.state() == "LIVE"
         resumed.vanish()

@@ -196,7 +196,7 @@ class EngineLife(RandomScheduler):
     @property
     def _life(self) -> int:
         """The nonce of the opening that began this engine life."""
-        return self.session._machine._life_nonce
+        return self.session.life_nonce
 
     def _end_ranks(self) -> None:
         """Ranks notice the death of their scheduler, each after a random delay."""

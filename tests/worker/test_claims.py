@@ -93,9 +93,10 @@ def test_refused_session_claims_nothing(pair):
 
 def test_resumed_session_claims_nothing(pair):
     here, _, _, tables = pair
-    opened = open_without_claim(here).opened
-    assert here.service.open(epoch=opened.epoch).opened.epoch == opened.epoch
-    assert epochs(tables) == [opened.epoch] * 2
+    begun = open_without_claim(here)
+    epoch = begun.opened.epoch
+    assert here.service.open(epoch=epoch, life_nonce=begun.nonce).opened.epoch == epoch
+    assert epochs(tables) == [epoch] * 2
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

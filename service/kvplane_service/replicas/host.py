@@ -79,7 +79,7 @@ class ReplicaHost(HostState):
         if self.recovering is not None:
             self.recovering.observe_epoch(request.epoch)
             raise restarted(f"the service was restarted and lost the requests of {self.name}", self.epoch)
-        if request.epoch == self.epoch and request.life_nonce not in (0, self._life_nonce):
+        if request.epoch == self.epoch and request.life_nonce != self._life_nonce:
             raise restarted(f"this service began another engine life with this number on {self.name}", self.epoch)
         if request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")

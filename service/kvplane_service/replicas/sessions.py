@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, ServiceRestarted
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import OpenRequest
+from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 
 MAX_CLIENT_CHARS = 128
@@ -66,6 +66,12 @@ def check_request(request: OpenRequest, spec: ReplicaSpec) -> None:
     if len(request.client) > MAX_CLIENT_CHARS:
         raise InvalidArgument(
             f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS} characters"
+        )
+    if request.epoch != NEW_EPOCH and not request.life_nonce:
+        raise InvalidArgument(
+            f"epoch {request.epoch} alone does not identify an engine life",  # two services may give it
+            field="life_nonce",
+            remedy="send the nonce of the stream that began this engine life, or open with epoch 0",
         )
     if len(request.stamp_table) not in (0, num_blocks, spec.num_stamps):
         slots = f" and {spec.num_stamps - num_blocks} slots of tiers" if spec.tiers else ""

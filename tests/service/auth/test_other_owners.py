@@ -203,7 +203,7 @@ def test_a_nonce_of_another_owner_neither_opens_nor_ends_a_session(world):
     victim = world.acme.open("r")
     nonce = next(NONCES) - 1  # the victim's
     thief = Stream(world.rival.channel)
-    thief.send(open={"replica": "r", "nonce": nonce, "epoch": victim.opened.epoch})
+    thief.send(open={"replica": "r", "nonce": nonce, "epoch": victim.opened.epoch, "life_nonce": victim.nonce})
     assert isinstance(thief.end(), NotFound)
     thief = Stream(world.rival.channel)
     thief.send(step={"epoch": victim.opened.epoch, "seq": 1, "parts": [{}]})

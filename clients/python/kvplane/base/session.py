@@ -85,7 +85,7 @@ class OpenRequest:
         owner_epoch: for a new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 =
             none or unknown. The new life gets a higher epoch, even if the service and its store have lost the current
             one.
-        life_nonce: to continue an engine life: nonce of the stream that began it, 0 = unknown. The nonce identifies the
+        life_nonce: with an epoch, required: nonce of the stream that began this engine life. The nonce identifies the
             life, since two services that do not know of each other may give two lives the same epoch. In a mirror: a
             number that the engine draws once.
         mirror: set if the engine decides in its own process and the service applies the same steps after it.

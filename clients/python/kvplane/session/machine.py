@@ -120,7 +120,7 @@ class SessionMachine:
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
         self._is_up = False
-        self._life_nonce = 0  # nonce of the stream that began this engine life, 0 = another session began it
+        self.life_nonce = 0  # nonce of the stream that began this engine life
         self._broken_by: KvplaneError = Unavailable("no stream is open")
         self._is_new_life = False  # the next call begins a new engine life
         self._is_silent = False  # a deadline passed, and no stream was opened since: each call tries once
@@ -172,7 +172,7 @@ class SessionMachine:
                 request = replace(request, nonce=self._nonces())
             else:
                 self._state, self._is_up = SessionState(opened), True
-                self._life_nonce = request.nonce if request.epoch == NEW_EPOCH else 0
+                self.life_nonce = request.nonce if request.epoch == NEW_EPOCH else request.life_nonce
                 return
 
     def apply(self, parts: Sequence[Part], executed_through: int | None, moving: bool) -> Doing[StepResult]:
@@ -371,7 +371,7 @@ class SessionMachine:
     def _reopen(self) -> Doing[None]:
         """Continue this engine life (epoch): open a stream and send the unanswered steps again."""
         begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # only a new life sends these
-        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), life_nonce=self._life_nonce)
+        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), life_nonce=self.life_nonce)
         try:
             opened: Opened = yield from self._use(Open(request))
         except ServiceRestarted:
@@ -408,7 +408,7 @@ class SessionMachine:
                 self.resume_refused = refusal
                 revival = revival.without_resume()
         self.state.restarted(opened, revival, results)
-        self._life_nonce = request.nonce
+        self.life_nonce = request.nonce
         self._refusal, self._is_new_life, self._is_up = None, False, True
 
     def _exchange(self, step: Step) -> Doing[StepResult]:

@@ -19,6 +19,7 @@ class SessionOptions(TypedDict, total=False):
 
     Attributes:
         epoch: epoch of the engine life to continue; NEW_EPOCH, the default, begins a new engine life.
+        life_nonce: with an epoch, required: `life_nonce` of the session that began this engine life or continued it.
         with_events: whether answers contain cache events.
         stamp_table, incarnation, owner_epoch: see OpenRequest; not together with a `revive`, whose Revival has them.
         client: name of the client, for operators.
@@ -30,6 +31,7 @@ class SessionOptions(TypedDict, total=False):
     """
 
     epoch: int
+    life_nonce: int
     with_events: bool
     stamp_table: Sequence[int]
     incarnation: int
@@ -42,8 +44,8 @@ class SessionOptions(TypedDict, total=False):
 
 
 def draw_nonce() -> int:
-    """Return a random u64 to identify one stream."""
-    return secrets.randbits(64)
+    """Return a random u64, not 0, to identify one stream."""
+    return secrets.randbits(64) or 1
 
 
 def first_request(replica: str, revive: Callable[[], Revival] | None, options: SessionOptions) -> OpenRequest:
@@ -59,13 +61,14 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
             raise InvalidArgument(f"a timeout of {value} s is not above 0", field=name, remedy="give seconds above 0")
     check(replica, str, "replica")
     check(revive, Callable[[], Revival] | None, "revive")
-    epoch, stamps = options.get("epoch", NEW_EPOCH), tuple(options.get("stamp_table", ()))
+    epoch, life = options.get("epoch", NEW_EPOCH), options.get("life_nonce", 0)
+    stamps = tuple(options.get("stamp_table", ()))
     with_events, client = options.get("with_events", False), options.get("client", "")
     incarnation, owner_epoch = options.get("incarnation", 0), options.get("owner_epoch", 0)
     if revive is None:
-        memory = {"stamp_table": stamps, "incarnation": incarnation, "owner_epoch": owner_epoch}
+        memory = {"stamp_table": stamps, "incarnation": incarnation, "owner_epoch": owner_epoch, "life_nonce": life}
         return OpenRequest(replica, draw_nonce(), epoch, with_events, client, **memory)  # type: ignore[arg-type]
-    given = [name for name in ("stamp_table", "epoch", "incarnation", "owner_epoch") if options.get(name)]
+    given = [name for name in ("stamp_table", "epoch", "life_nonce", "incarnation", "owner_epoch") if options.get(name)]
     if given:
         name = given[0]
         raise InvalidArgument(

@@ -25,6 +25,13 @@ class SessionView:
         return self._machine.state.epoch
 
     @property
+    def life_nonce(self) -> int:
+        """The nonce of the stream that began this engine life. Another session needs it, with the epoch, to continue
+        the life.
+        """
+        return self._machine.life_nonce
+
+    @property
     def spec(self) -> ReplicaSpec:
         """The settings of the replica."""
         return self._machine.state.spec
