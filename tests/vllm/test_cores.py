@@ -34,7 +34,7 @@ def native():
         ("native", replica_spec(full(), state()), True),
         ("auto", replica_spec(full(), eviction=EvictionPolicy.HAZARD), True),
         ("auto", replica_spec(full(), tiers=HOST), True),
-        ("auto", replica_spec(full(), tiers=HOST, eviction=EvictionPolicy.HAZARD), False),
+        ("auto", replica_spec(full(), tiers=HOST, eviction=EvictionPolicy.HAZARD), True),
     ],
 )
 def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spec, is_compiled):
@@ -46,8 +46,6 @@ def test_the_compiled_core_decides_where_it_can(native, monkeypatch, choice, spe
 
 def test_a_required_core_that_cannot_decide_is_an_error(native, monkeypatch):
     monkeypatch.setenv(cores.VARIABLE, "native")
-    with pytest.raises(InvalidArgument, match="tiers with the policy hazard"):
-        cores.new_core(replica_spec(full(), tiers=HOST, eviction=EvictionPolicy.HAZARD))
     monkeypatch.setattr(cores, "problem_of", lambda folder: f"{folder.name} is of other sources")
     with pytest.raises(FailedPrecondition, match="native is of other sources"):
         cores.new_core(SPEC)

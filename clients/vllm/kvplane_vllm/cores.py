@@ -1,4 +1,4 @@
-"""The core that decides in the engine's process: compiled where it has what the engine needs, else the Python one."""
+"""The core that decides in the engine's process: compiled where it is installed, else the Python one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_core(spec: ReplicaSpec) -> Replica:
     `Replica` that this adapter uses.
 
     Raises:
-        InvalidArgument: KVPLANE_CORE has an unknown value, or is `native` where the compiled core is not used.
+        InvalidArgument: KVPLANE_CORE has an unknown value.
         FailedPrecondition: KVPLANE_CORE is `native`, and the compiled core cannot be used.
     """
     choice = os.environ.get(VARIABLE) or "auto"
@@ -37,14 +37,10 @@ def new_core(spec: ReplicaSpec) -> Replica:
         native = None if problem else import_module("kvplane_service.core.native")
     except ImportError:
         native = None
-    if native is not None and native.is_supported(spec):
+    if native is not None:
         return cast(Replica, native.NativeReplica(spec))
-    remedy = f"set {VARIABLE}=auto"
-    if choice == "native" and native is None:
-        raise FailedPrecondition(problem or NOT_INSTALLED, field=VARIABLE, remedy=remedy)
     if choice == "native":
-        reason = "the compiled core does not have tiers with the policy hazard"
-        raise InvalidArgument(reason, field=VARIABLE, remedy=remedy)
+        raise FailedPrecondition(problem or NOT_INSTALLED, field=VARIABLE, remedy=f"set {VARIABLE}=auto")
     return Replica(spec)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, ReplicaSpec
+from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import (
     CacheEvent,
@@ -48,11 +48,6 @@ from kvplane_service.core.state_entries import hasher_of
 
 SOURCES = _native.SOURCES
 REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
-
-
-def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core decides for this replica: not for tiers with the policy HAZARD."""
-    return not spec.tiers or spec.eviction is not EvictionPolicy.HAZARD
 
 
 @dataclass(frozen=True, slots=True)
