@@ -376,7 +376,7 @@ class RandomScheduler(Answers):
         for slot in SLOTS:
             if slot in self.requests or not self._chance(40):
                 continue
-            script = self.rng.choice(HEADS) + "".join(self.rng.choices("ab", k=LONGEST))
+            script = self._head() + "".join(self.rng.choices("ab", k=LONGEST))
             limit = self.rng.randint(24 if self.decodes else 4, 46)
             domain = OTHER if self._chance(15) else ""
             script = script[:LONGEST].upper() if domain else script[:LONGEST]
@@ -401,6 +401,9 @@ class RandomScheduler(Answers):
             else:
                 news.tokens += tokens(script[:known].lower())
         return news
+
+    def _head(self) -> str:
+        return self.rng.choice(HEADS)
 
     def _peek(self) -> Peek:
         waiting = [slot for slot, request in self.requests.items() if not request.running and not request.is_held]

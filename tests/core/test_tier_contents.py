@@ -14,7 +14,7 @@ from tests.core.builders import replica_spec
 from tests.core.test_page_contents import MIXES
 from tests.core.tier_engine import TierEngine, small_pools
 
-STEPS = 80
+STEPS, TIDE = 80, 8
 
 
 def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
@@ -27,6 +27,7 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
     with small_pools():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
+        engine.tide = TIDE if seed % 3 == 2 else 0
         for _ in range(steps):
             engine.step()
     return engine

@@ -80,6 +80,8 @@ TWINS: dict[str, tuple[type, str, Callable[[Wrapped], Wrapped]]] = {
         real(self, job, write, is_good) if is_good else self.each[write.tier].writing.discard(write.key)
     )),
     "block released under a load": (Tiers, "order", lambda real: _early_release(real)),
+    "loads fill any share of the pool": (Tiers, "num_loading", lambda real: property(lambda self: 0)),
+    "an admission waits for a load that was given up": (TierLoads, "_is_awaited", lambda real: lambda self, job: True),
     "a load without rows": (TierLoads, "choose", lambda real: _empty_load(real)),
     "an eviction of a tier that is no event": (Tier, "take_events", lambda real: lambda self: (
         [event for event in real(self) if event.reason is not RemoveReason.EVICTED]

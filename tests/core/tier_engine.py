@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
@@ -170,7 +171,11 @@ class TierEngine(TierScheduler, RandomEngine):
         reports: ended jobs that are not reported yet: number, whether they are done, step to wait for.
         kept_slots: slots that kept their keys over deaths of a worker.
         loaded: rows that were loaded for hits that then ran.
+        tide: steps in which all prompts are new, and steps in which all come back, in turn; 0: each prompt is drawn.
+            What comes back at one time is loaded at one time, so that loads wait for each other.
     """
+
+    tide = 0
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
         self.tier_memory = TierMemory()
@@ -190,6 +195,12 @@ class TierEngine(TierScheduler, RandomEngine):
         self.slow = rng.choice([5, 30, 70])
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _head(self) -> str:
+        if not self.tide:
+            return super()._head()
+        is_new = self.seq // self.tide % 2 == 0
+        return "".join(self.rng.choices("ab", k=20)) if is_new else self.rng.choice(HEADS)
 
     def _cache(self, held: list[int]) -> Cache:
         cache = super()._cache(held)
@@ -214,6 +225,10 @@ class TierEngine(TierScheduler, RandomEngine):
         for result in results:
             after = dict(zip(result.admit_job, result.admit_load_after, strict=False))
             self._take_orders(result, after)
+            waits = WhyDeclined.WAITS in result.declined.why
+            assert not waits or any(map(self._waits, self.waits)), "an admission waits for a load that was given up"
+        loads = [len(load.rows) for load in self.replica.coordinator.tiers.jobs.loads.values()]
+        assert len(loads) < 2 or sum(loads) <= self.spec.num_blocks // 4, "loads fill more than their share of the pool"
 
     def _take_orders(self, result: PartResult, after: dict[int, int]) -> None:
         orders = result.orders
