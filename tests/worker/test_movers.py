@@ -13,7 +13,7 @@ from kvplane.base.errors import OutOfMemory, StaleEpoch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.tiers import HostSlots
+from kvplane_worker.tiers import DiskSlots, HostSlots, Movers
 from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content
 from tests.worker.tier_rig import EPOCH, IDENTITY, STAMP, WAIT_S, Rig
 
@@ -209,6 +209,45 @@ def test_a_claim_waits_for_no_load_and_lists_what_is_being_written(stopped):
     assert rig.movers.written == ()
     with pytest.raises(StaleEpoch):
         rig.movers.claim(EPOCH + 1)
+
+
+@pytest.mark.parametrize("is_locked", [False, True], ids=["no lock", "a lock, planted"])
+def test_no_lock_is_held_while_bytes_move(tmp_path, monkeypatch, is_locked):
+    """Claims, and who asks what is written, wait for no piece of a save, a load or a move."""
+    acts = {(TorchOps, "gather"), (TorchOps, "scatter")}
+    acts |= {(kind, act) for kind in (HostSlots, DiskSlots) for act in ("read", "write")}
+    seen = set[tuple[type, str]]()
+
+    def watch(owner, name):
+        real = getattr(owner, name)
+
+        def act(*given):
+            assert not rig.movers._lock._is_owned(), f"a lock is held in {name}"
+            seen.add((owner, name))
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, act)
+
+    for one in acts:
+        watch(*one)
+    carry_out = Movers._carry_out
+
+    def locked(self, job):
+        with self._lock:
+            return carry_out(self, job)
+
+    if is_locked:
+        monkeypatch.setattr(Movers, "_carry_out", locked)
+    rig = Rig(disk=tmp_path)
+    rig.save(1, 3, 0)
+    assert rig.until(1) is not is_locked
+    if not is_locked:
+        rig.move(2, 0, 1, 0)
+        assert rig.until(2)
+        rig.load(3, [(0, 2, 9)], tier=1)
+        assert rig.until(3)
+        assert seen == acts
+    rig.movers.close()
 
 
 def test_no_job_of_a_new_life_begins_while_a_mover_works_for_an_earlier_one(stopped):

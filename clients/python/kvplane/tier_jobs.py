@@ -90,9 +90,11 @@ class TierJobs:
         """
         after = dict(zip(result.admit_job, result.admit_load_after, strict=False))
         rows = list(_rows(result.orders, (self._epoch, seq, part), after))
+        now = self._clock()
         for row in rows:
-            ranks = set(range(len(self._tables)))
-            moving = self._moving.setdefault(row.job, _Moving(row.after, [], ranks, self._clock()))
+            moving = self._moving.get(row.job)
+            if moving is None:
+                self._moving[row.job] = moving = _Moving(row.after, [], set(range(len(self._tables))), now)
             if row.kind == JobKind.LOAD:
                 moving.blocks.append(row.block)
                 moving.tiers.add(row.tier)

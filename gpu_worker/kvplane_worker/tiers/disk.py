@@ -162,9 +162,11 @@ class DiskSlots:
             return None
         buffer, rows = self._buffer(len(contents), num_bytes)
         width = len(buffer) // len(contents)
+        at_once = len(contents) if width == self._stride else 1  # rows that follow each other in the file too
         for at, content in enumerate(contents):
             row = buffer[at * width : (at + 1) * width]
-            if not self._does(os.preadv, [row], self._at(content.slot)):
+            some = buffer[at * width : (at + at_once) * width]
+            if at % at_once == 0 and not self._does(os.preadv, [some], self._at(content.slot)):
                 return None
             payload = row[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
             if row[:HEADER_BYTES] != content.seal(payload):

@@ -72,6 +72,7 @@ class JobRow(NamedTuple):
 
 
 _ROW_WORDS = len(JobRow._fields) + 1  # and their sum
+_ROW = struct.Struct(f"{_ROW_WORDS}Q")
 
 
 def rows_for(num_blocks: int) -> int:
@@ -124,9 +125,8 @@ class JobTable:
         if position - words[_TAKEN] + len(rows) > self._num_rows:
             return False
         for at, row in enumerate(rows, position):
-            first = _WORDS_BEFORE + at % self._num_rows * _ROW_WORDS
-            for word, value in enumerate((*row, _sum_of(row, at)), first):
-                words[word] = value
+            first_byte = HEADER_BYTES + at % self._num_rows * _ROW.size
+            _ROW.pack_into(self._bytes, first_byte, *row, _sum_of(row, at))
         words[_ORDERED] = position + len(rows)
         return True
 
