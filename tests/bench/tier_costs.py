@@ -1,7 +1,8 @@
 """`python -m tests.bench.tier_costs`: what tiers cost where nothing comes back, and what `behind` hits.
 
 N3   blocks that were stored, compared with those that ever had a key (goal 1.02x)
-N6   CPU time of decode steps on a replica with tiers that have nothing to move, compared with no tiers (goal 1.05x)
+N6   CPU time of decode steps on a replica with tiers that have nothing to move, compared with no tiers (goal 1.05x), on
+     the core that a service uses (KVPLANE_CORE)
 N8   CPU time per token of the reference engine without reuse: `behind`, compared with no tiers (goal 1.03x)
 N10  hits with a host tier of twice the pool, compared with one pool of three times, and the share of saves that were
      discarded (goals 0.95 and 2 %); needs the traces of KVPLANE_WORKLOADS
@@ -22,7 +23,7 @@ import torch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import Cache, End, EventKind, PartResult, RowFlag, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane_service.core.replica import Replica
+from kvplane_service.replicas.cores import new_replica
 from kvplane_worker.engine.request import Request
 from tests.bench.tiers import Cell, hits_of
 from tests.conftest import workloads_folder, workloads_line
@@ -49,7 +50,7 @@ class Core:
 
     def __init__(self, tiers: tuple[TierSpec, ...], num_blocks: int) -> None:
         changes: dict[str, Any] = {"max_model_len": 4096, "max_in_flight_tokens": 1024, "tiers": tiers}
-        self.replica = Replica(replica_spec(full(16), window(128, 16), num_blocks=num_blocks, **changes))
+        self.replica = new_replica(replica_spec(full(16), window(128, 16), num_blocks=num_blocks, **changes))
         self.replica.begin_epoch(1)
         self.keyed = set[tuple[int, bytes]]()
         self._seq, self._saves = 0, list[int]()

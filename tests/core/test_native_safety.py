@@ -237,7 +237,7 @@ ARGUMENTS = {
     "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]], []),
     "new with a tier of no slot": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 0)]),
     "new with tiers of more slots than there are ids": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 1 << 40)]),
-    "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0),
+    "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0, -1, 9),
     "end_tier of a tier that is not there": lambda core: _native.end_tier(core, 0, -1, 9, array("Q")),
     "tier_of a negative group": lambda core: _native.tier_of(core, "", -1, b"d" * 32),
     "keys of a slot without tiers": lambda core: _native.keys(core, [101]),
@@ -266,11 +266,13 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
 
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])
 def test_a_state_that_is_read_in_slices_is_the_whole_state(monkeypatch, blocks):
-    core = native.NativeReplica.of(run("window and full", 3).replica.reference())
+    core = native.NativeReplica.of(with_tiers("window and full", 3).replica.reference())
     whole = native.dump_of(core.core, core.spec.num_blocks)
     assert whole["free"]
     assert whole["digests"]
-    monkeypatch.setattr(sys.modules[native.dump_of.__module__], "SLICE_BLOCKS", blocks)
+    assert any(len(keys) > 8 for _, _, _, *both, _, _ in whole["tiers"][2] for keys in both)
+    for function in (native.dump_of, native.tiers.keys_of):
+        monkeypatch.setattr(sys.modules[function.__module__], "SLICE_BLOCKS", blocks)
     assert native.dump_of(core.core, core.spec.num_blocks) == whole
 
 

@@ -63,7 +63,7 @@ def _forgotten(real: Wrapped) -> Wrapped:
 
 
 # Name -> (class, method, change). One rule has tests alone (`test_tiers`): that a load of a dropped key fails.
-TWINS: dict[str, tuple[type, str, Callable[[Wrapped], Wrapped]]] = {
+TWINS: dict[str, tuple[type, str, Callable[[Any], object]]] = {
     "saved before its step is executed": (SaveBehind, "_is_executed", lambda real: lambda self, block: True),
     "version of a slot not compared": (TierMemory, "read", lambda real: lambda self, slot, version: (
         self.slots[slot][1] if slot in self.slots else None

@@ -214,15 +214,16 @@ def test_a_claim_waits_for_no_load_and_lists_what_is_being_written(stopped):
 @pytest.mark.parametrize("is_locked", [False, True], ids=["no lock", "a lock, planted"])
 def test_no_lock_is_held_while_bytes_move(tmp_path, monkeypatch, is_locked):
     """Claims, and who asks what is written, wait for no piece of a save, a load or a move."""
-    acts = {(TorchOps, "gather"), (TorchOps, "scatter")}
-    acts |= {(kind, act) for kind in (HostSlots, DiskSlots) for act in ("read", "write")}
-    seen = set[tuple[type, str]]()
+    seen, of_slots = set[tuple[type, str]](), (HostSlots, DiskSlots)
+    acts: set[tuple[type, str]] = {(TorchOps, "gather"), (TorchOps, "scatter")}
+    acts |= {(kind, act) for kind in of_slots for act in ("read", "write")}
+    movers = list[Movers]()
 
     def watch(owner, name):
         real = getattr(owner, name)
 
         def act(*given):
-            assert not rig.movers._lock._is_owned(), f"a lock is held in {name}"
+            assert not movers[0]._lock._is_owned(), f"a lock is held in {name}"  # type: ignore[attr-defined]
             seen.add((owner, name))
             return real(*given)
 
@@ -239,6 +240,7 @@ def test_no_lock_is_held_while_bytes_move(tmp_path, monkeypatch, is_locked):
     if is_locked:
         monkeypatch.setattr(Movers, "_carry_out", locked)
     rig = Rig(disk=tmp_path)
+    movers.append(rig.movers)
     rig.save(1, 3, 0)
     assert rig.until(1) is not is_locked
     if not is_locked:

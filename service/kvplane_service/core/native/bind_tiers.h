@@ -58,12 +58,14 @@ inline PyObject* TierOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// tier_keys(core, number) -> (key, slot, version) of each slot with a key
+// tier_keys(core, number, after, count) -> (key, slot, version) of up to `count` slots with a key, in the order of
+// eviction, behind this one; -1: the first ones
 inline PyObject* TierKeys(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Tier& tier = TierIn(TiersIn(arguments), Number(At(arguments, 1)));
-        const Owned shadows(KeysOfTier(tier, true)), recent(KeysOfTier(tier, false));
-        return NotNull(PySequence_Concat(shadows.get(), recent.get()));
+        const Int after = Number(At(arguments, 2));
+        Check(after == kNoSlot || (after >= 0 && after < tier.num_used() && tier.HasKey(after)));
+        return KeysOfTier(tier, after, Number(At(arguments, 3)));
     });
 }
 

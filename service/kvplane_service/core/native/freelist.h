@@ -4,19 +4,21 @@
 // that of TURN_TAIL also has superseded blocks.
 #pragma once
 
-#include "types.h"
+#include "seen.h"
 
 namespace kvplane {
 
 class FreeList {
   public:
-    FreeList(Int num_blocks, Policy policy)
+    // `is_visited`: whether `VisitNew` is called.
+    FreeList(Int num_blocks, Policy policy, bool is_visited)
         : sentinel_(static_cast<Block>(num_blocks)),
           divider_(sentinel_ + 1),
           is_divided_(policy != kLru),
           next_(num_blocks + 2),
           previous_(num_blocks + 2),
           place_(policy == kHazard ? num_blocks : 0) {
+        if (is_visited) seen_.Resize(next_.size());
         BlockList all(static_cast<size_t>(num_blocks - 1));
         for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<Block>(i + 1);
         Rebuild(all, all.size());
@@ -42,11 +44,16 @@ class FreeList {
         if (is_passed) Join(sentinel_, divider_);
         Join(is_passed ? divider_ : sentinel_, block);
         count_ -= count;
-        Mark(std::span(*into).last(static_cast<size_t>(count)), kHeld);
+        const auto popped = std::span(*into).last(static_cast<size_t>(count));
+        if (seen_.count()) {
+            for (const Block one : popped) seen_.Remove(one, sentinel_);
+        }
+        Mark(popped, kHeld);
         return before;
     }
 
     void Remove(Block block) {
+        if (seen_.count()) seen_.Remove(block, Preceding(block));
         Join(previous_[block], next_[block]);
         --count_;
         if (!place_.empty()) place_[block] = kHeld;
@@ -55,6 +62,7 @@ class FreeList {
     // blocks[0] is evicted next.
     void Prepend(const BlockList& blocks) {
         Insert(sentinel_, blocks);
+        seen_.EnterFirst(blocks);
         Mark(blocks, kBefore);
     }
     // Puts blocks at the back, those that are superseded before the divider; blocks[-1] is evicted last.
@@ -72,6 +80,7 @@ class FreeList {
     // Puts blocks that left the window of a running request before the divider; blocks[-1] is evicted last of them.
     void AppendLeftWindow(const BlockList& blocks) {
         Insert(previous_[is_divided_ ? divider_ : sentinel_], blocks);
+        if (is_divided_) seen_.EnterMiddle(blocks);
         Mark(blocks, kBefore);
     }
 
@@ -93,6 +102,7 @@ class FreeList {
         Require(num_first <= order.size(), "the divider is behind the free list");
         next_[sentinel_] = previous_[sentinel_] = sentinel_;
         count_ = 0;
+        seen_.Clear();
         Insert(sentinel_, order);
         if (is_divided_) PutDivider(num_first == order.size() ? sentinel_ : order[num_first]);
         std::fill(place_.begin(), place_.end(), kHeld);
@@ -106,6 +116,7 @@ class FreeList {
     template <typename HasKey>
     bool PutUnkeyedFirst(bool begins, size_t count, HasKey&& has_key) {
         if (begins) {
+            seen_.Clear();
             MoveDivider(next_[sentinel_]);
             std::replace(place_.begin(), place_.end(), uint8_t{kBefore}, uint8_t{kBehind});
             at_ = next_[is_divided_ ? divider_ : sentinel_];
@@ -142,15 +153,12 @@ class FreeList {
         return found == most + 1 && has_divider == is_divided_;
     }
 
-    // Visits up to `count` blocks in order, until `visit` returns false.
+    // Visits the first `most` blocks, as `Seen::Visit` does.
     template <typename F>
-    void ForEachFirst(Int count, F&& visit) const {
-        for (Block block = next_[sentinel_]; block != sentinel_ && count > 0; block = next_[block]) {
-            if (block == divider_) continue;
-            if (!visit(block)) return;
-            --count;
-        }
+    void VisitNew(Int most, F&& visit) {
+        seen_.Visit(*this, most, visit);
     }
+    void VisitAgain(Block block) { seen_.Change(block); }
 
     BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
     Block Start() const { return sentinel_; }
@@ -176,11 +184,24 @@ class FreeList {
     std::map<Block, bool> superseded;  // blocks with a key that longer prompts copied: true after one copy
 
   private:
+    friend class Seen;
+
     enum Place : uint8_t { kHeld, kBefore, kBehind };  // not in the list, before the divider, behind it
 
     void Mark(std::span<const Block> blocks, Place place) {
         if (place_.empty()) return;
         for (const Block block : blocks) place_[block] = place;
+    }
+
+    // The list as `Seen` reads it: without the divider, which ends the first part.
+    Block First() const { return Following(sentinel_); }
+    Block End() const { return sentinel_; }
+    Block Following(Block block) const { return next_[block] == divider_ ? next_[divider_] : next_[block]; }
+    Block Preceding(Block block) const {
+        return previous_[block] == divider_ ? previous_[divider_] : previous_[block];
+    }
+    bool IsInFirstPart(Block block, bool is_previous) const {
+        return is_divided_ && previous_[block] != divider_ && (previous_[block] == sentinel_ || is_previous);
     }
 
     void Join(Block before, Block after) {
@@ -213,6 +234,7 @@ class FreeList {
     BlockList next_, previous_;
     std::vector<uint8_t> place_;  // by block; only with HAZARD
     Int count_ = 0;
+    Seen seen_;
     Block at_ = 0, first_keyed_ = 0;  // between two calls of PutUnkeyedFirst
 };
 

@@ -20,7 +20,7 @@ class BlockPool {
     BlockPool(const Spec& spec)
         : spec_(spec),
           num_blocks(spec.num_blocks),
-          free(spec.num_blocks, static_cast<Policy>(spec.policy)),
+          free(spec.num_blocks, static_cast<Policy>(spec.policy), !spec.tiers.empty()),
           references(spec.num_blocks),
           key_step(spec.num_blocks),
           stamp(spec.num_blocks),
@@ -184,6 +184,7 @@ class BlockPool {
             Require(num_tokens > 0, "a primary key of 0 tokens");
             key_step[block] = step;
             num_evictable += references[block] == 0;
+            free.VisitAgain(block);
         }
         records[record].key = key;
         records[record].tokens = static_cast<uint32_t>(num_tokens);

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvplane.base.groups import Medium, ReplicaSpec
 from kvplane.base.step import CacheEvent
-from kvplane_service.core.columns import PIECE
+from kvplane_service.core.columns import PIECE, SLICE_BLOCKS
 from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.views import tier_events_of
@@ -73,7 +73,7 @@ class NativeTiers:
             event
             for number, tier in enumerate(self._spec.tiers)
             for event in stored_events(
-                [(key(packed), slot) for packed, slot, _ in _native.tier_keys(self._core, number)],
+                [(key(packed), slot) for packed, slot, _ in keys_of(self._core, number, tier.num_blocks)],
                 sizes,
                 Medium[tier.kind.name],
             )
@@ -97,6 +97,30 @@ def unpacker(domains: Sequence[str], spec: ReplicaSpec) -> Unpack:
         return domains[(pair - 1) // num_groups], (pair - 1) % num_groups, digest
 
     return key
+
+
+def keys_of(core: object, number: int, num_slots: int) -> list[tuple[tuple[int, bytes], int, int]]:
+    """Return (key, slot, version) of the slots with a key, in the order of eviction. They are read in slices, so that
+    other threads get the interpreter in between.
+    """
+    keys, last = list[tuple[tuple[int, bytes], int, int]](), -1
+    while len(keys) < num_slots:  # the tier of a core that changes meanwhile might not end
+        piece = _native.tier_keys(core, number, last, SLICE_BLOCKS)
+        if not piece:
+            break
+        keys += piece
+        last = piece[-1][1]
+    return keys
+
+
+def with_keys(core: object, dump: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the state of the tiers with their keys, shadows and others, instead of the number of shadows."""
+    numbers, costs, each, *rest = dump
+    whole = []
+    for number, (size, used, free, num_shadows, *counts) in enumerate(each):
+        keys = keys_of(core, number, size)
+        whole.append((size, used, free, keys[:num_shadows], keys[num_shadows:], *counts))
+    return numbers, costs, whole, *rest
 
 
 def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator[None]:

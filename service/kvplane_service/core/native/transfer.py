@@ -33,6 +33,7 @@ COUNTERS = (
 def dump_of(core: object, num_blocks: int) -> dict[str, Any]:
     """Return the whole state of a core. It is read in slices, so that other threads get the interpreter in between."""
     dump = _native.dump(core)
+    dump["tiers"] = tiers.with_keys(core, dump["tiers"])
     slices = [_native.dump_blocks(core, first, SLICE_BLOCKS) for first in range(0, num_blocks, SLICE_BLOCKS)]
     for name, value in slices[0].items():
         values = [one[name] for one in slices]

@@ -10,6 +10,7 @@
 #include <exception>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <set>

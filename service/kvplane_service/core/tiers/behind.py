@@ -56,6 +56,8 @@ class SaveBehind:
     def _save(self, ahead: int, room: int) -> int:
         """Save some of the blocks that are evicted next; returns how many further jobs may begin."""
         pool, tiers = self._pool, self._tiers
+        if not pool.num_evictable:
+            return room  # no free block has a key
         for block in islice(pool.free, ahead):
             key = pool.key_of(block)
             if key is None or not self._is_executed(block):

@@ -29,32 +29,32 @@ class SaveBehind {
   private:
     // Saves some of the blocks that are evicted next; returns how many further jobs may begin.
     Int SaveSome(Int ahead, Int room) {
-        pool_.free.ForEachFirst(ahead, [&](Block block) {
-            if (tiers_.behind.Has(block)) return true;
-            if (!pool_.HasKey(block) || pool_.key_step[block] > pool_.executed_through) return true;
+        pool_.free.VisitNew(ahead, [&](Block block) {
+            if (tiers_.behind.Has(block) || !pool_.HasKey(block)) return Visited::kSeen;
+            if (pool_.key_step[block] > pool_.executed_through) return Visited::kAgain;
             const Key& key = pool_.records[block].key;
             const Int group = pool_.pairs.Group(key.pair);
             const Int block_size = spec_.groups[static_cast<size_t>(group)].block_size;
-            if (pool_.KeyTokens(block) % block_size) return true;  // more tokens will follow in it
+            if (pool_.KeyTokens(block) % block_size) return Visited::kSeen;  // with more tokens it has another key
             if (tiers_.Has(key)) {
                 Keep(key);
                 tiers_.behind.Add(block);
-                return true;
+                return Visited::kSeen;
             }
             if (room <= 0) {
                 tiers_.counters.no_job += tiers_.jobs.size() >= kMaxJobs;
                 room = 0;
-                return false;
+                return Visited::kStop;
             }
             const Int slot = tiers_.BeginWrite(tiers_.each[0], key);
-            if (slot == kNoSlot) return false;
+            if (slot == kNoSlot) return Visited::kStop;
             const Int job = tiers_.NextJob();
             const uint64_t stamp = pool_.stamp[block];
             tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
             JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
             tiers_.behind.Add(block);
             --room;
-            return true;
+            return Visited::kSeen;
         });
         return room;
     }
@@ -71,15 +71,20 @@ class SaveBehind {
     // Copies some of the keys that a tier evicts next to the tier behind it; returns as `SaveSome`.
     Int MoveSome(Tier& tier, Tier& behind, Int ahead, Int room) {
         Column wanted;
-        for (Int slot = tier.Next(kNoSlot); slot != kNoSlot && ahead > 0; slot = tier.Next(slot), --ahead) {
-            if (static_cast<Int>(wanted.size()) >= room) break;
+        tier.VisitNew(ahead, [&](Int slot) {
+            if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
             const Key& key = tier.KeyOf(slot);
             if (!behind.IsWritten(key) && behind.Find(key) == kNoSlot) wanted.push_back(slot);
-        }
-        for (const Int slot : wanted) {
+            return Visited::kSeen;
+        });
+        for (auto next = wanted.begin(); next != wanted.end(); ++next) {
+            const Int slot = *next;
             const Key key = tier.KeyOf(slot);
             const Int target = tiers_.BeginWrite(behind, key);
-            if (target == kNoSlot) return 0;
+            if (target == kNoSlot) {
+                std::for_each(next, wanted.end(), [&](Int left) { tier.VisitAgain(left); });
+                return 0;
+            }
             const Int job = tiers_.NextJob();
             const Location source{tier.number, slot, tier.VersionOf(slot)};
             tiers_.jobs.moves.emplace(job, Move{key, source, behind.number, target});

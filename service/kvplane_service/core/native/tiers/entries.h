@@ -28,13 +28,11 @@ inline void FromPy(PyObject* object, Filled* row) {
     FromPy(At(object, 5), &row->source);
 }
 
-// (key, slot, version) of the slots with a key, in the order of eviction.
-inline PyObject* KeysOfTier(const Tier& tier, bool are_shadows) {
+// (key, slot, version) of up to `count` slots with a key, in the order of eviction, behind this one.
+inline PyObject* KeysOfTier(const Tier& tier, Int after, Int count) {
     Owned list(PyList_New(0));
-    for (Int slot = tier.Next(kNoSlot); slot != kNoSlot; slot = tier.Next(slot)) {
-        if (tier.IsShadow(slot) == are_shadows)
-            Append(list, Tuple(ToPy(tier.KeyOf(slot)), ToPy(slot), ToPy(tier.VersionOf(slot))));
-    }
+    for (Int slot = tier.Next(after); slot != kNoSlot && count > 0; slot = tier.Next(slot), --count)
+        Append(list, Tuple(ToPy(tier.KeyOf(slot)), ToPy(slot), ToPy(tier.VersionOf(slot))));
     return list.Release();
 }
 
@@ -44,9 +42,10 @@ inline PyObject* UsesOf(const Tier& tier) {
     return ToPy(uses);
 }
 
+// Without its keys, which are read in slices.
 inline PyObject* DumpTier(const Tier& tier) {
-    return Tuple(ToPy(tier.num_slots), ToPy(tier.num_used()), ToPy(tier.free), KeysOfTier(tier, true),
-                 KeysOfTier(tier, false), ToPy(tier.hit_tokens), UsesOf(tier));
+    return Tuple(ToPy(tier.num_slots), ToPy(tier.num_used()), ToPy(tier.free), ToPy(tier.num_shadows),
+                 ToPy(tier.hit_tokens), UsesOf(tier));
 }
 
 // (numbers, costs, tiers, loads, saves, moves, loading, counters)
@@ -75,7 +74,7 @@ inline PyObject* DumpTiers(Tiers& tiers) {
                  each.Release(), loads.Release(), saves.Release(), moves.Release(), ToPy(loading), ToPy(counters));
 }
 
-// Loads what `DumpTiers` returns into unused tiers.
+// Loads what `DumpTiers` returns, with the keys of each tier (shadows, others) for their number, into unused tiers.
 class LoadedTiers {
   public:
     explicit LoadedTiers(Replica& replica)
@@ -188,7 +187,7 @@ class LoadedTiers {
             Source(row.source);
             ++TierAt(row.source.tier).pins[static_cast<size_t>(row.source.slot)];
         }
-        tiers_.jobs.loads.emplace(job, std::move(load));
+        tiers_.AddLoad(job, std::move(load));
     }
 
     void LoadSave(PyObject* state) {

@@ -127,7 +127,7 @@ class TierLoads {
     // waits for: an engine gives up those that do not end.
     WhyDeclined WhyLater(const LoadPlan& plan) {
         if (tiers_.waits_in && tiers_.waits_in == pool_.step) return kWaits;
-        const Int loading = tiers_.NumLoading();
+        const Int loading = std::accumulate(tiers_.num_loading.begin(), tiers_.num_loading.end(), Int{0});
         const auto& before = tiers_.jobs.loads;
         if (loading && static_cast<Int>(plan.missing.size()) + loading > tiers_.most_loading) {
             const auto waits = [&](const auto& one) { return IsAwaited(one.first); };
@@ -160,11 +160,8 @@ class TierLoads {
     void SetTimes(LoadPlan* plan) const {
         const Column& costs = tiers_.costs_ns;
         if (costs.empty() || !costs[0]) return;
-        Column rows(tiers_.each.size(), 0);
+        Column rows = tiers_.num_loading;
         for (const Missing& one : plan->missing) ++rows[static_cast<size_t>(one.source.tier)];
-        for (const auto& [job, load] : tiers_.jobs.loads) {
-            for (const Filled& row : load.rows) ++rows[static_cast<size_t>(row.source.tier)];
-        }
         __int128 sum = 0;
         for (size_t number = 0; number < rows.size(); ++number) {
             if (rows[number] && !costs[1 + number]) return;
@@ -214,7 +211,7 @@ class TierLoads {
             JobOrders::AddRow<7>(&tiers_.orders.load, {job, source.tier, source.slot, source.version, Int{filled[row]},
                                                        one.group, static_cast<Int>(pool_.stamp[filled[row]])});
         }
-        tiers_.jobs.loads.emplace(job, std::move(load));
+        tiers_.AddLoad(job, std::move(load));
         tiers_.BeginLoad(slot, job);
         ++tiers_.counters.loads;
         tiers_.counters.loaded_tokens += plan.gained;

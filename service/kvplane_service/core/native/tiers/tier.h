@@ -19,17 +19,20 @@ enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow };  // kNoKe
 // once, so that it need not search again.
 class BehindBlocks {
   public:
-    BehindBlocks(const Spec& spec, const BlockPool& block_pool)
+    BehindBlocks(const Spec& spec, BlockPool& block_pool)
         : pool(block_pool), stamp_(spec.tiers.empty() ? 0 : static_cast<size_t>(spec.num_blocks), kUnknown) {}
 
     // A block whose key changes gets another stamp.
     bool Has(Block block) const { return stamp_[block] == pool.stamp[block]; }
     void Add(Block block) { stamp_[block] = pool.stamp[block]; }
     void Forget(const Key& key) {
-        pool.ForEachBlockOf(key, [&](Block block) { stamp_[block] = kUnknown; });
+        pool.ForEachBlockOf(key, [&](Block block) {
+            stamp_[block] = kUnknown;
+            pool.free.VisitAgain(block);
+        });
     }
 
-    const BlockPool& pool;
+    BlockPool& pool;
 
   private:
     static constexpr uint64_t kUnknown = ~uint64_t{0};  // no stamp
@@ -39,7 +42,8 @@ class BehindBlocks {
 
 class Tier {
   public:
-    Tier(Int tier_number, const TierSpec& spec, const Spec& replica_spec, BehindBlocks& all_behind)
+    // `nearer`: the tier whose keys are moved to this one, if there is one.
+    Tier(Int tier_number, const TierSpec& spec, const Spec& replica_spec, BehindBlocks& all_behind, Tier* nearer)
         : number(tier_number),
           medium(spec.medium),
           num_slots(spec.num_slots),
@@ -47,6 +51,7 @@ class Tier {
           spec_(replica_spec),
           pairs_(all_behind.pool.pairs),
           behind_(all_behind),
+          nearer_(nearer),
           held_(static_cast<size_t>(spec.num_slots)),
           writing_(kMaxJobs) {
         const auto most = static_cast<size_t>(num_slots);
@@ -57,6 +62,7 @@ class Tier {
         links_.reserve(most + kFirstLink);
         links_.assign(kFirstLink, Link());
         for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
+        seen_.Resize(kFirstLink);
     }
 
     // The slot that has the key, or kNoSlot.
@@ -79,10 +85,15 @@ class Tier {
     // The slots with a key in order of eviction, shadows first: Next(kNoSlot) is the first one, kNoSlot is behind the
     // last one.
     Int Next(Int slot) const {
-        uint32_t link = slot == kNoSlot ? links_[kShadows].next : links_[LinkOf(slot)].next;
-        if (link == kShadows) link = links_[kRecents].next;
-        return link == kRecents ? kNoSlot : Int{link} - Int{kFirstLink};
+        const uint32_t link = Following(slot == kNoSlot ? kShadows : static_cast<uint32_t>(LinkOf(slot)));
+        return link == kRecents ? kNoSlot : SlotOf(link);
     }
+    // Visits the first `most` slots with a key, as `Seen::Visit` does.
+    template <typename F>
+    void VisitNew(Int most, F&& visit) {
+        seen_.Visit(*this, most, [&](uint32_t link) { return visit(SlotOf(link)); });
+    }
+    void VisitAgain(Int slot) { seen_.Change(static_cast<uint32_t>(LinkOf(slot))); }
 
     // A slot to write the content of the key into, evicting the key that is first in order; kNoSlot if every slot is
     // pinned or written.
@@ -102,7 +113,7 @@ class Tier {
         if (is_good) {
             Store(key, slot, job);
         } else {
-            behind_.Forget(key);
+            Forget(key);
             free.push_back(static_cast<uint32_t>(slot));
         }
     }
@@ -130,7 +141,7 @@ class Tier {
     void MakeShadow(const Key& key) {
         const Int slot = Find(key);
         if (slot == kNoSlot || IsShadow(slot)) return;
-        behind_.Forget(key);
+        behind_.Forget(key);  // the device evicts it some day
         Enqueue(slot, SlotState::kShadow);
     }
 
@@ -142,7 +153,7 @@ class Tier {
     void DropSlot(Int slot, RemoveReason reason) {
         Require(HasKey(slot), "a slot has no key");
         const Key key = records[At(slot)].key;
-        behind_.Forget(key);
+        Forget(key);
         held_.Remove(records, static_cast<uint32_t>(slot));
         Unlink(slot);
         num_shadows -= IsShadow(slot);
@@ -179,6 +190,7 @@ class Tier {
         pins.push_back(0);
         state.push_back(SlotState::kNoKey);
         links_.emplace_back();
+        seen_.Resize(links_.size());
     }
     void MarkWritten(Int slot, const Key& key) {
         SetKey(slot, key, SlotState::kWritten);
@@ -207,6 +219,8 @@ class Tier {
     CacheEvents events;
 
   private:
+    friend class Seen;
+
     struct Link {
         uint32_t next = 0, previous = 0;
     };
@@ -223,6 +237,25 @@ class Tier {
         return static_cast<size_t>(slot);
     }
     size_t LinkOf(Int slot) const { return At(slot) + kFirstLink; }
+    static Int SlotOf(uint32_t link) { return Int{link} - Int{kFirstLink}; }
+
+    // The slots with a key as `Seen` reads them: the shadows are the first part.
+    uint32_t First() const { return Following(kShadows); }
+    uint32_t End() const { return kRecents; }
+    uint32_t Following(uint32_t link) const {
+        return links_[link].next == kShadows ? links_[kRecents].next : links_[link].next;
+    }
+    uint32_t Preceding(uint32_t link) const {
+        return links_[link].previous == kRecents ? links_[kShadows].previous : links_[link].previous;
+    }
+    bool IsInFirstPart(uint32_t link, bool) const { return IsShadow(SlotOf(link)); }
+
+    // This tier does not have the key any more: the device may save it again, and the nearer tier move it.
+    void Forget(const Key& key) {
+        behind_.Forget(key);
+        if (nearer_ == nullptr) return;
+        if (const Int slot = nearer_->Find(key); slot != kNoSlot) nearer_->VisitAgain(slot);
+    }
 
     void SetKey(Int slot, const Key& key, SlotState to) {
         records[At(slot)].key = key;
@@ -267,6 +300,7 @@ class Tier {
     }
     void Unlink(Int slot) {
         const Link link = links_[LinkOf(slot)];
+        seen_.Remove(static_cast<uint32_t>(LinkOf(slot)), Preceding(static_cast<uint32_t>(LinkOf(slot))));
         links_[link.previous].next = link.next;
         links_[link.next].previous = link.previous;
     }
@@ -278,6 +312,7 @@ class Tier {
         links_[end].previous = link;
         state[At(slot)] = queue;
         num_shadows += queue == SlotState::kShadow;
+        if (queue == SlotState::kShadow) seen_.EnterMiddle({&link, 1});
     }
 
     // Consecutive keys of one group, domain, kind and reason are one event.
@@ -296,8 +331,10 @@ class Tier {
     const Spec& spec_;
     const Pairs& pairs_;
     BehindBlocks& behind_;
+    Tier* nearer_;
     Index held_, writing_;     // from keys to slots
     std::vector<Link> links_;  // the queues of eviction
+    Seen seen_;
     Run run_;                  // the last event
 };
 

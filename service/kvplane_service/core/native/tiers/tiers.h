@@ -68,11 +68,13 @@ class Tiers {
         : behind(spec, block_pool), most_loading(spec.num_blocks / 4), pool_(block_pool) {
         Int first = spec.num_blocks;
         for (const TierSpec& one : spec.tiers) {
-            each.emplace_back(static_cast<Int>(each.size()), one, spec, behind);
+            Tier* nearer = each.empty() ? nullptr : &each.back();
+            each.emplace_back(static_cast<Int>(each.size()), one, spec, behind, nearer);
             firsts_.push_back(first);
             first += one.num_slots;
         }
         depth = static_cast<Int>(each.size());
+        num_loading.resize(each.size());
     }
 
     // -- index -------------------------------------------------------------------------------------------------------
@@ -152,11 +154,9 @@ class Tiers {
         return last_job;
     }
 
-    // Blocks that loads in flight fill.
-    Int NumLoading() const {
-        Int sum = 0;
-        for (const auto& [job, load] : jobs.loads) sum += static_cast<Int>(load.rows.size());
-        return sum;
+    void AddLoad(Int job, Load load) {
+        for (const Filled& row : load.rows) ++num_loading[static_cast<size_t>(row.source.tier)];
+        jobs.loads.emplace(job, std::move(load));
     }
 
     // A slot for the content of a key that a job will write; kNoSlot, counted, if there is none.
@@ -182,8 +182,13 @@ class Tiers {
         }
     }
 
+    // Of a load that has ended.
     void Unpin(const Load& load) {
-        for (const Filled& row : load.rows) each[static_cast<size_t>(row.source.tier)].Unpin(row.source.slot);
+        for (const Filled& row : load.rows) {
+            const auto number = static_cast<size_t>(row.source.tier);
+            each[number].Unpin(row.source.slot);
+            --num_loading[number];
+        }
     }
 
     // The load that fills blocks of the present hit of the slot's request, if it runs; null if there is none.
@@ -250,6 +255,7 @@ class Tiers {
     TierCounters counters;
     Int last_job = 0;
     std::map<Int, std::pair<Int, Int>> loading;  // by slot of a request: the load into its blocks; when it was added
+    Column num_loading;                          // by tier: blocks that loads in flight fill from it
     Column costs_ns;                             // of a token, and of a block of each tier; empty = unknown
     Int depth = 0;                               // number of tiers that a look-up searches
     Int demand = 0, demand_now = 0;  // blocks that a step takes: at most, in the recent past; of the present step
