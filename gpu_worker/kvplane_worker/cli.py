@@ -42,9 +42,7 @@ def command(
     disk_mib: Annotated[
         int | None, typer.Option(min=1, help="Most room of a disk tier, in MiB. Default: what is free.")
     ] = None,
-    backend: Annotated[
-        str, typer.Option(help="Backend of page operations: auto, triton, flashinfer or torch.")
-    ] = "auto",
+    backend: Annotated[str, typer.Option(help="Backend of page operations: auto, cudnn, triton or torch.")] = "auto",
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the service is reachable and the replica is registered.")
     ] = False,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvplane_worker.ops.flashinfer_ops.entry import FlashInferEntry
+from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops import interpreter
@@ -21,14 +21,19 @@ def triton_subject(device: str) -> Subject:
     return Subject(TritonOps(), device)
 
 
-def flashinfer_subject(device: str) -> Subject:
-    """The FlashInfer backend, on a GPU where FlashInfer is installed."""
-    assert not (why := FlashInferEntry.unfit(torch.device(device))), why
-    return Subject(FlashInferEntry(), device)
+def cudnn_subject(device: str) -> Subject:
+    """The cuDNN backend, on a GPU where cuDNN's frontend is installed. Every row is long, some have several spans."""
+    assert not (why := CudnnEntry.unfit(torch.device(device))), why
+    import cudnn
+
+    from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
+    from kvplane_worker.ops.cudnn_ops.rows import Limits
+
+    return Subject(CudnnOps(TritonOps(), cudnn, Limits(products=1, shared=1, room_bytes=1 << 20)), device)
 
 
 SUBJECTS: dict[str, Callable[[str], Subject]] = {
     "torch": lambda device: Subject(TorchOps(), device),
     "triton": triton_subject,
-    "flashinfer": flashinfer_subject,
+    "cudnn": cudnn_subject,
 }

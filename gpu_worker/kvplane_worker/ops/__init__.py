@@ -7,7 +7,7 @@ device at hand.
     checks          argument checks that all backends share
     torch_ops       PyTorch: correct on every device, used if no other backend works
     triton_ops      Triton kernels
-    flashinfer_ops  attention by FlashInfer; everything else by Triton or PyTorch
+    cudnn_ops       rows with many queries by cuDNN; everything else by Triton
     trials          small cases whose results decide whether a backend is used
     proof           runs the trials, in this process or in a child process
     select          chooses a backend by name, device and result of the trials

@@ -27,7 +27,7 @@ from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.trial import Outcome, Trial
 from kvplane_worker.ops.trials import trials
 
-LIMIT_S = 1800.0  # FlashInfer compiles for minutes when its cache is empty
+LIMIT_S = 1800.0
 POLL_S = 0.1
 
 

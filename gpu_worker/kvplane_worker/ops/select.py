@@ -24,13 +24,13 @@ PACKAGE = "kvplane_worker.ops"
 # In order of preference. "module:class", the module relative to PACKAGE. The last one works on every device and is the
 # reference of the start check.
 BACKENDS: dict[str, str] = {
+    "cudnn": "cudnn_ops.entry:CudnnEntry",
     "triton": "triton_ops.entry:TritonEntry",
-    "flashinfer": "flashinfer_ops.entry:FlashInferEntry",
     "torch": "torch_ops:TorchOps",
 }
 REFERENCE = "torch"
-# Not tried by "auto": no device has judged FlashInfer yet.
-ONLY_BY_NAME = ("flashinfer",)
+# Not tried by "auto" for a caller that uses no attention, such as a worker.
+FOR_ATTENTION = ("cudnn",)
 
 # Arguments: "module:class", device, operations to check (empty = all).
 Prover = Callable[[str, torch.device, Collection[str]], Proof]
@@ -87,7 +87,9 @@ def choose(
         raise InvalidArgument(f"there is no backend {asked!r}", field="backend", remedy=f"give one of {known}")
     device = torch.device(device)
     reasons: list[str] = []
-    for name in [one for one in BACKENDS if one not in ONLY_BY_NAME] if asked == AUTO else (asked,):
+    needs_attention = not operations or "prefill_attention" in operations
+    tried = [one for one in BACKENDS if needs_attention or one not in FOR_ATTENTION]
+    for name in tried if asked == AUTO else (asked,):
         ops, why = considered(name, device, operations, prove)
         if ops is not None:
             return Choice(ops, (*reasons, f"{name}: chosen{', requested by name' if asked == name else ''}{why}"))

@@ -19,6 +19,7 @@ from kvplane_worker.ops.interface import (
     AttentionRule,
     Batch,
     GroupPages,
+    HostTables,
     LatentPages,
     PagedOps,
 )
@@ -36,7 +37,7 @@ OUTLIER = 40.0
 
 def trials(device: torch.device) -> tuple[Trial, ...]:
     """Return all trials, cheap ones first."""
-    groups = (page_trials, write_trials, state_trials, attention_trials, latent_trials)
+    groups = (page_trials, write_trials, state_trials, attention_trials, latent_trials, long_trials)
     return tuple(trial for group in groups for trial in group(device))
 
 
@@ -165,6 +166,36 @@ def slots_of(table: Tensor, rule: AttentionRule, queries: tuple[int, ...]) -> tu
         attended[block[first:], offset[first:]] = True
     written[0] = False
     return written, attended
+
+
+# ---- rows with many queries, which a backend may compute by other means than the others
+
+LONG_HEADS, LONG_GROUP, LONG_SIZE = 8, 8, 64
+LONG_ROWS = ((270, 256), (3, 1), (300, 280), (90, 1))  # lengths, and numbers of queries
+LONG_WINDOW = 40
+
+
+def long_trials(device: torch.device) -> list[Trial]:
+    """Return trials of prompts next to decodes."""
+    rules = {"long rows": AttentionRule(0.25), "long rows, window": AttentionRule(0.25, window=LONG_WINDOW)}
+    return [Trial("prefill_attention", name, partial(prompts, device, rule), 2.5) for name, rule in rules.items()]
+
+
+def prompts(device: torch.device, rule: AttentionRule, ops: PagedOps) -> Outcome:
+    """Run a prefill of long rows; unused slots contain NaN."""
+    source, columns = Source.of(device, 6), -(-max(length for length, _ in LONG_ROWS) // BLOCK_SIZE)
+    lengths, counts = (torch.tensor(part) for part in zip(*LONG_ROWS, strict=True))
+    table = (source.order(len(LONG_ROWS) * columns) + 1).view(len(LONG_ROWS), columns)
+    room, memory = poisoned(source, (table.numel() + 1, 2, BLOCK_SIZE, LONG_HEADS, LONG_SIZE), torch.bfloat16)
+    for row, length in enumerate(lengths.tolist()):
+        at = torch.arange(length)
+        values = source.normal(length, 2, LONG_HEADS, LONG_SIZE).bfloat16()
+        room[table[row, at // BLOCK_SIZE], :, at % BLOCK_SIZE] = values.to(device)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    query = source.normal(int(starts[-1]), LONG_HEADS * LONG_GROUP, LONG_SIZE).bfloat16().to(device)
+    host = HostTables(table.int(), lengths, starts)
+    batch = Batch(ints(source, table), ints(source, lengths), ints(source, starts), host=host)
+    return Outcome(memory, ops.prefill_attention(query, AttentionPages(room[:, 0], room[:, 1]), batch, rule))
 
 
 # ---- latents

@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
-from kvplane_worker.ops.proof import prove_in_subprocess
-from kvplane_worker.ops.select import considered
 from kvplane_worker.ops.triton_ops import attention
 from kvplane_worker.ops.triton_ops.launch import chip_of
 from tests.bench.gpu.figures import Figure, Sizes
@@ -121,27 +118,6 @@ def varlen_peer(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
         yield Figure("peer: torch varlen_attn, pages of 64", rate, limits.read.name, rate / limits.read.value)
 
 
-def flashinfer_peer(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    """FlashInfer on the same pages, where it fits and passes the start check (its kernels are compiled there); planned
-    before it is timed.
-    """
-    ops, why = considered("flashinfer", clock.device, ("decode_attention",), prove_in_subprocess)
-    if ops is None:
-        print(f"no peer flashinfer: {why}", flush=True)
-        return
-    page, lengths = 16, [sizes.context] * sizes.rows
-    batch, num_blocks = batch_of(lengths, page, clock.device)
-    room = random_pages((num_blocks, 2, page, sizes.kv_heads, SIZE), torch.bfloat16, clock.device)
-    query = torch.randn((sizes.rows, sizes.kv_heads * GROUP, SIZE), device=clock.device).bfloat16()
-    pages = AttentionPages(room[:, 0], room[:, 1])
-
-    def work() -> Tensor:
-        return ops.decode_attention(query, pages, batch, AttentionRule(SIZE**-0.5))
-
-    rate = 2 * sum(lengths) * sizes.kv_heads * SIZE * 2 / clock.seconds_as_called(work)
-    yield Figure("peer: flashinfer, pages of 16", rate, limits.read.name, rate / limits.read.value)
-
-
 def has_paged_varlen() -> bool:
     """Torch 2.13 has a block table there; earlier ones have not."""
     try:
@@ -167,4 +143,4 @@ def paged_varlen(clock: Clock, sizes: Sizes) -> float:
     return 2 * sum(lengths) * sizes.kv_heads * SIZE * 2 / clock.seconds(work)
 
 
-PARTS = (even_rows, skewed_rows, latents, peers, varlen_peer, flashinfer_peer)
+PARTS = (even_rows, skewed_rows, latents, peers, varlen_peer)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
 from kvplane_worker.ops.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
     DeltaInputs,
+    PagedOps,
     ScanInputs,
     StateInputs,
     StatePages,
@@ -57,10 +60,13 @@ def mixed_rows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     heads, lengths = Heads(sizes.kv_heads), [sizes.context] * sizes.rows
     chunk = Rows([sizes.context], [sizes.context // 16])
     mixed = Rows([sizes.context] * sizes.rows, [sizes.context // 16] + [1] * (sizes.rows - 1))
-    apart = seconds(clock, heads, chunk) + seconds(clock, heads, Rows(lengths[1:]))
-    together = apart / seconds(clock, heads, mixed)
-    name = f"a chunk of {sizes.context // 16} with {sizes.rows - 1} decodes"
-    yield Figure(name, together, "both alone", together, 1.0)
+    decodes, name = (
+        seconds(clock, heads, Rows(lengths[1:])),
+        f"a chunk of {sizes.context // 16} with {sizes.rows - 1} decodes",
+    )
+    for how, took in (("", served_seconds), (" by Triton", seconds)):
+        together = (took(clock, heads, chunk) + decodes) / took(clock, heads, mixed)
+        yield Figure(f"{name}{how}", together, "both alone", together, 1.0)
 
 
 def shapes(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
@@ -88,22 +94,40 @@ def windows(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
 
 
 def prefill(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    """One row from its first token on, as parts of a matrix product and of torch's attention on a dense cache."""
-    heads, rows, size = Heads(sizes.kv_heads), Rows([sizes.context], [sizes.context]), min(8192, sizes.context)
+    """One row from its first token on, as parts of a matrix product and of torch's attention on a dense cache; by the
+    backend that an engine uses, and by Triton's kernel.
+    """
+    heads, size = Heads(sizes.kv_heads), min(8192, sizes.context)
     a = torch.randn((size, size), device=clock.device).bfloat16()
     product = 2 * size**3 / clock.seconds(lambda: a @ a)
-    flop = 4 * rows.attended * heads.kv * heads.group * heads.size
-    rate = flop / seconds(clock, heads, rows)
-    name = f"prefill bfloat16, {sizes.context} tokens"
-    yield Figure(name, rate, "a matrix product", rate / product, unit="FLOP/s")
-    q = torch.randn((1, heads.kv * heads.group, sizes.context, heads.size), device=clock.device).bfloat16()
-    k, v = (q[:, :: heads.group].contiguous() for _ in range(2))
+    for tokens, count in ((sizes.context, sizes.context), (4 * sizes.context, sizes.context // 16)):
+        rows = Rows([tokens], [count])
+        flop = 4 * rows.attended * heads.kv * heads.group * heads.size
+        other = flop / clock.seconds(dense(clock, heads, tokens, count))
+        name = f"prefill bfloat16, {count} of {tokens} tokens"
+        for how, goal, took in (("", 0.9, served_seconds), (" by Triton", None, seconds)):
+            rate = flop / took(clock, heads, rows)
+            yield Figure(f"{name}{how}", rate, "a matrix product", rate / product, unit="FLOP/s")
+            yield Figure(f"{name}{how}, and a dense cache", rate, "torch SDPA", rate / other, goal, unit="FLOP/s")
 
-    def dense() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    other = flop / clock.seconds(dense)
-    yield Figure(f"{name}, and a dense cache", rate, "torch SDPA", rate / other, 0.9, unit="FLOP/s")
+def dense(clock: Clock, heads: Heads, tokens: int, count: int) -> Callable[[], Tensor]:
+    """Torch's attention on a dense cache: causal where all tokens are queries; else all queries attend to all."""
+    q = torch.randn((1, heads.kv * heads.group, count, heads.size), device=clock.device).bfloat16()
+    k, v = (torch.randn((1, heads.kv, tokens, heads.size), device=clock.device).bfloat16() for _ in range(2))
+    return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=count == tokens, enable_gqa=True)
+
+
+@cache
+def served(device: torch.device) -> PagedOps:
+    """The backend that an engine uses for attention."""
+    return TritonOps() if CudnnEntry.unfit(device) else CudnnEntry()
+
+
+def served_seconds(clock: Clock, heads: Heads, rows: Rows) -> float:
+    query, pages, batch = layer(clock, heads, rows)
+    batch, rule = replace(batch, host=batch.on_host()), AttentionRule(heads.size**-0.5)
+    return clock.seconds(lambda: served(clock.device).prefill_attention(query, pages, batch, rule))
 
 
 def layer(clock: Clock, heads: Heads, rows: Rows) -> tuple[Tensor, AttentionPages, Batch]:

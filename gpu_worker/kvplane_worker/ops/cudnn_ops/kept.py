@@ -31,27 +31,32 @@ class PerBatch(Generic[Value]):
     created in inference mode have no version counter, so values of such batches are not cached.
     """
 
-    def __init__(self, most: int, dropped: Callable[[], None] = lambda: None) -> None:
-        """Cache at most `most` values. `dropped` is called before a value is removed from the cache."""
+    def __init__(self, most: int) -> None:
+        """Cache at most `most` values."""
         self._most = most
-        self._dropped = dropped
         self._kept: OrderedDict[Hashable, Kept[Value]] = OrderedDict()
 
     def of(self, batch: Batch, also: Hashable, make: Callable[[], Value]) -> Value:
         """Return the value for a batch and a second key `also`. If the value is not cached, compute it with `make`."""
-        tensors = [part for part in (batch.block_table, batch.seq_lens, batch.query_start) if part is not None]
+        tensors = [part for part in tensors_of(batch) if part is not None]
         if any(part.is_inference() for part in tensors):
             return make()
-        key = (also, batch.query_start is None, *map(version, tensors))
+        key = (also, *map(version, tensors))
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key].value
         while len(self._kept) >= self._most:
-            self._dropped()
             self._kept.popitem(last=False)
         value = make()
         self._kept[key] = Kept(batch, value)
         return value
+
+
+def tensors_of(batch: Batch) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a batch, on the device and on the host."""
+    host = batch.host
+    on_host = (host.block_table, host.seq_lens, host.query_start) if host else ()
+    return (batch.block_table, batch.seq_lens, batch.query_start, batch.tree, *on_host)
 
 
 def version(tensor: Tensor) -> tuple[int, int]:
