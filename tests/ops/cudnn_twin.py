@@ -1,7 +1,7 @@
 """A fake of cuDNN's frontend for graphs of attention, written from its documentation, by torch's attention on the host.
 The real one needs a GPU.
 
-`test_cudnn` checks the calls against the real module where it is installed.
+`python -m tests.bench.gpu --only correct` checks the calls of the real one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Node:
         self.given["ends"] = ends
         return self
 
+    def set_uid(self, uid: int) -> Node:
+        self.given["uid"] = uid
+        return self
+
     def set_output(self, is_output: bool) -> Node:
         assert is_output
         return self
@@ -76,7 +80,7 @@ class Graph:
     results: tuple[Node, Node] = field(default_factory=lambda: (Node(), Node()))
 
     def tensor(self, **given: Any) -> Node:
-        assert {"dim", "stride", "data_type"} <= given.keys()
+        assert {"dim", "stride", "data_type", "uid"} <= given.keys()
         return Node(given)
 
     def sdpa(self, **given: Any) -> tuple[Node, Node]:
@@ -105,12 +109,12 @@ class Graph:
     def get_workspace_size(self) -> int:
         return 0
 
-    def execute(self, pack: Mapping[Node, Tensor], workspace: Tensor, handle: object) -> None:
+    def execute(self, pack: Mapping[int, Tensor], workspace: Tensor, handle: object) -> None:
         """Compute the row. Tensors are memory: their shapes count as little as those of pointers."""
         assert workspace.dtype == torch.uint8
         assert handle == "handle"
         given, faults = self.attention, self.library.faults
-        count, length = (int(pack[given[name]].flatten()[0]) for name in ("seq_len_q", "seq_len_kv"))
+        count, length = (int(pack[given[name].given["uid"]].flatten()[0]) for name in ("seq_len_q", "seq_len_kv"))
         q, k, v = (rows(pack, given[name], n) for name, n in (("q", count), ("k", length), ("v", length)))
         out, sums = (rows(pack, node, count) for node in self.results)
         top = 0 if faults.from_the_top else length - count
@@ -135,15 +139,15 @@ class Graph:
             whole[:, count:] = 0
 
 
-def rows(pack: Mapping[Node, Tensor], node: Node, count: int | None) -> Tensor:
+def rows(pack: Mapping[int, Tensor], node: Node, count: int | None) -> Tensor:
     """The first `count` tokens of a row in memory, [heads, tokens, size]; None = all in the storage after its begin."""
     dim, stride = node.given["dim"], node.given["stride"]
     _, heads, most, size = dim
     assert stride == [most * heads * size, size, heads * size, 1], "token by token"
-    memory = pack[node]
+    memory = pack[node.given["uid"]]
     assert memory.dtype == ELEMENTS[node.given["data_type"]]
     assert memory.data_ptr() % 16 == 0
-    begin = pack[node.given["ends"]].flatten()[0]
+    begin = pack[node.given["ends"].given["uid"]].flatten()[0]
     assert begin == 0
     room = memory.untyped_storage().nbytes() // memory.element_size() - memory.storage_offset()
     if count is None:

@@ -11,6 +11,9 @@ from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops import interpreter
 from tests.ops.contract import Subject
+from tests.ops.formats import FORMATS
+
+HALVES = tuple(form for form in FORMATS if form.name in ("float16", "bfloat16"))
 
 
 def triton_subject(device: str) -> Subject:
@@ -29,7 +32,9 @@ def cudnn_subject(device: str) -> Subject:
     from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
     from kvplane_worker.ops.cudnn_ops.rows import Limits
 
-    return Subject(CudnnOps(TritonOps(), cudnn, Limits(products=1, shared=1, room_bytes=1 << 20)), device)
+    return Subject(
+        CudnnOps(TritonOps(), cudnn, Limits(products=1, pairs=1, shared=1, room_bytes=1 << 20)), device, HALVES
+    )
 
 
 SUBJECTS: dict[str, Callable[[str], Subject]] = {

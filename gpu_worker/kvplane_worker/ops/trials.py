@@ -171,18 +171,18 @@ def slots_of(table: Tensor, rule: AttentionRule, queries: tuple[int, ...]) -> tu
 # ---- rows with many queries, which a backend may compute by other means than the others
 
 LONG_HEADS, LONG_GROUP, LONG_SIZE = 8, 8, 64
-LONG_ROWS = ((270, 256), (3, 1), (300, 280), (90, 1))  # lengths, and numbers of queries
-LONG_WINDOW = 40
+LONG_ROWS = ((3, 1), (1141, 262), (90, 1))  # lengths, and numbers of queries
+LONG_WINDOW = 1016
 
 
 def long_trials(device: torch.device) -> list[Trial]:
-    """Return trials of prompts next to decodes."""
-    rules = {"long rows": AttentionRule(0.25), "long rows, window": AttentionRule(0.25, window=LONG_WINDOW)}
+    """Return trials of a prompt between decodes."""
+    rules = {"a long row": AttentionRule(0.25), "a long row, window": AttentionRule(0.25, window=LONG_WINDOW)}
     return [Trial("prefill_attention", name, partial(prompts, device, rule), 2.5) for name, rule in rules.items()]
 
 
 def prompts(device: torch.device, rule: AttentionRule, ops: PagedOps) -> Outcome:
-    """Run a prefill of long rows; unused slots contain NaN."""
+    """Run a prefill with a long row; unused slots contain NaN."""
     source, columns = Source.of(device, 6), -(-max(length for length, _ in LONG_ROWS) // BLOCK_SIZE)
     lengths, counts = (torch.tensor(part) for part in zip(*LONG_ROWS, strict=True))
     table = (source.order(len(LONG_ROWS) * columns) + 1).view(len(LONG_ROWS), columns)

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
+from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
 from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import writes
@@ -38,6 +39,8 @@ def failures(device: torch.device, sizes: Sizes) -> Iterator[str]:
         for operation in sorted(CHECKS, key=lambda name: "attention" not in name)  # the longest first
         for seeds in at_once
     ]
+    if not CudnnEntry.unfit(device):
+        tasks += [("cudnn", "prefill_attention", str(device), seeds) for seeds in at_once]
     if device.type != "cuda":
         for task in tasks:
             yield from wrong_cases(*task)

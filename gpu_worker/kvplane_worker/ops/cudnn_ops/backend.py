@@ -24,12 +24,11 @@ from kvplane_worker.ops.interface import (
     PagedOps,
     WarmUp,
 )
+from kvplane_worker.ops.triton_ops.remembered import ByForm, form_of, form_of_rule, form_of_sums
 
 TYPES = (torch.bfloat16, torch.float16)
 VECTOR, MAX_SIZE = 8, 256
 ALIGNMENT_BYTES = 16
-# Plans are built for as many queries as the next of these, up to `Limits.queries`: programs without work take time.
-FEWEST_QUERIES = 512
 MAX_SPLITS = 32
 
 
@@ -49,11 +48,12 @@ class CudnnOps:
     def __init__(self, other: PagedOps, library: Any, limits: Limits = Limits()) -> None:  # noqa: ANN401, B008 - frozen
         self.other, self.fallbacks, self.rows = other, dict[str, str](), 0
         self._library, self._limits = library, limits
+        self._prepared: ByForm[Prepared] = ByForm()
         self._splits: PerBatch[Split] = PerBatch(MAX_SPLITS)
         self._plans: dict[tuple[torch.device, Shape], Plan] = {}
         self._handles: dict[torch.device, Any] = {}
         self._rooms: dict[torch.device, Tensor] = {}
-        self._late = self._warmed = 0
+        self._warmed = 0
         self.decode_attention, self.mla_decode = other.decode_attention, other.mla_decode
         self.write_kv, self.write_latent = other.write_kv, other.write_latent
         self.state_step, self.convolve, self.selective_scan = other.state_step, other.convolve, other.selective_scan
@@ -70,13 +70,11 @@ class CudnnOps:
         for layer in layers:
             if not isinstance(layer, LayerAttention) or refusal(layer.dtype, layer.pages, layer.rule):
                 continue
-            pages, device = layer.pages.k, layer.pages.k.device
-            self._room(pages)
-            for queries in counts_of(self._limits.queries):
-                for is_causal in (True, False):
-                    shape = self._shape(layer.q_heads, pages, layer.rule, queries, is_causal)
-                    if is_causal or (not shape.window and pages.shape[0] * pages.shape[1] > shape.tokens):
-                        self._plan(shape, device)
+            prepared = Prepared(self, layer.q_heads, layer.pages, layer.rule)
+            prepared.plan(is_causal=True)
+            blocks, block_size = layer.pages.k.shape[:2]
+            if not layer.rule.window and blocks * block_size > prepared.shape.tokens:
+                prepared.plan(is_causal=False)  # of the earlier spans of a row
         built = len(self._plans) - before
         self._warmed += built
         kernels = (*done.kernels, *("cudnn_attention",) * built)
@@ -104,10 +102,8 @@ class CudnnOps:
         self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None = None
     ) -> Tensor:
         """Compute attention for any number of queries per row; see `AttentionOps.prefill_attention`."""
-        checks.check_attention(query, pages, batch, rule)
-        checks.check_lse(lse, query)
-        divided = self._divided(query, pages, batch, rule)
-        if not divided.long:
+        divided, prepared = self._divided(query, pages, batch, rule, lse)
+        if prepared is None or not divided.long:
             return self.other.prefill_attention(query, pages, batch, rule, lse)
         query = aligned(query)
         out = torch.empty_like(query)
@@ -120,68 +116,99 @@ class CudnnOps:
             if lse is not None and few is not None:
                 lse.index_copy_(0, index, few)
         for row in reversed(divided.long):  # so that results after the end of a row would be noticed
-            sums = self._attend(query[row.queries], out[row.queries], pages, batch, rule, row)
+            sums = prepared.attend(query[row.queries], out[row.queries], pages, row)
             if lse is not None:
                 lse[row.queries] = sums
+        self.rows += len(divided.long)
         return out
 
-    def _divided(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Split:
-        """Return how a batch is divided; without long rows if the other backend must compute all of it."""
+    def _divided(
+        self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, lse: Tensor | None
+    ) -> tuple[Split, Prepared | None]:
+        """Return how a batch is divided, and what was prepared for its long rows; None if there are none."""
         if batch.query_start is None:
-            return Split(())
-        why = refusal(query.dtype, pages, rule) or ("" if batch.tree is None else "trees are not supported")
-        if why:
-            self.fallbacks["prefill_attention"] = why
-            return Split(())
-        shape, block_size = self._shape(query.shape[1], pages.k, rule, 0, True), pages.k.shape[1]
-        make = partial(split, batch, shape, block_size, self._limits)
-        return self._splits.of(batch, (shape, block_size, query.shape[0]), make)
+            return Split(()), None
+        form = form_of_rule(rule), form_of(query), form_of_sums(lse, query)
+        prepared = self._prepared.get(pages, form)
+        if prepared is None:
+            checks.check_attention(query, pages, batch, rule)
+            checks.check_lse(lse, query)
+            if why := refusal(query.dtype, pages, rule):
+                self.fallbacks["prefill_attention"] = why
+                return Split(()), None
+            prepared = Prepared(self, query.shape[1], pages, rule)
+            self._prepared.keep(pages, form, prepared)
 
-    def _attend(
-        self, query: Tensor, out: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule, row: LongRow
-    ) -> Tensor:
-        """Compute attention of one row's queries, span by span, into `out`; return their log-sum-exps."""
-        count, sums = next_count(query.shape[0]), query.new_empty(query.shape[:2], dtype=torch.float32)
-        k, v = self._room(pages.k)
-        for number, span in enumerate(row.spans):
-            blocks = batch.block_table[row.row, span.column : span.column + span.columns]
-            for part, room in ((pages.k, k), (pages.v, v)):
-                torch.index_select(part, 0, blocks, out=room[: span.columns])
-            shape = self._shape(query.shape[1], pages.k, rule, count, is_causal=number == 0)
-            plan = self._plan(shape, query.device)
-            if number == 0:
-                plan.run(query, k, v, out, sums, span.numbers)
-            else:
-                more, more_sums = torch.empty_like(out), torch.empty_like(sums)
-                plan.run(query, k, v, more, more_sums, span.numbers)
-                fold(out, sums, more, more_sums)
-        self.rows += 1
-        return sums
+        def make() -> Split:
+            checks.check_batch(batch, query.shape[0], pages.k)
+            return split(batch, prepared.shape, pages.k.shape[1], self._limits)
 
-    def _shape(self, q_heads: int, keys: Tensor, rule: AttentionRule, queries: int, is_causal: bool) -> Shape:
-        _, block_size, kv_heads, size = keys.shape
-        blocks = self._limits.room_bytes // (2 * block_size * kv_heads * size * keys.element_size())
-        window = rule.window if is_causal else 0
-        tokens = blocks * block_size
-        return Shape(q_heads, kv_heads, size, keys.dtype, rule.scale, window, is_causal, queries, tokens)
+        if batch.tree is not None:
+            self.fallbacks["prefill_attention"] = "trees are not supported"
+            return Split(()), None
+        return self._splits.of(batch, (prepared.shape, pages.k.shape[1], query.shape[0]), make), prepared
 
-    def _room(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def room(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the workspace for blocks of keys and of values, [blocks, block_size, kv_heads, size] each."""
-        if keys.device not in self._rooms:
+        block, device = keys.shape[1:], keys.device
+        if device not in self._rooms:
             # Zero, so that it holds no NaN before it is written.
-            self._rooms[keys.device] = torch.zeros(self._limits.room_bytes, dtype=torch.uint8, device=keys.device)
-        block = keys.shape[1:]
+            self._rooms[device] = torch.zeros(self._limits.room_bytes, dtype=torch.uint8, device=device)
         half = self._limits.room_bytes // (2 * block.numel() * keys.element_size()) * block.numel()
-        room = self._rooms[keys.device].view(keys.dtype)
+        room = self._rooms[device].view(keys.dtype)
         return room[:half].view(-1, *block), room[half : 2 * half].view(-1, *block)
 
-    def _plan(self, shape: Shape, device: torch.device) -> Plan:
-        key = device, shape
-        if key not in self._plans:
+    def plan(self, shape: Shape, device: torch.device) -> Plan:
+        """Return the plan for a shape, which is built if there is none."""
+        if (device, shape) not in self._plans:
             if device not in self._handles:
                 self._handles[device] = self._library.create_handle()
-            self._plans[key] = Plan(self._library, self._handles[device], shape, device)
-        return self._plans[key]
+            self._plans[device, shape] = Plan(self._library, self._handles[device], shape, device)
+        return self._plans[device, shape]
+
+    @property
+    def most_queries(self) -> int:
+        """The most queries of a row."""
+        return self._limits.queries
+
+
+class Prepared:
+    """What the calls of layers with equal pages and rules share: plans, and the workspace.
+
+    Attributes:
+        shape: what the causal plan is built for.
+    """
+
+    def __init__(self, ops: CudnnOps, q_heads: int, pages: AttentionPages, rule: AttentionRule) -> None:
+        _, block_size, kv_heads, size = pages.k.shape
+        self._k, self._v = ops.room(pages.k)
+        tokens, self._device = self._k.shape[0] * block_size, pages.k.device
+        self.shape = Shape(
+            q_heads, kv_heads, size, pages.k.dtype, rule.scale, rule.window, True, ops.most_queries, tokens
+        )
+        self._build = partial(ops.plan, device=self._device)
+        self._plans: dict[bool, Plan] = {}
+
+    def plan(self, is_causal: bool) -> Plan:
+        """Return the plan of a row's last span, or of the earlier ones."""
+        if is_causal not in self._plans:
+            self._plans[is_causal] = self._build(self.shape if is_causal else self.shape.before)
+        return self._plans[is_causal]
+
+    def attend(self, query: Tensor, out: Tensor, pages: AttentionPages, row: LongRow) -> Tensor:
+        """Compute attention of one row's queries, span by span, into `out`; return their log-sum-exps."""
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for number, span in enumerate(row.spans):
+            for part, room in ((pages.k, self._k), (pages.v, self._v)):
+                torch.index_select(part, 0, span.blocks, out=room[: span.blocks.shape[0]])
+            plan = self.plan(is_causal=number == 0)
+            if number == 0:
+                plan.run(query, self._k, self._v, out, sums, span.numbers)
+            else:
+                more, more_sums = torch.empty_like(out), torch.empty_like(sums)
+                plan.run(query, self._k, self._v, more, more_sums, span.numbers)
+                fold(out, sums, more, more_sums)
+        return sums
 
 
 def refusal(dtype: torch.dtype, pages: AttentionPages, rule: AttentionRule) -> str:
@@ -202,16 +229,6 @@ def aligned(query: Tensor) -> Tensor:
     """Return the queries, contiguous and at an address that is a multiple of 16 bytes: copied if they are not."""
     query = query.contiguous()
     return query.clone() if query.data_ptr() % ALIGNMENT_BYTES else query
-
-
-def next_count(queries: int) -> int:
-    """Return the number of queries for which the plan of a row is built."""
-    return max(FEWEST_QUERIES, 1 << (queries - 1).bit_length())
-
-
-def counts_of(most: int) -> list[int]:
-    """Return the numbers of queries for which plans are built."""
-    return sorted({next_count(1 << bit) for bit in range(next_count(most).bit_length())})
 
 
 def fold(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> None:

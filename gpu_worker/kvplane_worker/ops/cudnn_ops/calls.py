@@ -7,7 +7,7 @@ also reads pages, but multiplies weights of 0 with what a page holds after the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class Shape:
     queries: int
     tokens: int
 
+    @property
+    def before(self) -> Shape:
+        """The shape of tokens before a row's queries: all of them are attended to."""
+        return replace(self, is_causal=False, window=0)
+
     def numbers(self, queries: int, tokens: int) -> list[list[int]]:
         """Return the numbers of a row, four of each kind of which up to two are used."""
         ends = queries * self.q_heads * self.size, tokens * self.kv_heads * self.size, queries * self.q_heads
@@ -61,17 +66,20 @@ class Plan:
             compute_data_type=types.FLOAT,
             handle=handle,
         )
-        named: dict[str, Any] = {}
+        self._uids: dict[str, int] = {}
+
+        def uid(name: str) -> int:
+            return self._uids.setdefault(name, 1 + len(self._uids))
 
         def numbers(name: str, count: int) -> Any:  # noqa: ANN401
-            named[name] = graph.tensor(dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=types.INT32, name=name)
-            return named[name]
+            dim, stride = [count, 1, 1, 1], [1, 1, 1, 1]
+            return graph.tensor(dim=dim, stride=stride, data_type=types.INT32, name=name, uid=uid(name))
 
         def heads(name: str, count: int, tokens: int, ends: Any) -> Any:  # noqa: ANN401
             dim, stride = form(count, tokens, shape.size)
-            named[name] = graph.tensor(dim=dim, stride=stride, data_type=element, name=name)
-            named[name].set_ragged_offset(ends)
-            return named[name]
+            made = graph.tensor(dim=dim, stride=stride, data_type=element, name=name, uid=uid(name))
+            made.set_ragged_offset(ends)
+            return made
 
         query_ends, token_ends = numbers("query_ends", 2), numbers("token_ends", 2)
         query = heads("query", shape.q_heads, shape.queries, query_ends)
@@ -93,14 +101,14 @@ class Plan:
             ("sums", sums, 1, types.FLOAT, numbers("sum_ends", 2)),
         ):
             dim, stride = form(shape.q_heads, shape.queries, size)
-            result.set_output(True).set_dim(dim).set_stride(stride).set_data_type(kind).set_ragged_offset(ends)
-            named[name] = result
+            result.set_output(True).set_uid(uid(name))
+            result.set_dim(dim).set_stride(stride).set_data_type(kind).set_ragged_offset(ends)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([library.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-        self._graph, self._named = graph, named
+        self._graph = graph
         self._memory = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
 
     def run(self, query: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, numbers: Tensor) -> None:
@@ -126,7 +134,7 @@ class Plan:
         }
         if self._device.type == "cuda":
             self._library.set_stream(self._handle, torch.cuda.current_stream(self._device).cuda_stream)
-        pack = {tensor: given[name] for name, tensor in self._named.items()}
+        pack = {uid: given[name] for name, uid in self._uids.items()}
         self._graph.execute(pack, self._memory, handle=self._handle)
 
 

@@ -20,9 +20,12 @@ from kvplane_worker.ops.interface import Batch, HostTables
 class Limits:
     """From which size on rows are computed by cuDNN, and how much memory it may use.
 
+    Chosen by speed on an H100; docs/kernels.md has the figures.
+
     Attributes:
         products: fewest queries x query heads of a row. A program computes 128 of them, so fewer leave multiprocessors
             idle, while Triton's kernel also divides a row's tokens.
+        pairs: fewest pairs of a query and an attended token x query heads: short rows are computed one after the other.
         shared: fewest queries x query heads that share a key: with few, gathering keys and values takes longer than
             multiplying them.
         room_bytes: of the workspace for gathered keys and values; longer rows are computed in several spans.
@@ -30,6 +33,7 @@ class Limits:
     """
 
     products: int = 1 << 14
+    pairs: int = 1 << 24
     shared: int = 1 << 11
     room_bytes: int = 128 << 20
     queries: int = 1 << 14
@@ -40,12 +44,11 @@ class Span:
     """Tokens of a row that are computed at once.
 
     Attributes:
-        column, columns: the first of their blocks in the table, and the number of blocks.
+        blocks: int32: their blocks, a view of the batch's table.
         numbers: what cuDNN reads on the device, see `calls.Shape.numbers`.
     """
 
-    column: int
-    columns: int
+    blocks: Tensor
     numbers: Tensor
 
 
@@ -89,6 +92,8 @@ def split(batch: Batch, shape: Shape, block_size: int, limits: Limits) -> Split:
     oldest = (lengths - counts - shape.window + 1).clamp(min=0) if shape.window else torch.zeros_like(lengths)
     first = oldest // block_size
     many = (counts * shape.q_heads >= limits.products) & (counts * shape.q_heads >= limits.shared * shape.kv_heads)
+    attended = lengths.clamp(max=shape.window) if shape.window else lengths - counts // 2
+    many &= attended * counts * shape.q_heads >= limits.pairs
     many &= (counts > 0) & (counts <= min(limits.queries, shape.tokens - block_size)) & (counts <= lengths)
     if shape.window:  # the queries of a row attend to different tokens before its last span
         many &= lengths - first * block_size <= shape.tokens
@@ -111,7 +116,7 @@ def split(batch: Batch, shape: Shape, block_size: int, limits: Limits) -> Split:
             row,
             slice(starts[row], starts[row + 1]),
             tuple(
-                Span(begin // block_size, -(-end // block_size) - begin // block_size, next(on_device))
+                Span(batch.block_table[row, begin // block_size : -(-end // block_size)], next(on_device))
                 for begin, end in spans
             ),
         )
