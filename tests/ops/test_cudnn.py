@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvplane_worker.ops import select
-from kvplane_worker.ops.cudnn_ops import calls, entry
+from kvplane_worker.ops.cudnn_ops import backend, calls, entry
 from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
 from kvplane_worker.ops.cudnn_ops.rows import Limits, Split, spans_of, split
 from kvplane_worker.ops.interface import PAGE_OPERATIONS, AttentionPages, AttentionRule, Batch, LayerAttention
@@ -33,6 +33,19 @@ def made(faults: Faults = Faults(), limits: Limits = Limits()) -> CudnnOps:  # n
     return CudnnOps(TorchOps(), Library(faults), limits)
 
 
+def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """A list of the calls of a function of the backend, which grows."""
+    calls: list[object] = []
+    called = getattr(backend, name)
+
+    def counted(*given: object) -> object:
+        calls.append(given)
+        return called(*given)
+
+    monkeypatch.setattr(backend, name, counted)
+    return calls
+
+
 # ---- the contract, on the fake
 
 
@@ -50,9 +63,7 @@ def halves(monkeypatch):
 
 
 def test_cudnn_backend_keeps_the_contract_on_random_cases(halves, monkeypatch):
-    folds = []
-    folded = CudnnOps.prefill_attention.__globals__["fold"]
-    monkeypatch.setitem(CudnnOps.prefill_attention.__globals__, "fold", lambda *a: folds.append(a) or folded(*a))
+    folds = calls_of(monkeypatch, "fold")
     ops = made(limits=SMALL)
     few = CudnnOps(TorchOps(), ops._library, replace(SMALL, room_bytes=1 << 16))
     for each, seeds in ((ops, range(SEEDS // 2)), (few, range(SEEDS // 2, SEEDS))):
@@ -201,9 +212,7 @@ def test_plans_are_built_by_the_warm_up_and_serve_every_length():
 
 def test_layers_of_a_step_share_a_split_until_the_table_changes(monkeypatch):
     ops, batch, pages = made(limits=SMALL), batch_of([100], [30]), pages_of()
-    query, splits = torch.randn((30, 8, 64)).half(), []
-    divided = CudnnOps._divided.__globals__["split"]
-    monkeypatch.setitem(CudnnOps._divided.__globals__, "split", lambda *a: splits.append(a) or divided(*a))
+    query, splits = torch.randn((30, 8, 64)).half(), calls_of(monkeypatch, "split")
     layers = [ops.prefill_attention(query, pages, batch, AttentionRule(0.1)) for _ in range(3)]
     assert len(splits) == 1
     batch.block_table[0, 0] = 19

@@ -185,6 +185,13 @@ def test_route_table_finds_where_batched_copies_become_slower():
     assert f"64 x 64 KiB {64 * 65536 / 1e9 / cliff(64, 65536):.1f}/" in to_host.text
 
 
+def test_delayed_run_does_not_decide_for_a_route():
+    spent = iter([7.0, 1.5, 60.0, 2.0])
+    times = [0.0]
+    watch = routes.Stopwatch(lambda: times[-1], lambda: times.append(times[-1] + next(spent)))
+    assert watch.seconds(lambda: None) == 1.5
+
+
 def test_measurement_of_a_slow_link_ends_early():
     _, to_host, to_device = tables(lambda *_: 0.1, lambda *_: 0.2)
     assert len(to_host.cells) == len(to_device.cells) == 1

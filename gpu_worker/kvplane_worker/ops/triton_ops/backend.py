@@ -211,7 +211,7 @@ class TritonOps:
         elif staging.device != group.layers[0].device:
             self.link_of(group).save(group, blocks, staging)
         elif blocks:
-            self._stage(GATHER, group, blocks, staging)
+            self._stage(GATHER, group, moves.on_device(blocks, staging.device), staging)
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
         """Copy a staging buffer into blocks; see `PageOps.scatter`."""
@@ -224,7 +224,7 @@ class TritonOps:
         elif staging.device != group.layers[0].device:
             self.link_of(group).load(group, blocks, staging)
         elif blocks:
-            self._stage(SCATTER, group, blocks, staging)
+            self._stage(SCATTER, group, moves.on_device(blocks, staging.device), staging)
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
         """Return a checksum of each block; see `PageOps.checksum`."""
@@ -281,11 +281,8 @@ class TritonOps:
             self._links[device] = HostLink(device, partial(self._stage, background=True))
         return self._links[device]
 
-    def _stage(
-        self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor, background: bool = False
-    ) -> None:
+    def _stage(self, what: int, group: GroupPages, ids: Tensor, staging: Tensor, background: bool = False) -> None:
         """Gather or scatter blocks on the device."""
-        ids = moves.on_device(blocks, group.layers[0].device)
         self._move(group, moves.Move(int(what), ids, staging=staging, background=background))
 
     def _kept(self, group: GroupPages, blocks: Sequence[int]) -> Tensor | None:

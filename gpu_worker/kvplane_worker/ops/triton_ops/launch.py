@@ -143,6 +143,11 @@ class Chip:
     has_tensor_memory: bool = False
     can_overlap: bool = False
 
+    @property
+    def has_warp_groups(self) -> bool:
+        """Whether 4 warps multiply together, with accumulators in registers (sm_90)."""
+        return self.can_overlap and not self.has_tensor_memory
+
     def fp8(self, dtype: torch.dtype) -> int:
         """Return how kernels convert elements of a type: a constant of `kernels.numbers`."""
         ways = {

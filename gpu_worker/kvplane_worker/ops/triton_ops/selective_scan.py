@@ -17,8 +17,10 @@ from kvplane_worker.ops.triton_ops.launch import Chip, Launch
 # needs fewer registers.
 CHUNK, SHORT = 64, 16
 CHUNK_INTERPRETED, SHORT_INTERPRETED = 8, 3
-# Channels of a program: as many as registers have room for while chunks are scanned.
-COLUMNS, COLUMNS_OF_DECODES, WARPS = 32, 64, 8
+# Channels of a program: as many as registers have room for while chunks are scanned. One warp scans a chunk: several
+# would exchange parts of each scan through shared memory.
+COLUMNS, COLUMNS_OF_DECODES = 16, 64
+WARPS, WARPS_OF_DECODES = 1, 8
 
 
 def refusal(states: Tensor, inputs: ScanInputs) -> str:
@@ -58,5 +60,6 @@ def launches(states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor, chip: Chi
     tokens = ScanTokens(x, dt, b, c, strides_of(inputs), a.contiguous(), d.contiguous())
     grid = (rows, -(-shape.channels // shape.columns))
     given = (shared.blocks_of(inputs), tokens, memory, held, y)
-    scan = Launch(kernels.scan_channels, grid, given, {"S": shape}, WARPS)
+    warps = WARPS if shape.chunk else WARPS_OF_DECODES
+    scan = Launch(kernels.scan_channels, grid, given, {"S": shape}, warps)
     return y, iter((shared.hold(inputs, memory, held), scan))

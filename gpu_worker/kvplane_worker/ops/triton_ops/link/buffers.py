@@ -21,11 +21,13 @@ from torch import Tensor
 from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.triton_ops.kernels.moves import GATHER, SCATTER
 from kvplane_worker.ops.triton_ops.link.lanes import BUFFERS, Lanes
+from kvplane_worker.ops.triton_ops.moves import on_device
 
 # Bytes of each buffer: a copy takes hundreds of microseconds, so that the cost of its start is negligible.
 BUFFER_BYTES = 16 << 20
 
-Stage = Callable[[int, GroupPages, Sequence[int], Tensor], None]
+# (operation, group, block ids on the device, rows on the device)
+Stage = Callable[[int, GroupPages, Tensor, Tensor], None]
 
 
 class BufferRoute:
@@ -51,7 +53,7 @@ class BufferRoute:
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
             buffer = self._buffer(turn, rows)
             with self._lanes.kernels(turn):
-                self._stage(int(GATHER), group, some, buffer)
+                self._stage(int(GATHER), group, on_device(some, self.device), buffer)
             with self._lanes.copies(turn):
                 rows.copy_(buffer, non_blocking=True)
         self._lanes.join()
@@ -64,10 +66,14 @@ class BufferRoute:
         self._lanes.fork()
         for turn, (some, rows) in enumerate(self._pieces(group, blocks, staging)):
             buffer = self._buffer(turn, rows)
+            # The ids go before the rows: on the kernels' stream they would wait for the next rows, as the same engine
+            # copies them. The kernel's stream keeps their memory.
             with self._lanes.copies(turn):
+                ids = on_device(some, self.device)
                 buffer.copy_(rows, non_blocking=True)
             with self._lanes.kernels(turn):
-                self._stage(int(SCATTER), group, some, buffer)
+                self._stage(int(SCATTER), group, ids, buffer)
+                self._lanes.keep(ids)
         self._lanes.join()
 
     def _pieces(

@@ -44,6 +44,11 @@ class Lanes(Protocol):
     def join(self) -> None:
         """Let later work of the current stream wait for all copies."""
 
+    def keep(self, tensor: Tensor) -> None:
+        """Let the memory of a tensor of the copies' stream be used again only after the work already on the current
+        stream.
+        """
+
     def wait(self) -> None:
         """Wait until the current stream has finished its work."""
 
@@ -70,6 +75,9 @@ class OneLane:
         """Do nothing: there is nothing to wait for."""
 
     join = wait = fork
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do nothing: the work has ended."""
 
 
 class CudaLanes:
@@ -117,6 +125,10 @@ class CudaLanes:
     def join(self) -> None:
         """Let later work of the current stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._copies)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor until the current stream has used it; see `Lanes.keep`."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         """Wait until the current stream has finished its work."""
