@@ -34,7 +34,7 @@ def ops() -> TritonOps:
 
 
 def test_cpu_worker_uses_torch_with_reasons():
-    choice = select.choose("cpu")
+    choice = select.choose("cpu", operations=PAGE_OPERATIONS)
     why = "needs a CUDA device, not cpu"
     assert choice.reasons == (f"triton: {why}", "torch: chosen")
     with pytest.raises(FailedPrecondition, match="triton: needs a CUDA device"):
