@@ -43,6 +43,7 @@ class Tally:
             events.
         prompt_tokens, generated_tokens: tokens of the requests that were completed.
         tier_hit_tokens: tokens by which loads made hits longer, by the farthest tier that the load reads.
+        tier_writes: blocks whose copy into each tier was ordered.
     """
 
     num_groups: int
@@ -65,9 +66,11 @@ class Tally:
     hit_blocks: list[int] = field(default_factory=list)
     evicted_blocks: list[int] = field(default_factory=list)
     tier_hit_tokens: list[int] = field(default_factory=list)
+    tier_writes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tier_hit_tokens = self.tier_hit_tokens or [0] * self.num_tiers
+        self.tier_writes = self.tier_writes or [0] * self.num_tiers
         for column in ("allocated_blocks", "hit_blocks", "evicted_blocks"):
             setattr(self, column, getattr(self, column) or [0] * self.num_groups)
 
@@ -84,6 +87,8 @@ class Tally:
             if job:
                 rows = zip(answer.orders.load_job, answer.orders.load_tier, strict=True)
                 self.tier_hit_tokens[max(tier for one, tier in rows if one == job)] += gained
+        for tier in (*answer.orders.save_tier, *answer.orders.move_to_tier):
+            self.tier_writes[tier] += 1
         for run in runs_of(answer.events):
             if run.kind is EventKind.REMOVED and run.reason in EVICTIONS:
                 self.evicted_blocks[run.group] += len(run.hashes)
@@ -257,7 +262,10 @@ class Summary:
             "replicas": self.num_replicas,
             "groups": [{"kind": g.kind.value, "block_size": g.block_size} for g in self.spec.groups],
             "num_blocks": self.spec.num_blocks,
-            "tiers": [{"kind": tier.kind.value, "num_blocks": tier.num_blocks} for tier in self.spec.tiers],
+            "tiers": [
+                {"kind": tier.kind.value, "num_blocks": tier.num_blocks, "save": tier.save.value}
+                for tier in self.spec.tiers
+            ],
             "max_model_len": self.spec.max_model_len,
             "cost_model": asdict(self.cost),
             "requests": self.requests,

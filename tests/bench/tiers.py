@@ -1,9 +1,10 @@
 """Hits by the size of tiers, on public traces: `KVPLANE_WORKLOADS=FOLDER python -m tests.bench.tiers`.
 
-Prints a table and writes results/tiers.md (10 minutes); `--limit 500 --no-write` for less. Each cell is a replay of a
-whole trace (of Weka, 120 sessions) on one core with its own managers: full attention alone, eight requests at a time,
-in chunks of 8,192 tokens, with one generated token; movers end each job two steps after its order. The last column is
-one pool of as many blocks as device and tiers have together, in which nothing is in two places.
+Prints a table and writes results/tiers.md (10 minutes); `--limit 500 --no-write` for less; `--policies` for the table
+of when tiers save. Each cell is a replay of a whole trace (of Weka, 120 sessions) on one core with its own managers:
+full attention alone, eight requests at a time, in chunks of 8,192 tokens, with one generated token; movers end each job
+two steps after its order. The last column is one pool of as many blocks as device and tiers have together, in which
+nothing is in two places.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane_replay.engine import Engine
 from kvplane_replay.fleet import Fleet
 from kvplane_replay.plan import CostModel, EngineConfig
@@ -24,36 +26,50 @@ from tests.bench.machine import machine_line
 from tests.bench.policies import CHUNK, FULL_ONLY, TRACES, CoreSession, replica_of, requests_of
 from tests.conftest import workloads_folder, workloads_line
 
-RESULTS = Path(__file__).parent / "results" / "tiers.md"
+RESULTS = Path(__file__).parent / "results"
 RUNNING, MOVER_STEPS = 8, 2
 POOLS = {"conversation": (2000, 10_000), "synthetic": (2000, 10_000), "Weka": (500, 2000)}
 SHARES = ((0, 0), (1, 0), (2, 0), (4, 0), (1, 4), (0, 4))  # slots of host and disk, in pools
+BEHIND, THROUGH, REUSE = SavePolicy
+# Slots of host and disk, in pools, and their policies.
+POLICIES = (
+    *((2, 0, save, BEHIND) for save in SavePolicy),
+    *((1, 4, BEHIND, save) for save in SavePolicy),
+    (1, 4, THROUGH, THROUGH),
+    (1, 4, REUSE, BEHIND),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay: blocks of the device, and slots of the tiers."""
+    """One replay: blocks of the device, slots of the tiers, and when these are written."""
 
     trace: str
     pool: int
     host: int
     disk: int
+    host_save: SavePolicy = BEHIND
+    disk_save: SavePolicy = BEHIND
 
     @property
     def tiers(self) -> tuple[TierSpec, ...]:
         """The tiers that the replica has."""
-        sizes = {TierKind.HOST: self.host, TierKind.DISK: self.disk}
-        return tuple(TierSpec(kind, count) for kind, count in sizes.items() if count)
+        host, disk = (TierKind.HOST, self.host, self.host_save), (TierKind.DISK, self.disk, self.disk_save)
+        return tuple(TierSpec(*tier) for tier in (host, disk) if tier[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Percentages of the prompts' tokens that hit: all, and what loads from each tier added."""
+    """Percentages of the prompts' tokens that hit: all, and what loads from each tier added.
+
+    `writes`: blocks that were copied into each tier, per hundred blocks that were computed.
+    """
 
     share: float
     of_tiers: dict[str, float]
     waited: int
     discarded: float  # share of the saves and moves
+    writes: dict[str, float]
 
 
 def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
@@ -73,7 +89,35 @@ def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
     of_tiers = {tier.kind.value: 100 * tokens / tally.queried_tokens for tier, tokens in shares}
     counts = tiers.counters
     discarded = counts.discarded / max(1, counts.saved + counts.moved + counts.discarded)
-    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, counts.waited, discarded)
+    computed = (tally.queried_tokens - tally.hit_tokens) / spec.hash_block_size
+    copies = zip(spec.tiers, tally.tier_writes, strict=True)
+    writes = {tier.kind.value: 100 * count / computed for tier, count in copies}
+    return Hits(100 * tally.hit_tokens / tally.queried_tokens, of_tiers, counts.waited, discarded, writes)
+
+
+def replayed(cells: Iterable[Cell], given: argparse.Namespace, folder: Path) -> dict[Cell, Hits]:
+    """Replay cells, several at a time."""
+    asked = list(cells)
+    with multiprocessing.get_context("spawn").Pool(given.processes) as processes:
+        hits = processes.imap(partial(hits_of, folder=folder, limit=given.limit), asked)
+        return dict(zip(asked, hits, strict=True))
+
+
+def rows_of_policies(given: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the rows of the table of policies."""
+    cells = [
+        Cell(trace, pool, host * pool, disk * pool, *saves)
+        for trace in given.traces
+        for pool in POOLS[trace]
+        for host, disk, *saves in POLICIES
+    ]
+    lines = []
+    for cell, hits in replayed(cells, given, folder).items():
+        names = [f"{tier.num_blocks:,} {tier.save.value}" for tier in cell.tiers] + [""] * (cell.disk == 0)
+        writes = [f"{hits.writes[kind]:.0f}" if kind in hits.writes else "" for kind in ("host", "disk")]
+        shares = [f"{hits.share:.1f}", *writes, f"{100 * hits.discarded:.2f}"]
+        lines.append(f"| {' | '.join([cell.trace, f'{cell.pool:,}', *names, *shares])} |")
+    return lines
 
 
 def rows(given: argparse.Namespace, folder: Path) -> list[str]:
@@ -85,9 +129,7 @@ def rows(given: argparse.Namespace, folder: Path) -> list[str]:
         for host, disk in SHARES
     ]
     alone = {cell: Cell(cell.trace, cell.pool + cell.host + cell.disk, 0, 0) for cell in cells}
-    asked = list(dict.fromkeys([*cells, *alone.values()]))
-    with multiprocessing.get_context("spawn").Pool(given.processes) as processes:
-        found = dict(zip(asked, processes.imap(partial(hits_of, folder=folder, limit=given.limit), asked), strict=True))
+    found = replayed(dict.fromkeys([*cells, *alone.values()]), given, folder)
     lines = []
     for cell in cells:
         hits, whole = found[cell], found[alone[cell]]
@@ -105,11 +147,15 @@ def main() -> int:
     parser.add_argument("--traces", nargs="+", choices=POOLS, default=list(POOLS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--policies", action="store_true", help="the table of policies, not that of sizes")
     given = parser.parse_args()
     folder = workloads_folder()
     if folder is None:
         print(workloads_line(), file=sys.stderr)
         return 1
+    if given.policies:
+        head = [*HEAD_OF_POLICIES, machine_line(), "", *COLUMNS_OF_POLICIES]
+        return show("tier_policies.md", [*head, *rows_of_policies(given, folder), ""], given)
     head = [
         "# Tiers",
         "",
@@ -123,10 +169,29 @@ def main() -> int:
         "| trace | device | host | disk | hit | from host | from disk | one pool | waited |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    text = "\n".join([*head, *rows(given, folder), ""])
+    return show("tiers.md", [*head, *rows(given, folder), ""], given)
+
+
+HEAD_OF_POLICIES = (
+    "# When tiers save",
+    "",
+    "As [the sizes of tiers](tiers.md), by when host and disk save: `python -m tests.bench.tiers --policies`. *to* is",
+    "how many blocks were copied into a tier per hundred blocks that were computed; *discarded* is the percentage of",
+    "these whose source was used again first.",
+    "",
+)
+COLUMNS_OF_POLICIES = (
+    "| trace | device | host | disk | hit | to host | to disk | discarded |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def show(name: str, lines: Sequence[str], given: argparse.Namespace) -> int:
+    """Print a table, and write it."""
+    text = "\n".join(lines)
     print(text)
     if not given.no_write:
-        RESULTS.write_text(text)
+        (RESULTS / name).write_text(text)
     return 0
 
 

@@ -72,12 +72,18 @@ def test_replay_with_tiers_says_what_each_one_hit(tmp_path):
 
     alone, tiered = outcome(), outcome(*tiers)
     assert tiered["disagreements"] == alone["disagreements"] == []
-    assert tiered["tiers"] == [{"kind": "host", "num_blocks": 400}, {"kind": "disk", "num_blocks": 3000}]
+    kinds = [("host", 400), ("disk", 3000)]
+    assert tiered["tiers"] == [{"kind": kind, "num_blocks": count, "save": "behind"} for kind, count in kinds]
     host, disk = tiered["service"]["tier_hit_tokens"]
     assert min(host, disk) > 0
     assert tiered["service"]["hit_tokens"] > 2 * alone["service"]["hit_tokens"]
     done = run_kvplane("replay", str(path), *pool, *tiers)
     assert "loaded from disk" in done.stdout
+    reused = outcome(*tiers, "--host-save", "reuse", "--disk-save", "through")
+    assert [one["save"] for one in reused["tiers"]] == ["reuse", "through"]
+    assert 0 < reused["engine"]["tier_writes"][0] < tiered["engine"]["tier_writes"][0]
+    done = run_kvplane("replay", str(path), "--disk-save", "through")
+    assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--disk-save")
     done = run_kvplane("replay", str(path), "--log", "--host-blocks", "5")
     assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--host-blocks")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
+from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, Part, RowFlag, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
@@ -198,18 +199,24 @@ def test_what_tiers_do_not_permit_is_refused_without_a_copy_of_the_state(field):
     assert digest(core) == before
 
 
-@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block"])
-def test_a_damaged_state_of_tiers_is_refused(change):
-    """Every number that the core uses as an index has the range of one."""
-    engine = loading()
-    core = native.NativeReplica.of(engine.replica.reference())
+def sound_state(core):
+    """The state of a core as it loads it."""
     entries = dict[str, list[object]]()
     for name, value in core.state_entries():
         entries.setdefault(name, []).append(value)
     state = native.state_of(entries, core.spec)
-    native._native.load(native.NativeReplica(core.spec).core, state)  # undamaged
+    native._native.load(native.NativeReplica(core.spec).core, state)
+    return state
+
+
+@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block", "wanted"])
+def test_a_damaged_state_of_tiers_is_refused(change):
+    """Every number that the core uses as an index has the range of one."""
+    engine = loading()
+    core = native.NativeReplica.of(engine.replica.reference())
+    state = sound_state(core)
     numbers, costs, each, loads, saves, moves, waits, counters = state["tiers"]
-    size, used, free, shadows, recent, hits, uses = each[0]
+    size, used, free, shadows, recent, hits, uses, wanted = each[0]
     (key, slot, version), *rest = recent
     changed = {
         "slot": (key, size, version),
@@ -217,7 +224,8 @@ def test_a_damaged_state_of_tiers_is_refused(change):
         "free": (key, slot, version),
         "pair": ((1 << 20, key[1]), slot, version),
     }.get(change, (key, slot, version))
-    each[0] = size, used, [*free, slot] if change == "free" else free, shadows, [changed, *rest], hits, uses
+    wanted = (0, [1], [1], [], []) if change == "wanted" else wanted
+    each[0] = size, used, [*free, slot] if change == "free" else free, shadows, [changed, *rest], hits, uses, wanted
     if change == "job":
         saves[0] = (1 << 60, *saves[0][1:])
     if change == "block":
@@ -225,6 +233,17 @@ def test_a_damaged_state_of_tiers_is_refused(change):
     if change == "loading":
         waits = [(slot, 1 << 50) for slot, _ in waits]
     state["tiers"] = numbers, costs, each, loads, saves, moves, waits, counters
+    with pytest.raises(ValueError, match="range"):
+        native._native.load(native.NativeReplica(core.spec).core, state)
+
+
+@pytest.mark.parametrize("wanted", [(1, [33], [5], [], []), (1, [-1], [5], [], []), (1, [3], [0], [], []),
+                                    (1, [3, 4], [5], [], []), (2, [3], [5], [], []), (3, [], [], [], [])])  # fmt: skip
+def test_a_damaged_list_of_what_a_tier_wants_is_refused(wanted):
+    core = native.NativeReplica(replica_spec(full(), num_blocks=33, tiers=(replace(SMALL, save=SavePolicy.THROUGH),)))
+    state = sound_state(core)
+    *numbers, _ = state["tiers"][2][0]
+    state["tiers"][2][0] = (*numbers, wanted)
     with pytest.raises(ValueError, match="range"):
         native._native.load(native.NativeReplica(core.spec).core, state)
 

@@ -22,6 +22,7 @@ from kvplane_service.core.tiers.behind import SaveBehind
 from kvplane_service.core.tiers.loads import Choice, TierLoads
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Tiers
+from kvplane_service.core.tiers.wanted import Wanted
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.tier_engine import TierMemory
@@ -69,6 +70,7 @@ TWINS: dict[str, tuple[type, str, Callable[[Any], object]]] = {
         self.slots[slot][1] if slot in self.slots else None
     )),
     "stamp of a saved page not compared": (TierLoads, "_source_is_intact", lambda real: lambda self, write: True),
+    "used once, and saved": (Wanted, "_was_seen", lambda real: lambda self, key: True),
     "run before the load is done": (InFlightTracker, "loads_from_tiers", lambda real: lambda self, slot: False),
     "load before launches": (BlockPool, "last_use", lambda real: lambda self, blocks: 0),
     "slot written under a load": (Tier, "pin", lambda real: lambda self, slot: None),

@@ -8,7 +8,7 @@ import pytest
 
 from kvplane import connect, wire
 from kvplane.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.sources import ModelSource
 from kvplane.base.step import End
 from kvplane.session.rows import FactRow, NewsRow, part_of
@@ -56,6 +56,15 @@ def test_a_service_that_does_not_know_the_policy_is_refused_by_name():
     with pytest.raises(FailedPrecondition, match="the service does not know the policy 'window_tail'") as refused:
         calls.check_policy(replace(SPEC, eviction=WINDOW_TAIL), answer)
     assert refused.value.field == "eviction"
+
+
+def test_a_service_that_does_not_know_when_tiers_save_is_refused_by_name():
+    host, disk = TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9)
+    answer = pb.RegisterReplicaResponse(spec=wire.encode_spec(replace(SPEC, tiers=(host, disk))))
+    calls.check_policy(replace(SPEC, tiers=(host, disk)), answer)
+    with pytest.raises(FailedPrecondition, match="the service does not know the policy 'reuse'") as refused:
+        calls.check_policy(replace(SPEC, tiers=(host, replace(disk, save=SavePolicy.REUSE))), answer)
+    assert refused.value.field == "tiers[1].save"
 
 
 def test_a_registered_replica_has_its_policy_until_it_is_deregistered():

@@ -11,9 +11,10 @@ from google.protobuf import json_format
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
-from kvplane.base.groups import CommitRule, HashAlgorithm, TierKind, TierSpec
+from kvplane.base.groups import CommitRule, HashAlgorithm, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Run, Step
 from kvplane.v1 import plan_pb2, replica_pb2
+from kvplane.wire.spec import encode_tiers
 from kvplane_service.config import Config
 from kvplane_service.core.state import digest
 from kvplane_service.core.tiers import behind
@@ -84,6 +85,20 @@ def test_a_tier_of_an_unknown_kind_is_refused(kind):
     with pytest.raises(InvalidArgument) as refused:
         wire.decode_tiers([tier_of(1), tier_of(kind)])
     names_remedy(refused.value, "tiers[1].kind")
+
+
+def test_a_tier_that_saves_in_an_unknown_way_is_refused():
+    unknown = json_format.ParseDict({"kind": 1, "num_blocks": 3, "save": 9}, replica_pb2.TierSpec())
+    with pytest.raises(InvalidArgument, match="SAVE_POLICY_REUSE") as refused:
+        wire.decode_tiers([tier_of(1), unknown])
+    names_remedy(refused.value, "tiers[1].save")
+
+
+@pytest.mark.parametrize("save", SavePolicy)
+def test_a_tier_keeps_its_policy_on_the_wire(save):
+    tiers = (HOST, replace(DISK, save=save))
+    assert wire.decode_tiers(encode_tiers(tiers)) == tiers
+    assert encode_tiers(tiers)[0].ListFields()[-1][0].name == "num_blocks"  # the default has its earlier bytes
 
 
 @pytest.mark.parametrize(

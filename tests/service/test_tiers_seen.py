@@ -126,9 +126,9 @@ def test_describe_has_each_tier_and_group(served):
 def test_describe_prints_tiers_and_what_workers_did(served):
     answer = described(served)
     lines = [" ".join(line.split()) for line in "\n".join(_description(answer)).splitlines()]
-    assert "TIER GROUP SLOTS HELD STORED LOADED EVICTED HIT TOKENS" in lines
+    assert "TIER GROUP SAVE SLOTS HELD STORED LOADED EVICTED HIT TOKENS" in lines
     host = answer.tiers[0]
-    assert f"host all 80 {host.held_blocks} {host.hit_tokens}" in lines
+    assert f"host all behind 80 {host.held_blocks} {host.hit_tokens}" in lines
     assert any(line.startswith("disk 1 sliding_window ") for line in lines)
     assert "rank 0, host tier: 3 MiB saved, 0 bytes loaded; blocks: 2 refused" in lines
     assert "rank 0, disk tier: 0 bytes saved, 1 GiB loaded; blocks: 3 failed, suspended: its disk fails" in lines

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import SlotCounts
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Texts
+from tests.core.save_rules import with_policies
 from tests.core.tier_engine import TierScheduler, copy_of
 from tests.sim import history
 from tests.sim.engine import EngineLife
@@ -46,7 +48,8 @@ Pause = Callable[[], None]
 
 def draw_tiers(rng: Random) -> tuple[TierSpec, ...]:
     host, disk = TierSpec(TierKind.HOST, rng.choice([8, 30, 90])), TierSpec(TierKind.DISK, rng.choice([12, 150]))
-    return rng.choice([(host,), (host, disk), (host, disk), (disk,)])
+    tiers = rng.choice([(host,), (host, disk), (host, disk), (disk,)])
+    return with_policies(tiers, copy(rng))  # a copy: the run of a seed stays as it was
 
 
 class Baton:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule, EvictionPolicy
@@ -112,6 +112,7 @@ class InFlightTracker:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
             self._counters.hit_tokens += num_hit
         pool, stay, last = self._blocks.pool, self._stay(slot), 0
+        self._blocks.tiers.note_hit(chain.from_iterable(hit))
         if not self._safe:
             return
         for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
@@ -146,6 +147,7 @@ class InFlightTracker:
         registered = self._blocks.pool.registered
         if not registered:
             return
+        self._blocks.tiers.note_computed(registered)
         if self._safe and seq > self._blocks.pool.executed_through:
             self.tentative.setdefault(seq, {}).setdefault(self._stay(slot), []).extend(registered)
         registered.clear()

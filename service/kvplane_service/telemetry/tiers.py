@@ -32,6 +32,12 @@ _COUNTS = (
         ("loads", "loads_failed"),
     ),
     (
+        "kvplane_tier_loads_by_source",
+        "Jobs that load, by what their hit is put together from: device_host, host_disk, device_host_disk; and those "
+        "for which only windows (windows_alone) or only states (states_alone) were not on the device.",
+        ("device_host", "host_disk", "device_host_disk", "windows_alone", "states_alone"),
+    ),
+    (
         "kvplane_tier_declined_loads",
         "Admissions whose hit in the tiers was not loaded: too_slow (computing is faster); no_job (too many jobs; "
         "counts saves too); given_up (loads that no request waits for any more leave no room); waited (put off, once "

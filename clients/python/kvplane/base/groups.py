@@ -116,6 +116,19 @@ class Medium(IntEnum):
     DISK = 2
 
 
+class SavePolicy(Enum):
+    """When blocks are copied into a tier from the place before it: the device, or the tier before.
+
+    BEHIND: just before that place evicts them. THROUGH: as soon as they are computed or stored there, so that they
+    survive its loss. REUSE: when they are computed or hit there a second time, or loaded from there; what is used once
+    is never copied.
+    """
+
+    BEHIND = "behind"
+    THROUGH = "through"
+    REUSE = "reuse"
+
+
 @dataclass(frozen=True, slots=True)
 class TierSpec:
     """A tier: a place outside the device where blocks with a key are saved before they are evicted.
@@ -123,10 +136,12 @@ class TierSpec:
     Attributes:
         kind: where the blocks are.
         num_blocks: slots of the tier; each has room for one block of any group.
+        save: when blocks are copied into it.
     """
 
     kind: TierKind
     num_blocks: int
+    save: SavePolicy = SavePolicy.BEHIND
 
 
 DENSE_RETENTION = -1

@@ -60,9 +60,9 @@ def register_replica(
 def check_policy(
     source: ReplicaSpec | ModelSource | LayerSource, answer: allocation_pb2.RegisterReplicaResponse
 ) -> None:
-    """Raise FailedPrecondition if the service did not take the eviction policy, which an earlier version does not know.
+    """Raise FailedPrecondition if the service did not take a policy, which an earlier version does not know.
 
-    The replica exists then, with the policy LRU.
+    The replica exists then, with the eviction policy LRU, or tiers that save behind.
     """
     if source.eviction not in (None, wire.decode_policy(answer.spec)):
         raise FailedPrecondition(
@@ -70,6 +70,13 @@ def check_policy(
             field="eviction",
             remedy="use a service of this version, or deregister the replica and register it with 'lru'",
         )
+    for index, (asked, taken) in enumerate(zip(source.tiers, wire.decode_tiers(answer.spec.tiers), strict=False)):
+        if asked.save is not taken.save:
+            raise FailedPrecondition(
+                f"the service does not know the policy {asked.save.value!r}",
+                field=f"tiers[{index}].save",
+                remedy="use a service of this version, or deregister the replica and register it with 'behind'",
+            )
 
 
 @checked

@@ -61,6 +61,13 @@ class TierKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_KIND_HOST: _ClassVar[TierKind]
     TIER_KIND_DISK: _ClassVar[TierKind]
 
+class SavePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SAVE_POLICY_UNSPECIFIED: _ClassVar[SavePolicy]
+    SAVE_POLICY_BEHIND: _ClassVar[SavePolicy]
+    SAVE_POLICY_THROUGH: _ClassVar[SavePolicy]
+    SAVE_POLICY_REUSE: _ClassVar[SavePolicy]
+
 class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DRAFTER_UNSPECIFIED: _ClassVar[Drafter]
@@ -100,6 +107,10 @@ HASH_ALGORITHM_XXHASH_CBOR: HashAlgorithm
 TIER_KIND_UNSPECIFIED: TierKind
 TIER_KIND_HOST: TierKind
 TIER_KIND_DISK: TierKind
+SAVE_POLICY_UNSPECIFIED: SavePolicy
+SAVE_POLICY_BEHIND: SavePolicy
+SAVE_POLICY_THROUGH: SavePolicy
+SAVE_POLICY_REUSE: SavePolicy
 DRAFTER_UNSPECIFIED: Drafter
 DRAFTER_EAGLE: Drafter
 DRAFTER_MTP: Drafter
@@ -153,12 +164,14 @@ class AlignSpec(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., chunk_limit: _Optional[int] = ..., stop_at_tail: bool = ...) -> None: ...
 
 class TierSpec(_message.Message):
-    __slots__ = ("kind", "num_blocks")
+    __slots__ = ("kind", "num_blocks", "save")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     kind: TierKind
     num_blocks: int
-    def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    save: SavePolicy
+    def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ..., save: _Optional[_Union[SavePolicy, str]] = ...) -> None: ...
 
 class ReplicaSpec(_message.Message):
     __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers", "hint_values")

@@ -18,6 +18,7 @@ from kvplane.base.groups import (
     HashAlgorithm,
     MambaMode,
     ReplicaSpec,
+    SavePolicy,
     TierKind,
     TierSpec,
 )
@@ -26,6 +27,7 @@ from kvplane.wire.columns import build
 
 _E = TypeVar("_E", bound=Enum)
 
+_BEHIND = SavePolicy.BEHIND
 _SAME_IN_GROUP = (
     "block_size",
     "window",
@@ -140,7 +142,12 @@ def encode_tiers(tiers: Sequence[TierSpec]) -> list[pb.TierSpec]:
         build(
             pb.TierSpec,
             f"tiers[{index}]",
-            {"kind": encode_enum(pb.TierKind, "TIER_KIND", tier.kind), "num_blocks": tier.num_blocks},
+            {
+                "kind": encode_enum(pb.TierKind, "TIER_KIND", tier.kind),
+                "num_blocks": tier.num_blocks,
+                # Specs with the default keep their earlier bytes.
+                "save": encode_enum(pb.SavePolicy, "SAVE_POLICY", tier.save) if tier.save is not _BEHIND else 0,
+            },
         )
         for index, tier in enumerate(tiers)
     ]
@@ -152,7 +159,8 @@ def decode_tiers(messages: Iterable[pb.TierSpec]) -> tuple[TierSpec, ...]:
 
 
 def _decode_tier(message: pb.TierSpec, where: str) -> TierSpec:
-    return TierSpec(decode_tier_kind(message.kind, where), message.num_blocks)
+    save = decode_enum(pb.SavePolicy, "SAVE_POLICY", message.save, f"{where}.save", _BEHIND)
+    return TierSpec(decode_tier_kind(message.kind, where), message.num_blocks, save)
 
 
 def decode_tier_kind(number: int, where: str) -> TierKind:

@@ -141,16 +141,18 @@ def _jobs_of_tiers(answer: DescribeReplicaResponse) -> Iterator[str]:
 
 def _tiers(answer: DescribeReplicaResponse) -> str:
     """Return what each tier holds, by group, and in total."""
-    from kvplane.v1.replica_pb2 import GroupKind
+    from kvplane.v1.replica_pb2 import SAVE_POLICY_BEHIND, GroupKind, SavePolicy
 
-    rows = [["TIER", "GROUP", "SLOTS", "HELD", "STORED", "LOADED", "EVICTED", "HIT TOKENS"]]
-    for tier in answer.tiers:
+    rows = [["TIER", "GROUP", "SAVE", "SLOTS", "HELD", "STORED", "LOADED", "EVICTED", "HIT TOKENS"]]
+    for tier, spec in zip(answer.tiers, answer.spec.tiers, strict=True):
         name = tier_word(tier.kind)
         for number, (group, use) in enumerate(zip(answer.spec.groups, tier.groups, strict=True)):
             kind = word(GroupKind.Name(group.kind), "GROUP_KIND_")
             counts = (use.held_blocks, use.stored_blocks, use.loaded_blocks, use.evicted_blocks)
-            rows.append([name, f"{number} {kind}", "", *map(str, counts), ""])
-        rows.append([name, "all", str(tier.num_blocks), str(tier.held_blocks), "", "", "", str(tier.hit_tokens)])
+            rows.append([name, f"{number} {kind}", "", "", *map(str, counts), ""])
+        save = word(SavePolicy.Name(spec.save or SAVE_POLICY_BEHIND), "SAVE_POLICY_")
+        sizes = str(tier.num_blocks), str(tier.held_blocks)
+        rows.append([name, "all", save, *sizes, "", "", "", str(tier.hit_tokens)])
     return columns(rows)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import EvictionPolicy, TierKind, TierSpec
+from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
 from kvplane_service.cli.options import SERVICE_VARIABLE
 
 _POOL_BLOCKS = 65_536
+_SAVE = "When the host tier saves a block: behind (before its eviction), through (when computed), reuse (second use)."
 
 
 def replay_command(
@@ -37,6 +38,8 @@ def replay_command(
     ] = None,
     host_blocks: Annotated[int, typer.Option(min=0, help="Slots of a host tier for what leaves the pool.")] = 0,
     disk_blocks: Annotated[int, typer.Option(min=0, help="Slots of a disk tier behind it.")] = 0,
+    host_save: Annotated[SavePolicy, typer.Option(help=_SAVE)] = SavePolicy.BEHIND,
+    disk_save: Annotated[SavePolicy, typer.Option(help="The same for the disk tier.")] = SavePolicy.BEHIND,
     mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the movers of tiers end a job.")] = 2,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
@@ -68,7 +71,8 @@ def replay_command(
     A recording is replayed without a service and compared bit by bit; exits 1 if a decision differs. With --pool-blocks
     it is a what-if: the recorded steps in a pool of another size, where refused requests are retried with each step.
     """
-    tiers = _tiers({TierKind.HOST: host_blocks, TierKind.DISK: disk_blocks}, log)
+    host, disk = TierSpec(TierKind.HOST, host_blocks, host_save), TierSpec(TierKind.DISK, disk_blocks, disk_save)
+    tiers = _tiers((host, disk), log)
     if log:
         from kvplane_service.cli.replay.report import show_log
 
@@ -85,8 +89,12 @@ def replay_command(
     raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
 
 
-def _tiers(sizes: Mapping[TierKind, int], log: bool) -> tuple[TierSpec, ...]:
-    tiers = tuple(TierSpec(kind, count) for kind, count in sizes.items() if count)
+def _tiers(asked: Sequence[TierSpec], log: bool) -> tuple[TierSpec, ...]:
+    for tier in asked:
+        if tier.save is not SavePolicy.BEHIND and not tier.num_blocks:
+            what, name = f"there is no {tier.kind.value} tier to save into", tier.kind.value
+            raise InvalidArgument(what, field=f"--{name}-save", remedy=f"give --{name}-blocks, or leave it out")
+    tiers = tuple(tier for tier in asked if tier.num_blocks)
     if log and tiers:
         what = "a recording is replayed with the tiers that it was made with"
         raise InvalidArgument(what, field=f"--{tiers[0].kind.value}-blocks", remedy="replay a trace, or leave it out")

@@ -40,7 +40,10 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("model", f"{summary.model}: {', '.join(describe_groups(summary.spec))}"),
         ("replicas", f"{summary.num_replicas} of {summary.spec.num_blocks} blocks"),
-        *((f"{tier.kind.value} tier", f"{tier.num_blocks:,} blocks") for tier in summary.spec.tiers),
+        *(
+            (f"{tier.kind.value} tier", f"{tier.num_blocks:,} blocks, saved {tier.save.value}")
+            for tier in summary.spec.tiers
+        ),
         ("cost model", str(summary.cost)),
         ("requests", f"{summary.requests:,}"),
         ("completed", f"{summary.completed:,}"),
@@ -49,6 +52,10 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("generated tokens", f"{summary.tally.generated_tokens:,}"),
         ("looked up tokens", f"{counts.queried_tokens:,}"),
         ("hit tokens", f"{counts.hit_tokens:,} ({summary.hit_share:.1%})"),
+        *(
+            (f"copied into {tier.kind.value}", f"{count:,} blocks")
+            for tier, count in zip(summary.spec.tiers, summary.tally.tier_writes, strict=True)
+        ),
         *(
             (f"loaded from {tier}", f"{share:.1%} of the tokens looked up")
             for tier, share in summary.tier_shares.items()

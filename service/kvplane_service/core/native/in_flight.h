@@ -132,6 +132,7 @@ class InFlightTracker {
             counters_.queried_tokens += requests_.num_tokens[slot];
             counters_.hit_tokens += hit.num_tokens;
         }
+        blocks_.tiers.NoteHit(hit.blocks);
         if (!blocks_.spec.safe) return;
         Int last = 0;
         for (const BlockList& row : hit.blocks) {
@@ -153,6 +154,7 @@ class InFlightTracker {
 
     void NoteKeys(Int slot, Int seq) {
         if (pool_.registered.empty()) return;
+        blocks_.tiers.NoteComputed(pool_.registered, blocks_.spec);
         if (blocks_.spec.safe && seq > pool_.executed_through) {
             tentative[seq].Add(StayOf(slot), pool_.registered);
         }

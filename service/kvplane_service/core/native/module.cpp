@@ -30,7 +30,7 @@ PyObject* New(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Column values;
         std::vector<Column> groups;
-        std::vector<std::pair<Int, Int>> tiers;
+        std::vector<Column> tiers;
         FromPy(At(arguments, 0), &values);
         FromPy(At(arguments, 1), &groups);
         FromPy(At(arguments, 2), &tiers);
@@ -62,7 +62,10 @@ PyObject* New(PyObject*, PyObject* arguments) {
             spec.groups.push_back({group[0], group[1], group[2], group[3], group[4], group[5], group[6], group[7],
                                    group[8], group[9], group[10], group[11], group[12], group[13]});
         }
-        for (const auto& [medium, num_slots] : tiers) spec.tiers.push_back({medium, num_slots});
+        for (const Column& tier : tiers) {
+            Check(tier.size() == 3 && tier[2] >= kBehind && tier[2] <= kReuse);
+            spec.tiers.push_back({tier[0], tier[1], tier[2]});
+        }
         Check(IsSound(spec));
         return Capsule(std::make_unique<Core>(std::move(spec)), kName, Destroy);
     });

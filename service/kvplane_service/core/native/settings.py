@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, Medium, ReplicaSpec
+from kvplane.base.groups import (
+    CommitRule,
+    EvictionPolicy,
+    GroupKind,
+    GroupSpec,
+    MambaMode,
+    Medium,
+    ReplicaSpec,
+    SavePolicy,
+)
 from kvplane_service.core.tiers.behind import most_ahead
 
 KINDS = {
@@ -17,6 +26,7 @@ KINDS = {
     GroupKind.RING: 8,
 }
 ALIGNED_STATE, UNCACHED_STATE = 9, 10
+SAVES = {SavePolicy.BEHIND: 0, SavePolicy.THROUGH: 1, SavePolicy.REUSE: 2}
 POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy.TURN_TAIL: 2, EvictionPolicy.HAZARD: 3}
 
 
@@ -31,9 +41,9 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
     ]  # fmt: skip
 
 
-def of_tiers(spec: ReplicaSpec) -> list[tuple[int, int]]:
-    """Return the medium of each tier, and its number of slots."""
-    return [(int(Medium[tier.kind.name]), tier.num_blocks) for tier in spec.tiers]
+def of_tiers(spec: ReplicaSpec) -> list[list[int]]:
+    """Return the medium of each tier, its number of slots, and its policy."""
+    return [[int(Medium[tier.kind.name]), tier.num_blocks, SAVES[tier.save]] for tier in spec.tiers]
 
 
 def of_group(group: GroupSpec) -> list[int]:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from kvplane.base.groups import Medium, ReplicaSpec
+from kvplane.base.groups import Medium, ReplicaSpec, SavePolicy
 from kvplane.base.step import CacheEvent
 from kvplane_service.core.columns import PIECE, SLICE_BLOCKS
 from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native
+from kvplane_service.core.native.settings import SAVES
 from kvplane_service.core.native.views import tier_events_of
 from kvplane_service.core.tiers.tier import GroupUse, stored_events
 from kvplane_service.core.tiers.tiers import TierCounters
@@ -145,7 +146,10 @@ def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
 
     return [
         [*numbers, costs, waits_in],
-        [[size, used, free, rows(shadows), rows(recent)] for size, used, free, shadows, recent, *_ in each],
+        [
+            [size, used, free, rows(shadows), rows(recent), *_early(wanted)]
+            for size, used, free, shadows, recent, _, _, wanted in each
+        ],
         [
             (*load, [(block, stamp, key(packed), *rest) for block, stamp, packed, *rest in filled])
             for *load, filled in loads
@@ -156,10 +160,17 @@ def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
     ]
 
 
+def _early(wanted: tuple[int, list[int], list[int], list[int], list[int]]) -> list[object]:
+    """Return the entry that `Wanted.copy` makes; nothing for a tier that saves behind."""
+    policy, places, *columns = wanted
+    name = next(one for one, number in SAVES.items() if number == policy)
+    return [] if name is SavePolicy.BEHIND else [[name.value, places, *(array("Q", one) for one in columns)]]
+
+
 def counters_of(dump: tuple[Any, ...]) -> list[object]:
     """Return the entry `tier_counters`, as `tiers.entries.copy_counters` does."""
     each, counters = dump[2], dump[7]
-    return [counters, *([hits, *(count for use in uses for count in use[1:])] for *_, hits, uses in each)]
+    return [counters, *([hits, *(count for use in uses for count in use[1:])] for *_, hits, uses, _ in each)]
 
 
 def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tuple[Any, ...]:
@@ -173,9 +184,11 @@ def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tup
         return [(pack(tuple(key)), slot, version) for key, slot, version in keys]
 
     tiers = []
-    for (size, used, free, shadows, recent), (hits, *uses) in zip(each, counters[1:], strict=True):
+    for (size, used, free, shadows, recent, *early), (hits, *uses) in zip(each, counters[1:], strict=True):
         of_groups = [[0, *uses[at : at + 3]] for at in range(0, 3 * num_groups, 3)]
-        tiers.append((size, used, free, rows(shadows), rows(recent), hits, of_groups))
+        policy, *columns = early[0] if early else (SavePolicy.BEHIND.value, [], [], [], [])
+        wanted = SAVES[SavePolicy(policy)], *map(list, columns)
+        tiers.append((size, used, free, rows(shadows), rows(recent), hits, of_groups, wanted))
     return (
         [*numbers, waits_in],
         costs,

@@ -70,6 +70,8 @@ enum RemoveReason : Int {
     kMoved = 6,
     kLeftWindow = 7
 };
+enum Medium : Int { kHost = 1, kDisk = 2 };
+enum SavePolicy : Int { kBehind = 0, kThrough = 1, kReuse = 2 };
 enum Policy : Int { kLru = 0, kWindowTail = 1, kTurnTail = 2, kHazard = 3 };
 enum Kind : Int {
     kFull = 0,
@@ -161,7 +163,7 @@ struct GroupSpec {
 };
 
 struct TierSpec {
-    Int medium, num_slots;
+    Int medium, num_slots, save;  // save: its SavePolicy
 };
 
 struct Spec {

@@ -1,20 +1,23 @@
-"""Saves what the device evicts next, and moves what a tier evicts next to the tier behind it: the policy `behind`.
+"""Saves what the device evicts next, and moves what a tier evicts next to the tier behind it: the policy `behind`; then
+what a tier wants earlier than that, by the policies `through` and `reuse` (see `wanted`).
 
 At the end of a step the first free blocks in eviction order are passed over, as many as a few steps take. Those that
 have an executed key, and are in no tier, are saved. Nothing is held for that: a block that is allocated before its job
 is done gets another stamp, and the save is discarded.
+
+With `through` that is done too, for what the limits on jobs left out; with `reuse` not: what is used once is lost.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import MOVE_COLUMNS, SAVE_COLUMNS
+from kvplane.base.groups import ReplicaSpec, SavePolicy
+from kvplane.base.step import SAVE_COLUMNS
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
-from kvplane_service.core.tiers.tiers import MAX_JOBS, Location, Move, Save, Tiers
+from kvplane_service.core.tiers.tiers import MAX_JOBS, Save, Tiers
 
 AHEAD_SHARE = 2  # at most one of this number of blocks of the pool is looked at: a prompt may take most of a small pool
 AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in flight while a save is
@@ -48,36 +51,67 @@ class SaveBehind:
         tiers.demand_now = 0
         ahead = min(self._most_ahead, AHEAD_STEPS * tiers.demand)
         room = min(SAVED_STEPS * tiers.demand, MAX_JOBS - len(tiers.jobs))
-        left = self._save(ahead, room)
+        left = self._save_wanted(self._save(ahead, room))
         for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
-            if tier.num_free < ahead:
+            if tier.num_free < ahead and behind.wanted.policy is not SavePolicy.REUSE:
                 left = self._move(tier, behind, ahead, left)
+            left = self._move_wanted(tier, behind, left)
 
     def _save(self, ahead: int, room: int) -> int:
         """Save some of the blocks that are evicted next; returns how many further jobs may begin."""
         pool, tiers = self._pool, self._tiers
         if not pool.num_evictable:
             return room  # no free block has a key
+        only_used = tiers.each[0].wanted.policy is SavePolicy.REUSE
         for block in islice(pool.free, ahead):
-            key = pool.key_of(block)
+            key = self._full_key(block)
             if key is None or not self._is_executed(block):
                 continue
-            if pool.key_tokens[block] % self._sizes[key[1]]:
-                continue  # more tokens will follow in this block
             if tiers.has(key):
                 self._keep(key)
+                continue
+            if only_used:
                 continue
             if room <= 0:
                 tiers.counters.no_job += len(tiers.jobs) >= MAX_JOBS
                 return 0
-            slot = tiers.begin_write(tiers.each[0], key)
-            if slot is None:
+            if not self._order_save(block, key):
                 return room
-            job, save = tiers.next_job(), Save(key, block, pool.stamp[block], 0, slot)
-            tiers.jobs.saves[job] = save
-            tiers.order(SAVE_COLUMNS, (job, block, key[1], save.stamp, 0, slot))
             room -= 1
         return room
+
+    def _save_wanted(self, room: int) -> int:
+        """Save some of the blocks that the first tier wants early, in order; returns as `_save`."""
+        pool, tiers = self._pool, self._tiers
+        wanted = tiers.each[0].wanted
+        while len(wanted) and room > 0:
+            block, stamp = wanted.first()
+            key = self._full_key(block) if pool.stamp[block] == stamp else None
+            if key is not None and not self._is_executed(block):
+                return room  # those behind it wait a step or two longer
+            wanted.remove_first()
+            if key is None or tiers.has(key):
+                continue
+            if not self._order_save(block, key):
+                return room
+            room -= 1
+        return room
+
+    def _full_key(self, block: int) -> Key | None:
+        """Return the key of a block; None if it has none, or more tokens will follow in it."""
+        key = self._pool.key_of(block)
+        return None if key is None or self._pool.key_tokens[block] % self._sizes[key[1]] else key
+
+    def _order_save(self, block: int, key: Key) -> bool:
+        """Order the save of a block; returns False if there is no slot for it."""
+        tiers = self._tiers
+        slot = tiers.begin_write(tiers.each[0], key)
+        if slot is None:
+            return False
+        job, save = tiers.next_job(), Save(key, block, self._pool.stamp[block], 0, slot)
+        tiers.jobs.saves[job] = save
+        tiers.order(SAVE_COLUMNS, (job, block, key[1], save.stamp, 0, slot))
+        return True
 
     def _is_executed(self, block: int) -> bool:
         """Whether the page has what its key says: a launch in flight may still write it, or never run."""
@@ -91,17 +125,27 @@ class SaveBehind:
 
     def _move(self, tier: Tier, behind: Tier, ahead: int, room: int) -> int:
         """Copy some of the keys that a tier evicts next to the tier behind it; returns as `_save`."""
-        tiers, wanted = self._tiers, list[tuple[Key, int]]()
+        tiers, wanted = self._tiers, list[int]()
         for key, slot in islice(tier.in_order(), ahead):
             if len(wanted) >= room:
                 break
             if key not in behind.writing and behind.find(key) is None:
-                wanted.append((key, slot))
-        for key, slot in wanted:
-            target = tiers.begin_write(behind, key)
-            if target is None:
+                wanted.append(slot)
+        for slot in wanted:
+            if not tiers.order_move(tier, slot, behind):
                 return 0
-            job, source = tiers.next_job(), Location(tier.number, slot, tier.version[slot])
-            tiers.jobs.moves[job] = Move(key, source, behind.number, target)
-            tiers.order(MOVE_COLUMNS, (job, tier.number, slot, source.version, behind.number, target))
         return room - len(wanted)
+
+    def _move_wanted(self, tier: Tier, behind: Tier, room: int) -> int:
+        """Copy some of what a tier wants early from the tier before it, in order; returns as `_save`."""
+        wanted = behind.wanted
+        while len(wanted) and room > 0:
+            slot, version = wanted.first()
+            key = tier.key[slot] if tier.version.get(slot) == version else None
+            wanted.remove_first()
+            if key is None or key in behind.writing or behind.find(key) is not None:
+                continue
+            if not self._tiers.order_move(tier, slot, behind):
+                return room
+            room -= 1
+        return room

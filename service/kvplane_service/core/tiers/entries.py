@@ -27,7 +27,8 @@ def _copy_tier(tier: Tier) -> list[object]:
     shadows, recent = (
         [(key, slot, tier.version[slot]) for key, slot in keys.items()] for keys in (tier.shadows, tier.recent)
     )
-    return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent]
+    wanted = [tier.wanted.copy()] if tier.wanted.is_early else []
+    return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent, *wanted]
 
 
 def copy_counters(tiers: Tiers) -> list[object]:
@@ -43,8 +44,11 @@ def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> Non
     if [tier.num_slots for tier in tiers.each] != [one[0] for one in each]:
         raise ValueError(f"tiers of {[one[0] for one in each]} slots")
     tiers.counters = TierCounters(*counters[0])
-    for tier, (_, num_used, free, shadows, recent), (hits, *uses) in zip(tiers.each, each, counters[1:], strict=True):
+    of_tiers = zip(tiers.each, each, counters[1:], strict=True)
+    for tier, (_, num_used, free, shadows, recent, *wanted), (hits, *uses) in of_tiers:
         tier.num_used, tier.free, tier.hit_tokens = num_used, list(free), hits
+        if tier.wanted.is_early or wanted:
+            tier.wanted.load(*wanted)
         tier.uses = [GroupUse(0, *row) for row in zip(uses[::3], uses[1::3], uses[2::3], strict=True)]
         for keys, rows in ((tier.shadows, shadows), (tier.recent, recent)):
             for key, slot, version in rows:

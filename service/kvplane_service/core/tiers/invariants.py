@@ -21,6 +21,11 @@ def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
         written = [write for write in tiers.jobs.writes() if write.tier == tier.number]
         yield from _faults_of_slots(tier, [write.slot for write in written])
         yield from _faults_of_keys(tier, tiers.last_job)
+        most = tiers.ids.start if not tier.number else tiers.each[tier.number - 1].num_slots
+        if any(not 0 <= place < most for place in tier.wanted.version) or len(tier.wanted) != len(tier.wanted.version):
+            yield f"tier {tier.number}: wants {len(tier.wanted)} of {len(tier.wanted.version)} places, below {most}"
+        if not tier.wanted.is_early and (len(tier.wanted) or tier.wanted.recent):
+            yield f"tier {tier.number}: wants something early with the policy {tier.wanted.policy.value}"
         if sorted(tier.writing) != sorted({write.key for write in written}):
             yield f"tier {tier.number}: {len(tier.writing)} keys are being written, by {len(written)} jobs"
         rows = [row.source for load in tiers.jobs.loads.values() for row in load.rows]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvplane.base.declined import WhyDeclined
+from kvplane.base.groups import GroupKind, Medium
 from kvplane.base.step import LOAD_COLUMNS, Cache, CacheEvent, EventKind, PartResult
 from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.in_flight import InFlightTracker
@@ -21,6 +22,8 @@ from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Filled, Load, Location, Move, Save, Tiers
+
+WINDOWS = {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA}
 
 
 class Missing(NamedTuple):
@@ -212,10 +215,21 @@ class TierLoads:
             self._tiers.order(LOAD_COLUMNS, (job, *one.source, block, one.group, pool.stamp[block]))
         self._tiers.jobs.loads[job] = load
         self._tiers.loading[slot] = job
-        self._tiers.counters.loads += 1
-        self._tiers.counters.loaded_tokens += plan.gained
+        self._count(plan, any(on_device))
         self._tiers.each[plan.farthest].hit_tokens += plan.gained
         return job, new, filled
+
+    def _count(self, plan: LoadPlan, with_device: bool) -> None:
+        counters, sources = self._tiers.counters, {self._tiers.each[one.source.tier].medium for one in plan.missing}
+        kinds = {self._blocks.managers[one.group].spec.kind for one in plan.missing}
+        with_host, with_disk = Medium.HOST in sources, Medium.DISK in sources
+        counters.loads += 1
+        counters.loaded_tokens += plan.gained
+        counters.device_host += with_device and with_host and not with_disk
+        counters.host_disk += with_host and with_disk and not with_device
+        counters.device_host_disk += with_device and with_host and with_disk
+        counters.windows_alone += kinds <= WINDOWS
+        counters.states_alone += kinds == {GroupKind.MAMBA}
 
     def _fill(self, slot: int, block: int, one: Missing) -> Filled:
         manager, digests = self._blocks.managers[one.group], self._requests.content[slot].digests
@@ -270,6 +284,7 @@ class TierLoads:
             tiers.counters.loaded += len(blocks)
             for row in load.rows:
                 tiers.each[row.source.tier].uses[row.key[1]].loaded += 1
+            tiers.note_loaded(load)
             # A request that went back behind its hit may overwrite the blocks: it registers them once it computed them.
             if not runs or requests.computed[slot] >= load.num_tokens:
                 self._register(load)

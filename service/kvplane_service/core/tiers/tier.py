@@ -11,6 +11,7 @@ from kvplane.base.step import CacheEvent, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import pieces
 from kvplane_service.core.keys import Key
+from kvplane_service.core.tiers.wanted import Wanted
 
 MAX_HASHES = 1000  # per STORED event of all keys
 
@@ -43,6 +44,7 @@ class Tier:
         free: slots that were used and are free; the last one is used first.
         num_used: slots from this one on were never used.
         writing: keys that jobs in flight write into slots of this tier.
+        wanted: what is copied here early, as the tier's policy has it.
         events: keys that were stored or dropped, until `take_events`.
         uses: by group.
         hit_tokens: tokens by which loads made hits longer than the device's, where this is the farthest tier that they
@@ -67,6 +69,7 @@ class Tier:
         self.free: list[int] = []
         self.num_used = 0
         self.writing: set[Key] = set()
+        self.wanted = Wanted(spec.save, spec.num_blocks)
 
     def find(self, key: Key) -> int | None:
         """Return the slot that has the key; None if no slot has it."""
@@ -169,6 +172,7 @@ class Tier:
         """Forget all keys."""
         for key in [key for key, _ in self.in_order()]:
             self.drop(key, RemoveReason.UNVERIFIED)
+        self.wanted.clear()
 
     def stored_events(self) -> Iterator[CacheEvent]:
         """Yield STORED events of all keys, of at most `MAX_HASHES` keys each."""

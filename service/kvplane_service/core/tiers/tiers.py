@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
 from kvplane_service.core.columns import pieces
@@ -100,6 +100,12 @@ class TierCounters:
     no_slot: int = 0  # saves and moves that found no slot to write
     no_job: int = 0  # the same, and loads, with MAX_JOBS in flight
     too_slow: int = 0  # admissions whose hit is computed sooner than it would be loaded
+    # Jobs that load, by what their hit is put together from, and by the only groups that lacked something.
+    device_host: int = 0
+    host_disk: int = 0
+    device_host_disk: int = 0
+    windows_alone: int = 0
+    states_alone: int = 0
 
 
 @dataclass(slots=True)
@@ -142,6 +148,7 @@ class Tiers:
         self.demand = 0  # blocks that a step takes, at most, in the recent past
         self.demand_now = 0  # the same, of the step being applied
         self.orders = Orders()
+        self._sizes = sizes
         self._pool = pool
         ends = [spec.num_blocks]
         for tier in spec.tiers:
@@ -236,6 +243,31 @@ class Tiers:
         jobs = self.jobs
         return {"load": len(jobs.loads), "save": len(jobs.saves), "move": len(jobs.moves)}
 
+    # -- what is wanted early ----------------------------------------------------------------------------------------
+
+    def note_computed(self, registered: Sequence[tuple[int, Key]]) -> None:
+        """Record the keys that blocks of the device got, for a first tier that is early."""
+        pool = self._pool
+        if not self.each or not self.each[0].wanted.is_early:
+            return
+        for block, key in registered:
+            if not pool.key_tokens[block] % self._sizes[key[1]] and pool.key_of(block) == key:
+                self.each[0].wanted.note_computed(block, pool.stamp[block], key)
+
+    def note_hit(self, blocks: Iterable[int]) -> None:
+        """Record that a request adopted these blocks of the device."""
+        if not self.each or self.each[0].wanted.policy is not SavePolicy.REUSE:
+            return
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self.each[0].wanted.note_used(block, self._pool.stamp[block])
+
+    def note_loaded(self, load: Load) -> None:
+        """Record that slots were read, for tiers behind theirs."""
+        for row in load.rows:
+            for behind in self.each[row.source.tier + 1 : row.source.tier + 2]:
+                behind.wanted.note_used(row.source.slot, row.source.version)
+
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def load_after(self, job: int) -> int:
@@ -263,14 +295,30 @@ class Tiers:
         tier.writing.add(key)
         return slot
 
+    def order_move(self, tier: Tier, slot: int, target: Tier) -> bool:
+        """Order a copy of a slot that has a key into another tier; returns False if that has no slot for it."""
+        key, source = tier.key[slot], Location(tier.number, slot, tier.version[slot])
+        to = self.begin_write(target, key)
+        if to is None:
+            return False
+        job = self.next_job()
+        self.jobs.moves[job] = Move(key, source, target.number, to)
+        self.order(MOVE_COLUMNS, (job, *source, target.number, to))
+        return True
+
     def end_write(self, job: int, write: Save | Move, is_good: bool) -> None:
         """Record the end of a job that wrote a slot: the slot has the key, or is free."""
         tier = self.each[write.tier]
         tier.writing.discard(write.key)
-        if is_good:
-            tier.store(write.key, write.slot, job)
-        else:
+        if not is_good:
             tier.free.append(write.slot)
+            return
+        tier.store(write.key, write.slot, job)
+        if tier.wanted.is_early and isinstance(write, Save):
+            tier.make_shadow(write.key)  # until the device is about to evict it
+        for behind in self.each[tier.number + 1 : tier.number + 2]:
+            if behind.wanted.policy is SavePolicy.THROUGH:
+                behind.wanted.add(write.slot, job)
 
     def order(self, columns: Sequence[str], row: Sequence[int]) -> None:
         """Add a row to the orders of this part."""

@@ -19,26 +19,30 @@ class SaveBehind {
         tiers_.demand_now = 0;
         const Int ahead = std::min(spec_.most_ahead, kAheadSteps * tiers_.demand);
         Int left = std::min(kSavedSteps * tiers_.demand, kMaxJobs - tiers_.jobs.size());
-        left = SaveSome(ahead, left);
+        left = SaveWanted(SaveSome(ahead, left));
         for (size_t number = 0; number + 1 < tiers_.each.size(); ++number) {
-            Tier& tier = tiers_.each[number];
-            if (tier.num_free() < ahead) left = MoveSome(tier, tiers_.each[number + 1], ahead, left);
+            Tier &tier = tiers_.each[number], &behind = tiers_.each[number + 1];
+            if (tier.num_free() < ahead && behind.wanted.policy != kReuse) left = MoveSome(tier, behind, ahead, left);
+            left = MoveWanted(tier, behind, left);
         }
     }
 
   private:
     // Saves some of the blocks that are evicted next; returns how many further jobs may begin.
     Int SaveSome(Int ahead, Int room) {
+        const bool only_used = tiers_.each[0].wanted.policy == kReuse;
         pool_.free.VisitNew(ahead, [&](Block block) {
-            if (tiers_.behind.Has(block) || !pool_.HasKey(block)) return Visited::kSeen;
-            if (pool_.key_step[block] > pool_.executed_through) return Visited::kAgain;
+            // With more tokens a block has another key.
+            if (tiers_.behind.Has(block) || !HasFullKey(block)) return Visited::kSeen;
+            if (!IsExecuted(block)) return Visited::kAgain;
             const Key& key = pool_.records[block].key;
-            const Int group = pool_.pairs.Group(key.pair);
-            const Int block_size = spec_.groups[static_cast<size_t>(group)].block_size;
-            if (pool_.KeyTokens(block) % block_size) return Visited::kSeen;  // with more tokens it has another key
             if (tiers_.Has(key)) {
                 Keep(key);
                 tiers_.behind.Add(block);
+                return Visited::kSeen;
+            }
+            if (only_used) {
+                tiers_.behind.Add(block);  // until a tier has its key
                 return Visited::kSeen;
             }
             if (room <= 0) {
@@ -46,17 +50,47 @@ class SaveBehind {
                 room = 0;
                 return Visited::kStop;
             }
-            const Int slot = tiers_.BeginWrite(tiers_.each[0], key);
-            if (slot == kNoSlot) return Visited::kStop;
-            const Int job = tiers_.NextJob();
-            const uint64_t stamp = pool_.stamp[block];
-            tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
-            JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
-            tiers_.behind.Add(block);
+            if (!OrderSave(block, key)) return Visited::kStop;
             --room;
             return Visited::kSeen;
         });
         return room;
+    }
+
+    // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
+    Int SaveWanted(Int room) {
+        Wanted& wanted = tiers_.each[0].wanted;
+        while (!wanted.empty() && room > 0) {
+            const auto [place, stamp] = wanted.First();
+            const auto block = static_cast<Block>(place);
+            const bool is_there = pool_.stamp[block] == stamp && HasFullKey(block);
+            if (is_there && !IsExecuted(block)) return room;  // those behind it wait a step or two longer
+            wanted.RemoveFirst();
+            if (!is_there || tiers_.Has(pool_.records[block].key)) continue;
+            if (!OrderSave(block, pool_.records[block].key)) return room;
+            --room;
+        }
+        return room;
+    }
+
+    // Whether no more tokens will follow in a block that has a key.
+    bool HasFullKey(Block block) const {
+        if (!pool_.HasKey(block)) return false;
+        const Int group = pool_.pairs.Group(pool_.records[block].key.pair);
+        return pool_.KeyTokens(block) % spec_.groups[static_cast<size_t>(group)].block_size == 0;
+    }
+    bool IsExecuted(Block block) const { return pool_.key_step[block] <= pool_.executed_through; }
+
+    // Orders the save of a block; returns false if there is no slot for it.
+    bool OrderSave(Block block, const Key& key) {
+        const Int slot = tiers_.BeginWrite(tiers_.each[0], key);
+        if (slot == kNoSlot) return false;
+        const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
+        const uint64_t stamp = pool_.stamp[block];
+        tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
+        JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
+        tiers_.behind.Add(block);
+        return true;
     }
 
     // The device evicts the key soon, so its copy in a tier is no shadow any more.
@@ -78,19 +112,26 @@ class SaveBehind {
             return Visited::kSeen;
         });
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
-            const Int slot = *next;
-            const Key key = tier.KeyOf(slot);
-            const Int target = tiers_.BeginWrite(behind, key);
-            if (target == kNoSlot) {
-                std::for_each(next, wanted.end(), [&](Int left) { tier.VisitAgain(left); });
-                return 0;
-            }
-            const Int job = tiers_.NextJob();
-            const Location source{tier.number, slot, tier.VersionOf(slot)};
-            tiers_.jobs.moves.emplace(job, Move{key, source, behind.number, target});
-            JobOrders::AddRow<6>(&tiers_.orders.move, {job, source.tier, slot, source.version, behind.number, target});
+            if (tiers_.OrderMove(tier, *next, behind)) continue;
+            std::for_each(next, wanted.end(), [&](Int left) { tier.VisitAgain(left); });
+            return 0;
         }
         return room - static_cast<Int>(wanted.size());
+    }
+
+    // Copies some of what a tier wants early from the tier before it, in order; returns as `SaveSome`.
+    Int MoveWanted(Tier& tier, Tier& behind, Int room) {
+        Wanted& wanted = behind.wanted;
+        while (!wanted.empty() && room > 0) {
+            const auto [slot, version] = wanted.First();
+            wanted.RemoveFirst();
+            if (static_cast<uint64_t>(tier.VersionOf(slot)) != version) continue;
+            const Key& key = tier.KeyOf(slot);
+            if (behind.IsWritten(key) || behind.Find(key) != kNoSlot) continue;
+            if (!tiers_.OrderMove(tier, slot, behind)) return room;
+            --room;
+        }
+        return room;
     }
 
     const Spec& spec_;

@@ -42,10 +42,19 @@ inline PyObject* UsesOf(const Tier& tier) {
     return ToPy(uses);
 }
 
+// (policy, places that are wanted in order, their stamps or versions, keys that were computed before)
+inline PyObject* DumpWanted(const Wanted& wanted) {
+    const auto names = [](const std::set<uint64_t>& keys) {
+        return ToPy(std::vector<uint64_t>(keys.begin(), keys.end()));
+    };
+    return Tuple(ToPy(wanted.policy), ToPy(wanted.Places()), ToPy(wanted.Versions()), names(wanted.recent),
+                 names(wanted.before));
+}
+
 // Without its keys, which are read in slices.
 inline PyObject* DumpTier(const Tier& tier) {
     return Tuple(ToPy(tier.num_slots), ToPy(tier.num_used()), ToPy(tier.free), ToPy(tier.num_shadows),
-                 ToPy(tier.hit_tokens), UsesOf(tier));
+                 ToPy(tier.hit_tokens), UsesOf(tier), DumpWanted(tier.wanted));
 }
 
 // (numbers, costs, tiers, loads, saves, moves, loading, counters)
@@ -160,6 +169,29 @@ class LoadedTiers {
             const Column& use = uses[group];
             Check(use.size() == 4);
             tier.uses[group] = {tier.uses[group].held, Count(use[1]), Count(use[2]), Count(use[3])};
+        }
+        LoadWanted(At(state, 7), tier);
+    }
+
+    void LoadWanted(PyObject* state, Tier& tier) const {
+        Wanted& wanted = tier.wanted;
+        const Int num_places = tier.number ? tiers_.each[static_cast<size_t>(tier.number - 1)].num_slots
+                                           : static_cast<Int>(spec_.num_blocks);
+        Column places;
+        std::vector<uint64_t> versions;
+        FromPy(At(state, 1), &places);
+        FromPy(At(state, 2), &versions);
+        Check(NumberAt(state, 0) == wanted.policy && (wanted.IsEarly() || places.empty()));
+        Check(places.size() == versions.size());
+        for (size_t row = 0; row < places.size(); ++row) {
+            Check(places[row] >= 0 && places[row] < num_places && versions[row] > 0);
+            wanted.Add(places[row], versions[row]);
+        }
+        Py_ssize_t at = 3;
+        for (std::set<uint64_t>* names : {&wanted.recent, &wanted.before}) {
+            std::vector<uint64_t> found;
+            FromPy(At(state, at++), &found);
+            names->insert(found.begin(), found.end());
         }
     }
 

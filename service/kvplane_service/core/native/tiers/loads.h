@@ -213,10 +213,34 @@ class TierLoads {
         }
         tiers_.AddLoad(job, std::move(load));
         tiers_.BeginLoad(slot, job);
-        ++tiers_.counters.loads;
-        tiers_.counters.loaded_tokens += plan.gained;
+        Count(plan);
         tiers_.each[static_cast<size_t>(plan.Farthest())].hit_tokens += plan.gained;
         return job;
+    }
+
+    // Counts a load by what its hit is put together from: slots, and blocks of the device.
+    void Count(const LoadPlan& plan) {
+        bool with_host = false, with_disk = false, windows = true, states = true;
+        for (const Missing& one : plan.missing) {
+            with_host |= TierOf(one.source).medium == kHost;
+            with_disk |= TierOf(one.source).medium == kDisk;
+            const Int kind = blocks_.spec.groups[static_cast<size_t>(one.group)].kind;
+            windows &= kind == kWindow || kind == kWindowMla;
+            states &= kind == kAlignedState;
+        }
+        size_t in_use = 0;
+        for (const BlockList& row : plan.hit.blocks) {
+            in_use += row.size() - static_cast<size_t>(std::count(row.begin(), row.end(), kNullBlock));
+        }
+        const bool with_device = in_use > plan.missing.size();
+        TierCounters& counters = tiers_.counters;
+        ++counters.loads;
+        counters.loaded_tokens += plan.gained;
+        counters.device_host += with_device && with_host && !with_disk;
+        counters.host_disk += with_host && with_disk && !with_device;
+        counters.device_host_disk += with_device && with_host && with_disk;
+        counters.windows_alone += windows;
+        counters.states_alone += states;
     }
 
     Filled Fill(Int slot, Block block, const Missing& one) const {
@@ -258,7 +282,7 @@ class TierLoads {
     }
 
     void EndWrite(Int job, Int tier, Int slot, bool is_done, bool is_good, Int* good) {
-        tiers_.each[static_cast<size_t>(tier)].EndWrite(slot, is_good, job);
+        tiers_.EndWrite(job, tier, slot, is_good, good == &tiers_.counters.saved);
         tiers_.counters.failed += !is_done;
         tiers_.counters.discarded += is_done && !is_good;
         *good += is_good;
@@ -279,6 +303,7 @@ class TierLoads {
         if (is_good) {
             tiers_.counters.loaded += static_cast<Int>(load.rows.size());
             for (const Filled& row : load.rows) ++TierOf(row.source).UseOf(row.key).loaded;
+            tiers_.NoteLoaded(load);
             // A request that went back behind its hit may overwrite the blocks: it registers them when it has computed
             // them.
             if (!runs || requests_.computed[slot] >= load.num_tokens) {

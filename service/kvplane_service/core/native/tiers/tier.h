@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../pool.h"
+#include "wanted.h"
 
 namespace kvplane {
 
@@ -47,6 +48,7 @@ class Tier {
         : number(tier_number),
           medium(spec.medium),
           num_slots(spec.num_slots),
+          wanted(spec.save, spec.num_slots),
           uses(replica_spec.groups.size()),
           spec_(replica_spec),
           pairs_(all_behind.pool.pairs),
@@ -179,6 +181,7 @@ class Tier {
 
     void Clear() {
         for (Int slot = Next(kNoSlot); slot != kNoSlot; slot = Next(kNoSlot)) DropSlot(slot, kUnverified);
+        wanted.Clear();
     }
 
     // -- state -------------------------------------------------------------------------------------------------------
@@ -209,6 +212,7 @@ class Tier {
     GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
 
     const Int number, medium, num_slots;
+    Wanted wanted;                // what is copied here early
     std::vector<GroupUse> uses;  // by group
     Int hit_tokens = 0, num_shadows = 0;
     std::vector<KeyRecord> records;  // by slot: the key that it has, or that a job writes into it

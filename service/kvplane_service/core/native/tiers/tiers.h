@@ -45,11 +45,13 @@ struct Move {
 
 struct TierCounters {
     Int saved = 0, moved = 0, discarded = 0, failed = 0, loaded = 0, loads = 0, loads_failed = 0, loaded_tokens = 0,
-        waited = 0, given_up = 0, no_slot = 0, no_job = 0, too_slow = 0;
+        waited = 0, given_up = 0, no_slot = 0, no_job = 0, too_slow = 0, device_host = 0, host_disk = 0,
+        device_host_disk = 0, windows_alone = 0, states_alone = 0;
 
     std::vector<Int*> All() {
-        return {&saved,         &moved,  &discarded, &failed,  &loaded, &loads,   &loads_failed,
-                &loaded_tokens, &waited, &given_up,  &no_slot, &no_job, &too_slow};
+        return {&saved,         &moved,         &discarded,   &failed,    &loaded,           &loads,
+                &loads_failed,  &loaded_tokens, &waited,      &given_up,  &no_slot,          &no_job,
+                &too_slow,      &device_host,   &host_disk,   &device_host_disk, &windows_alone, &states_alone};
     }
 };
 
@@ -166,6 +168,53 @@ class Tiers {
         return slot;
     }
 
+    // Orders a copy of a slot that has a key into another tier; returns false if that has no slot for it.
+    bool OrderMove(Tier& tier, Int slot, Tier& target) {
+        const Key key = tier.KeyOf(slot);
+        const Location source{tier.number, slot, tier.VersionOf(slot)};
+        const Int to = BeginWrite(target, key);
+        if (to == kNoSlot) return false;
+        const Int job = NextJob();
+        jobs.moves.emplace(job, Move{key, source, target.number, to});
+        JobOrders::AddRow<6>(&orders.move, {job, source.tier, slot, source.version, target.number, to});
+        return true;
+    }
+
+    // The end of a job that wrote a slot: the slot has the key, or is free. `is_save`: from the device.
+    void EndWrite(Int job, Int number, Int slot, bool is_good, bool is_save) {
+        Tier& tier = each[static_cast<size_t>(number)];
+        tier.EndWrite(slot, is_good, job);
+        if (!is_good) return;
+        if (is_save && tier.wanted.IsEarly()) tier.MakeShadow(tier.KeyOf(slot));  // until the device evicts it next
+        Tier* const next = Behind(number);
+        if (next != nullptr && next->wanted.policy == kThrough) next->wanted.Add(slot, static_cast<uint64_t>(job));
+    }
+
+    // -- what is wanted early ----------------------------------------------------------------------------------------
+
+    void NoteComputed(const std::vector<std::pair<Block, Key>>& registered, const Spec& spec) {
+        if (each.empty() || !each[0].wanted.IsEarly()) return;
+        for (const auto& [block, key] : registered) {
+            const Int size = spec.groups[static_cast<size_t>(pool_.pairs.Group(key.pair))].block_size;
+            if (pool_.KeyTokens(block) % size == 0 && pool_.records[block].key == key)
+                each[0].wanted.NoteComputed(block, pool_.stamp[block], key, pool_.pairs);
+        }
+    }
+    void NoteHit(const std::vector<BlockList>& hit) {
+        if (each.empty() || each[0].wanted.policy != kReuse) return;
+        for (const BlockList& row : hit) {
+            for (const Block block : row) {
+                if (block != kNullBlock) each[0].wanted.NoteUsed(block, pool_.stamp[block]);
+            }
+        }
+    }
+    void NoteLoaded(const Load& load) {
+        for (const Filled& row : load.rows) {
+            Tier* const next = Behind(row.source.tier);
+            if (next != nullptr) next->wanted.NoteUsed(row.source.slot, static_cast<uint64_t>(row.source.version));
+        }
+    }
+
     // Moves what was ordered, and what happened to keys, since the last call into an answer.
     void Give(PartResult* result) {
         if (!orders.empty()) {
@@ -242,8 +291,8 @@ class Tiers {
         last_job = std::max(last_job, epoch << kJobBits);
         waits_in = 0;
         if (!memory_is_new) return;
-        for (const auto& [job, save] : jobs.saves) each[static_cast<size_t>(save.tier)].EndWrite(save.slot, false, 0);
-        for (const auto& [job, move] : jobs.moves) each[static_cast<size_t>(move.tier)].EndWrite(move.slot, false, 0);
+        for (const auto& [job, save] : jobs.saves) EndWrite(0, save.tier, save.slot, false, true);
+        for (const auto& [job, move] : jobs.moves) EndWrite(0, move.tier, move.slot, false, false);
         jobs.saves.clear();
         jobs.moves.clear();
     }
@@ -263,6 +312,12 @@ class Tiers {
     const Int most_loading;          // blocks that several loads fill at one time
 
   private:
+    // The tier behind this one; null if it is the last one.
+    Tier* Behind(Int number) {
+        const auto next = static_cast<size_t>(number) + 1;
+        return next < each.size() ? &each[next] : nullptr;
+    }
+
     BlockPool& pool_;
     Column firsts_;  // by tier: the id of its slot 0 in the blocks of a hit, and its place in a stamp table
     Int next_order_ = 0;
