@@ -22,8 +22,8 @@ class SavedTooEarly(AssertionError):
 
 
 def with_policies(tiers: Sequence[TierSpec], rng: Random) -> tuple[TierSpec, ...]:
-    """Return the tiers with a policy each: half of them save behind."""
-    policies = [SavePolicy.BEHIND, *SavePolicy]
+    """Return the tiers with a policy each: half of them save behind, and few save only what is used twice."""
+    policies = [*[SavePolicy.BEHIND] * 3, *[SavePolicy.THROUGH] * 2, SavePolicy.REUSE]
     return tuple(replace(tier, save=rng.choice(policies)) for tier in tiers)
 
 

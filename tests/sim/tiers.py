@@ -287,6 +287,8 @@ class TieredLife(TierScheduler, EngineLife):
     async def _take_result(self, parts: list[Part], answer: StepResult) -> None:
         self._ordered += [(answer.seq, number, result) for number, result in enumerate(answer.parts, answer.part)]
         await super()._take_result(parts, answer)
+        for part in parts:  # not before: until then an image must leave out a request whose load has failed
+            self.jobs_over([*part.cache.jobs_done, *part.cache.jobs_failed], part.cache.jobs_before)
 
     async def _claim(self, next_seq: int, ahead: int) -> None:
         await super()._claim(next_seq, ahead)
@@ -302,7 +304,6 @@ class TieredLife(TierScheduler, EngineLife):
 
     def _report(self, cache: Cache) -> None:
         self.jobs.report(cache, self.executed_through)
-        self.jobs_over([*cache.jobs_done, *cache.jobs_failed], cache.jobs_before)
 
     def _loads_over(self) -> list[int]:
         loading = set(self.jobs.blocks_loading)
