@@ -119,7 +119,9 @@ def partial(model: str, length: int, tensor_parallel: int, runs: int) -> None:
 
 
 def copies(page_bytes: int, runs: int) -> None:
-    """Compare gather, scatter and checksum of random blocks with one copy of the same bytes."""
+    """Compare gather, scatter and checksum of random blocks with one copy of the same bytes, which bypasses the caches,
+    and with copies of as many pieces of a page, which use them.
+    """
     num_layers, total = 12, 192 << 20
     count = total // num_layers // page_bytes
     memory = torch.zeros((num_layers, 4 * count, page_bytes), dtype=torch.uint8).random_()
@@ -127,8 +129,12 @@ def copies(page_bytes: int, runs: int) -> None:
     rows = torch.zeros((count, num_layers * page_bytes), dtype=torch.uint8)
     other = torch.zeros(total, dtype=torch.uint8)
     flat = rows.view(-1)[:total]
+    starts = range(0, flat.numel() - page_bytes + 1, page_bytes)
+    sources = [flat.data_ptr() + at for at in random.Random(2).sample(starts, len(starts))]
+    targets = [other.data_ptr() + at for at in starts]
     acts: dict[str, Callable[[], object]] = {
         "one copy": lambda: other[: flat.numel()].copy_(flat),
+        "pieces": lambda: pages.move(targets, sources, page_bytes),
         "gather": lambda: pages.gather(group, blocks, rows),
         "scatter": lambda: pages.scatter(group, blocks, rows),
         "checksum": lambda: pages.checksum(group, blocks),
@@ -140,7 +146,8 @@ def copies(page_bytes: int, runs: int) -> None:
             act()
             times[name].append(time.process_time() - began)
     speed = {name: flat.numel() / median(values) / 1e9 for name, values in times.items()}
-    shares = ", ".join(f"{name} {speed[name] / speed['one copy']:.2f}" for name in ("gather", "scatter"))
+    names = ("gather", "scatter", "pieces")
+    shares = ", ".join(f"{name} {speed[name] / speed['one copy']:.2f}" for name in names)
     print(
         f"N4 {page_bytes:,} byte pages: one copy {speed['one copy']:.1f} GB per CPU second, {shares} of it (>= 0.7);"
         f" checksum {speed['checksum']:.2f} GB per CPU second (>= 1)",

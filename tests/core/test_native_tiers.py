@@ -149,7 +149,22 @@ def what_is_worth_least_leaves_and_is_saved():
     assert min(counters.loaded, counters.saved, counters.moved) > 10, counters
 
 
+def what_changes_far_from_eviction_is_not_saved():
+    """Long prompts are saved far ahead; then steps take little, and a host that is full loses what was saved."""
+    changes = {"num_blocks": 401, "max_model_len": 300, "max_in_flight_tokens": 300}
+    engine = Mover(full(), tiers=(TierSpec(TierKind.HOST, 250),), **changes)
+    for number in range(7):
+        engine.serve(0, "".join(chr(300 + 256 * number + at) for at in range(256)))
+        engine.report()
+    for number in range(100):
+        engine.serve(1, "".join(chr(3000 + 4 * number + at) for at in range(4)))
+        engine.report()
+    assert engine.tiers.demand < 16
+    assert engine.tiers.counters.saved > 250, engine.tiers.counters
+
+
 CASES = [
+    what_changes_far_from_eviction_is_not_saved,
     what_is_worth_least_leaves_and_is_saved,
     a_load_that_is_done_before_it_could_start,
     a_reset_that_the_core_does_not_know_of,
