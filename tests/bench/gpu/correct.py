@@ -10,7 +10,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 
 from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
-from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
+from kvplane_worker.ops.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    StateInputs,
+    StatePages,
+    StateWeights,
+)
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import writes
 from kvplane_worker.ops.triton_ops.backend import TritonOps
@@ -24,6 +31,7 @@ PROCESSES = 16
 # Seeds that a process checks at a time: each compiles kernels of its own, several seconds each.
 SEEDS_AT_ONCE = 5
 STATE_ERROR = 1e-5
+WIDTH_ERROR = 2e-2
 
 Task = tuple[str, str, str, Sequence[int]]
 
@@ -50,6 +58,7 @@ def failures(device: torch.device, sizes: Sizes) -> Iterator[str]:
             yield from done.result()
     yield from different_bytes(device)
     yield from different_states(device)
+    yield from different_widths(device)
 
 
 def wrong_cases(backend: str, operation: str, device: str, seeds: Sequence[int]) -> list[str]:
@@ -79,6 +88,28 @@ def different_bytes(device: torch.device) -> list[str]:
     different = (stored[0] != stored[1]) & ~(is_nan[0] & is_nan[1])
     count = int(different.sum())
     return [f"{count} bytes differ between float8 by instructions and by integers"] if count else []
+
+
+def different_widths(device: torch.device) -> list[str]:
+    """Prompts over 8-bit pages whose values have another size than their keys, which few cases of the contract have."""
+    generator, found, lengths = torch.Generator().manual_seed(1), [], (79, 300)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for size, size_v in ((40, 16), (64, 16), (80, 40), (128, 64), (64, 128), (192, 128)):
+            room = torch.randn((40, 16, size + size_v), generator=generator).to(dtype).flatten(1).to(device)
+            k, v = room[:, : 16 * size].unflatten(1, (16, 1, size)), room[:, 16 * size :].unflatten(1, (16, 1, size_v))
+            pages = AttentionPages(k, v, *(torch.full((1,), 0.5, device=device) for _ in range(2)))
+            query = torch.randn((sum(lengths), 4, size), generator=generator).bfloat16().to(device)
+            table = torch.arange(38, dtype=torch.int32).view(2, 19) + 1
+            starts = torch.tensor([0, *lengths]).cumsum(0).int()
+            batch = Batch(table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), starts.to(device))
+            results = [
+                ops.prefill_attention(query, pages, batch, AttentionRule(size**-0.5)).double()
+                for ops in (TritonOps(), TorchOps())
+            ]
+            error = float((results[0] - results[1]).norm() / results[1].norm())
+            if not error < WIDTH_ERROR:
+                found.append(f"prefill over {dtype}, keys of {size} and values of {size_v}: error {error:.1e}")
+    return found
 
 
 def different_states(device: torch.device) -> list[str]:

@@ -85,6 +85,8 @@ FEW = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
 PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=64)
 # Products of a warp group, which is 4 warps and 64 rows: with 8 warps Triton 3.6 computes each of them twice.
 PREFILL_GROUP = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2, max_tile=64)
+# With tiles of 64 tokens Triton 3.6 multiplies odd elements of 8-bit values wrongly if values are narrower than keys.
+PREFILL_GROUP_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2, max_tile=32)
 PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=2, max_tile=32)
 INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
 # Queries x heads per tile: few where a batch has few per row on average; most where products are accumulated in tensor
@@ -259,7 +261,10 @@ def prefill_tuning(call: Call, chip: Chip) -> tuple[Tuning, int]:
         return PREFILL_SHORT, most
     if chip.has_tensor_memory:
         return PREFILL_SHORT, min(most, PREFILL_ROWS_SMALL) if call.width_k > WIDE else most
-    return PREFILL_GROUP if chip.can_overlap else PREFILL, most
+    if not chip.can_overlap:
+        return PREFILL, most
+    has_narrow_values = power_of_two(call.width_v) < power_of_two(call.width_k)
+    return PREFILL_GROUP_SHORT if call.is_fp8 and has_narrow_values else PREFILL_GROUP, most
 
 
 class Prepared:
