@@ -23,6 +23,7 @@ import torch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.lookup import PrefixLookup
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import Kept, read_index, write_index
@@ -99,11 +100,12 @@ def look_up() -> str:
     engine.idle()
     coordinator = engine.replica.coordinator
     pool, (host,) = coordinator.pool, coordinator.tiers.each
+    digests = engine.replica.requests.content[0].digests
     keys = [key for block in range(1, pool.num_blocks) if (key := pool.key_of(block)) is not None]
 
     def on(lookup: PrefixLookup) -> Callable[[], None]:
         def find() -> None:
-            assert coordinator.find_hit(0, TOKENS, lookup).num_tokens >= TOKENS - BLOCK
+            assert lookup.find(digests, "", coordinator.most_hit(0), INSIDE, TOKENS).num_tokens >= TOKENS - BLOCK
 
         return find
 

@@ -361,3 +361,17 @@ def test_random_engines_have_the_tokens_of_a_run_without_a_cache(mix, seed):
     assert engine.is_empty
     ends = [end for part, _ in engine.parts for end in part.facts.end]
     assert set(ends) <= {End.NONE, End.FREE}
+
+
+def test_waiting_requests_are_prefetched_once():
+    """Those near the head of the queue, also before there is a place for them."""
+    scheduler = Scheduler(spec_of(), replace(SMALL, max_running=1, admit_rows=1, prefetch_rows=3))
+    for number in range(5):
+        scheduler.add(Request(f"{number}", [number] * 9, 2))
+    part = scheduler.plan()
+    assert (part.admit.slot, part.prefetch.slot, part.news.slot) == ([0], [0, 1, 2], [0, 1, 2])
+    part = scheduler.plan()
+    assert (part.prefetch.slot, part.news.slot) == ([], [])
+    (first, *_) = scheduler.waiting
+    scheduler.abort(first)
+    assert scheduler.plan().prefetch.slot == [0], "the slot is used again"

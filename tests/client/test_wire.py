@@ -23,6 +23,7 @@ from kvplane.base.groups import (
     Medium,
     ReplicaSpec,
 )
+from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.requests import Content
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import (
@@ -187,6 +188,19 @@ def peeks(draw):
     return Peek(slots, with_blocks=draw(st.booleans()), limit=draw(column(len(slots), u32)))
 
 
+@st.composite
+def prefetches(draw):
+    rows = draw(st.integers(0, 3))
+    _, _, num_hashes, hashes = draw(contents(rows))
+    return Prefetch(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        num_hashes=num_hashes,
+        hashes=hashes,
+        domain=draw(column(rows, names)),
+        within_ns=draw(column(rows, u64)),
+    )
+
+
 parts = st.builds(
     Part,
     facts=facts(),
@@ -198,6 +212,7 @@ parts = st.builds(
     run=runs(),
     admit=admits(),
     peek=peeks(),
+    prefetch=prefetches(),
     budget=st.builds(Budget, tokens=u32, input=u32, overhead=u32),
     with_tables=st.booleans(),
 )
@@ -281,6 +296,7 @@ def part_results(draw):
         reset_done=draw(st.booleans()),
         orders=draw(orders()),
         free_blocks=draw(u32),
+        prefetched=Prefetched(*([draw(u32), draw(u32)] for _ in range(3))),
         events=draw(st.lists(events, max_size=2)),
         tier_events=draw(st.lists(of_tiers, max_size=2)),
     )

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import ReplicaSpec, TierKind
+from kvplane.base.prefetch import Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
 from kvplane_service.core.tiers import behind
@@ -134,6 +136,14 @@ class TierScheduler(RandomScheduler):
                 admit.flags[row] |= int(RowFlag.LOAD)
                 admit.expected_hit[row] = ANY_HIT if self._chance(90) else admit.expected_hit[row]
         return admit
+
+    def _parts(self) -> list[Part]:
+        parts = super()._parts()
+        rng = copy(self.rng)  # a copy: the run of a seed stays as it was
+        if len(self.spec.tiers) > 1 and rng.random() < 0.3:
+            slots = [slot for slot in parts[-1].peek.slot if rng.random() < 0.7]
+            parts[-1].prefetch = Prefetch(slots, within_ns=[rng.choice([0, 0, 1, 10**9]) for _ in slots])
+        return parts
 
     def jobs_over(self, numbers: Container[int], before: int = 0) -> None:
         """The next step reports the ends of these jobs, and of all with lower numbers than `before`."""

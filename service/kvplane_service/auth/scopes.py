@@ -58,6 +58,7 @@ METHODS: Mapping[str, Rule] = {
         Free=_ALLOCATE,
         EvictBlocks=_CHANGE,
         ResetPrefixCache=_CHANGE,
+        Prefetch=_ALLOCATE,
         Session=_ALLOCATE,
     ),
     **service_rules("Events", Subscribe=Rule(Scope.EVENTS)),

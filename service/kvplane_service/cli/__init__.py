@@ -36,6 +36,7 @@ COMMANDS = {
     "snapshot": "kvplane_service.cli.query.state",
     "evict": "kvplane_service.cli.query.changes",
     "reset": "kvplane_service.cli.query.changes",
+    "prefetch": "kvplane_service.cli.query.changes",
     "deregister": "kvplane_service.cli.query.changes",
     "doctor": "kvplane_service.cli.query.service",
     "health": "kvplane_service.cli.query.service",

@@ -123,18 +123,18 @@ class Coordinator:
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
-    def find_hit(self, slot: int, limit: int = FOREVER, lookup: PrefixLookup | None = None) -> Hit:
-        """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing.
+    def find_hit(self, slot: int, limit: int = FOREVER) -> Hit:
+        """Find the request's longest prefix of at most `limit` tokens that the device has. Changes nothing."""
+        digests, domain = self.requests.content[slot].digests, self.requests.domain[slot]
+        return self.lookup.find(digests, domain, self.most_hit(slot), INSIDE, limit)
 
-        A hit never includes the last token of the prompt, which must be computed for its logits. `lookup`: `union` =
-        also what only the tiers have.
+    def most_hit(self, slot: int) -> int:
+        """Return how many tokens of a request a hit may have: never the last one of the prompt, which must be computed
+        for its logits.
         """
         requests = self.requests
         most = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
-        if self.hits_end_in_prompt:
-            most = min(most, requests.num_prompt[slot])
-        lookup = self.lookup if lookup is None else lookup
-        return lookup.find(requests.content[slot].digests, requests.domain[slot], most, INSIDE, limit)
+        return min(most, requests.num_prompt[slot]) if self.hits_end_in_prompt else most
 
     def hit_is_ready(self, hit: Hit) -> bool:
         """Whether the request may take references to the blocks of the hit, in every group, in this step; otherwise the

@@ -1,7 +1,7 @@
 """The cache of one engine instance: applies steps, which change what blocks requests have, and answers reads.
 
 apply(step):  validate -> executed_through -> for each part:
-              facts -> cache -> news -> resume -> run -> admit -> peek -> result
+              facts -> cache -> news -> resume -> run -> admit -> peek -> prefetch -> result
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import copy_entries
 from kvplane_service.core.step_applier import StepApplier, align_chunk
 from kvplane_service.core.tiers.behind import SaveBehind
+from kvplane_service.core.tiers.loads import TierLoads
+from kvplane_service.core.tiers.prefetch import order_prefetch
 from kvplane_service.core.validate import StepValidator
 
 
@@ -403,6 +405,9 @@ class Replica:
         if part.admit.slot:
             applier.admit(part.admit)
         self._peek(part.peek, result)
+        if part.prefetch.slot:
+            loads = TierLoads(self.coordinator, self.tracker)
+            order_prefetch(self.coordinator, loads, part.prefetch, result.prefetched)
         if part.with_tables:
             self._add_all_tables(part, result)
         self.counters.unaligned_chunks += applier.unaligned_chunks

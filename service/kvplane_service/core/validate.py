@@ -7,15 +7,14 @@ is cached) is never an error: such a row is answered with 0 tokens or a status.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add, gt, or_
+from operator import add, gt
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.hashing import block_digest
+from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -27,7 +26,6 @@ from kvplane.base.step import (
     News,
     OnRefusal,
     Part,
-    Peek,
     RowFlag,
     Run,
     Step,
@@ -36,10 +34,10 @@ from kvplane.base.step import (
 from kvplane_service.core.policies import check_hints
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 from kvplane_service.core.setup import states_for_drafts
-from kvplane_service.core.tiers.checks import OrderedJobs, check_jobs, check_load_rows
+from kvplane_service.core.tiers.checks import MAX_WITHIN_NS, OrderedJobs, check_jobs, check_load_rows, check_prefetch
+from kvplane_service.core.value_checks import ValueChecks
 
 MAX_LOOKAHEAD = 4096
-MAX_TOKEN_ID = (1 << 32) - 1
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
@@ -65,7 +63,7 @@ class _Slot:
     digest_size: int
 
 
-class StepValidator:
+class StepValidator(ValueChecks):
     """Checks whether a step can be applied to the current state of the replica. Changes nothing."""
 
     def __init__(
@@ -91,7 +89,6 @@ class StepValidator:
         self._ended = False  # some slot ends in this step
         self._asked_to_load: set[int] = set()  # slots of admit rows of this message
         self._loads_over: set[int] = set()  # slots whose request or load ends in this message
-        self._where = ""
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument, naming the field at fault, if a part of the step cannot be applied."""
@@ -131,6 +128,8 @@ class StepValidator:
             self._columns(part.peek, ("limit",), "peek")
             self._range(part.peek.limit, 0, UNLIMITED, "peek.limit")
             self._live(part.peek.slot, "peek.slot")
+        if part.prefetch != _EMPTY.prefetch:
+            self._prefetch(part.prefetch)
         if part.budget != _EMPTY.budget:
             for name in ("tokens", "input", "overhead"):
                 self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
@@ -406,6 +405,14 @@ class StepValidator:
             admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "PREEMPT is for run rows: use STOP or SKIP"
         )
 
+    def _prefetch(self, rows: Prefetch) -> None:
+        self._columns(rows, ("num_hashes", "domain", "within_ns"), "prefetch")
+        self._digest_size(rows.hashes, rows.num_hashes, "prefetch")
+        self._require(all(isinstance(one, str) for one in rows.domain), "prefetch.domain", "every entry must be a text")
+        self._range(rows.within_ns, 0, MAX_WITHIN_NS, "prefetch.within_ns")
+        check_prefetch(rows, self._spec, self._where)
+        self._live([slot for slot in rows.slot if slot != NO_REQUEST], "prefetch.slot")
+
     # -- checks of values --------------------------------------------------------------------------------------------
 
     def _look(self, slot: int) -> _Slot:
@@ -467,32 +474,3 @@ class StepValidator:
             f"{len(hashes)} bytes for {count} hashes of {size} bytes (hash_algorithm {algorithm.value})",
         )
         return size
-
-    def _columns(self, section: Facts | News | Run | Admit | Peek, names: Sequence[str], where: str) -> None:
-        """Require that each of these columns has one entry per row, or no entry."""
-        rows = len(section.slot)
-        for name in names:
-            column = getattr(section, name)
-            if column and len(column) != rows:
-                self._require(
-                    False, f"{where}.{name}", f"{len(column)} entries for {rows} rows; send one per row, or none"
-                )
-
-    def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
-        if column and not (low <= min(column) and max(column) <= high):
-            self._require(False, field, f"every entry must be {low} to {high}, found {min(column)} to {max(column)}")
-
-    def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
-        unknown = reduce(or_, column, 0) & ~allowed
-        if unknown:
-            name = ": LOAD is for admit rows of a replica with tiers" if unknown & RowFlag.LOAD else ""
-            what = f"bit {unknown & -unknown} is not a flag of these rows{name}"
-            raise InvalidArgument(what, field=self._where + field, remedy="leave it out")
-
-    def _token_ids(self, tokens: Sequence[int], field: str) -> None:
-        if not isinstance(tokens, array) or tokens.typecode not in "BHI":  # each entry of such an array is an id
-            self._range(tokens, 0, MAX_TOKEN_ID, field)
-
-    def _require(self, holds: bool, field: str, message: str) -> None:
-        if not holds:
-            raise InvalidArgument(message, field=self._where + field)

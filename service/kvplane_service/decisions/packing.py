@@ -27,6 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from kvplane import wire
 from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
+from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.step import (
     Admit,
     Blocks,
@@ -311,12 +312,14 @@ def _paths(owner: type, sections: dict[str, type]) -> Iterator[tuple[str, str]]:
 
 _PART = _Shape(
     Part,
-    {"facts": Facts, "cache": Cache, "news": News, "run": Run, "admit": Admit, "peek": Peek, "budget": Budget},
+    {"facts": Facts, "cache": Cache, "news": News, "run": Run, "admit": Admit, "peek": Peek, "prefetch": Prefetch,
+     "budget": Budget},
     _TOKENS | {"resume"},
 )
 _RESULT = _Shape(
     PartResult,
-    {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders, "declined": Declined},
+    {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders, "declined": Declined,
+     "prefetched": Prefetched},
     frozenset({"events", "tier_events"}),
 )
 _RESUME = _Shape(Resume, {}, frozenset())

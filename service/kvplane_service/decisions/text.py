@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvplane.base.declined import Declined, WhyDeclined
+from kvplane.base.prefetch import NO_REQUEST, Prefetch, Prefetched, PrefetchOutcome
 from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
 
 _SHOWN = 8  # numbers of a list in a line
@@ -58,7 +59,16 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     yield from _order_lines(result.orders)
     yield from (f"preempted slot {slot}" for slot in result.preempted)
     yield from (f"peek slot {slot}: hit {hit}" for slot, hit in zip(part.peek.slot, result.peek_hit, strict=True))
+    yield from _prefetch_lines(part.prefetch, result.prefetched)
     yield f"{result.free_blocks} blocks free"
+
+
+def _prefetch_lines(asked: Prefetch, done: Prefetched) -> Iterator[str]:
+    rows = zip(asked.slot, done.hit, done.blocks, done.outcome, strict=True)
+    for row, (slot, hit, blocks, outcome) in enumerate(rows):
+        name = f"{asked.num_hashes[row]} hashes" if slot == NO_REQUEST else f"slot {slot}"
+        why = PrefetchOutcome(outcome).name.lower().replace("_", " ")
+        yield f"prefetch {name}: hit {hit}, {blocks} blocks to the first tier ({why})"
 
 
 def _declined_lines(slots: Sequence[int], declined: Declined) -> Iterator[str]:
@@ -78,7 +88,7 @@ def _order_lines(orders: Orders) -> Iterator[str]:
     if orders.save_job:
         yield f"save blocks {_numbers(orders.save_block)} as jobs {_numbers(orders.save_job)}"
     if orders.move_job:
-        yield f"move {len(orders.move_job)} slots to the next tier as jobs {_numbers(orders.move_job)}"
+        yield f"move {len(orders.move_job)} slots to another tier as jobs {_numbers(orders.move_job)}"
 
 
 def _numbers(values: Sequence[int]) -> str:

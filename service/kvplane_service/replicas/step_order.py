@@ -196,7 +196,7 @@ def count_rows(step: Step) -> int:
     """Count the rows of a step. A part without rows counts as one, so that the number of parts is limited too."""
     total = 0
     for part in step.parts:
-        sections = (part.facts, part.news, part.run, part.admit, part.peek)
+        sections = (part.facts, part.news, part.run, part.admit, part.peek, part.prefetch)
         others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
         resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0
         total += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))

@@ -21,7 +21,7 @@ from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.store.ownership import Durable, OwnerUnknown
-from kvplane_service.unary.calls import EvictCall, ResetCall
+from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
@@ -157,6 +157,13 @@ class AllocationServicer:
         _check_operator(entry)
         CALL.get().count(prices.BLOCK_BYTES * entry.host.replica.spec.num_blocks)
         return await entry.unary.do(decode.decode_header(request.header, raw), ResetCall(), encode.encode_reset)
+
+    async def Prefetch(self, request: pb.PrefetchRequest, raw: bytes) -> bytes:  # noqa: N802
+        """Copy what only the disk has of a prompt's longest hit to the host tier."""
+        entry = self._entry(request.header)
+        content = decode.decode_content(request.content, entry.host.scheme)
+        call = PrefetchCall(content, request.within_ms * 1_000_000)
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_prefetched)
 
     async def Session(self, context: Context) -> None:  # noqa: N802
         """Serve the bidirectional stream on which an engine sends its steps and gets the answers."""

@@ -124,6 +124,14 @@ def encode_evicted(step: StepResult) -> bytes:
     return message.SerializeToString()
 
 
+def encode_prefetched(step: StepResult) -> bytes:
+    """Return the serialized PrefetchResponse, from the result of the step that ordered the copies."""
+    done = step.parts[0].prefetched
+    outcome = pb.PrefetchOutcome.Name(1 + done.outcome[0])
+    message = pb.PrefetchResponse(seq=step.seq, hit_tokens=done.hit[0], copied_blocks=done.blocks[0], outcome=outcome)
+    return message.SerializeToString()
+
+
 def encode_reset(step: StepResult) -> bytes:
     """Return the serialized ResetPrefixCacheResponse, from the result of the step that reset the cache."""
     message = pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done)

@@ -23,8 +23,9 @@ _COUNTS = (
     (
         "kvplane_tier_writes",
         "Blocks whose copy into a tier was ordered, by what became of it: saved from the device; moved from the tier "
-        "before; discarded (the source changed meanwhile); failed; no_slot (every slot was read or written).",
-        ("saved", "moved", "discarded", "failed", "no_slot"),
+        "before, or for a prefetch (prefetched has those alone); discarded (the source changed meanwhile); failed; "
+        "no_slot (every slot was read or written).",
+        ("saved", "moved", "prefetched", "discarded", "failed", "no_slot"),
     ),
     (
         "kvplane_tier_loads",

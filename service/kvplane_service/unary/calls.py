@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashTail
+from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.step import (
     ANY_HIT,
     NO_EXTRA_KEYS,
@@ -276,6 +278,28 @@ class ResetCall(UnaryCall[StepResult]):
     def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
         """Plan a cache section (the part of a step that changes cached blocks) that removes all keys."""
         return Plan(Part(cache=Cache(reset=True)), _itself)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchCall(UnaryCall[StepResult]):
+    """One Prefetch call: copies what only the disk has of a prompt's longest hit to the host tier."""
+
+    content: Content
+    within_ns: int = 0
+
+    async def prepare(self, unary: UnaryCalls) -> Self:
+        """Hash the tokens."""
+        return replace(self, content=await unary.hash_content(self.content))
+
+    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+        """Plan a row of the section `prefetch`."""
+        del unary
+        given = self.content
+        if not given.num_hashes:
+            what = f"a prompt of {given.num_tokens} tokens has no full block"
+            raise InvalidArgument(what, field="content", remedy="prefetch longer prompts alone")
+        rows = Prefetch([NO_REQUEST], [given.num_hashes], given.hashes, [given.domain], [self.within_ns])
+        return Plan(Part(prefetch=rows), _itself)
 
 
 def _itself(result: StepResult) -> StepResult:

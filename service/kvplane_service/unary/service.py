@@ -45,6 +45,7 @@ from kvplane_service.unary.calls import (
     FreeCall,
     Hashes,
     Plan,
+    PrefetchCall,
     ResetCall,
     UnaryCall,
 )
@@ -97,7 +98,8 @@ class UnaryCalls:
         Raises:
             OtherWriter: a session writes to the replica.
             Unavailable: the engine of a replica with a session has not evicted blocks, or reset its cache, in time.
-            FailedPrecondition: blocks are to be evicted after the engine has left: its other keys would be lost too.
+            FailedPrecondition: blocks are to be evicted after the engine has left: its other keys would be lost too; or
+                a prompt is to be prefetched without an engine that the service decides for.
             StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
             OpIdReused: `op_id` was used with other content.
             Busy: too many long contents wait to be hashed, or too many long calls to be applied.
@@ -105,6 +107,14 @@ class UnaryCalls:
         """
         host = self.host
         has_engine = host.mirror.is_attached or host.state is ReplicaState.LIVE
+        if isinstance(call, PrefetchCall):
+            if host.mirror.is_attached or not has_engine:
+                raise FailedPrecondition(
+                    f"{host.name} has no engine whose movers could copy blocks, or one that decides itself",
+                    field="replica",
+                    remedy="connect an engine with a session and movers, or let the engine prefetch",
+                )
+            return await self._ask_engine(header, await call.prepare(self), encode)
         if isinstance(call, EvictCall | ResetCall) and has_engine:
             return await self._ask_engine(header, call, encode)
         prepared: UnaryCall[_Answer] | None = None
@@ -128,7 +138,7 @@ class UnaryCalls:
                 return await self.apply(header, prepared, encode)
 
     async def _ask_engine(self, header: CallHeader, call: UnaryCall[Any], encode: Encode[Any]) -> bytes:
-        """Let the engine of a replica with a session change its cache; returns the answer when it has.
+        """Let the engine of a replica with a session change its cache, or prefetch; returns the answer when it has.
 
         Raises Unavailable if it has not in time, and InvalidArgument as `do`.
         """
@@ -140,7 +150,7 @@ class UnaryCalls:
         plan = call.plan(self)
         with unary_fields():
             self.host.replica.check_alone(plan.part)
-        result = await self.host.mirror.requests.ask(self.host.name, plan.part.cache)
+        result = await self.host.mirror.requests.ask(self.host.name, plan.part)
         return self._keep(header, encode(plan.done(result)))
 
     async def apply(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:

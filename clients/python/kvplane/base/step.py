@@ -2,9 +2,9 @@
 
 One scheduler iteration of an engine is one Step: what happened to requests, which requests are new, and what to run, in
 the order of the engine's priorities. A step consists of parts, a part of sections (such as `facts`), a section of rows:
-usually one row per request. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek,
-each section in row order, and each row completely before the next one. So a step has the same result whether it is sent
-whole or one row per part. Only `resume` is applied as a whole, before any other row of an engine life runs.
+usually one row per request. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek ->
+prefetch, each section in row order, and each row completely before the next one. So a step has the same result whether
+it is sent whole or one row per part. Only `resume` is applied as a whole, before any other row of an engine life runs.
 
 A column is a list with one entry per row, or an empty list if every row has the default that the column's comment
 states. On the wire a column is packed little-endian u32 (i32 if it may be negative, u64 where noted); see
@@ -20,6 +20,7 @@ from enum import IntEnum, IntFlag
 from kvplane.base.declined import Declined
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
+from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.typed import check
 from kvplane.base.when_read import made_when_read
 
@@ -141,8 +142,7 @@ class Cache:
     jobs_done: list[int] = field(default_factory=list)  # u64: jobs of `Orders` that every rank has done and verified
     jobs_failed: list[int] = field(default_factory=list)  # u64: jobs that failed, and that no rank works on any more
     jobs_before: int = 0  # u64: jobs with lower numbers that were not reported have failed, as those of `jobs_failed`
-    # u64, nanoseconds, from now on: to compute a token of a prompt, then to load a block from each tier; 0 = unknown. A
-    # hit is loaded if that takes less time than to compute it, and while a cost is unknown.
+    # u64 ns, from now on: to compute a token, then to load a block from each tier; 0 = unknown, and taken as less
     costs_ns: list[int] = field(default_factory=list)
 
 
@@ -301,6 +301,7 @@ class Part:
     run: Run = field(default_factory=Run)
     admit: Admit = field(default_factory=Admit)
     peek: Peek = field(default_factory=Peek)
+    prefetch: Prefetch = field(default_factory=Prefetch)
     budget: Budget = Budget()
     with_hashes: bool = False  # answer with the block hashes of facts and news rows, for checks
     with_tables: bool = False  # answer with the full block tables of all run and admit rows, for debugging
@@ -333,10 +334,8 @@ class Step:
 
 @dataclass(slots=True)
 class Blocks:
-    """Block ids for some rows and groups: entry k has `count[k]` ids for group `group[k]` of row `row[k]`.
-
-    Run rows are numbered from 0, and the numbers of admit rows continue after the last run row. In
-    PartResult.peek_blocks, peek rows are numbered from 0.
+    """Block ids for some rows and groups: entry k has `count[k]` ids for group `group[k]` of row `row[k]`. Run rows are
+    numbered from 0, and admit rows behind the last run row; in PartResult.peek_blocks, peek rows are numbered from 0.
     """
 
     row: MutableSequence[int] = field(default_factory=list)
@@ -480,6 +479,7 @@ class PartResult:
     admit_job: MutableSequence[int] = field(default_factory=list)  # u64, default 0: loads the hit; run rows follow it
     admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device
     declined: Declined = field(default_factory=Declined)  # hits of tiers that are not loaded
+    prefetched: Prefetched = field(default_factory=Prefetched)
     tier_events: Sequence[CacheEvent] = field(default_factory=list)  # of the tiers, apart: their `blocks` are slots
 
 

@@ -224,6 +224,14 @@ class Client:
         """
         return self._do(calls.evict_blocks(replica, block_ids, at))
 
+    def prefetch(
+        self, replica: str, content: Content, *, within_s: float = 0.0, at: At = HERE
+    ) -> allocation_pb2.PrefetchResponse:
+        """Copy what only the disk has of a prompt's longest hit to the host tier, for a request that will come. It is
+        left out if it would take longer than `within_s` seconds; 0 = at any time.
+        """
+        return self._do(calls.prefetch(replica, content, within_s, at))
+
     def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
         """Remove every key of the prefix cache. Does nothing while a request holds a block; the answer states whether
         the keys were removed.

@@ -34,6 +34,8 @@ class Limits:
         lookahead: token positions that each row asks for in addition to its drafts.
         commits: report accepted drafts as committed, so that other requests can hit their blocks one step earlier.
         admit_flags: flags of each admit row. With LOAD, hits are loaded from the tiers of the replica (`TierJobs`).
+        prefetch_rows: most waiting requests that a step prefetches, those next to be admitted, each once: what only the
+            disk has of their hits is copied to the host (`Prefetch`). 0 for a replica without both tiers.
     """
 
     max_running: int = 256
@@ -45,6 +47,7 @@ class Limits:
     lookahead: int = 0
     commits: bool = False
     admit_flags: RowFlag = RowFlag.NONE
+    prefetch_rows: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +72,7 @@ class Request:
         load: job that loads its hit, which it waits for; 0 = none.
         may_load: whether its next admission may load from tiers.
         is_admitted: whether it was admitted, and has not computed a token since.
+        is_prefetched: whether a step has prefetched it.
     """
 
     request_id: str
@@ -87,6 +91,7 @@ class Request:
     load: int = field(default=0, init=False)
     may_load: bool = field(default=True, init=False)
     is_admitted: bool = field(default=False, init=False)
+    is_prefetched: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if the prompt is empty or `max_new_tokens` is below 1."""

@@ -23,7 +23,7 @@ from kvplane.base.step import (
     RowFlag,
 )
 from kvplane.scheduling.requests import NO_SLOT, Counts, Limits, Request, Scheduled
-from kvplane.session.rows import AdmitRow, FactRow, ResumeRow, Row, RunRow, part_of, resume_of
+from kvplane.session.rows import AdmitRow, FactRow, PrefetchRow, ResumeRow, Row, RunRow, part_of, resume_of
 from kvplane.session.tables import BlockTables
 
 MAX_IDLE_STEPS = 8
@@ -154,7 +154,7 @@ class Scheduler:
 
     def plan(self) -> Part:
         """Return the part of the next step: the results of the last launch, then the rows to run and to admit."""
-        rows: list[Row] = [*self._facts, *map(self._run_row, self._running), *self._admissions()]
+        rows: list[Row] = [*self._facts, *map(self._run_row, self._running), *self._admissions(), *self._prefetches()]
         part = part_of(*rows, budget=self._budget, cache=Cache(failed_steps=self._lost_steps))
         part.admit.max_running = self._limits.max_running
         part.admit.only_if_no_preemption = True
@@ -184,6 +184,19 @@ class Scheduler:
                 yield request.news_row()
             flags = limits.admit_flags if request.may_load else limits.admit_flags & ~RowFlag.LOAD
             yield AdmitRow(request.slot, cap=limits.chunk_tokens, lookahead=limits.lookahead, flags=flags)
+
+    def _prefetches(self) -> Iterator[Row]:
+        """Yield a row for each request near the head of the queue that no step has prefetched, with a news row as
+        `_admissions`. One that this step admits has none of its blocks copied.
+        """
+        for request in islice(self._waiting, self._limits.prefetch_rows):
+            if request.is_prefetched:
+                continue
+            if request.slot == NO_SLOT:
+                self._take_slot(request)
+                yield request.news_row()
+            request.is_prefetched = True
+            yield PrefetchRow(request.slot)
 
     def _take_slot(self, request: Request) -> None:
         if not self._free_slots:

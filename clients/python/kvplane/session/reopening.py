@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 
+from kvplane.base.prefetch import Prefetched
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult, Resume, Step, StepResult
 
@@ -234,6 +235,7 @@ def _nothing_granted(part: Part, free_blocks: int) -> PartResult:
         admit_single_group_hit=[0] * rows,
         peek_hit=[0] * len(part.peek.slot),
         peek_single_group_hit=[0] * len(part.peek.slot),
+        prefetched=Prefetched(*([0] * len(part.prefetch.slot) for _ in range(3))),
         num_hashes=[0] * known,
         last_hash=[b""] * known,
         free_blocks=free_blocks,

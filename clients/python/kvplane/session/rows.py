@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
+from kvplane.base.prefetch import Prefetch
 from kvplane.base.step import (
     ALL_GROUPS,
     ANY_HIT,
@@ -137,7 +138,14 @@ class PeekRow(Row):
     limit: int = UNLIMITED
 
 
-AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
+@dataclass(frozen=True, slots=True)
+class PrefetchRow(Row):
+    """A row of the section `prefetch`: a request that will be admitted soon. See `Prefetch`, which takes hashes too."""
+
+    within_ns: int = 0
+
+
+AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow | PrefetchRow
 CONTENT = {"tokens", "num_tokens", "hashes"}  # attributes of rows that become several columns
 
 
@@ -168,6 +176,7 @@ def _part_of(rows: Sequence[Row], budget: Budget | None, cache: Cache | None) ->
     _fill(part.run, [row for row in rows if isinstance(row, RunRow)])
     _fill(part.admit, [row for row in rows if isinstance(row, AdmitRow)])
     part.peek.slot = [row.slot for row in rows if isinstance(row, PeekRow)]
+    _fill(part.prefetch, [row for row in rows if isinstance(row, PrefetchRow)])
     return part
 
 
@@ -186,7 +195,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
     )
 
 
-def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
+def _fill(section: Facts | News | Run | Admit | Prefetch, rows: Sequence[Row]) -> None:
     """Set each column of a section for which at least one row has a value other than the default."""
     if not rows:
         return

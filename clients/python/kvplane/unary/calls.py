@@ -151,6 +151,15 @@ def reset_prefix_cache(replica: str, at: At) -> Call[allocation_pb2.ResetPrefixC
 
 
 @checked
+def prefetch(replica: str, content: Content, within_s: float, at: At) -> Call[allocation_pb2.PrefetchResponse]:
+    """Build the call that copies what only the disk has of a prompt to the host tier."""
+    fields = {"content": wire.encode_content(content), "within_ms": round(within_s * 1000)}
+    fields["header"] = _header(replica, at)
+    request = build(allocation_pb2.PrefetchRequest, "request", fields)
+    return Call(f"/{ALLOCATION}/Prefetch", request, allocation_pb2.PrefetchResponse)
+
+
+@checked
 def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
     """Build the call for the state of a replica's allocator."""
     request = build(admin_pb2.SnapshotRequest, "request", {"replica": replica, "summary": summary})

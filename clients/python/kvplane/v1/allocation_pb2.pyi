@@ -50,6 +50,13 @@ class EndKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     END_KIND_HELD: _ClassVar[EndKind]
     END_KIND_PREEMPTED: _ClassVar[EndKind]
     END_KIND_RELEASED: _ClassVar[EndKind]
+
+class PrefetchOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFETCH_OUTCOME_UNSPECIFIED: _ClassVar[PrefetchOutcome]
+    PREFETCH_OUTCOME_ALL: _ClassVar[PrefetchOutcome]
+    PREFETCH_OUTCOME_TOO_LATE: _ClassVar[PrefetchOutcome]
+    PREFETCH_OUTCOME_TOO_MANY: _ClassVar[PrefetchOutcome]
 REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_IDLE: ReplicaState
 REPLICA_STATE_LIVE: ReplicaState
@@ -77,6 +84,10 @@ END_KIND_FREE: EndKind
 END_KIND_HELD: EndKind
 END_KIND_PREEMPTED: EndKind
 END_KIND_RELEASED: EndKind
+PREFETCH_OUTCOME_UNSPECIFIED: PrefetchOutcome
+PREFETCH_OUTCOME_ALL: PrefetchOutcome
+PREFETCH_OUTCOME_TOO_LATE: PrefetchOutcome
+PREFETCH_OUTCOME_TOO_MANY: PrefetchOutcome
 
 class RegisterReplicaRequest(_message.Message):
     __slots__ = ("replica", "spec", "model", "layers", "num_ranks", "namespace_digest")
@@ -663,6 +674,28 @@ class EvictBlocksResponse(_message.Message):
     RESULT_FIELD_NUMBER: _ClassVar[int]
     result: MutationResult
     def __init__(self, result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("header", "content", "within_ms")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    content: RequestContent
+    within_ms: int
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., within_ms: _Optional[int] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ("seq", "hit_tokens", "copied_blocks", "outcome")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    hit_tokens: int
+    copied_blocks: int
+    outcome: PrefetchOutcome
+    def __init__(self, seq: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., outcome: _Optional[_Union[PrefetchOutcome, str]] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ("header",)

@@ -91,6 +91,11 @@ class AllocationStub(object):
                 request_serializer=kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/kvplane.v1.Allocation/Prefetch',
+                request_serializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/kvplane.v1.Allocation/Session',
                 request_serializer=kvplane_dot_v1_dot_allocation__pb2.SessionRequest.SerializeToString,
@@ -187,6 +192,16 @@ class AllocationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Copies what only the disk has of a prompt's longest hit to the host, in the engine's next step (step.proto, Prefetch), so
+        that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
+        replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
+        decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Session(self, request_iterator, context):
         """The engine's stream: steps in, results out, in order. The first message opens the session.
         A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -249,6 +264,11 @@ def add_AllocationServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.SerializeToString,
             ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
@@ -533,6 +553,33 @@ class Allocation(object):
             '/kvplane.v1.Allocation/ResetPrefixCache',
             kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheRequest.SerializeToString,
             kvplane_dot_v1_dot_allocation__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Allocation/Prefetch',
+            kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.SerializeToString,
+            kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

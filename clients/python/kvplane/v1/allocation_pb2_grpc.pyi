@@ -74,6 +74,12 @@ class AllocationStub:
     """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
     for EvictBlocks.
     """
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_allocation_pb2.PrefetchRequest, _allocation_pb2.PrefetchResponse]
+    """Copies what only the disk has of a prompt's longest hit to the host, in the engine's next step (step.proto, Prefetch), so
+    that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
+    replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
+    decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
+    """
     Session: _grpc.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
     A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -126,6 +132,12 @@ class AllocationAsyncStub(AllocationStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_allocation_pb2.ResetPrefixCacheRequest, _allocation_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
     for EvictBlocks.
+    """
+    Prefetch: _aio.UnaryUnaryMultiCallable[_allocation_pb2.PrefetchRequest, _allocation_pb2.PrefetchResponse]  # type: ignore[assignment]
+    """Copies what only the disk has of a prompt's longest hit to the host, in the engine's next step (step.proto, Prefetch), so
+    that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
+    replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
+    decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
     """
     Session: _aio.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]  # type: ignore[assignment]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
@@ -236,6 +248,18 @@ class AllocationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocation_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_allocation_pb2.ResetPrefixCacheResponse]]:
         """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots; a mirrored replica as
         for EvictBlocks.
+        """
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _allocation_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocation_pb2.PrefetchResponse, _abc.Awaitable[_allocation_pb2.PrefetchResponse]]:
+        """Copies what only the disk has of a prompt's longest hit to the host, in the engine's next step (step.proto, Prefetch), so
+        that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
+        replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
+        decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
         """
 
     @_abc_1.abstractmethod

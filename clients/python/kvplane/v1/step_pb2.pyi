@@ -218,6 +218,30 @@ class Peek(_message.Message):
     limit: bytes
     def __init__(self, slot: _Optional[bytes] = ..., with_blocks: bool = ..., limit: _Optional[bytes] = ...) -> None: ...
 
+class Prefetch(_message.Message):
+    __slots__ = ("slot", "num_hashes", "hashes", "domain", "within_ns")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_NS_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    num_hashes: bytes
+    hashes: bytes
+    domain: _containers.RepeatedScalarFieldContainer[str]
+    within_ns: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., domain: _Optional[_Iterable[str]] = ..., within_ns: _Optional[bytes] = ...) -> None: ...
+
+class Prefetched(_message.Message):
+    __slots__ = ("hit", "blocks", "outcome")
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    hit: bytes
+    blocks: bytes
+    outcome: bytes
+    def __init__(self, hit: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., outcome: _Optional[bytes] = ...) -> None: ...
+
 class Budget(_message.Message):
     __slots__ = ("tokens", "input", "overhead")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -259,7 +283,7 @@ class Resume(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume")
+    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume", "prefetch")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +294,7 @@ class Part(_message.Message):
     WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
     WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
     news: News
@@ -280,7 +305,8 @@ class Part(_message.Message):
     with_tables: bool
     with_hashes: bool
     resume: Resume
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    prefetch: Prefetch
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")
@@ -415,7 +441,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined", "prefetched")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +463,7 @@ class PartResult(_message.Message):
     ADMIT_JOB_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHED_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -458,7 +485,8 @@ class PartResult(_message.Message):
     admit_job: bytes
     admit_tier_tokens: bytes
     declined: Declined
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+    prefetched: Prefetched
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.prefetch import Prefetch
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -111,6 +112,7 @@ _ADMIT = Columns(
     Column("single_group_hit"),
 )
 _PEEK = Columns(Column("slot"), Column("limit"))
+_PREFETCH = Columns(Column("slot"), Column("num_hashes"), Column("within_ns", U64))
 _ON_RUN_REFUSAL = tuple(OnRefusal)
 _ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
@@ -227,9 +229,7 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
         fields["hashes"] = news.hashes
     for name in ("request_id", "domain", "traceparent"):
         if names := getattr(news, name):
-            if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
-                raise TypeError(name)  # otherwise a str would become a list of letters, and bytes would count as text
-            fields[name] = names
+            fields[name] = _texts(names, name)
     if news.extra_keys:
         fields["extra_keys"] = [
             encode_extra_keys(keys, f"{where}.extra_keys[{at}]") for at, keys in enumerate(news.extra_keys)
@@ -262,6 +262,24 @@ def _encode_peek(peek: Peek, where: str) -> dict[str, Any]:
     return fields
 
 
+def _encode_prefetch(prefetch: Prefetch, where: str) -> dict[str, Any]:
+    fields = pack_section(prefetch, _PREFETCH, where)
+    if prefetch.hashes:
+        fields["hashes"] = prefetch.hashes
+    if prefetch.domain:
+        fields["domain"] = _texts(prefetch.domain, "domain")
+    return fields
+
+
+def _texts(names: object, name: str) -> list[str]:
+    """Return a list of texts. Raises TypeError for others: a str would become a list of letters, and bytes would count
+    as text.
+    """
+    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
+        raise TypeError(name)
+    return list(names)
+
+
 def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
     fields = {}
     if budget.tokens != UNLIMITED:
@@ -280,6 +298,7 @@ _SECTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
     "run": _encode_run,
     "admit": _encode_admit,
     "peek": _encode_peek,
+    "prefetch": _encode_prefetch,
     "budget": _encode_budget,
 }
 
@@ -309,6 +328,8 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
     if message.HasField("peek"):
         columns = unpack_section(message.peek, _PEEK, f"{where}.peek")
         fields["peek"] = Peek(with_blocks=message.peek.with_blocks, **columns)
+    if message.HasField("prefetch"):
+        fields["prefetch"] = _decode_prefetch(message.prefetch, digest_size, f"{where}.prefetch")
     if message.HasField("budget"):
         fields["budget"] = _decode_budget(message.budget)
     return Part(with_tables=message.with_tables, with_hashes=message.with_hashes, **fields)
@@ -347,10 +368,23 @@ def _check_content(section: Facts | News, counts: Sequence[int], count_name: str
     given = len(section.tokens)
     if given and given != sum(counts):
         raise wrong_total(f"{where}.tokens", given, "token ids", sum(counts), f"{where}.{count_name}")
+    _check_hashes(section, digest_size, where)
+
+
+def _check_hashes(section: Facts | News | Prefetch, digest_size: int, where: str) -> None:
     num_bytes = sum(section.num_hashes) * digest_size
     if num_bytes != len(section.hashes):
         source = f"{where}.num_hashes x {digest_size}"
         raise wrong_total(f"{where}.hashes", len(section.hashes), "bytes", num_bytes, source)
+
+
+def _decode_prefetch(message: pb.Prefetch, digest_size: int, where: str) -> Prefetch:
+    columns = unpack_section(message, _PREFETCH, where)
+    prefetch = Prefetch(hashes=message.hashes, domain=list(message.domain), **columns)
+    if len(prefetch.domain) not in (0, len(prefetch.slot)):
+        raise wrong_rows(f"{where}.domain", len(prefetch.domain), len(prefetch.slot))
+    _check_hashes(prefetch, digest_size, where)
+    return prefetch
 
 
 def _decode_run(message: pb.Run, where: str) -> Run:

@@ -1,4 +1,4 @@
-"""Commands that change a replica: `deregister`, `reset`, `evict`. Each prints what is lost and asks before it acts."""
+"""Commands that change a replica: `deregister`, `reset` and `evict`, which print what is lost and ask; `prefetch`."""
 
 from __future__ import annotations
 
@@ -115,6 +115,39 @@ def evict_command(
         _confirm(f"evict from the prefix cache of {_named(answer)}", lost, yes)
         result = _changed(partial(client.evict_blocks, replica, blocks), wait).result
     print(f"{replica}: {_num_dropped(result)} keys removed, in step {result.seq}")
+
+
+def prefetch_command(
+    replica: Replica,
+    tokens: Tokens = None,
+    within: Annotated[float, typer.Option(min=0, max=3600, help="Seconds in which it must end. 0 = any time.")] = 0.0,
+    domain: Domain = "",
+    salt: Salt = "",
+    lora: Lora = "",
+    wait: Wait = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Copy what only the disk tier has of a prompt to the host tier, before a request with this prompt comes.
+
+    The engine's next step orders it. Only a replica with a host and a disk tier has something to copy.
+    """
+    from kvplane.base.requests import At
+    from kvplane.unary import calls
+
+    if tokens is None:
+        raise InvalidArgument("it is not clear what to prefetch", field="--tokens", remedy="give --tokens")
+    content = content_of(tokens, domain, salt, lora)
+    if grpcurl:
+        print(grpcurl_line(service, calls.prefetch(replica, content, within, At())))
+        return
+    with client_of(service) as client:
+        answer = _changed(partial(client.prefetch, replica, content, within_s=within), wait)
+    how = ("", "all that the host lacked", "nothing: it would take too long", "a part: as much as there is room for")
+    print(
+        f"{replica}: a hit of {answer.hit_tokens} tokens in device and tiers; {answer.copied_blocks} blocks are copied "
+        f"to the host ({how[answer.outcome]}), in step {answer.seq}"
+    )
 
 
 def _changed(change: Callable[[], Answer], wait: bool) -> Answer:

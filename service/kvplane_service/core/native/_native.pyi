@@ -6,6 +6,7 @@ from typing_extensions import Buffer
 
 from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
+from kvplane.base.prefetch import Prefetched
 from kvplane.base.step import (
     Blocks,
     Cache,
@@ -38,6 +39,7 @@ def answer_with(
     ints: type[array[int]],
     tier_events: type[object],
     declined: type[Declined],
+    prefetched: type[Prefetched],
     /,
 ) -> None: ...
 def events(packed: object, /) -> list[CacheEvent]: ...

@@ -9,6 +9,7 @@ namespace kvplane {
 struct Answers {
     PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
     PyObject *packed_ints = nullptr, *tier_events = nullptr, *declined = nullptr, *event = nullptr;
+    PyObject* prefetched = nullptr;
     PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
 inline Answers answers;
@@ -145,6 +146,13 @@ inline void SetTiers(PyObject* part, TierAnswer& tiers) {
         for (size_t at = 0; at < tiers.declined.size(); ++at)
             SetAttribute(declined, names[at], ColumnToPy<uint64_t>(tiers.declined[at]));
         SLOT(part, declined, declined);
+    }
+    if (!tiers.prefetched[0].empty()) {
+        PyObject* prefetched = NewObject(answers.prefetched);
+        static PyObject* const names[] = {NAME("hit"), NAME("blocks"), NAME("outcome")};
+        for (size_t at = 0; at < tiers.prefetched.size(); ++at)
+            SetAttribute(prefetched, names[at], ColumnToPy<uint64_t>(tiers.prefetched[at]));
+        SLOT(part, prefetched, prefetched);
     }
     if (tiers.events.empty()) return;
     Owned runs(PyList_New(0));

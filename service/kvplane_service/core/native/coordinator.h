@@ -58,12 +58,14 @@ class Coordinator {
 
     // -- look-up -----------------------------------------------------------------------------------------------------
 
-    // `in_union`: also what only the tiers have.
-    Hit FindHit(Int slot, Int limit = kForever, bool in_union = false) const {
-        Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
-        if (hits_end_in_prompt_) most = std::min(most, requests.num_prompt[slot]);
-        return lookup->Find(requests.content[slot], requests.domain[slot], most, kInside, limit,
-                            in_union ? &tiers : nullptr);
+    Hit FindHit(Int slot, Int limit = kForever) const {
+        return lookup->Find(requests.content[slot], requests.domain[slot], MostHit(slot), kInside, limit);
+    }
+
+    // How many tokens of a request a hit may have.
+    Int MostHit(Int slot) const {
+        const Int most = requests.skip_reading[slot] ? 0 : requests.num_tokens[slot] - 1;
+        return hits_end_in_prompt_ ? std::min(most, requests.num_prompt[slot]) : most;
     }
 
     bool HitIsReady(const Hit& hit) const {

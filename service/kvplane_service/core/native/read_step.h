@@ -124,6 +124,14 @@ inline void ReadPeek(PyObject* object, Peek* peek) {
     peek->with_blocks = IsTrue(ATTRIBUTE(object, "with_blocks").get());
 }
 
+inline void ReadPrefetch(PyObject* object, Prefetch* prefetch) {
+    COLUMN(object, *prefetch, slot);
+    COLUMN(object, *prefetch, num_hashes);
+    COLUMN(object, *prefetch, within_ns);
+    FromPy(ATTRIBUTE(object, "domain").get(), &prefetch->domain);
+    ReadHashes(ATTRIBUTE(object, "hashes").get(), &prefetch->hashes);
+}
+
 inline void ReadBudget(PyObject* object, Budget* budget) {
     budget->tokens = Number(ATTRIBUTE(object, "tokens").get());
     budget->input = Number(ATTRIBUTE(object, "input").get());
@@ -153,6 +161,7 @@ inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
     FIELD(fields, *part, run, ReadRun);
     FIELD(fields, *part, admit, ReadAdmit);
     FIELD(fields, *part, peek, ReadPeek);
+    FIELD(fields, *part, prefetch, ReadPrefetch);
     FIELD(fields, *part, budget, ReadBudget);
     FIELD(fields, *part, with_hashes, read_flag);
     FIELD(fields, *part, with_tables, read_flag);

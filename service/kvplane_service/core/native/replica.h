@@ -4,6 +4,7 @@
 #include "facts.h"
 #include "step_applier.h"
 #include "tiers/behind.h"
+#include "tiers/prefetch.h"
 #include "validate.h"
 
 namespace kvplane {
@@ -97,6 +98,7 @@ class Replica {
         if (!part.run.slot.empty()) applier.ApplyRun(part.run);
         if (!part.admit.slot.empty()) applier.ApplyAdmit(part.admit);
         ApplyPeek(part.peek, result);
+        if (!part.prefetch.slot.empty()) Prefetcher(blocks, tracker).Apply(part.prefetch, result);
         if (part.with_tables) AddAllTables(part, result);
         counters.unaligned_chunks += applier.unaligned_chunks;
         counters.starved_chunks += applier.starved_chunks;

@@ -56,6 +56,14 @@ struct Peek {
     bool with_blocks = false;
 };
 
+constexpr Int kNoRequest = kUnlimited;  // in Prefetch::slot: the row gives hashes
+
+struct Prefetch {
+    Column slot, num_hashes, within_ns;
+    Hashes hashes;
+    std::vector<std::string> domain;
+};
+
 struct Budget {
     Int tokens = kUnlimited, input = kUnlimited, overhead = 0;
 };
@@ -74,6 +82,7 @@ struct Part {
     Run run;
     Admit admit;
     Peek peek;
+    Prefetch prefetch;
     Budget budget;
     bool with_hashes = false, with_tables = false;
     Made facts_made, news_made;
@@ -150,6 +159,7 @@ struct JobOrders {
 struct TierAnswer {
     Column admit_job, admit_tier_tokens;
     std::array<JobOrders::Values, 6> declined;  // in the order of `kvplane.base.declined`
+    std::array<JobOrders::Values, 3> prefetched;  // in the order of `kvplane.base.prefetch`
     JobOrders orders;
     std::vector<std::pair<Int, CacheEvents>> events;  // with the medium of their tier
 };

@@ -73,7 +73,7 @@ class StepValidator {
     bool AcceptsPart(const Part& part, Int seq) {
         return AcceptsFacts(part.facts, seq, !part.run.extra.empty()) && AcceptsCache(part.cache, seq) &&
                AcceptsNews(part.news) && AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
-               AcceptsBudget(part.budget);
+               AcceptsPrefetch(part.prefetch) && AcceptsBudget(part.budget);
     }
 
     // The state that a slot would have after the rows that were checked so far.
@@ -354,6 +354,23 @@ class StepValidator {
 
     bool AcceptsPeek(const Peek& peek) const {
         return Fits(peek.limit, peek.slot) && Within(peek.limit, 0, kUnlimited) && AllLive(peek.slot);
+    }
+
+    bool AcceptsPrefetch(const Prefetch& prefetch) const {
+        const size_t rows = prefetch.slot.size();
+        if (rows == 0) return prefetch.hashes.size == 0 && prefetch.domain.empty() && prefetch.num_hashes.empty();
+        size_t size = 0;
+        if (!Fits(prefetch.num_hashes, prefetch.slot) || !Fits(prefetch.within_ns, prefetch.slot) ||
+            (!prefetch.domain.empty() && prefetch.domain.size() != rows) ||
+            !Within(prefetch.within_ns, 0, kMaxWithinNs) ||
+            !DigestSize(prefetch.hashes, prefetch.num_hashes, &size) || spec_.tiers.size() < 2)
+            return false;
+        for (size_t row = 0; row < rows; ++row) {
+            const Int slot = prefetch.slot[row];
+            if ((slot == kNoRequest) != (Entry(prefetch.num_hashes, row, 0) > 0)) return false;
+            if (slot != kNoRequest && !IsLive(slot)) return false;
+        }
+        return true;
     }
 
     bool AcceptsBudget(const Budget& budget) const {

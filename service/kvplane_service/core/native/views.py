@@ -10,6 +10,7 @@ from kvplane.base.declined import Declined
 from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
+from kvplane.base.prefetch import Prefetched
 from kvplane.base.step import (
     Blocks,
     CacheEvent,
@@ -173,5 +174,5 @@ def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
 # Numbers of kinds and reasons are their places.
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
-    NativeEvents, PackedInts, PackedTierEvents, Declined,
+    NativeEvents, PackedInts, PackedTierEvents, Declined, Prefetched,
 )  # fmt: skip

@@ -9,6 +9,7 @@ slot of a tier has a *version*, the job that wrote it, which no other content ev
     tier        the slots of one tier, and which key each has
     tiers       all tiers of a replica, the jobs in flight, and the union of device and tiers as an index for look-ups
     loads       begins and ends the loads of admitted requests
+    prefetch    copies into the first tier what requests will need that are not admitted yet
     wanted      what a tier wants earlier than that
     behind      chooses what to save and to move at the end of a step
     rows        the blocks of a prefix that a hit needs

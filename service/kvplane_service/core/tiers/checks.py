@@ -7,9 +7,11 @@ from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, HashAlgorithm, ReplicaSpec
+from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.step import Admit, Cache, RowFlag
 
 MAX_COST_NS = 60_000_000_000  # of a token or a block
+MAX_WITHIN_NS = 3600 * 1_000_000_000
 _WEAK = (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR)
 
 
@@ -85,6 +87,27 @@ def check_jobs(cache: Cache, tiers: OrderedJobs | None, executed_through: int, w
                 f"load {job} cannot have started: step {after} is not executed",
                 field=f"{where}cache.jobs_done[{row}]",
                 remedy="load when executed_through has reached admit_load_after, or report the job as failed",
+            )
+
+
+def check_prefetch(rows: Prefetch, spec: ReplicaSpec, where: str) -> None:
+    """Raise InvalidArgument for a prefetch of a replica without a second tier, and for rows that name not one prompt.
+
+    The caller checks the columns, the hashes, and that the slots have requests.
+    """
+    if len(spec.tiers) < 2:
+        raise InvalidArgument(
+            "the replica has no tier from which to copy into the first one",
+            field=f"{where}prefetch",
+            remedy="register it with a host and a disk tier, or leave the section out",
+        )
+    counts = rows.num_hashes or [0] * len(rows.slot)
+    for row, (slot, count) in enumerate(zip(rows.slot, counts, strict=True)):
+        if (slot == NO_REQUEST) != (count > 0):
+            raise InvalidArgument(
+                f"slot {slot} with {count} hashes is not one prompt",
+                field=f"{where}prefetch.num_hashes[{row}]",
+                remedy=f"give the slot of a request and 0 hashes, or slot {NO_REQUEST} and hashes",
             )
 
 

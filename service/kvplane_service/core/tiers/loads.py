@@ -9,7 +9,7 @@ becomes of the request meanwhile (an end, a preemption) gives no page away that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.base import FOREVER
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Filled, Load, Location, Move, Save, Tiers
 
 WINDOWS = {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA}
@@ -168,14 +169,26 @@ class TierLoads:
         return min(sum(costs[1 + tier] for tier in sources), FOREVER), min(gained * costs[0], FOREVER)
 
     def _find(self, slot: int, limit: int) -> Hit:
+        """Find the longest prefix of a request in the union, of at most `limit` tokens, see `_find_prefix`."""
+        requests, most = self._requests, self._blocks.most_hit(slot)
+        return self._find_prefix(requests.content[slot].digests, requests.domain[slot], most, limit)
+
+    def _find_prefix(self, digests: Sequence[bytes], domain: str, most: int, limit: int = FOREVER) -> Hit:
         """Find the longest prefix in the union that ends between blocks in every group: a block in which a hit ends is
         copied when the request is admitted, before a load would fill it.
         """
-        blocks, unit = self._blocks, self._blocks.spec.scheduler_block_size
-        hit = blocks.find_hit(slot, limit, blocks.union)
+        lookup, unit = self._blocks.union, self._blocks.spec.scheduler_block_size
+        hit = lookup.find(digests, domain, most, INSIDE, limit)
         while hit.num_tokens % unit:
-            hit = blocks.find_hit(slot, hit.num_tokens - hit.num_tokens % unit, blocks.union)
+            hit = lookup.find(digests, domain, most, INSIDE, hit.num_tokens - hit.num_tokens % unit)
         return hit
+
+    def plan(self, digests: Sequence[bytes], domain: str, most: int) -> LoadPlan | None:
+        """Return the longest hit of a prompt in the union, of at most `most` tokens; None without a hit. Changes
+        nothing.
+        """
+        hit = self._find_prefix(digests, domain, most)
+        return self._split(hit, 0) if hit.num_tokens else None
 
     def _split(self, hit: Hit, gained: int) -> LoadPlan:
         missing, rows = list[Missing](), list[list[int]]()

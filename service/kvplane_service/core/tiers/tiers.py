@@ -106,6 +106,8 @@ class TierCounters:
     device_host_disk: int = 0
     windows_alone: int = 0
     states_alone: int = 0
+    prefetched: int = 0  # blocks whose copy into the first tier a prefetch ordered; `moved` has them too
+    prefetches_late: int = 0  # prefetches that would have ended too late
 
 
 @dataclass(slots=True)

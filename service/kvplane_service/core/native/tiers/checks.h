@@ -5,6 +5,8 @@
 
 namespace kvplane {
 
+constexpr Int kMaxWithinNs = Int{3600} * 1'000'000'000;
+
 // Whether the jobs were ordered, no load is done before it could start, and the costs are those of these tiers.
 inline bool AcceptsJobs(const Cache& cache, const Tiers& tiers, Int executed_through) {
     const auto is_cost = [](Int cost) { return cost >= 0 && cost <= kMaxCostNs; };

@@ -98,6 +98,13 @@ class TierLoads {
         for (const Int job : JobsBefore(cache.jobs_before)) End(job, false, result);
     }
 
+    // The longest hit of a prompt in the union, of at most `most` tokens; none without a hit. Changes nothing.
+    std::optional<LoadPlan> Plan(const Digests& digests, uint32_t domain, Int most) const {
+        Hit hit = FindPrefix(digests, domain, most, kForever);
+        if (hit.num_tokens == 0) return {};
+        return Split(std::move(hit), 0);
+    }
+
   private:
     Tier& TierOf(const Location& source) const { return tiers_.each[static_cast<size_t>(source.tier)]; }
 
@@ -174,11 +181,16 @@ class TierLoads {
 
     // The longest prefix in the union that ends between blocks in every group: a block in which a hit ends is copied
     // when the request is admitted, before a load would fill it.
-    Hit Find(Int slot, Int limit) const {
+    Hit FindPrefix(const Digests& digests, uint32_t domain, Int most, Int limit) const {
+        const PrefixLookup& lookup = *blocks_.lookup;
         const Int unit = blocks_.spec.scheduler_block_size;
-        Hit hit = blocks_.FindHit(slot, limit, true);
-        while (hit.num_tokens % unit) hit = blocks_.FindHit(slot, hit.num_tokens - hit.num_tokens % unit, true);
+        Hit hit = lookup.Find(digests, domain, most, kInside, limit, &tiers_);
+        while (hit.num_tokens % unit)
+            hit = lookup.Find(digests, domain, most, kInside, hit.num_tokens - hit.num_tokens % unit, &tiers_);
         return hit;
+    }
+    Hit Find(Int slot, Int limit) const {
+        return FindPrefix(requests_.content[slot], requests_.domain[slot], blocks_.MostHit(slot), limit);
     }
 
     LoadPlan Split(Hit hit, Int on_device) const {

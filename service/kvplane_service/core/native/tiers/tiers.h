@@ -46,12 +46,14 @@ struct Move {
 struct TierCounters {
     Int saved = 0, moved = 0, discarded = 0, failed = 0, loaded = 0, loads = 0, loads_failed = 0, loaded_tokens = 0,
         waited = 0, given_up = 0, no_slot = 0, no_job = 0, too_slow = 0, device_host = 0, host_disk = 0,
-        device_host_disk = 0, windows_alone = 0, states_alone = 0;
+        device_host_disk = 0, windows_alone = 0, states_alone = 0, prefetched = 0,
+        prefetches_late = 0;
 
     std::vector<Int*> All() {
-        return {&saved,         &moved,         &discarded,   &failed,    &loaded,           &loads,
-                &loads_failed,  &loaded_tokens, &waited,      &given_up,  &no_slot,          &no_job,
-                &too_slow,      &device_host,   &host_disk,   &device_host_disk, &windows_alone, &states_alone};
+        return {&saved,         &moved,      &discarded,        &failed,        &loaded,       &loads,
+                &loads_failed,  &loaded_tokens, &waited,        &given_up,      &no_slot,      &no_job,
+                &too_slow,      &device_host,   &host_disk,     &device_host_disk, &windows_alone, &states_alone,
+                &prefetched,    &prefetches_late};
     }
 };
 
