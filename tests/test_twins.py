@@ -21,6 +21,7 @@ ISSUED = """
     checkpoint of rejected drafts,
     state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
     load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
+    keys under a state, stamps under a state, load over a superblock in use,
     copy of an evicted state, image loses blocks behind the computed tokens,
     skipped blocks released during a load, open step without load_after, limit of a hit counts what is left out,
     withdrawn keys stay away, bounds outlive withdrawn keys,

@@ -682,9 +682,25 @@ def without(owner: str, name: str) -> Callable[[Real], Real]:
     return change
 
 
+def keep_old_stamps(real: Real) -> Real:
+    """A state takes a superblock, and the blocks behind its first one keep their stamps."""
+
+    def pop_whole(self: Any) -> int:
+        self.has_state[next(iter(self.whole))] = True
+        taken: int = real(self)
+        return taken
+
+    return pop_whole
+
+
 def start_at_once(_: Real) -> Real:
     """A load does not wait for launches."""
     return lambda self, blocks: 0
+
+
+def use_of_the_blocks_alone(_: Real) -> Real:
+    """A load waits for launches that use the blocks that it fills, by their numbers alone."""
+    return lambda self, blocks: super(type(self), self).last_use(blocks)
 
 
 def release_unread(_: Real) -> Real:
@@ -940,6 +956,18 @@ TWINS: dict[str, Twin] = {
     "limit of a hit counts what is left out": Twin(
         "a limit equal to the length of a hit finds this hit",
         (Patch(f"{CORE}.lookup:PrefixLookup.find", limit_what_is_read),),
+    ),
+    "keys under a state": Twin(
+        "a superblock that is taken for a state, or cut, loses the keys of all its blocks",
+        (Patch(f"{CORE}.split:SplitPool.empty", do_nothing),),
+    ),
+    "stamps under a state": Twin(
+        "all blocks of a superblock get other stamps before a state is written",
+        (Patch(f"{CORE}.split:SplitList.pop_whole", keep_old_stamps),),
+    ),
+    "load over a superblock in use": Twin(
+        "a load waits for launches that use any block with memory of the blocks that it fills",
+        (Patch(f"{CORE}.split:SplitPool.last_use", use_of_the_blocks_alone),),
     ),
     "copy of an evicted state": Twin(
         "a running state whose key was evicted is overwritten without a copy, as after an image",

@@ -156,6 +156,19 @@ def test_plan_compares_planners(kvplane):
     assert (answer["binds"], len(answer["cells"]), answer["best"]["groups"]) == ("groups", 3, 7)
 
 
+def test_plan_compares_split_pages_of_a_model_with_states(kvplane):
+    code, out, _ = kvplane("plan", "qwen3-next-80b", "--compare", "--mix", "1500")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[2] == "split: 4 groups, layout LBNHC, prefix hits are multiples of 16 tokens"
+    assert lines[3].startswith("split: 34 blocks of attention have the memory of a state; about 1/32 of all blocks")
+    assert lines[7].split()[:5] == ["TOKENS", "REFERENCE", "BEST", "SPLIT", "IDEAL"]
+    answer = json.loads(kvplane("plan", "qwen3-next-80b", "--compare", "--mix", "1500", "-o", "json")[1])
+    assert (answer["split"]["blocks_per_state"], answer["split"]["hit_unit"]) == (34, 16)
+    cell = answer["cells"][0]
+    assert cell["reference"] < cell["split"] <= cell["ideal"]
+
+
 def test_plan_says_what_tiers_hold(kvplane):
     """gpt-oss-20b at 131,072 tokens: 8,192 blocks of full attention and 8 of the window, as a load of
     tests/service/tier_rows.py has them.

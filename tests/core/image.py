@@ -27,6 +27,7 @@ from kvplane_service.core.policies import HazardList
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
+from kvplane_service.core.split import SplitList
 from kvplane_service.core.state_entries import _policy_state
 
 
@@ -111,7 +112,10 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
     for key, blocks in image.shared:
         _prefer(replica.coordinator.pool, key, blocks)
     num_first, hit_end, others = image.eviction
-    if set(free) == set(image.free):
+    if isinstance(free, SplitList):
+        if set(free) == set(image.free) and others:
+            free.load(image.free, *others)
+    elif set(free) == set(image.free):
         free.rebuild(image.free, num_first) if isinstance(free, WindowTailList) else free.rebuild(image.free)
     replica.requests.hit_end = dict(hit_end)
     if isinstance(free, TurnTailList) and others:
@@ -123,7 +127,9 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
 
 
 def _eviction_of(replica: Replica) -> tuple[int, dict[int, int], list[Any]]:
-    policy = _policy_state(replica)
+    free, policy = replica.coordinator.pool.free, _policy_state(replica)
+    if isinstance(free, SplitList):
+        return 0, {}, free.state()
     return (sum(1 for _ in policy[1]), policy[2], list(policy[3:])) if policy else (0, {}, [])
 
 

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 
 from tests.core.permissions import LEAST, Cell, Cells, cells
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
 
 FULL = 20_000  # runs of a whole campaign
@@ -40,7 +40,7 @@ def run_seeds(seeds: range) -> tuple[Counter[Cell], list[str]]:
     """All mixes with each seed: cells reached, and what was broken."""
     counted, broken = Cells(), list[str]()
     for seed in seeds:
-        for mix in MIXES:
+        for mix in ALL_MIXES:
             try:
                 run(mix, seed, cells=counted)
             except Exception as error:
@@ -52,7 +52,7 @@ def seeds_until_found(twin: str, base: int = 1) -> int:
     """Seeds, from `base` on, until some mix breaks a rule; 0 = none did."""
     with weakened(twin):
         for count in range(1, MOST_SEEDS + 1):
-            for mix in MIXES:
+            for mix in ALL_MIXES:
                 try:
                     run(mix, base + count - 1)
                 except AssertionError:
@@ -89,7 +89,7 @@ def main() -> None:
         for twin, seed in found.items():
             print(f"{twin}: {f'{seed} seeds' if seed else f'not within {MOST_SEEDS}'}", flush=True)
         sys.exit(not all(found.values()))
-    seeds = -(-chosen.runs // len(MIXES))
+    seeds = -(-chosen.runs // len(ALL_MIXES))
     pieces = [
         range(start, min(start + 50, chosen.base + seeds)) for start in range(chosen.base, chosen.base + seeds, 50)
     ]
@@ -100,8 +100,8 @@ def main() -> None:
             broken += found_broken
             for line in found_broken:
                 print(line, flush=True)
-    is_whole = report(counts, seeds * len(MIXES))
-    print(f"{seeds * len(MIXES)} runs, {len(broken)} broken")
+    is_whole = report(counts, seeds * len(ALL_MIXES))
+    print(f"{seeds * len(ALL_MIXES)} runs, {len(broken)} broken")
     sys.exit(bool(broken) or not is_whole)
 
 

@@ -166,6 +166,7 @@ class Memory:
     def zero(self, group: int, blocks: Sequence[int]) -> None:
         """Blank pages."""
         for block in blocks:
+            self._overwrite(group, block)
             self.pages[block] = self._blank(group)
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -175,6 +176,7 @@ class Memory:
             page = self.pages.get(source)
             self.pages.pop(target, None)
             if page is not None:
+                self._overwrite(page.group, target)
                 self.pages[target] = Page(page.group, list(page.slots))
 
     def moves(self) -> None:
@@ -294,11 +296,22 @@ class Memory:
         group = self.spec.groups[number]
         return Page(number, [None] * (1 if group.kind is GroupKind.MAMBA else group.block_size))
 
+    def _overwrite(self, number: int, block: int) -> None:
+        """A state and the blocks of its superblock have the same memory: what is written last remains."""
+        size, states = self.spec.blocks_per_state, (GroupKind.MAMBA,)
+        first = block - block % size
+        if self.spec.groups[number].kind in states:
+            for other in range(first + 1, first + size):
+                self.pages.pop(other, None)
+        elif first in self.pages and self.spec.groups[self.pages[first].group].kind in states:
+            del self.pages[first]
+
     def _put(self, number: int, block: int, slot: int, text: str | None) -> None:
         if block == 0 and text is None:
             return  # a life that lost something may have no block there any more
         if block == 0:
             raise WrongPage(f"group {number} writes the null block")
+        self._overwrite(number, block)
         page = self.pages.get(block)
         if page is None or page.group != number:
             page = self.pages[block] = self._blank(number)

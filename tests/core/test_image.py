@@ -24,7 +24,7 @@ from tests.core.builders import admit_row, full, prompt_and_window, replica_spec
 from tests.core.follower import Followed
 from tests.core.image import Image, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
 
 BEFORE, AFTER = 25, 15
@@ -110,7 +110,7 @@ def decides_as_before(mix: str, seed: int) -> None:
     assert answers(other, AFTER) == answers(engine, AFTER)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32))
 def test_a_resumed_replica_decides_as_the_original(mix, seed):
@@ -152,7 +152,7 @@ def as_sent_by_an_engine(image: Image) -> Image:
     return replace(image, resume=sent, entries=entries, eviction=(*image.eviction[:2], []))
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_a_replica_resumed_from_an_engine_s_image_has_correct_pages(mix, seed):
@@ -166,7 +166,7 @@ def test_a_replica_resumed_from_an_engine_s_image_has_correct_pages(mix, seed):
         engine.step()
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_image_is_refused_or_keeps_the_invariants(mix, seed):

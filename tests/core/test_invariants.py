@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.groups import AlignSpec, TierKind, TierSpec
 from kvplane.base.step import End, RowFlag
 from kvplane_service.core import invariants
 from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
@@ -179,6 +179,16 @@ def lose_grants(engine):
     tracker(engine).grants[step - 1] = tracker(engine).grants.pop(step)
 
 
+def split():
+    """Slot 0 has blocks 4 (its state, with 5 to 7) and 8; 9 to 11 are free; the other superblocks are whole."""
+    engine = Engine(
+        state(8), full(2), num_blocks=24, hash_block_size=2, partial_hits=True, align=AlignSpec(8, 4096, True),
+        blocks_per_state=4,
+    )  # fmt: skip
+    engine.admit(0, "aaa")
+    return engine
+
+
 # Invariant, what holds before, the fault, and the words of the finding.
 FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] = [
     ("free_list", plain, lambda engine: engine.pool.free.append([6]), "block 6 (twice|does not point back)"),
@@ -221,6 +231,11 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("fast_path", states, widen_window, "slot 0: a block leaves its window before"),
     ("fast_path", plain, lambda engine: requests(engine).window_bound.__setitem__(1, 8),
      "wrong bounds, it does not run"),
+    ("superblocks", split, lambda engine: engine.pool.free.held.__setitem__(2, 3), "superblock 2: 1 blocks held"),
+    ("superblocks", split, lambda engine: setattr(engine.pool.free, "count", 9), "9 is not the number of free blocks"),
+    ("superblocks", split, lambda engine: engine.pool.free.has_state.__setitem__(2, 1), "another kind|under a state"),
+    ("superblocks", split, lambda engine: engine.pool.free._list_of.__setitem__(10, engine.pool.free.cached),
+     "block 10 is wrongly among those of cut superblocks"),
     ("tiers", tiered, lambda engine: tier(engine).free.append(0), "slot 0 has two states"),
     ("tiers", tiered, lambda engine: setattr(tier(engine), "num_used", 64), "64 slots were used"),
     ("tiers", tiered, lambda engine: setattr(tier(engine).uses[0], "held", 9), "the groups have"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvplane.base.groups import DENSE_RETENTION
+from kvplane.base.groups import DENSE_RETENTION, Planner
 from kvplane.base.layer_spec import DType
 from kvplane.scheduling import Counts
 from kvplane_service.config import Config
@@ -241,6 +241,12 @@ FULL = AttentionLayer(kv_heads=2, block_size=16)
 # As Jamba and Qwen3-Next, with fewer layers.
 JAMBA = ScanLayer(channels=24, state_size=4, rank=4, block_size=16)
 QWEN3_NEXT = DeltaLayer(key_heads=2, heads=4, key_size=8, value_size=4, block_size=16)
+# A state as large as four blocks of 16 tokens, which is the block of attention with split pages.
+LARGE_STATE = StateLayer(heads=4, head_size=16, state_size=32, block_size=64)
+WIDE = AttentionLayer(kv_heads=4, block_size=64)
+HYBRID = ModelConfig((LARGE_STATE, WIDE, replace(WIDE, window=40), LARGE_STATE))
+LARGE_DELTA = DeltaLayer(key_heads=2, heads=4, key_size=32, value_size=32, block_size=64)
+SPLIT: dict[str, Any] = {"planner": Planner.SPLIT}
 DENSE: dict[str, Any] = {"retention_interval": DENSE_RETENTION}
 MIXES = (
     Mix("tight", Pool(num_blocks=80)),
@@ -261,6 +267,10 @@ MIXES = (
     Mix("restarts", Pool(num_blocks=160, batches=4, **DENSE), tuned(report_lag=3), restart_every=3, max_open=5),
     Mix("delta rule on ranks", Pool(ModelConfig((QWEN3_NEXT, FULL)), num_blocks=80)),
     Mix("selective scan", Pool(ModelConfig((JAMBA, FULL), num_ranks=1), num_blocks=80)),
+    Mix("split pages", Pool(HYBRID, num_blocks=128, **SPLIT)),
+    Mix("split, dense states", Pool(HYBRID, num_blocks=160, **DENSE, **SPLIT), tuned(chunk_tokens=24), wrong=0.3),
+    Mix("split, late", Pool(HYBRID, num_blocks=280, batches=4, **SPLIT), tuned(report_lag=3), restart_every=3),
+    Mix("split delta rule", Pool(ModelConfig((LARGE_DELTA, WIDE)), num_blocks=120, **SPLIT), lose_every=9),
     Mix("latents", Pool(LATENT, num_blocks=60)),
     Mix("8-bit pages", Pool(replace(MIXED, cache_dtype=DType.FLOAT8_E4M3FN), num_blocks=90, **DENSE)),
     Mix("8-bit latents", Pool(replace(LATENT, cache_dtype=DType.FLOAT8_E5M2), num_blocks=90), restart_every=3),

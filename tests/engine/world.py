@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvplane.base.groups import CommitRule, TierKind, TierSpec
+from kvplane.base.groups import CommitRule, Planner, TierKind, TierSpec
 from kvplane.base.job_table import JobTable, job_table_bytes, rows_for
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.session import SessionTransport
@@ -51,7 +51,7 @@ class Pool:
     Attributes:
         num_blocks: blocks of the pool; small pools evict and preempt.
         batches: most steps in flight.
-        retention_interval, watermark, block_outermost, commit, tiers: as in `LayerSource`.
+        retention_interval, watermark, block_outermost, commit, tiers, planner: as in `LayerSource`.
     """
 
     model: ModelConfig = MIXED
@@ -64,6 +64,7 @@ class Pool:
     block_outermost: bool = False
     commit: CommitRule = CommitRule.SAFE
     tiers: tuple[TierSpec, ...] = ()
+    planner: Planner = Planner.REFERENCE
 
     @property
     def source(self) -> LayerSource:
@@ -78,6 +79,7 @@ class Pool:
             block_outermost=self.block_outermost,
             commit=self.commit,
             tiers=self.tiers,
+            planner=self.planner,
         )
 
     @property
@@ -89,6 +91,7 @@ class Pool:
             max_concurrent_batches=self.batches,
             retention_interval=self.retention_interval,
             layout=Layout.BLOCK_OUTERMOST if self.block_outermost else Layout.LAYER_OUTERMOST,
+            planner=self.planner,
         )
         return to_rank_plan(plan_cache([Worker(self.model.cache_layers())], options))
 

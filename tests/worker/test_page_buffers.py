@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvplane.base.groups import Planner
 from kvplane.base.layer_spec import DType, LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import RankPlan
@@ -54,6 +55,29 @@ def test_page_stores_keys_before_values(layout):
     page = pages.group(0).layers[index][5].view(torch.bfloat16)
     assert page.tolist() == [1.0] * 64 + [2.0] * 64
     assert pages.memory.view(torch.bfloat16).count_nonzero() == 128
+
+
+def test_a_state_of_several_blocks_has_the_memory_of_these_blocks_alone():
+    """Of split pages: a state is written and zeroed whole, by the number of its first block."""
+    specs = named(f=(2, full(block_size=64)), s=(2, mamba(padded_page_bytes=4 * PAGE, block_size=64)))
+    options = {"max_model_len": 64, "max_batched_tokens": 16, "planner": Planner.SPLIT}
+    pages = PageBuffers.allocate(to_rank_plan(plan(specs, num_blocks=BLOCKS, **options)))
+    attention, states = pages.attention("f.1"), pages.state("s.1")
+    assert attention.k.shape == (BLOCKS, 16, 1, 4)
+    assert states.ssm.shape == (BLOCKS - 3, 2, 3, 4)
+    attention.k.fill_(1.0)
+    attention.v.fill_(1.0)
+    ops, group = TorchOps(), next(number for number, one in enumerate(pages.plan.groups) if "s.1" in one.layer_names)
+    ops.zero_pages(pages.group(group), [8])
+    zeroed = [block for block in range(BLOCKS) if not attention.k[block].any() and not attention.v[block].any()]
+    assert zeroed == [8, 9, 10, 11]
+    states.ssm[8], states.conv[8] = 2.0, 3.0
+    ops.copy_pages(pages.group(group), [8], [20])
+    assert states.ssm[20].eq(2.0).all()
+    assert states.conv[20].eq(3.0).all()
+    assert all(attention.k[block].eq(1.0).all() for block in range(BLOCKS) if block // 4 not in (2, 5))
+    with pytest.raises(InvalidArgument, match="21"):
+        ops.zero_pages(pages.group(group), [BLOCKS - 3])
 
 
 @LAYOUTS

@@ -186,8 +186,9 @@ class PageBuffers:
         self._attention[place.name] = self._keys_and_values(place, k, v)
 
     def states(self, name: str) -> tuple[Tensor, ...]:
-        """Return views of the tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises the errors of
-        `attention`.
+        """Return views of the tensors of a layer's recurrent state, [num_blocks, *shape] each, by block. Where a state
+        takes several blocks, only multiples of their number name a state, and the views end with the last state.
+        Raises the errors of `attention`.
         """
         place = self.layer(name)
         spec = place.spec
@@ -255,19 +256,19 @@ class PageBuffers:
         return self.memory[-INCARNATION_BYTES:] if self.plan.opaque_layout else self.memory[:INCARNATION_BYTES]
 
     def _bytes(self, place: LayerPlace) -> Tensor:
-        size = (self.num_blocks, place.spec.page_bytes)
+        size = (place.num_pages(self.num_blocks), place.spec.page_bytes)
         start = self.memory.storage_offset() + place.offset_bytes
         return self.memory.as_strided(size, (place.block_stride_bytes, 1), start)
 
     def _view(self, place: LayerPlace, shape: Sequence[int], dtype: DType, offset_bytes: int = 0) -> Tensor:
         """Return a view [num_blocks, *shape] that begins at `offset_bytes` in each page and is contiguous within a
-        page.
+        page. Where a page has the memory of several blocks, it ends with the last page.
         """
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         typed = self.memory.view(TORCH_DTYPES[dtype])
         width = dtype.num_bytes
         return typed.as_strided(
-            (self.num_blocks, *shape),
+            (place.num_pages(self.num_blocks), *shape),
             (place.block_stride_bytes // width, *strides),
             typed.storage_offset() + (place.offset_bytes + offset_bytes) // width,
         )

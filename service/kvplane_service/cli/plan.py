@@ -71,7 +71,7 @@ def plan_command(
     host: Annotated[str, typer.Option(help="Host memory of one rank for a tier, such as 256GiB.")] = "",
     disk: Annotated[str, typer.Option(help="Disk of one rank for a tier, such as 2TB.")] = "",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare with the plan of the planner best, and with the ideal.")
+        bool, typer.Option("--compare", help="Compare with the planners best and split, and with the ideal.")
     ] = False,
     mix: Annotated[str, typer.Option(help="Compare for requests of these lengths and weights: 2048:3,32768.")] = "",
     output: Output = TABLE,
@@ -154,27 +154,39 @@ _BINDS = {
 
 
 def _comparison(found: Comparison, output: Shape) -> str:
-    """Return how many decoding requests of each length fit with the reference plan, the best plan, and ideally."""
-    plans = {"reference": found.reference, "best": found.best}
+    """Return how many decoding requests of each length fit with the reference plan, the best plan, split pages, and
+    ideally.
+    """
+    plans = {"reference": found.reference, "best": found.best} | ({"split": found.split} if found.split else {})
 
     def plain() -> dict[str, object]:
         facts = {
             name: {"layout": plan.options.layout.value, "groups": len(plan.groups), "hit_unit": plan.hit_alignment}
             for name, plan in plans.items()
         }
+        if found.split:
+            facts["split"]["blocks_per_state"] = found.split.blocks_per_state
         return {**facts, "cells": [asdict(cell) for cell in found.cells], "binds": found.binds}
 
     def table() -> str:
-        rows = [["TOKENS", "REFERENCE", "BEST", "IDEAL", "GAIN", "IDEAL GAIN"]]
+        names = [*plans, "ideal"]
+        rows = [["TOKENS", *map(str.upper, names), "GAIN", *(f"{name.upper()} GAIN" for name in names[2:])]]
         for cell in found.cells:
-            gains = [f"{fitting / cell.reference - 1:+.1%}" for fitting in (cell.best, cell.ideal)]
-            counts = [f"{fitting:.1f}" for fitting in (cell.reference, cell.best, cell.ideal)]
-            rows.append([f"{cell.length:,}", *counts, *gains])
+            fitting = [getattr(cell, name) for name in names]
+            gains = [f"{count / cell.reference - 1:+.1%}" for count in fitting[1:]]
+            rows.append([f"{cell.length:,}", *(f"{count:.1f}" for count in fitting), *gains])
         lines = [
             f"{name}: {len(plan.groups)} groups, layout {plan.options.layout.value}, "
             f"prefix hits are multiples of {plan.hit_alignment:,} tokens"
             for name, plan in plans.items()
         ]
+        if found.split:
+            from kvplane_service.core.split import SLACK
+
+            lines.append(
+                f"split: {found.split.blocks_per_state} blocks of attention have the memory of a state; about "
+                f"1/{SLACK} of all blocks may be free and of no use for states"
+            )
         return "\n".join((*lines, _BINDS[found.binds], "", "decoding requests that fit", columns(rows)))
 
     return text_of(plain, output, table=table)

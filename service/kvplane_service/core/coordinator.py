@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
-from kvplane.base.step import ALL_GROUPS, Orders
+from kvplane.base.step import ALL_GROUPS, Orders, RemoveReason
+from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import Need
-from kvplane_service.core.policies import make_free_list, note_admitted
-from kvplane_service.core.pool import INSIDE, BlockPool
+from kvplane_service.core.policies import make_pool, note_admitted
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.requests import FastPathBounds, Requests
 from kvplane_service.core.setup import hits_end_in_prompt, is_cached, replay_boundaries, states_for_drafts
 from kvplane_service.core.tiers.tiers import Tiers
@@ -87,8 +88,7 @@ class Coordinator:
     def __init__(self, spec: ReplicaSpec, requests: Requests) -> None:
         self.spec = spec
         self.requests = requests
-        self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
-        self.pool.free = make_free_list(spec, self.pool)
+        self.pool = make_pool(spec)
         self._orders = Orders()
         self.managers: tuple[GroupManager, ...] = tuple(
             make_manager(GroupSetup(number, group, spec, self.pool, requests, self._orders))
@@ -173,11 +173,18 @@ class Coordinator:
         num_main = total + admission.num_new
         num_slots = min(num_main + admission.lookahead, self.spec.max_model_len)
         need = Need(admission.slot, num_slots, num_main, total, admission.hit.num_tokens, admission.num_encoder)
-        wanted = self._count(need, admission.hit) + admission.leave_free
-        if admission.full_fit:
-            slot, hit, encoder = admission.slot, admission.hit, admission.num_encoder
-            wanted = max(wanted, self._blocks_of_all(slot, total, hit.num_tokens, hit, encoder))
-        return wanted + admission.watermark
+        slot, hit, encoder = admission.slot, admission.hit, admission.num_encoder
+        wanted = self._blocks_of_all(slot, total, hit.num_tokens, hit, encoder) if admission.full_fit else 0
+        return max(wanted, self._count(need, hit) + admission.leave_free) + admission.watermark
+
+    def give_up(self, hit: Hit) -> bool:
+        """Remove the keys of a hit's blocks, whose superblocks a request needs whole for its states; False if none.
+
+        Without this a request that runs alone could have a hit that keeps it from ever being admitted.
+        """
+        blocks = [block for of_group in hit.blocks for block in of_group if block != NULL_BLOCK]
+        dropped = [self.pool.drop_keys(block, RemoveReason.DROPPED) for block in blocks]
+        return any(dropped)
 
     def _known(self, admission: Admission) -> int:
         """Return the number of tokens that need not be computed: the tokens of the hit and the external tokens."""
@@ -262,11 +269,11 @@ class Coordinator:
     def _grow_tables(
         self, slot: int, num_slots: int, num_main: int, processed: int, leave_free: int
     ) -> list[list[int]] | None:
-        need = leave_free
+        counts = []
         for manager in self.managers:
             manager.release_skipped(slot, processed)
-            need += manager.blocks_to_extend(slot, num_slots, num_main)
-        if need > self.pool.num_free:
+            counts.append(manager.blocks_to_extend(slot, num_slots, num_main))
+        if self.pool.demand(counts) + leave_free > self.pool.num_free:
             return None
         return [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
 
@@ -293,7 +300,8 @@ class Coordinator:
 
     def _count(self, need: Need, hit: Hit) -> int:
         blocks = hit.blocks or [()] * len(self.managers)
-        return sum(manager.blocks_needed(need, blocks[manager.group]) for manager in self.managers)
+        counts = [manager.blocks_needed(need, blocks[manager.group]) for manager in self.managers]
+        return self.pool.demand(counts, blocks)
 
     def _adopt(self, admission: Admission, local: int, total: int) -> None:
         """Adopt the hit in all groups (take references to its blocks), then allocate the blocks of the external tokens.
@@ -333,7 +341,7 @@ class Coordinator:
 
         The request can never run in a pool with fewer blocks.
         """
-        return sum(manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers)
+        return self.pool.in_blocks([manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers])
 
     def _find_fast_path(self, slot: int, processed: int, num_main: int) -> None:
         """Compute and store the bounds of the request's fast path (see `Requests`).

@@ -74,8 +74,8 @@ def note_copied(manager: GroupManager, slot: int, source: int) -> None:
 
 
 def renew_states(managers: Sequence[GroupManager], slot: int) -> None:
-    """Count the states at the end of the request's prompt as used now, if they are free: TURN_TAIL, before the request
-    releases its blocks.
+    """Count the states at the end of the request's prompt as used now, if they are free: TURN_TAIL and split pools,
+    before the request releases its blocks.
     """
     for manager in (manager for manager in managers if not manager.has_window):
         pool, count = manager.pool, _last_state(manager, slot) // manager.hash_size

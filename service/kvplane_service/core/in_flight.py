@@ -295,7 +295,8 @@ class InFlightTracker:
         vLLM does.
         """
         self._note_use(slot)
-        if self._blocks.spec.eviction is EvictionPolicy.TURN_TAIL:
+        spec = self._blocks.spec
+        if spec.eviction is EvictionPolicy.TURN_TAIL or spec.blocks_per_state > 1:
             renew_states(self._blocks.managers, slot)
         note_released(self._blocks.managers, slot)
         if fence > self._blocks.pool.executed_through:

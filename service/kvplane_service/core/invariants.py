@@ -19,6 +19,7 @@ from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import NO_FAST_PATH
+from kvplane_service.core.split import SplitPool
 from kvplane_service.core.tiers.invariants import faults
 
 _REQUESTS = 16  # requests checked in one slice; each has one table per group
@@ -50,7 +51,7 @@ def check_in_slices(replica: Replica) -> Slices:
     """
     pool = replica.coordinator.pool
     is_free = bytearray(pool.num_blocks)
-    yield from check_free_list(pool.free, is_free)
+    yield from check_split(pool, is_free) if isinstance(pool, SplitPool) else check_free_list(pool.free, is_free)
     holders = array(U32)
     for start in range(0, pool.num_blocks, _ZEROS):
         holders.extend(zeros(U32, min(_ZEROS, pool.num_blocks - start)))
@@ -100,6 +101,41 @@ def check_free_list(free: FreeList, is_free: bytearray) -> Slices:
         yield
     if count != free.count:
         raise BrokenInvariant("free_list", f"free list: {count} blocks, count says {free.count}")
+
+
+def check_split(pool: SplitPool, is_free: bytearray) -> Slices:
+    """Check both lists of a split pool, and which superblocks have states; sets `is_free[block]` for each free block,
+    and for the blocks under a held state, which nothing holds and which have no key.
+    """
+    free, groups = pool.free, pool.state_groups
+    is_whole = bytearray(len(free.held))
+    yield from check_free_list(free.whole, is_whole)
+    yield from check_free_list(free.bare, is_free)
+    yield from check_free_list(free.cached, is_free)
+    for numbers in pieces(range(len(free.held)), max(1, SLICE_BLOCKS // pool.size)):
+        for number in numbers:
+            blocks = free.blocks(number)
+            others = blocks[1:]
+            held = sum(1 for block in blocks if pool.references[block])
+            if free.held[number] != held or bool(is_whole[number]) == (held > 0):
+                text = f"{held} blocks held, the count says {free.held[number]}, whole: {bool(is_whole[number])}"
+                raise BrokenInvariant("superblocks", f"superblock {number}: {text}")
+            for block in blocks:
+                key = pool.key_of(block)
+                expected = (free.bare if key is None else free.cached) if is_free[block] else None
+                if free.list_of(block) is not expected or (is_free[block] and not held):
+                    raise BrokenInvariant("superblocks", f"block {block} is wrongly among those of cut superblocks")
+                if key is not None and (key[1] in groups) != bool(free.has_state[number]):
+                    raise BrokenInvariant("superblocks", f"block {block} has a key of another kind than its superblock")
+            if free.has_state[number]:
+                wrong = [block for block in others if pool.references[block] or pool.key[block] is not None]
+                if wrong:
+                    raise BrokenInvariant("superblocks", f"blocks {wrong[:9]} are under a state and in use")
+            for block in others if held and free.has_state[number] else blocks if not held else ():
+                is_free[block] = True
+        yield
+    if free.count != free.bare.count + free.cached.count + free.whole.count * pool.size:
+        raise BrokenInvariant("superblocks", f"{free.count} is not the number of free blocks")
 
 
 def _count_holders(replica: Replica, holders: array[int]) -> Slices:

@@ -20,15 +20,25 @@ from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
 from kvplane_service.core.hazard import MOST_COUNT, PIECES, Learner, Prompt, check
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.split import SplitPool
 
 if TYPE_CHECKING:
     from kvplane.base.groups import ReplicaSpec
     from kvplane_service.core.managers.base import GroupManager
-    from kvplane_service.core.pool import BlockPool
     from kvplane_service.core.requests import Requests
 
 _BATCH = 64  # parts of the candidates
 _HELD, _BEFORE, _BEHIND = range(3)  # where a block is: not in the list, before the divider, behind it
+
+
+def make_pool(spec: ReplicaSpec) -> BlockPool:
+    """Return the empty block pool of a replica."""
+    if spec.blocks_per_state > 1:
+        return SplitPool(spec)
+    pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
+    pool.free = make_free_list(spec, pool)
+    return pool
 
 
 def make_free_list(spec: ReplicaSpec, pool: BlockPool) -> FreeList:

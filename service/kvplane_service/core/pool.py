@@ -8,7 +8,6 @@ computed content which is already cached keeps its own block, since block tables
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import EVICTIONS, CacheEvent, EventKind, RemoveReason
@@ -20,9 +19,6 @@ from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, DigestMap, Key, new_map
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.refusals import Refusals
-
-if TYPE_CHECKING:
-    from kvplane_service.core.recovery import RecoveredState
 
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see tentative keys
 
@@ -83,9 +79,31 @@ class BlockPool:
         """Whether no request holds a block. Reserved blocks, and those of `hold_busy`, do not count."""
         return self.num_free == self.num_blocks - 1 - len(self.reserved) - len(self.busy)
 
-    def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks with one reference each; removes their keys. The caller must check `num_free`."""
-        blocks = self.free.pop(count)
+    def take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        """Allocate `count` blocks with one reference each; removes their keys. The caller must check `num_free`.
+
+        `after`: the last block of the same table, for a `SplitPool`.
+        """
+        del after
+        return self._hand_out(self.free.pop(count))
+
+    def take_states(self, count: int) -> list[int]:
+        """Do what `take` does, for states."""
+        return self.take(count)
+
+    def demand(self, counts: Sequence[int], hit: Sequence[Sequence[int]] = ()) -> int:
+        """Return how many free blocks an allocation takes that needs these numbers of blocks, one per group.
+
+        `hit`: per group, the blocks of a hit that it adopts; a number counts those of them that are free.
+        """
+        del hit
+        return self.in_blocks(counts)
+
+    def in_blocks(self, counts: Sequence[int]) -> int:
+        """Return how many blocks these numbers of blocks, one per group, are."""
+        return sum(counts)
+
+    def _hand_out(self, blocks: list[int]) -> list[int]:
         references, key, born, used = self.references, self.key, self._born, self._used
         lifetime, base = self.residency.lifetime, self._age_base
         now = base + self.step
@@ -114,7 +132,7 @@ class BlockPool:
                 if block in self.refusals.by_block:
                     self.refusals.forget_blocks([block])
                 if key is LAZY_KEY:
-                    self._move_to_index(block)
+                    self.move_to_index(block)
             references[block] += 1
             reuse_gap[(now - max(used[block], base)).bit_length()] += 1
             used[block] = now
@@ -253,36 +271,16 @@ class BlockPool:
             self.num_evictable += self.references[block] == 0
         else:
             if self.key[block] is LAZY_KEY:
-                self._move_to_index(block)
+                self.move_to_index(block)
             self.more_keys.setdefault(block, {})[key] = num_tokens
         if self.lazy_keys is not None:
             before = self.lazy_keys.find(*key)
             if before != NULL_BLOCK:
-                self._move_to_index(before)
+                self.move_to_index(before)
         self._add_to_index(block, key)
         self.registered.append((block, key))
 
-    def install_recovered(self, state: RecoveredState) -> None:
-        """Install recovered keys (see `recovery`) in an unused pool, which takes ownership of the columns."""
-        assert not self.index, "a pool with keys needs no recovery"
-        stamps_of_reserved = [(block, self.stamp[block]) for block in self.reserved]
-        self.key, self.key_tokens, self.stamp = state.key, state.key_tokens, state.stamp
-        for block, stamp in stamps_of_reserved:
-            self.stamp[block] = stamp
-        self.free.replace(state.links)
-        table = state.table
-        if not table.num_keys:
-            return
-        self.lazy_keys, self.num_evictable = table, table.num_keys
-        self.index = {domain: [new_map(self.num_blocks) for _ in range(self.num_groups)] for domain in table.domains()}
-        for blocks in state.shared:
-            for block in blocks:
-                self._move_to_index(block)
-        for block, key in state.further:
-            self.register(block, key, 0)
-        self.registered.clear()
-
-    def _move_to_index(self, block: int) -> None:
+    def move_to_index(self, block: int) -> None:
         """Move the key of a block from the table of recovered keys (`KeyTable`) to the index."""
         self.key[block] = key = self._take_lazy_key(block)
         self._add_to_index(block, key)

@@ -36,8 +36,10 @@ from kvplane_service.core.columns import (
 )
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.freelist import Links
-from kvplane_service.core.keys import LAZY_KEY, Key
+from kvplane_service.core.keys import LAZY_KEY, Key, new_map
 from kvplane_service.core.keytable import KeyTable
+from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.split import SplitPool
 
 _MAX_U32 = (1 << 32) - 1
 
@@ -102,6 +104,8 @@ class PoolShape:
         digest_size: bytes of a key's digest.
         reserved: blocks that the pool never releases, such as attention sinks.
         num_stamps: entries of a stamp table: above the blocks are the slots of tiers, with versions as stamps.
+        blocks_per_state: as in `ReplicaSpec`.
+        state_groups: the groups of states, if these take several blocks.
     """
 
     num_blocks: int
@@ -109,6 +113,8 @@ class PoolShape:
     digest_size: int
     reserved: tuple[int, ...] = ()
     num_stamps: int = 0
+    blocks_per_state: int = 1
+    state_groups: frozenset[int] = frozenset()
 
 
 class _Rows(NamedTuple):
@@ -151,6 +157,8 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
     row_of = _first_rows(proven, shape.num_blocks)
     is_first = row_of[proven.block] == np.arange(len(proven.block))
     first, others = _without_doubles(proven.select(is_first), proven.select(~is_first))
+    if shape.state_groups:
+        first, others = _without_overlaps(first, others, pairs, shape)
     bare = _without_key(first.block, shape.num_blocks)
     further = _further_keys(others, proven, row_of, pairs)
     num_tokens = np.zeros(shape.num_blocks, np.uint32)
@@ -178,6 +186,29 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
         further,
         slots,
     )
+
+
+def install(pool: BlockPool, state: RecoveredState) -> None:
+    """Install recovered keys in an unused pool, which takes ownership of the columns."""
+    assert not pool.index, "a pool with keys needs no recovery"
+    stamps_of_reserved = [(block, pool.stamp[block]) for block in pool.reserved]
+    pool.key, pool.key_tokens, pool.stamp = state.key, state.key_tokens, state.stamp
+    for block, stamp in stamps_of_reserved:
+        pool.stamp[block] = stamp
+    table = state.table
+    if isinstance(pool, SplitPool):
+        pool.name_states(table)
+    pool.free.replace(state.links)
+    if not table.num_keys:
+        return
+    pool.lazy_keys, pool.num_evictable = table, table.num_keys
+    pool.index = {domain: [new_map(pool.num_blocks) for _ in range(pool.num_groups)] for domain in table.domains()}
+    for blocks in state.shared:
+        for block in blocks:
+            pool.move_to_index(block)
+    for block, key in state.further:
+        pool.register(block, key, 0)
+    pool.registered.clear()
 
 
 def _newest_epoch(*stamps: Words) -> int:
@@ -259,6 +290,22 @@ def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
     if not double.size:
         return first, others
     return first.select(~np.isin(first.stamp, double)), others.select(~np.isin(others.stamp, double))
+
+
+def _without_overlaps(first: _Rows, others: _Rows, pairs: Pairs, shape: PoolShape) -> tuple[_Rows, _Rows]:
+    """Remove the rows of superblocks in which a state and something else have a key, or a state is at another block
+    than the first.
+
+    Every block gets another stamp before a state is written over it, so such rows show that a stamp table is wrong.
+    """
+    of_states = np.array([group in shape.state_groups for _, group in pairs], np.bool_)
+    blocks, pair = (np.concatenate([getattr(first, name), getattr(others, name)]) for name in ("block", "pair"))
+    is_state = of_states[pair] if len(pair) else np.zeros(0, np.bool_)
+    states, rest = blocks[is_state], blocks[~is_state] // shape.blocks_per_state
+    numbers = states // shape.blocks_per_state
+    wrong = np.concatenate([numbers[states % shape.blocks_per_state > 0], np.intersect1d(numbers, rest)])
+    first = first.select(~np.isin(first.block // shape.blocks_per_state, wrong))
+    return first, others.select(~np.isin(others.block // shape.blocks_per_state, wrong))
 
 
 def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> list[tuple[int, Key]]:

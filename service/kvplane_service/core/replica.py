@@ -37,10 +37,11 @@ from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
+from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, install, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
 from kvplane_service.core.setup import check_spec
+from kvplane_service.core.split import SplitPool
 from kvplane_service.core.state_entries import copy_entries
 from kvplane_service.core.step_applier import StepApplier, align_chunk
 from kvplane_service.core.tiers.behind import SaveBehind
@@ -177,7 +178,8 @@ class Replica:
         """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
         pool = self._pool
         sizes = pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved)
-        shape = PoolShape(*sizes, self.spec.num_stamps)
+        states = pool.state_groups if isinstance(pool, SplitPool) else frozenset[int]()
+        shape = PoolShape(*sizes, self.spec.num_stamps, self.spec.blocks_per_state, states)
         return verify_entries(shape, tables, stored)
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
@@ -187,7 +189,7 @@ class Replica:
         numbers of contents) it is given.
         """
         assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
-        self._pool.install_recovered(state)
+        install(self._pool, state)
         self.tiers.install(state.slots)
         return state.outcome
 
@@ -315,7 +317,8 @@ class Replica:
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
         pool, busy = self._pool, len(self._pool.busy)
-        held = pool.num_blocks - 1 - pool.num_free - busy
+        apart = len(pool.reserved) if isinstance(pool, SplitPool) else 0
+        held = pool.num_blocks - 1 - apart - pool.num_free - busy
         return BlockCounts(held, busy, pool.num_evictable, pool.num_free - pool.num_evictable)
 
     @property

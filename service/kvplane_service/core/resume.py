@@ -26,6 +26,7 @@ from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.questions import RequestProgress
 from kvplane_service.core.requests import MAX_SLOTS, Content
+from kvplane_service.core.split import SplitPool
 
 _BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")
 _LOADS, _LOADED = 1, 2  # values of Resume.loading
@@ -78,6 +79,8 @@ class Resumption:
         names = self._check_tables(resume)
         held = self._check_held(resume, names)
         self._check_stamps({*names, *held})
+        if isinstance(pool, SplitPool):
+            self._check_superblocks(pool, names, held)
         late = min(self._busy_for_others(resume), default=NULL_BLOCK)
         _require(late == NULL_BLOCK, "loading", f"a load may still write block {late}; mark its request as loading")
 
@@ -193,6 +196,15 @@ class Resumption:
         single = len(stamps) == len(blocks) and not any_key_has(pool, stamps, blocks)
         _require(single, "blocks", "two blocks have the same stamp, which proves neither content")
 
+    def _check_superblocks(self, pool: SplitPool, names: dict[int, _Name], held: Sequence[int]) -> None:
+        """Check that states begin their superblocks, and that no other block of these is in use."""
+        states = {block for block, (_, group, *_) in names.items() if group in pool.state_groups}
+        aligned = all(block % pool.size == 0 for block in states)
+        _require(aligned, "blocks", f"a state is at a block that is no multiple of {pool.size}")
+        others = {block // pool.size for block in {*names, *held, *pool.busy} - states}
+        shared = {block for block in states if block // pool.size in others}
+        _require(not shared, "blocks", f"another block in use has memory of state {min(shared, default=0)}")
+
     def _name(self, manager: GroupManager, row: _Row, index: int) -> _Name:
         """Return a name for the content of a table entry: equal names mean equal content.
 
@@ -258,6 +270,8 @@ class Resumption:
         for manager, table, num_cached in zip(self._blocks.managers, row.tables, row.num_cached_blocks, strict=True):
             normalized = manager.normalize_table(table, progress)
             assert normalized is not None, f"slot {slot} was not checked"
+            if isinstance(self._pool, SplitPool):
+                self._pool.assign(normalized, manager.group in self._pool.state_groups)
             self._take(normalized)
             manager.resume(slot, normalized, progress, num_cached)
         requests.invalidate_fast_path(slot)
@@ -270,6 +284,8 @@ class Resumption:
             requests.held[slot] = True
         if loading or not requests.held[slot]:
             requests.loading.add(slot)
+        if isinstance(self._pool, SplitPool):
+            self._pool.assume(blocks)
         self._take(blocks)
         self._tracker.held[slot] = list(blocks)
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, EvictionPolicy, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane_service.core.tiers.checks import check_tiers
 
 MAX_TABLE_ENTRIES = 1 << 20
 _SPARSE_KINDS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.MAMBA)
+_SPLIT_KINDS = (
+    GroupKind.FULL_ATTENTION,
+    GroupKind.MLA,
+    GroupKind.SLIDING_WINDOW,
+    GroupKind.SLIDING_WINDOW_MLA,
+    GroupKind.MAMBA,
+)
 _NEVER_CACHED = (GroupKind.CROSS, GroupKind.RING)
 
 
@@ -28,6 +35,7 @@ def check_spec(spec: ReplicaSpec) -> None:
     if spec.enable_caching:
         _check_drafts(spec)
     check_tiers(spec)
+    _check_split(spec)
     HashScheme.of(spec)
     sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
     _require(
@@ -115,6 +123,20 @@ def _check_retention(spec: ReplicaSpec) -> None:
         "retention_interval",
         f"{interval} is not a multiple of scheduler_block_size {spec.scheduler_block_size}",
     )
+
+
+def _check_split(spec: ReplicaSpec) -> None:
+    if spec.blocks_per_state == 1:
+        return
+    for number, group in enumerate(spec.groups):
+        possible = group.kind in _SPLIT_KINDS
+        _require(possible, f"groups[{number}].kind", f"{group.kind.value} cannot share superblocks with states")
+    has_states = any(group.kind is GroupKind.MAMBA for group in spec.groups)
+    has_others = any(group.kind is not GroupKind.MAMBA for group in spec.groups)
+    _require(has_states and has_others, "blocks_per_state", "only states and attention together share superblocks")
+    _require(spec.commit is CommitRule.SAFE, "commit", "blocks_per_state above 1 needs commit=safe")
+    _require(spec.eviction is EvictionPolicy.LRU, "eviction", "blocks_per_state above 1 needs the policy lru")
+    _require(not spec.tiers, "tiers", "a slot has room for one block: blocks_per_state above 1 has no tiers")
 
 
 def _check_drafts(spec: ReplicaSpec) -> None:

@@ -22,6 +22,7 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.policies import HazardList, are_hints
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
+from kvplane_service.core.split import SplitPool
 from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_tiers
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 
 def spec_digest(spec: ReplicaSpec) -> bytes:
     """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
-    return hashlib.sha256(repr(spec).encode()).digest()
+    of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
+    return hashlib.sha256((repr(spec) + of_states).encode()).digest()
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -72,6 +74,8 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
     tiers = replica.coordinator.tiers
     if tiers.each:  # replicas without tiers keep their earlier bytes
         before.append(("tiers", copy_tiers(tiers)))
+    if isinstance(pool, SplitPool):
+        before.append(("split", pool.free.state()))
     free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
@@ -232,6 +236,8 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
             (pool.free.superseded,) = others
         elif isinstance(pool.free, HazardList):
             pool.free.load(others[:-1])
+    elif isinstance(pool, SplitPool):
+        pool.free.load(entries["free"][0].tolist(), *entries["split"][0])
     else:
         pool.free.rebuild(entries["free"][0])
     pool.more_keys = {block: dict(further) for block, further in entries["more_keys"][0].items()}

@@ -29,6 +29,7 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.part_rows import AdmitRow, admit_rows
 from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
+from kvplane_service.core.split import NEVER
 from kvplane_service.core.tiers.loads import Choice, TierLoads
 
 # Plain integers: an enum's operators cost more than the rest of a row.
@@ -339,8 +340,11 @@ class StepApplier:
         admission = self._admission(row, wanted, hit)
         free_wanted = self._blocks.free_wanted(admission)
         if free_wanted > self._blocks.pool.num_free:
+            if free_wanted >= NEVER and self._blocks.pool.is_unused and self._blocks.give_up(hit):
+                return self._admit_row(row, at)  # with a shorter hit, if the row permits it
             status = self._refusal(row)
-            if self.unaligned_chunks == unaligned and not row.flags & LOAD:  # what the tiers have is not noted
+            noted = not row.flags & LOAD and free_wanted < NEVER  # neither what tiers have nor whole superblocks
+            if self.unaligned_chunks == unaligned and noted:
                 self._note_refusal(row, hit, free_wanted, status)
             return status
         self.new_blocks = new = self._blocks.admit(admission)

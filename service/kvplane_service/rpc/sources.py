@@ -203,6 +203,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         eviction=wire.decode_policy(source),
         tiers=wire.decode_tiers(source.tiers),
         hint_values=source.hint_values,
+        blocks_per_state=plan.blocks_per_state,
     )
     warnings = tuple(warning.message for warning in plan.warnings)
     plans = tuple(to_rank_plan(plan, stage) for stage in range(len(plan.workers)))

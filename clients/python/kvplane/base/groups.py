@@ -73,12 +73,14 @@ class Planner(Enum):
     """How layers are distributed over groups.
 
     REFERENCE: as vLLM 0.33 does, which an engine expects that lays out its tensors itself. BEST: the cheapest of both
-    layouts and several group widths, where requests of no length hold more memory than with REFERENCE; for engines that
-    use the placement that kvplane returns.
+    layouts and several group widths, where requests of no length hold more memory than with REFERENCE. SPLIT: as
+    REFERENCE, but the blocks of attention are those of its kernel, and a state takes several of them
+    (`ReplicaSpec.blocks_per_state`). BEST and SPLIT are for engines that use the placement that kvplane returns.
     """
 
     REFERENCE = "reference"
     BEST = "best"
+    SPLIT = "split"
 
 
 class HashAlgorithm(Enum):
@@ -277,6 +279,8 @@ class ReplicaSpec:
         eviction: which cached block is evicted first.
         tiers: places for blocks that leave the device, the nearest first; () = an evicted block is lost.
         hint_values: values of `News.hint` that the engine distinguishes, 0 included; 0 = it sends no hints.
+        blocks_per_state: consecutive blocks that a state takes; their first one, a multiple of this number, names it in
+            tables, orders and events. A block of attention is one block. 1 = a state takes a block too.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -300,6 +304,7 @@ class ReplicaSpec:
     eviction: EvictionPolicy = field(default=EvictionPolicy.LRU, repr=False)  # see state._spec_digest
     tiers: tuple[TierSpec, ...] = field(default=(), repr=False)
     hint_values: int = field(default=0, repr=False)
+    blocks_per_state: int = field(default=1, repr=False)
 
     @property
     def hit_alignment(self) -> int:
@@ -333,6 +338,9 @@ class ReplicaSpec:
         for name in ("hash_lookahead_tokens", "prefill_lookahead"):
             found = getattr(self, name)
             _require(found >= 0, name, found, "must be 0 or more")
+        of_state = self.blocks_per_state
+        whole = f"must be 1 or more, divide num_blocks, {blocks}, and be at most half of it"
+        _require(1 <= of_state <= max(1, blocks // 2) and not blocks % of_state, "blocks_per_state", of_state, whole)
         hints = self.hint_values
         _require(0 <= hints <= MAX_HINTS, "hint_values", hints, f"must be 0 to {MAX_HINTS}")
         for index, group in enumerate(self.groups):

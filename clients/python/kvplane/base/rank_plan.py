@@ -16,7 +16,7 @@ from itertools import pairwise
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
 from kvplane.base.layer_json import spec_to_dict
-from kvplane.base.layer_spec import LayerSpec
+from kvplane.base.layer_spec import LayerSpec, ceil_div
 from kvplane.base.layers import KVSharingLayer
 
 MAX_SIZE_BYTES = 1 << 48
@@ -29,6 +29,7 @@ class TensorPlacement:
 
     The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride bytes. The memory of
     two groups overlaps: each group begins at byte 0. This is safe because a block belongs to one group at a time.
+    The page of a state may have the bytes of several blocks: then only multiples of that number name a state.
     """
 
     group: int
@@ -63,9 +64,20 @@ class LayerPlace:
     offset_bytes: int
     block_stride_bytes: int
 
+    @property
+    def blocks_per_page(self) -> int:
+        """The number of consecutive blocks whose memory a page has; 1 unless it is the page of a state that takes
+        several (`ReplicaSpec.blocks_per_state`).
+        """
+        return max(1, ceil_div(self.spec.page_bytes, max(1, self.block_stride_bytes)))
+
+    def num_pages(self, num_blocks: int) -> int:
+        """Return the number of blocks at which a page can begin."""
+        return num_blocks - self.blocks_per_page + 1
+
     def end_bytes(self, num_blocks: int) -> int:
         """Return the offset of the first byte after the last page."""
-        return self.offset_bytes + (num_blocks - 1) * self.block_stride_bytes + self.spec.page_bytes
+        return self.offset_bytes + (self.num_pages(num_blocks) - 1) * self.block_stride_bytes + self.spec.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +187,20 @@ class RankPlan:
             if place.offset_bytes < 0 or place.end_bytes(self.num_blocks) > self.size_bytes:
                 end = place.end_bytes(self.num_blocks)
                 yield f"the pages of {place.name} are at bytes {place.offset_bytes}..{end} of {self.size_bytes}"
-            if place.block_stride_bytes < place.spec.page_bytes:
+            if place.block_stride_bytes < place.spec.page_bytes and not self._holds_states(place):
                 yield (
                     f"pages of {place.name} overlap: they have {place.spec.page_bytes} bytes and begin every "
                     f"{place.block_stride_bytes} bytes"
                 )
+        sizes = {place.blocks_per_page for place in places if place.spec.is_state}
+        if len(sizes) > 1:
+            yield f"states of different layers take {sorted(sizes)} blocks"
         yield from _collisions(places, self.num_blocks)
+
+    def _holds_states(self, place: LayerPlace) -> bool:
+        """Whether pages of several blocks each are pages of states that fill these blocks."""
+        whole = place.spec.page_bytes == place.blocks_per_page * place.block_stride_bytes
+        return place.spec.is_state and whole and self.num_blocks % place.blocks_per_page == 0
 
 
 def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
@@ -192,6 +212,9 @@ def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
     in the same unit, or at least num_blocks units apart:
 
         layer outermost | A0 | A1 | A2 | B0 | B1 | B2 |        block outermost | A0 B0 | A1 B1 | A2 B2 |
+
+    A state of several blocks fills the units of these blocks, and the last state ends with the last unit. So it is
+    enough to look at the unit in which it begins.
     """
     strides = {place.block_stride_bytes for place in places}
     if len(strides) > 1:
@@ -204,13 +227,14 @@ def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
     end = 0
     for place in sorted(places, key=lambda place: place.offset_bytes % stride):
         residue = place.offset_bytes % stride
-        if residue + place.spec.page_bytes > stride:
+        page_bytes = min(place.spec.page_bytes, stride)
+        if residue + page_bytes > stride:
             yield f"pages of {place.name} cross a block boundary"
         if residue >= end:
             yield from _stacked(overlapping, num_blocks, stride)
             overlapping = []
         overlapping.append(place)
-        end = max(end, residue + place.spec.page_bytes)
+        end = max(end, residue + page_bytes)
     yield from _stacked(overlapping, num_blocks, stride)
 
 

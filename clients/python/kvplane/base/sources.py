@@ -32,8 +32,8 @@ class PoolSettings:
         drafter: the drafter, if it has layers in the pool: EAGLE, or the model's own multi-token prediction. A prefix
             look-up then omits the last matched block, which the drafter recomputes. In a LayerSource, its layers have
             `is_draft`.
-        planner: how layers are distributed over groups. BEST needs memory_bytes, and an engine that uses the placement
-            of the answer.
+        planner: how layers are distributed over groups. BEST needs memory_bytes; BEST and SPLIT need an engine that
+            uses the placement of the answer.
         hint_values: as in ReplicaSpec.
         tiers: as in ReplicaSpec; needs `namespace_digest` at the registration.
     """

@@ -60,10 +60,18 @@ def register_replica(
 def check_policy(
     source: ReplicaSpec | ModelSource | LayerSource, answer: allocation_pb2.RegisterReplicaResponse
 ) -> None:
-    """Raise FailedPrecondition if the service did not take a policy, which an earlier version does not know.
+    """Raise FailedPrecondition if the service did not take a policy, or the number of blocks of a state, which an
+    earlier version does not know.
 
-    The replica exists then, with the eviction policy LRU, or tiers that save behind.
+    The replica exists then, with the eviction policy LRU, tiers that save behind, or one block per state.
     """
+    given = source.blocks_per_state if isinstance(source, ReplicaSpec) else 1
+    if given > max(1, answer.spec.blocks_per_state):
+        raise FailedPrecondition(
+            f"the service does not know states of {given} blocks",
+            field="blocks_per_state",
+            remedy="use a service of this version, and deregister the replica",
+        )
     if source.eviction not in (None, wire.decode_policy(answer.spec)):
         raise FailedPrecondition(
             f"the service does not know the policy {source.eviction.value!r}",

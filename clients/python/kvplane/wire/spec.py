@@ -73,6 +73,8 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
     if spec.eviction is not EvictionPolicy.LRU:  # specs with the default keep their earlier bytes
         fields["eviction"] = encode_enum(pb.EvictionPolicy, "EVICTION_POLICY", spec.eviction)
+    if spec.blocks_per_state > 1:
+        fields["blocks_per_state"] = spec.blocks_per_state
     fields["tiers"] = encode_tiers(spec.tiers)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
@@ -98,6 +100,7 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
         enable_caching=not message.disable_caching,
         events=not message.disable_events,
         tiers=decode_tiers(message.tiers),
+        blocks_per_state=message.blocks_per_state or 1,
         align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
         **{name: getattr(message, name) for name in _SAME_IN_REPLICA},
     )

@@ -152,15 +152,15 @@ class GroupManager(ABC):
         return copies + self._extend(table, missing) if missing > 0 else copies
 
     def _extend(self, table: list[int], count: int) -> list[int]:
-        blocks = self._take(count)
+        blocks = self._take(count, table[-1] if table else NULL_BLOCK)
         table.extend(blocks)
         if self.spec.zero_new_blocks:
             self._order_zero(blocks)
         return blocks
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
         self.allocated += count
-        return self.pool.take(count)
+        return self.pool.take(count, after)
 
     def _order_zero(self, blocks: list[int]) -> None:
         self.orders.zero_block.extend(blocks)

@@ -88,6 +88,11 @@ class AlignedStateManager(GroupManager):
         taken = self._new_states_with_external(need, len(hit), partial) + self.pool.count_evictable(adopted)
         return max(new + evictable, taken)
 
+    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        del after
+        self.allocated += count
+        return self.pool.take_states(count)
+
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
         """Return how many states `adopt`, `allocate_external` and `allocate` take in total; vLLM counts one too few."""
         length = max(max(need.total_computed - 1, 0) // self.block_size, num_hit)

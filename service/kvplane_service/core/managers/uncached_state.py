@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import FOREVER, GroupManager
 from kvplane_service.core.managers.questions import Need, Query
 
@@ -30,6 +31,11 @@ class UncachedStateManager(GroupManager):
         """Extend the table to the state and the draft states; returns the new blocks."""
         extra = self.block_size * self.spec.speculative_blocks
         return super().allocate(slot, num_slots + extra, num_main, num_encoder)
+
+    def _take(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        del after
+        self.allocated += count
+        return self.pool.take_states(count)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """Whether at most as many tokens are computed again as there are draft states: older states are lost."""

@@ -50,6 +50,11 @@ SOURCES = _native.SOURCES
 REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
+def is_supported(spec: ReplicaSpec) -> bool:
+    """Whether the compiled core decides for this replica: not for split pages."""
+    return spec.blocks_per_state == 1
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedState(RecoveredState):
     """A recovered state with the pool that has its keys, so that installing it takes no time."""

@@ -32,6 +32,7 @@ POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy
 
 def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
     """Return the fields of a spec, in the order of `New` in module.cpp."""
+    assert spec.blocks_per_state == 1, "the compiled core has no split pages"
     return [
         spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
         spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),

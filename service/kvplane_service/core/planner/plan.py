@@ -59,6 +59,7 @@ class PlanOptions:
         prefill_lookahead: drafts per step of a multi-module drafter.
         tp_size, dcp_size: tensor-parallel and decode-context-parallel ranks.
         planner: how layers are distributed over groups; BEST also chooses the layout, and needs the workers' memory.
+            With SPLIT, num_blocks counts blocks of attention.
     """
 
     max_model_len: int = 32768
@@ -186,6 +187,7 @@ class CachePlan:
         needs_zeroing: whether new blocks must be zeroed, because a page can be read as another type, or before it is
             written.
         tp_replicas: consecutive tensor-parallel ranks that hold identical pages in every layer.
+        blocks_per_state: consecutive blocks that a state takes.
         shared_layers: layers that use the cache of another layer.
         warnings: what the operator should know.
     """
@@ -201,6 +203,7 @@ class CachePlan:
     partial_hits: bool
     needs_zeroing: bool
     tp_replicas: int
+    blocks_per_state: int = 1
     shared_layers: tuple[KVSharingLayer, ...] = ()
     warnings: tuple[PlanWarning, ...] = ()
 
@@ -212,7 +215,10 @@ class CachePlan:
     @property
     def padding_bytes(self) -> tuple[int, ...]:
         """Per group: bytes of each block that its layers leave unused."""
-        return tuple(self.bytes_per_block - group.bytes_per_block for group in self.groups)
+        return tuple(
+            self.bytes_per_block * (self.blocks_per_state if group.spec.is_state else 1) - group.bytes_per_block
+            for group in self.groups
+        )
 
     @property
     def max_concurrency(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import Planner
 from kvplane.base.layer_spec import LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane_service.core.planner.grouping import group_layers
@@ -22,6 +23,7 @@ from kvplane_service.core.planner.sizes import (
     projected,
     suggested_match_unit,
 )
+from kvplane_service.core.planner.splitting import split_groups, split_worker
 
 
 def plan_with(workers: Sequence[Worker], options: PlanOptions, width: int = 0) -> CachePlan:
@@ -37,23 +39,28 @@ def plan_with(workers: Sequence[Worker], options: PlanOptions, width: int = 0) -
     formats = formats_of(model, options)
     grouping = group_layers(formats, hybrid=options.hybrid, layout=options.layout, width=width)
     groups, draft_warnings = _with_draft_groups(grouping.groups, model, options)
+    whole, per_state = groups, 1
+    if options.planner is Planner.SPLIT:
+        groups, per_state = split_groups(groups, options)
     sizes = granularity(groups, options)
     check_options(groups, sizes, options)
-    per_worker = [projected(groups, {layer.name for layer in worker.layers}) for worker in workers]
-    num_blocks = _num_blocks(workers, per_worker, options)
-    options = fitting_options(groups, num_blocks, options)
+    per_worker = [projected(whole, {layer.name for layer in worker.layers}) for worker in workers]
+    num_whole = _num_blocks(workers, per_worker, options, per_state)
+    num_blocks = num_whole * per_state
+    options = fitting_options(groups, num_blocks, options, per_state)
     return CachePlan(
         options=options,
         groups=groups,
-        workers=tuple(place(own, num_blocks, options.layout) for own in per_worker),
-        bytes_per_block=bytes_per_block(groups, options.layout),
+        workers=tuple(split_worker(place(own, num_whole, options.layout), per_state) for own in per_worker),
+        bytes_per_block=bytes_per_block(whole, options.layout) // per_state,
         num_blocks=num_blocks,
-        blocks_per_request=blocks_per_request(groups, options.limits),
+        blocks_per_request=blocks_per_request(groups, options.limits, per_state),
         scheduler_block_size=sizes.scheduler_block_size,
         hash_block_size=sizes.hash_block_size,
         partial_hits=sizes.partial_hits,
         needs_zeroing=_needs_zeroing(groups, per_worker[0]),
         tp_replicas=_tp_replicas(groups, options),
+        blocks_per_state=per_state,
         shared_layers=model.shared_layers,
         warnings=grouping.warnings + draft_warnings + _coarse_hits(groups, sizes, options),
     )
@@ -93,8 +100,15 @@ def _coarse_hits(groups: tuple[CacheGroup, ...], sizes: Granularity, options: Pl
     return (PlanWarning(WarningCode.COARSE_HITS, message, (coarse, unit)),)
 
 
-def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions) -> int:
-    """Return the number of blocks that every worker has memory for; 1 for a model without caches."""
+def _num_blocks(
+    workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions, per_state: int
+) -> int:
+    """Return the number of blocks that every worker has memory for; 1 for a model without caches.
+
+    `per_state`: the parts into which these blocks will be divided, and which `options.num_blocks` counts.
+    """
+    if options.num_blocks % per_state:
+        _refuse("num_blocks", f"{options.num_blocks} blocks", f"give a multiple of {per_state}, the blocks of a state")
     if not per_worker[0]:
         return NULL_BLOCKS
     block_bytes = [bytes_per_block(own, options.layout) for own in per_worker]
@@ -105,7 +119,7 @@ def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGr
             remedy="leave the worker out",
         )
     fitting = (worker.memory_bytes // size for worker, size in zip(workers, block_bytes, strict=True))
-    return options.num_blocks or min(fitting)
+    return options.num_blocks // per_state or min(fitting)
 
 
 def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGroup]) -> bool:

@@ -39,12 +39,17 @@ GROUP_COST = Fraction(1, 500)  # of a block table more, as a share of the memory
 class Cell:
     """How many decoding requests of `length` tokens fit with the reference plan, with the best plan, and if every layer
     of every request took exactly the bytes that it needs.
+
+    Attributes:
+        split: how many fit with split pages, if no free block were in a superblock that is not whole; None without a
+            plan of the planner SPLIT.
     """
 
     length: int
     reference: float
     best: float
     ideal: float
+    split: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Comparison:
     """The reference plan and the best one.
 
     Attributes:
+        split: the plan with split pages; None for a model for which there is none.
         binds: the constraint that the cheapest plan of all candidates violates: "cell", "admission", "hit unit" or
             "groups"; "" if it is the best plan: the rest up to the ideal is padding and parts of blocks.
     """
@@ -60,6 +66,7 @@ class Comparison:
     best: CachePlan
     cells: tuple[Cell, ...]
     binds: str
+    split: CachePlan | None = None
 
 
 def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
@@ -70,9 +77,9 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
         InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory that
             is too small for the longest request, options that the model does not support.
     """
-    if options.planner is Planner.REFERENCE:
-        return plan_with(workers, options)
-    return compare(workers, options).best
+    if options.planner is Planner.BEST:
+        return compare(workers, options).best
+    return plan_with(workers, options)
 
 
 def compare(workers: Sequence[Worker], options: PlanOptions, mix: Mapping[int, int] = MIX) -> Comparison:
@@ -99,7 +106,10 @@ def compare(workers: Sequence[Worker], options: PlanOptions, mix: Mapping[int, i
             field="num_blocks",
             remedy="give memory instead, or use the planner reference",
         )
-    reference = plan_with(workers, options)
+    options = replace(options, planner=Planner.REFERENCE)
+    reference, split = plan_with(workers, options), None
+    with suppress(InvalidArgument):
+        split = plan_with(workers, replace(reference.options, planner=Planner.SPLIT))
     weights = _weights(reference, mix)
     lengths = tuple(weights)
     ideal = {length: _ideal(workers, reference, length) for length in lengths}
@@ -112,10 +122,16 @@ def compare(workers: Sequence[Worker], options: PlanOptions, mix: Mapping[int, i
         if cost < cheapest:
             cheapest, binds = cost, violated
     cells = tuple(
-        Cell(length, float(_fitting(reference, length)), float(_fitting(best, length)), float(bound))
+        Cell(
+            length,
+            float(_fitting(reference, length)),
+            float(_fitting(best, length)),
+            float(bound),
+            float(_fitting(split, length)) if split else None,
+        )
         for length, bound in ideal.items()
     )
-    return Comparison(reference, best, cells, binds)
+    return Comparison(reference, best, cells, binds, split)
 
 
 def _candidates(workers: Sequence[Worker], reference: CachePlan) -> Iterator[CachePlan]:
@@ -159,7 +175,7 @@ def _cost(plan: CachePlan, weights: Mapping[int, Fraction], ideal: Mapping[int, 
 
 def _fitting(plan: CachePlan, length: int) -> Fraction:
     """Return how many decoding requests of this length fit, fractions included."""
-    return _share(plan, blocks_per_request(plan.groups, _decoding(plan.options, length)))
+    return _share(plan, blocks_per_request(plan.groups, _decoding(plan.options, length), plan.blocks_per_state))
 
 
 def _at_admission(plan: CachePlan) -> Fraction:
@@ -168,7 +184,7 @@ def _at_admission(plan: CachePlan) -> Fraction:
 
 
 def _share(plan: CachePlan, blocks: int) -> Fraction:
-    return Fraction(max(plan.num_blocks - NULL_BLOCKS, 1), max(blocks, 1))
+    return Fraction(max(plan.num_blocks - NULL_BLOCKS * plan.blocks_per_state, 1), max(blocks, 1))
 
 
 def _decoding(options: PlanOptions, length: int) -> RequestLimits:

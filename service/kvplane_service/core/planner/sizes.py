@@ -72,7 +72,7 @@ def suggested_match_unit(groups: Sequence[CacheGroup], options: PlanOptions) -> 
     """
     if options.prefix_match_unit or not options.prefix_caching:
         return 0
-    units = (MLA_KERNEL_BLOCK, KERNEL_BLOCK) if any(_is_latent(group) for group in groups) else (KERNEL_BLOCK,)
+    units = (MLA_KERNEL_BLOCK, KERNEL_BLOCK) if any(is_latent(group) for group in groups) else (KERNEL_BLOCK,)
     for unit in units:
         with suppress(InvalidArgument):
             if granularity(groups, replace(options, prefix_match_unit=unit)).partial_hits:
@@ -80,7 +80,8 @@ def suggested_match_unit(groups: Sequence[CacheGroup], options: PlanOptions) -> 
     return 0
 
 
-def _is_latent(group: CacheGroup) -> bool:
+def is_latent(group: CacheGroup) -> bool:
+    """Whether the group has layers with latent rows (MLA)."""
     return any(isinstance(spec, MLASpec) for spec in group.specs)
 
 
@@ -131,23 +132,32 @@ def _refuse_unit(unit: int, remedy: str) -> None:
 NULL_BLOCKS = 1
 
 
-def blocks_per_request(groups: Sequence[CacheGroup], limits: RequestLimits) -> int:
-    """Return the blocks that one request of max_model_len tokens holds, summed over all groups, which share a pool."""
-    return sum(max(spec.blocks_per_request(limits) for spec in group.specs) for group in groups)
+def blocks_per_request(groups: Sequence[CacheGroup], limits: RequestLimits, per_state: int = 1) -> int:
+    """Return the blocks that one request of max_model_len tokens holds, summed over all groups, which share a pool.
+
+    `per_state`: the blocks of a state.
+    """
+    return sum(
+        max(spec.blocks_per_request(limits) for spec in group.specs) * (per_state if group.spec.is_state else 1)
+        for group in groups
+    )
 
 
-def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> PlanOptions:
+def fitting_options(
+    groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions, per_state: int = 1
+) -> PlanOptions:
     """Return the options; if `fit_max_model_len` is set, with max_model_len shortened to what fits.
 
     Raises:
         InvalidArgument: not even one request fits in addition to the null block.
     """
-    if _fits(groups, num_blocks, options, options.max_model_len):
+    usable = num_blocks - NULL_BLOCKS * per_state
+    if _fits(groups, usable, options, options.max_model_len, per_state):
         return options
-    longest = _longest(groups, num_blocks, options)
+    longest = _longest(groups, usable, options, per_state)
     if options.fit_max_model_len and longest:
         return replace(options, max_model_len=longest)
-    needed = blocks_per_request(groups, options.limits) + NULL_BLOCKS
+    needed = blocks_per_request(groups, options.limits, per_state) + NULL_BLOCKS * per_state
     shorten = f"shorten max_model_len to {longest} or " if longest else ""
     raise InvalidArgument(
         f"a request of {options.max_model_len} tokens needs {needed} blocks with the null block, "
@@ -157,12 +167,12 @@ def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: Plan
     )
 
 
-def _fits(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions, max_model_len: int) -> bool:
+def _fits(groups: Sequence[CacheGroup], usable: int, options: PlanOptions, max_model_len: int, per_state: int) -> bool:
     limits = replace(options.limits, max_model_len=max_model_len)
-    return num_blocks >= NULL_BLOCKS + blocks_per_request(groups, limits)
+    return usable >= blocks_per_request(groups, limits, per_state)
 
 
-def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> int:
+def _longest(groups: Sequence[CacheGroup], usable: int, options: PlanOptions, per_state: int) -> int:
     """Return the length in tokens of the longest request that fits; 0 if none fits.
 
     Found by bisection, since a longer request never needs fewer blocks.
@@ -170,7 +180,7 @@ def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions
     fits, too_long = 0, options.max_model_len
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if _fits(groups, num_blocks, options, middle):
+        if _fits(groups, usable, options, middle, per_state):
             fits = middle
         else:
             too_long = middle
@@ -183,7 +193,7 @@ def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
         return 0
     if layout is Layout.LAYER_OUTERMOST:
         return max(sum(_stride(spec, groups) for spec in group.specs) for group in groups)
-    return round_up(max(group.bytes_per_block for group in groups), _common_alignment(groups))
+    return round_up(max(group.bytes_per_block for group in groups), common_alignment(groups))
 
 
 def projected(groups: Sequence[CacheGroup], layer_names: set[str]) -> tuple[CacheGroup, ...]:
@@ -213,10 +223,11 @@ def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> Work
 def _stride(spec: LayerSpec, groups: Sequence[CacheGroup]) -> int:
     """Return the bytes from one block of a layer to the next. Groups that share blocks need equal strides."""
     alone = sum(bool(group.specs) for group in groups) == 1
-    return round_up(spec.page_bytes, spec.block_stride_alignment if alone else _common_alignment(groups))
+    return round_up(spec.page_bytes, spec.block_stride_alignment if alone else common_alignment(groups))
 
 
-def _common_alignment(groups: Sequence[CacheGroup]) -> int:
+def common_alignment(groups: Sequence[CacheGroup]) -> int:
+    """Return the number of bytes of which every group's distance between blocks must be a multiple."""
     return math.lcm(*(spec.block_stride_alignment for group in groups for spec in group.specs))
 
 
