@@ -50,9 +50,9 @@ with collecting() as (_, address):
 """
 
 
-def forget(entry: Entry) -> None:
+def forget(entry: Entry, packed: bytes | None = None) -> None:
     """Drop the entry."""
-    del entry
+    del entry, packed
 
 
 class Side:

@@ -105,14 +105,23 @@ class Followed:
 
     def step(self, step: Step, result: StepResult) -> None:
         """A step was applied."""
-        runs = [run for part in result.parts for run in runs_of(part.events)]
-        if any(run.kind is EventKind.STORED for run in runs):
+        events = [part.events for part in result.parts]
+        if any(run.kind is EventKind.STORED for of_part in events for run in runs_of(of_part)):
             self._last_stored = step.seq
         of_tiers = [event for part in result.parts for event in part.tier_events]
-        self._publish(step.epoch, [*self._hold.step(step.seq, step.executed_through, runs), *of_tiers])
+        at = step.seq, step.executed_through
+        shares = None if of_tiers else self._hold.step_packed(*at, events)
+        if shares is None:
+            self._publish(step.epoch, [*self._hold.step(*at, events), *of_tiers])
+        else:
+            self._log.publish_packed(step.epoch, shares)
+            self._take()
 
     def _publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
         self._log.publish(epoch, events)
+        self._take()
+
+    def _take(self) -> None:
         batches = self._subscription.take()
         self.follower.read(batches)
         self.follower.check(self._replica, self._last_stored)

@@ -16,6 +16,7 @@ from random import Random
 import pytest
 
 from kvplane.base.errors import InternalError, KvplaneError
+from kvplane.base.hashing import HashScheme
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
@@ -190,10 +191,12 @@ def recovered(core, **changes):
     return core, *{**given, **changes}.values()
 
 
-SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]]] = (
+HASHING = bytes(32), None
+SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]], tuple[bytes, None]] = (
     native.settings(replica_spec(full(), num_blocks=50), 32),
     [native.of_group(full())],
     [],
+    HASHING,
 )
 ARGUMENTS = {
     "drop_keys of a block before the first": lambda core: _native.drop_keys(core, -1, 10, None),
@@ -232,11 +235,17 @@ ARGUMENTS = {
     "dump_blocks of fewer blocks than none": lambda core: _native.dump_blocks(core, 0, -1),
     "dump_free behind a block that is not there": lambda core: _native.dump_free(core, 101, 10),
     "dump_free of more blocks than there are": lambda core: _native.dump_free(core, 0, 102),
-    "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]], []),
-    "new with hashes of 0 tokens": lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1], []),
-    "new with chunks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]], []),
-    "new with a tier of no slot": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 0)]),
-    "new with tiers of more slots than there are ids": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 1 << 40)]),
+    "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]], [], HASHING),
+    "new with hashes of 0 tokens":
+        lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1], [], HASHING),
+    "new with chunks of 0 tokens":
+        lambda _: _native.new(SPEC_OF_50[0], [[4, 4, 0, 0, *SPEC_OF_50[1][0][4:]]], [], HASHING),
+    "new with a tier of no slot": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 0)], HASHING),
+    "new with tiers of more slots than there are ids": lambda _: _native.new(*SPEC_OF_50[:2], [(1, 1 << 40)], HASHING),
+    "new with a first digest of another size": lambda _: _native.new(*SPEC_OF_50[:3], (bytes(16), None)),
+    "new with a hash function of another kind": lambda _: _native.new(*SPEC_OF_50[:3], (bytes(32), (capsule(), 0))),
+    "set_hash_tail of a slot without a request": lambda core: _native.set_hash_tail(core, 5, b""),
+    "set_hash_tail of a whole block": lambda core: _native.set_hash_tail(core, 0, bytes(16)),
     "tier_keys of a tier that is not there": lambda core: _native.tier_keys(core, 0, -1, 9),
     "end_tier of a tier that is not there": lambda core: _native.end_tier(core, 0, -1, 9, array("Q")),
     "tier_of a negative group": lambda core: _native.tier_of(core, "", -1, b"d" * 32),
@@ -352,6 +361,7 @@ def test_a_damaged_state_is_refused_or_does_no_harm(mix, play):
         native.settings(spec, native.NativeReplica(spec).digest_size),
         [native.of_group(one) for one in spec.groups],
         native.of_tiers(spec),
+        native.of_hashes(HashScheme.of(spec)),
     ]
     _native.load(core := _native.new(*made), state)
     assert use(spec, core) == 0

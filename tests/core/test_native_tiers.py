@@ -12,6 +12,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, Part, RowFlag, Step
+from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
@@ -267,3 +268,17 @@ def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):
     for choice, name in (("auto", "native"), ("native", "native"), ("twin", "twin"), ("python", "python")):
         monkeypatch.setenv(cores.VARIABLE, choice)
         assert cores.core_of(cores.new_replica(replica_spec(full(), tiers=(HOST, DISK)))) == name
+
+
+def test_an_open_step_names_the_load_that_a_slot_waits_for():
+    first = loading().replica.reference()
+    second = native.NativeReplica.of(load_state(first.spec, export_state(first)))
+    steps = OpenStep(first, first.executed_through), second.open_step(first.executed_through)
+    before, found = digest(second), []
+    for step in steps:
+        with pytest.raises(InvalidArgument, match="slot 4 waits for a load") as refused:
+            step.extend(4, 1)
+        found.append((refused.value.message, refused.value.field, refused.value.remedy))
+    assert found[0] == found[1]
+    assert found[0][1] == "slot"
+    assert digest(second) == before

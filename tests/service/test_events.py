@@ -193,7 +193,7 @@ class Watched:
                 cache.fail(max(self.done + 1, self.seq - other % 4))
             case "clear":
                 cache.clear()
-        self.log.publish(self.epoch, self.hold.step(self.seq, self.done, cache.take().runs))
+        self.log.publish(self.epoch, self.hold.step(self.seq, self.done, [cache.take()]))
 
     def begin_life(self, keeps: int) -> None:
         """Keys of blocks from `keeps` on are not proven, nor what was not executed."""

@@ -115,6 +115,7 @@ class Anything:
             "MutableSequence[int]": self.column,  # tokens, which no decision has
             "list[str]": lambda: self.some(self.text),
             "list[bytes]": lambda: self.some(self.raw),
+            "Sequence[bytes]": lambda: self.some(self.raw),
             "list[ExtraKeys]": lambda: self.some(self.extra_keys),
             "OnRefusal": lambda: self._random.choice(REFUSALS),
             "Sequence[CacheEvent]": lambda: CacheEvents(self.some(self.event)),

@@ -24,6 +24,7 @@ class CacheEvents(Sequence[CacheEvent]):
     """
 
     __slots__ = ("_blocks", "_hashes", "_open", "runs")
+    marks = 7  # those of events that are packed, see NativeEvents
 
     def __init__(self, runs: Iterable[CacheEvent] = ()) -> None:
         self.runs = list(runs)
@@ -53,6 +54,14 @@ class CacheEvents(Sequence[CacheEvent]):
             self._begin(CacheEvent(EventKind.STORED, group, domain=domain, block_size=block_size, tier=tier))
         self._hashes.append(digest)
         self._blocks.append(slot)
+
+    def removals(self) -> Sequence[int]:
+        """Count the removed keys by the number of the reason."""
+        counts = [0] * len(RemoveReason)
+        for run in self.runs:
+            if run.kind is EventKind.REMOVED:
+                counts[run.reason] += len(run.hashes)
+        return counts
 
     def _begin(self, run: CacheEvent) -> None:
         self._hashes, self._blocks = [], []

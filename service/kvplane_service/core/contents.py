@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
@@ -48,3 +48,42 @@ def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys, fi
         inner = error.field.removeprefix("extra_keys")
         raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
     return HashedNews(PackedHashes(hasher.append(pack_tokens(tokens)), scheme.digest.size), hasher)
+
+
+class HashedRows(Sequence[bytes]):
+    """The hashes that were made of the tokens of each row that has tokens: its digests, concatenated.
+
+    Attributes:
+        counts: digests of each row.
+        joined: all digests.
+        size: bytes of one.
+    """
+
+    __slots__ = ("counts", "joined", "size")
+    counts: Sequence[int]
+    joined: bytes
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        return list(self)[at]
+
+    def __iter__(self) -> Iterator[bytes]:
+        at = 0
+        for count in self.counts:
+            yield self.joined[at : at + count * self.size]
+            at += count * self.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))

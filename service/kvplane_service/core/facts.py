@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.hashing import pack_tokens, split_hashes
@@ -101,7 +101,7 @@ class FactApplier:
             self._correct(slot, update.computed, update.end, seq, result)
         requests.num_tokens[slot] += update.appended
         if tokens:
-            result.hashed_facts.append(self._append_tokens(slot, tokens))
+            cast("list[bytes]", result.hashed_facts).append(self._append_tokens(slot, tokens))
         self.add_digests(slot, update.digests)
         if update.commit != UNCHANGED:
             self._commit(slot, update.commit, seq)

@@ -44,6 +44,7 @@ from kvplane_service.core.part_rows import AdmitRow, PartRows, admit_section, fa
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 from kvplane_service.core.step_applier import StepApplier
+from kvplane_service.core.tiers.checks import check_loaded
 from kvplane_service.core.validate import MAX_LOOKAHEAD, StepValidator
 
 NO_SLOT = -1
@@ -380,8 +381,7 @@ class OpenStep:
         Returns None, and allocates nothing, if too few blocks are free. The other arguments are the row's entries in
         the columns of `Run`.
         """
-        if self._tracker.loads_from_tiers(slot):
-            raise InvalidArgument(f"slot {slot} waits for a load", field="slot", remedy="report the end of its job")
+        check_loaded(slot, self._tracker.loads_from_tiers(slot))
         requests = self._requests
         end = check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot))
         extra = end - requests.num_tokens[slot]

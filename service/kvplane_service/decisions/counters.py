@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvplane.base.step import AdmitStatus, CacheEvent, End, EventKind, Part, PartResult, RemoveReason
+from kvplane.base.decode_rows import rows_of
+from kvplane.base.step import AdmitStatus, CacheEvent, End, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
-from kvplane_service.core.cache_events import runs_of
+from kvplane.base.when_read import PACKED
+from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions.log import Decision, Entry
 
 STEP_BOUNDS_NS = tuple(
@@ -112,11 +114,13 @@ class Tally:
             return
         self.step_times.add(entry)
         for part, result, events in zip(entry.step.parts, entry.result.parts, entry.events, strict=True):
-            if result.admit_status:
+            given = vars(result)  # what is missing is empty, unless it is packed
+            if ("admit_status" in given or PACKED in given) and result.admit_status:
                 self._count_refusals(result)
             if events:
                 self._count_removals(events)
-            if result.preempted or part.facts.end:
+            is_rows = rows_of(part) is not None  # no request ends
+            if ("preempted" in given or PACKED in given or not is_rows) and (result.preempted or part.facts.end):
                 self._count_preemptions(part, result)
 
     def _count_refusals(self, result: PartResult) -> None:
@@ -124,9 +128,10 @@ class Tally:
             self.refusals[status] += result.admit_status.count(int(status))
 
     def _count_removals(self, events: Sequence[CacheEvent]) -> None:
-        for run in runs_of(events):
-            if run.kind is EventKind.REMOVED:
-                self.removals[run.reason] += len(run.hashes)
+        counts = events.removals() if isinstance(events, CacheEvents) else CacheEvents(events).removals()
+        for reason, count in enumerate(counts):
+            if count:
+                self.removals[RemoveReason(reason)] += count
 
     def _count_preemptions(self, part: Part, result: PartResult) -> None:
         self.preemptions[Preemption.TAKEN_BACK] += result.taken_back - result.went_back

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvplane.base.decode_rows import rows_of
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
+from kvplane.base.when_read import PACKED
 from kvplane_service.core.cache_events import runs_of
+from kvplane_service.core.contents import HashedRows
 from kvplane_service.decisions.log import Decision, hashed_part
 
 if TYPE_CHECKING:
@@ -95,11 +98,28 @@ class GhostLru:
                 self._stack.clear()
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
+            if (rows := rows_of(part)) is not None:
+                self._rows(rows.slots, result)
+                continue
             facts, news = part.facts, part.news
             if facts.hashes or facts.end or news.slot or result.hashed_facts or result.preempted or part.admit.slot:
                 self._part(hashed_part(part, result, self._digest_size), result)
             elif result.reset_done:
                 self._stack.clear()
+
+    def _rows(self, slots: Sequence[int], result: PartResult) -> None:
+        """Follow a decode step whose rows are packed: requests get hashes, and some are preempted."""
+        given = vars(result)
+        made = result.hashed_facts if "hashed_facts" in given or PACKED in given else ()
+        if isinstance(made, HashedRows):
+            counts, joined = made.counts, made.joined
+        else:
+            counts, joined = [len(one) // self._digest_size for one in made], b"".join(made)
+        if joined:
+            self._appended(slots, counts, joined)
+        if "preempted" in given or PACKED in given:
+            for slot in result.preempted:
+                self._use(slot)
 
     def curve(self, replica: ReplicaCore) -> MissCurve | None:
         """Return the hits of pools of the SIZES; None if the replica has no group that keeps whole prefixes, or nothing
@@ -137,18 +157,21 @@ class GhostLru:
                 self._admit(self._requests[slot])
 
     def _facts(self, facts: Facts) -> None:
-        words, at = self._sampled(facts.hashes)
-        if len(at):
-            rows = np.searchsorted(np.cumsum(facts.num_hashes), at, side="right").tolist()
-            for row, word in zip(rows, words.tolist(), strict=True):
-                request = self._requests.get(facts.slot[row])
-                if request is not None:
-                    request.keys.append(word ^ request.domain)
+        self._appended(facts.slot, facts.num_hashes, facts.hashes)
         for slot, end in zip(facts.slot, facts.end, strict=False):
             if end:
                 self._use(slot)
                 if end != End.PREEMPTED:
                     self._requests.pop(slot, None)
+
+    def _appended(self, slots: Sequence[int], counts: Sequence[int], hashes: bytes) -> None:
+        words, at = self._sampled(hashes)
+        if len(at):
+            rows = np.searchsorted(np.cumsum(counts), at, side="right").tolist()
+            for row, word in zip(rows, words.tolist(), strict=True):
+                request = self._requests.get(slots[row])
+                if request is not None:
+                    request.keys.append(word ^ request.domain)
 
     def _news(self, news: News) -> None:
         words, at = self._sampled(news.hashes)

@@ -15,9 +15,11 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+from kvplane.base.decode_rows import rows_of
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
+from kvplane.base.when_read import made_of
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.decisions.packed_log import LogBudget, PackedLog
+from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
 from kvplane_service.decisions.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
 
 
@@ -116,15 +118,22 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         """
         return map(_unpack, list(self._kept))
 
-    def append(self, entry: Entry) -> None:
-        """Add an entry, drop the oldest entries if there is no room, and pass the entry to every follower."""
+    def append(self, entry: Entry, packed: bytes | None = None) -> None:
+        """Add an entry, drop the oldest entries if there is no room, and pass the entry to every follower. `packed`:
+        the same entry as `pack_decision` packs it, if it is known.
+        """
         if isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
             self._lose()
         else:
-            self._keep(entry)
+            self._keep(entry if packed is None else packed)
         if self._later:
             self._unread.append(entry)
-            self._pass_on(self._num_waiting)  # what was dropped unpacked
+            if packed is None:
+                self._pass_on(self._num_waiting)  # what was dropped unpacked
+            elif len(self._unread) == 1:
+                self._budget.has_waiting(self)
+            elif len(self._unread) > MAX_WAITING:
+                self._pass_on(MAX_WAITING - 1)
         for follower in self._followers:
             follower(entry)
 
@@ -185,6 +194,11 @@ def _unpack(kept: Entry | _Packed) -> Entry:
 def without_tokens(step: Step) -> Step:
     """Return the step without its token ids; the same object if it has none."""
     for part in step.parts:
+        rows = rows_of(part)
+        if rows is not None and len(step.parts) == 1:
+            parts = [made_of(Part, rows.without_tokens())] if rows.num_tokens else step.parts
+            of_step = step.epoch, step.seq, parts, step.part, step.last, step.executed_through, step.traceparent
+            return Step(*of_step) if rows.num_tokens else step
         if part.facts.tokens or part.news.tokens:
             return replace(step, parts=[_without_tokens(part) for part in step.parts])
     return step
@@ -213,7 +227,7 @@ def hashed_part(part: Part, result: PartResult, size: int) -> Part:
     return replace(part, facts=facts, news=news)
 
 
-def _hashed_facts(facts: Facts, made: list[bytes], size: int) -> Facts:
+def _hashed_facts(facts: Facts, made: Sequence[bytes], size: int) -> Facts:
     """Return the facts (the step's rows about known requests) with block hashes instead of tokens. `made` has the block
     digests of each row that has new tokens, in row order.
     """

@@ -22,7 +22,7 @@ from kvplane_service.runtime.slices import in_slices
 
 # Overhead of a packed entry: the object header and its slot in the log.
 _ENTRY_BYTES = 64
-_MAX_WAITING = 8  # unpacked entries that a log may have
+MAX_WAITING = 8  # unpacked entries that a log may have
 _PAUSE_S = 0.01  # so that a burst of steps is answered before its entries are packed
 _MAX_DROPS = 256  # entries dropped per call; the following calls drop more if a large entry needs it
 _SLACK = 8  # the longest log drops 1/8 of its size before the longest log is searched again
@@ -154,22 +154,21 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         if not self._num_waiting:
             return False
         at = -self._num_waiting
-        # The generator is set again only after it yielded, so an entry whose packing failed is packed from its start.
-        packing, self._packing = self._packing or self._pack(self._kept[at]), None  # type: ignore[arg-type]
-        try:
-            next(packing)
-        except StopIteration as ended:
-            packed: _Packed = ended.value
-        else:
-            self._packing = packing
-            return True
-        self._kept[at] = packed
-        num_bytes = _size_of(packed)
-        self._num_waiting -= 1
-        self.num_bytes += num_bytes
-        self.spare_bytes = self.num_bytes if self._num_waiting else self.num_bytes - num_bytes
-        self._budget.changed(self, num_bytes)
-        return self._num_waiting > 0
+        if not isinstance(self._kept[at], bytes):
+            # It is set again only after it yielded, so an entry whose packing failed is packed from its start.
+            packing, self._packing = self._packing or self._pack(self._kept[at]), None  # type: ignore[arg-type]
+            try:
+                next(packing)
+            except StopIteration as ended:
+                self._kept[at] = ended.value
+            else:
+                self._packing = packing
+                return True
+        while True:  # also the entries behind it that were packed when they came
+            self._num_waiting -= 1
+            self._count(_size_of(self._kept[-self._num_waiting - 1]))  # type: ignore[arg-type]
+            if not self._num_waiting or not isinstance(self._kept[-self._num_waiting], bytes):
+                return self._num_waiting > 0
 
     def drop_oldest(self) -> None:
         """Drop the oldest entry; the log must have at least two."""
@@ -192,17 +191,28 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         """
         self._budget.leave(self)
 
-    def _keep(self, entry: _Entry) -> None:
-        """Append an entry, and drop the oldest entries if there is no room."""
+    def _keep(self, entry: _Entry | _Packed) -> None:
+        """Append an entry, packed already or not, and drop the oldest entries if there is no room."""
         self._kept.append(entry)
+        if isinstance(entry, bytes) and not self._num_waiting:
+            self._count(len(entry) + _ENTRY_BYTES)
+            if len(self._kept) > self._max_entries:
+                self.drop_oldest()
+            return
         self._num_waiting += 1
         self.spare_bytes = self.num_bytes
         if len(self._kept) > self._max_entries:
             self.drop_oldest()
         if self._num_waiting == 1:
             self._budget.has_waiting(self)
-        while self._num_waiting > _MAX_WAITING:
+        while self._num_waiting > MAX_WAITING:
             self.pack_oldest()
+
+    def _count(self, num_bytes: int) -> None:
+        """Count the entry that was packed last: the newest one, unless others wait behind it."""
+        self.num_bytes += num_bytes
+        self.spare_bytes = self.num_bytes if self._num_waiting else self.num_bytes - num_bytes
+        self._budget.changed(self, num_bytes)
 
     def _lose(self) -> None:
         """Drop all entries and do not append the current one, which is too large to pack. The older entries are dropped

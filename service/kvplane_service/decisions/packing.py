@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from dataclasses import fields
 from itertools import accumulate, chain, compress, islice, pairwise
 from operator import attrgetter, itemgetter
@@ -29,6 +29,9 @@ from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.step import (
+    LOAD_COLUMNS,
+    MOVE_COLUMNS,
+    SAVE_COLUMNS,
     Admit,
     Blocks,
     Budget,
@@ -200,6 +203,7 @@ def _as_it_is(raw: bytes) -> bytes:
 _RAW_KINDS: dict[str, tuple[Callable[[Any], Packing[bytes]], Callable[[bytes], Any]]] = {
     "bytes": (_one, _as_it_is),
     "list[bytes]": (_join_bytes, _split),
+    "Sequence[bytes]": (_join_bytes, _split),
     "list[str]": (_join_texts, _split_texts),
     "list[ExtraKeys]": (_join_keys, _split_keys),
 }
@@ -260,6 +264,12 @@ class _Shape(Generic[_T]):
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
         empty = owner() if sections else None
         self._empty = {one.name: getattr(empty, one.name) for one in fields(cast(Any, owner))} if sections else {}
+
+    def layout(self, others: Set[str] = frozenset()) -> tuple[list[str], list[tuple[str, int]]]:
+        """Return the names of the single numbers, and of the other fields with their chunks, but not the `others`."""
+        names = [*self._columns, *[path for path, *_ in self._raws]]
+        numbered = [(name, number) for name, number in zip(names, self._numbers, strict=True) if name not in others]
+        return [path for path, _ in self._scalars], numbered
 
     def pack(self, value: _T) -> Packing[_Chunks]:
         """Return the chunks of all fields that are not empty. In most steps, few fields are not empty."""
@@ -324,6 +334,20 @@ _RESULT = _Shape(
 )
 _RESUME = _Shape(Resume, {}, frozenset())
 _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's frame that are frames
+
+
+def layouts() -> tuple[Any, ...]:
+    """Return what a compiled core is told of this form (`pack_with` of core/native). It leaves decisions with fields of
+    tiers, and with extra keys or traces of requests, to this module.
+    """
+    of_tiers = {*(f"orders.{name}" for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)), *_OF_TIERS}
+    of_part = _PART.layout({"news.extra_keys", "news.traceparent"})
+    assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
+    return of_part, _RESULT.layout(of_tiers), _OF_RESULT, _OF_EVENTS, _FLAT
+
+
+_OF_TIERS = ("admit_job", "admit_tier_tokens", *(f"declined.{one.name}" for one in fields(Declined)))
+_PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
-from kvplane_service.core.cache_events import runs_of
+from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, PartResult, RowFlag, Step, StepResult
+from kvplane.base.when_read import PACKED
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
 from kvplane_service.replicas.engine_lives import Clock, Opening
@@ -51,6 +52,8 @@ class Applying:
         self.in_core = False
         self.changes = 0
         self._replica = replica
+        # A compiled core packs its own decisions.
+        self._pack: Callable[[Step, int, int], bytes | None] | None = getattr(replica, "pack_applied", None)
         self._decisions = decisions
         self._events = events
         self._hold = hold
@@ -172,14 +175,24 @@ class Applying:
 
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
-        events = tuple([part.events for part in result.parts])
-        self._decisions.append(Decision(without_tokens(step), result, events, at_ns, self._clock() - at_ns))
-        runs = [run for of_part in events for run in runs_of(of_part)]
-        shown = self._hold.step(step.seq, step.executed_through, runs)
+        took_ns = self._clock() - at_ns
+        events = tuple([_made(part, "events") for part in result.parts])
+        packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
+        self._decisions.append(Decision(without_tokens(step), result, events, at_ns, took_ns), packed)
         # What is in a tier was executed before it was saved, so it waits for nothing.
-        shown += [event for part in result.parts for event in part.tier_events]
-        self._events.publish(step.epoch, shown)
+        of_tiers = [event for part in result.parts for event in _made(part, "tier_events")]
+        shares = None if of_tiers else self._hold.step_packed(step.seq, step.executed_through, events)
+        if shares is not None:
+            self._events.publish_packed(step.epoch, shares)
+            return result
+        self._events.publish(step.epoch, self._hold.step(step.seq, step.executed_through, events) + of_tiers)
         return result
+
+
+def _made(part: PartResult, name: str) -> Sequence[CacheEvent]:
+    """Return events of a part, without making an empty list of them part of it."""
+    given = vars(part)
+    return getattr(part, name) if name in given or PACKED in given else []
 
 
 def effort(step: Step, replica: ReplicaCore) -> int:
@@ -188,6 +201,8 @@ def effort(step: Step, replica: ReplicaCore) -> int:
 
 
 def _of_part(part: Part, replica: ReplicaCore) -> int:
+    if (packed := rows_of(part)) is not None and (of_rows := getattr(replica, "effort_of_rows", None)) is not None:
+        return int(of_rows(packed))
     facts, news = part.facts, part.news
     rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
     rows += len(part.prefetch.slot)

@@ -25,6 +25,7 @@ from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import load_state
 from kvplane_service.core.twin import TwinReplica
+from kvplane_service.decisions.packing import layouts
 
 _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
@@ -131,9 +132,16 @@ def _native() -> ModuleType | None:
     if _problem():
         return None
     try:
-        return import_module(_PACKAGE)
+        return _prepared()
     except ImportError:
         return None
+
+
+@cache
+def _prepared() -> ModuleType:
+    compiled = import_module(_PACKAGE)
+    compiled._native.pack_with(*layouts())
+    return compiled
 
 
 @cache

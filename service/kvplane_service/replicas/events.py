@@ -13,17 +13,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING, cast
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.cache_events import CacheEvents, runs_of
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.decisions.packing import Packing, pack_events, unpack_events
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native.views import NativeEvents
 
 Wake = Callable[[], None]
 _EVER = 1 << 63  # above every step number
 _HEAD = struct.Struct("<BQ")  # head of a packed batch: flags and epoch
 _GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
+_STORED_EVENTS, _OTHER_EVENTS, _CONCERNS_HELD = 1, 2, 4  # marks of a part's events
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +123,48 @@ class PublicationHold:
     """
 
     def __init__(self) -> None:
+        self._packed: deque[tuple[int, NativeEvents]] = deque()  # their STORED events are held, later than all others
+        self._has_others = False  # events that are held may be unknown to the core, which marks no event for them
         self._steps: deque[tuple[int, _Stored]] = deque()
         self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: held STORED events with a key of the block
 
-    def step(self, seq: int, executed_through: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Process the events of step `seq`, which reports `executed_through`. Returns the events to publish now, in
-        order.
+    def step(self, seq: int, executed_through: int, parts: Iterable[Sequence[CacheEvent]]) -> list[CacheEvent]:
+        """Process the events of the parts of step `seq`, which reports `executed_through`. Returns the events to
+        publish now, in order.
         """
-        return [*self.release(executed_through), *self.add(seq, events)]
+        shown = self.release(executed_through)
+        self._has_others = self._has_others and bool(self._steps)
+        for events in parts:
+            if self._has_others or not isinstance(events, CacheEvents) or events.marks & _CONCERNS_HELD:
+                shown += self._add(seq, runs_of(events))
+                continue
+            shown += [run for run in events.runs if run.kind is not EventKind.STORED]
+            if events.marks & _STORED_EVENTS:
+                self._packed.append((seq, cast("NativeEvents", events)))
+        return shown
+
+    def step_packed(
+        self, seq: int, executed_through: int, parts: Iterable[Sequence[CacheEvent]]
+    ) -> list[tuple[NativeEvents, int]] | None:
+        """Process the events of the parts of a step as `step` does, without reading them, where a compiled core has
+        marked that this is enough: no event of the step concerns a held one. Returns what to publish, as
+        `NativeEvents.pack` takes it, or None and changes nothing.
+        """
+        if self._steps and (self._has_others or self._steps[0][0] <= executed_through):
+            return None
+        packed = [cast("NativeEvents", events) for events in parts if events]
+        for events in packed:
+            if not isinstance(events, CacheEvents) or events.marks & _CONCERNS_HELD:
+                return None
+        self._has_others, shown, waiting = False, [], self._packed
+        while waiting and waiting[0][0] <= executed_through:
+            shown.append((waiting.popleft()[1], _STORED_EVENTS))
+        for events in packed:
+            if events.marks & _OTHER_EVENTS:
+                shown.append((events, _OTHER_EVENTS))
+            if events.marks & _STORED_EVENTS:
+                waiting.append((seq, events))
+        return shown
 
     def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
         """Process the removals with which an engine life (the time of one epoch) begins.
@@ -137,6 +176,7 @@ class PublicationHold:
 
     def clear(self) -> None:
         """Forget all held events: their keys are not those of the replica any more."""
+        self._packed.clear()
         self._steps.clear()
         self._held.clear()
 
@@ -146,7 +186,12 @@ class PublicationHold:
 
         A key that is removed while its STORED event is held is never published.
         """
+        self._has_others = True
+        return self._add(seq, events)
+
+    def _add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
         at_once: list[CacheEvent] = []
+        self._unpack()
         for event in events:
             if event.kind is EventKind.STORED:
                 self._hold(seq, event)
@@ -170,12 +215,15 @@ class PublicationHold:
             event = stored.left()
             if event is not None:
                 shown.append(event)
+        while self._packed and self._packed[0][0] <= executed_through:
+            shown += [run for run in self._packed.popleft()[1].runs if run.kind is EventKind.STORED]
         return shown
 
     def without_held(self, event: CacheEvent) -> list[CacheEvent]:
         """Return a STORED event without the keys whose STORED event is held: the core may have published them, where
         they moved from another block.
         """
+        self._unpack()
         held = self._held
         if held.keys().isdisjoint(event.blocks):
             return [event]
@@ -185,6 +233,14 @@ class PublicationHold:
             if not any(one.has(block, digest, event) for one in held.get(block, ()))
         ]
         return part_of(event, kept)
+
+    def _unpack(self) -> None:
+        """Read the events that are held as they came."""
+        while self._packed:
+            seq, events = self._packed.popleft()
+            for event in events.runs:
+                if event.kind is EventKind.STORED:
+                    self._hold(seq, event)
 
     def _hold(self, seq: int, event: CacheEvent) -> None:
         stored = _Stored(event)
@@ -257,6 +313,14 @@ class EventLog(PackedLog[Batch, bytes]):
         self._epoch = epoch
         if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
+
+    def publish_packed(self, epoch: int, shares: Sequence[tuple[NativeEvents, int]]) -> None:
+        """Append a batch with events that stay packed, see `NativeEvents.pack`; does nothing if there are none."""
+        self._epoch = epoch
+        if shares:
+            self._keep(shares[0][0].pack(_HEAD.pack(0, epoch), shares))
+            self._last_seq += 1
+            self._wake()
 
     def withdraw(self) -> None:
         """Publish that the lease of the replica's session has lapsed; does nothing if this was published already."""

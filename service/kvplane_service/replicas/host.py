@@ -428,7 +428,9 @@ class ReplicaHost(HostState):
         if session is None or session.nonce != nonce:
             raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
         session.deadline_ns, session.broken = self._deadline_ns(), False
-        self.show_or_hide()
+        mirror = self.mirror
+        if self.events.is_withdrawn or self._lives.is_opening or mirror.wants_image or mirror.hidden is not None:
+            self.show_or_hide()  # else the state is LIVE, and published as such
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:

@@ -61,6 +61,11 @@ class InProcessTransport:
             return self._answers.popleft()
         raise self._ended or Unavailable("no answer is outstanding")
 
+    def ready(self) -> StepResult | None:
+        """Return the answer to the oldest unanswered step; None if there is none, or the step was refused."""
+        answers = self._answers
+        return answers.popleft() if answers and isinstance(answers[0], StepResult) else None  # type: ignore[return-value]
+
     def heartbeat(self) -> None:
         """Renew the lease of the session. If the session has ended, raises the reason why it ended."""
         if self._host is None or self._ended is not None:

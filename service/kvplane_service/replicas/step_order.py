@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
@@ -31,8 +33,7 @@ class UnaryStep:
     executed_through: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     seq: int
     part: int
     fingerprint: bytes
@@ -101,7 +102,7 @@ class StepOrder:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """The permission to apply a step, which is the next one; used once.
 
@@ -132,7 +133,8 @@ class Turn:
             self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
         if not self.with_events:
             for part in result.parts:
-                part.events = []
+                if "events" in vars(part):
+                    part.events = []
         self.order.record(self.step, self.rows, self.fingerprint, result)
         return result
 
@@ -172,7 +174,10 @@ def check_step(step: Step, order: StepOrder, executed_through: int, config: Conf
 
 def _check_tokens(step: Step, most: int) -> None:
     """Refuse a step with more than `most` token ids: hashing them could delay other replicas."""
-    num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
+    num_tokens = 0
+    for part in step.parts:
+        rows = rows_of(part)
+        num_tokens += rows.num_tokens if rows is not None else len(part.facts.tokens) + len(part.news.tokens)
     if num_tokens > most:
         raise LimitExceeded(
             f"{num_tokens} token ids in one message",
@@ -196,6 +201,9 @@ def count_rows(step: Step) -> int:
     """Count the rows of a step. A part without rows counts as one, so that the number of parts is limited too."""
     total = 0
     for part in step.parts:
+        if (rows := rows_of(part)) is not None:
+            total += max(1, len(rows.slots) * (1 + rows.appended))
+            continue
         sections = (part.facts, part.news, part.run, part.admit, part.peek, part.prefetch)
         others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
         resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0

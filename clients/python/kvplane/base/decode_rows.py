@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
+from kvplane.base.when_read import PACKED
+
 
 class DecodeRows:
     """A step that asks for the next slot of each request, and usually gives each the token before it. Never modified.
@@ -39,12 +41,28 @@ class DecodeRows:
         """Return a copy of the tokens."""
         return array("I", self.message[self.tokens_at : self.tokens_at + 4 * self.num_tokens])
 
+    def extra_tokens(self) -> array[int]:
+        """Return a copy of the column `extra`."""
+        return array("i", self.message[len(self.message) - 4 * self.num_extra :])
+
+    def without_tokens(self) -> DecodeRows:
+        """Return the rows without the ids of tokens, for a log. Their `message` is no message."""
+        extra = self.message[len(self.message) - 4 * self.num_extra :]
+        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra)
+
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
         from kvplane.base.step import Facts, Run  # which imports this module
 
-        run = Run(self.slots[:], array("i", self.message[len(self.message) - 4 * self.num_extra :]))
+        run = Run(self.slots[:], self.extra_tokens())
         if not self.appended:
             return {"run": run}
         facts = Facts(self.slots[:], appended=array("I", [1]) * len(self.slots), tokens=self.appended_tokens())
         return {"facts": facts, "run": run}
+
+
+def rows_of(part: object) -> DecodeRows | None:
+    """Return the rows of a part that has nothing but them; None if its sections were made, or it has others."""
+    given = vars(part)
+    packed = given.get(PACKED) if len(given) == 1 else None
+    return packed if type(packed) is DecodeRows else None

@@ -471,8 +471,8 @@ class PartResult:
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # free blocks after the part, exact
     events: Sequence[CacheEvent] = field(default_factory=list)  # of the device
-    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # not sent: per row, digests of its tokens
-    hashed_news: list[bytes] = field(default_factory=list, compare=False)
+    hashed_facts: Sequence[bytes] = field(default_factory=list, compare=False)  # not sent: digests of each row's tokens
+    hashed_news: Sequence[bytes] = field(default_factory=list, compare=False)
     # Requests in preempted that lost their blocks before the run section; those set back before a state or window:
     taken_back: int = field(default=0, compare=False)
     went_back: int = field(default=0, compare=False)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
@@ -120,11 +120,16 @@ class Session(SessionView):
             Unavailable: the service cannot be reached; the step is in flight, see the class.
             DeadlineExceeded: no answer arrived in time; the step is in flight, see the class.
         """
-        self._begin_call()
         try:
-            self._machine.check()
-            moving = self._transport.draining and self._transport.can_move
-            return self._carry_out(self._machine.apply(parts, executed_through, moving))
+            self._turn.get_nowait()
+        except Empty:
+            self._begin_call()
+        try:
+            if self._machine.ended is not None:
+                self._machine.check()
+            self._machine.state.require_idle()
+            self._send(parts, True, executed_through)
+            return self._receive()
         finally:
             self._turn.put(None)
 
@@ -145,22 +150,9 @@ class Session(SessionView):
         except Empty:
             self._begin_call()
         try:
-            machine, transport = self._machine, self._transport
-            if machine.ended is not None:
-                machine.check()
-            moving = transport.draining and transport.can_move
-            step, to_send = machine.register(parts, last, executed_through, moving)
-            is_over = False
-            try:
-                if to_send is not None:
-                    transport.send(to_send)
-                is_over = True
-            except BROKEN:  # the next `receive` raises it
-                is_over = True
-            finally:
-                if not is_over:
-                    machine.sending_failed(step, sys.exc_info()[1])
-            return step.seq
+            if self._machine.ended is not None:
+                self._machine.check()
+            return self._send(parts, last, executed_through)
         finally:
             self._turn.put(None)
 
@@ -178,11 +170,9 @@ class Session(SessionView):
         except Empty:
             self._begin_call()
         try:
-            machine = self._machine
-            if machine.ended is not None:
-                machine.check()
-            taken = machine.take_ready(self._looking.ready) if self._looking is not None else None
-            return taken or self._carry_out(machine.receive())
+            if self._machine.ended is not None:
+                self._machine.check()
+            return self._receive()
         finally:
             self._turn.put(None)
 
@@ -257,6 +247,27 @@ class Session(SessionView):
                 raise FailedPrecondition(
                     "another thread is using this session", remedy="open a session, and use it from one thread"
                 ) from None
+
+    def _send(self, parts: Sequence[Part], last: bool, executed_through: int | None) -> int:
+        """Send a step as `SessionMachine.submit` does."""
+        machine, transport = self._machine, self._transport
+        moving = transport.draining and transport.can_move
+        step, to_send = machine.register(parts, last, executed_through, moving)
+        is_over = False
+        try:
+            if to_send is not None:
+                transport.send(to_send)
+            is_over = True
+        except BROKEN:  # the next `receive` raises it
+            is_over = True
+        finally:
+            if not is_over:
+                machine.sending_failed(step, sys.exc_info()[1])
+        return step.seq
+
+    def _receive(self) -> StepResult:
+        taken = self._machine.take_ready(self._looking.ready) if self._looking is not None else None
+        return taken or self._carry_out(self._machine.receive())
 
     def _carry_out(self, work: Doing[_T]) -> _T:
         return drive(work, self._act)

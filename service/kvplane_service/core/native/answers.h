@@ -10,6 +10,7 @@ struct Answers {
     PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
     PyObject *packed_ints = nullptr, *tier_events = nullptr, *declined = nullptr, *event = nullptr;
     PyObject* prefetched = nullptr;
+    PyObject *rows = nullptr, *hashed = nullptr;  // the first one is of steps
     PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
 inline Answers answers;
@@ -18,8 +19,8 @@ constexpr size_t kShortColumn = 24;  // entries up to which a list is made in le
 
 // A column of an answer: a list, or an array of u32 or u64 that reads like one.
 template <typename Stored, typename T>
-PyObject* ColumnToPy(const std::vector<T>& column) {
-    if (column.size() <= kShortColumn) return ToPy(column);
+PyObject* ColumnToPy(const std::vector<T>& column, size_t short_column = kShortColumn) {
+    if (column.size() <= short_column) return ToPy(column);
     const Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(column.size() * sizeof(Stored))));
     auto* into = reinterpret_cast<Stored*>(PyBytes_AsString(bytes.get()));
     std::transform(column.begin(), column.end(), into, [](T value) { return static_cast<Stored>(value); });
@@ -39,12 +40,15 @@ inline PyObject* NewObject(PyObject* type) {
     return NotNull(PyType_GenericNew(reinterpret_cast<PyTypeObject*>(type), nullptr, nullptr));
 }
 
+constexpr size_t kFewBlocks = 4;  // up to which a client is faster with lists than with arrays
+
 inline PyObject* ToPy(const BlockLists& lists) {
     PyObject* blocks = NewObject(answers.blocks);
-    SLOT(blocks, row, ColumnToPy<uint32_t>(lists.row));
-    SLOT(blocks, group, ColumnToPy<uint32_t>(lists.group));
-    SLOT(blocks, count, ColumnToPy<uint32_t>(lists.count));
-    SLOT(blocks, ids, ColumnToPy<uint32_t>(lists.ids));
+    const size_t most = lists.row.size() > kFewBlocks ? 0 : kShortColumn;
+    SLOT(blocks, row, ColumnToPy<uint32_t>(lists.row, most));
+    SLOT(blocks, group, ColumnToPy<uint32_t>(lists.group, most));
+    SLOT(blocks, count, ColumnToPy<uint32_t>(lists.count, most));
+    SLOT(blocks, ids, ColumnToPy<uint32_t>(lists.ids, most));
     return blocks;
 }
 
@@ -125,14 +129,24 @@ inline PyObject* ToPy(const CacheEvents& events) {
 
 constexpr const char* kEvents = "kvplane.events";
 
-inline void DestroyEvents(PyObject* capsule) {
-    delete static_cast<CacheEvents*>(PyCapsule_GetPointer(capsule, kEvents));
+using Told = std::shared_ptr<const CacheEvents>;
+
+inline void DestroyEvents(PyObject* capsule) { delete static_cast<Told*>(PyCapsule_GetPointer(capsule, kEvents)); }
+
+inline PyObject* EventsToPy(const Told& events) {
+    return Capsule(std::make_unique<Told>(events), kEvents, DestroyEvents);
 }
 
 // None, or a capsule.
 inline PyObject* EventsToPy(CacheEvents events) {
     if (events.empty()) return Py_NewRef(Py_None);
-    return Capsule(std::make_unique<CacheEvents>(std::move(events)), kEvents, DestroyEvents);
+    return EventsToPy(std::make_shared<const CacheEvents>(std::move(events)));
+}
+
+inline const CacheEvents& EventsOf(PyObject* capsule) {
+    const auto* events = static_cast<Told*>(PyCapsule_GetPointer(capsule, kEvents));
+    if (events == nullptr) Owned::Fail();
+    return **events;
 }
 
 // Takes the events out of the answer.
@@ -162,6 +176,14 @@ inline void SetTiers(PyObject* part, TierAnswer& tiers) {
     SLOT(part, _packed, packed);
 }
 
+inline PyObject* ToPy(const Hashed& hashed) {
+    PyObject* made = NewObject(answers.hashed);
+    SLOT(made, counts, ColumnToPy<uint32_t>(hashed.num_hashes));
+    SLOT(made, joined, ToPy(hashed.hashes));
+    SLOT(made, size, ToPy(hashed.digest_size));
+    return made;
+}
+
 // Takes the events out of the result.
 inline PyObject* ToPy(PartResult& result) {
     PyObject* part = NewObject(answers.part);
@@ -186,9 +208,16 @@ inline PyObject* ToPy(PartResult& result) {
     const bool has_jobs = result.tiers != nullptr && !result.tiers->orders.empty();
     if (has_jobs || !result.orders.empty()) SLOT(part, orders, ToPy(result.orders, result.tiers.get()));
     if (result.tiers != nullptr) SetTiers(part, *result.tiers);
+    const Hashed &of_facts = result.hashed_facts, &of_news = result.hashed_news;
+    if (!of_facts.num_hashes.empty()) SLOT(part, hashed_facts, ToPy(of_facts));
+    if (!of_news.num_hashes.empty()) SLOT(part, hashed_news, ToPy(of_news));
     if (!result.events.empty()) {
+        result.told = std::make_shared<const CacheEvents>(std::move(result.events));
+        result.events = CacheEvents();
+        const CacheEvents& told = *result.told;
         PyObject* events = NewObject(answers.events);
-        SLOT(events, _packed, EventsToPy(std::move(result.events)));
+        SLOT(events, _packed, EventsToPy(result.told));
+        SLOT(events, marks, ToPy(Int{told.has_stored} | Int{told.has_others} << 1 | Int{told.needs_hold} << 2));
         SLOT(part, events, events);
     }
     return part;

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "answers.h"
+#include "held_blocks.h"
 #include "open_step.h"
 #include "read_step.h"
 
@@ -12,12 +13,14 @@ namespace kvplane {
 constexpr const char* kName = "kvplane.core";
 
 struct Core {
-    explicit Core(Spec spec) : replica(std::move(spec)) {}
+    explicit Core(Spec spec) : replica(std::move(spec)), held(replica.spec.num_blocks) {}
     Replica replica;
     std::unique_ptr<OpenStep> rows;  // of an engine that applies its steps row by row
     Step step;                       // the last one that was read
     std::vector<PartResult> results;
     bool has_step = false;
+    PyObject *read = nullptr, *applied = nullptr;  // the Python step of `step`, and of `results`; not owned
+    HeldBlocks held;
     bool is_broken = false;  // a change has failed in its middle
     std::atomic<bool> works_alone = false;  // a thread without the interpreter's lock changes the state
 };

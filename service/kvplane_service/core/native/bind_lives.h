@@ -69,6 +69,7 @@ inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
         const bool memory_is_new = IsTrue(At(arguments, 3));
         return Change(core, [&](Replica& replica) {
             replica.EnterEpoch(epoch, busy, memory_is_new);
+            core.held.Clear();
             return Py_NewRef(Py_None);
         });
     });

@@ -57,6 +57,7 @@ inline PyObject* ColumnOf(PyObject*, PyObject* arguments) {
         Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
         std::string wanted;
         FromPy(At(arguments, 1), &wanted);
+        if (wanted == "hashed_outside") return NewColumnView(At(arguments, 0), &requests.hashed_outside, nullptr);
         for (auto& [name, flags] : requests.Flags()) {
             if (wanted == name) return NewColumnView(At(arguments, 0), flags, nullptr);
         }

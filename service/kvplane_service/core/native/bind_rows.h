@@ -235,6 +235,15 @@ inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
     });
 }
 
+// loads_from_tiers(core, slot): whether the request waits for a load from a tier
+inline PyObject* LoadsFromTiers(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Replica& replica = CoreOf(At(arguments, 0)).replica;
+        const Int slot = Number(At(arguments, 1));
+        return PyBool_FromLong(replica.blocks.requests.IsLive(slot) && replica.tracker.LoadsFromTiers(slot));
+    });
+}
+
 // is_granted(core, slot): whether the slot runs in the open step; slot -1: whether any does
 inline PyObject* IsGranted(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {

@@ -54,6 +54,9 @@ class CacheEvents {
         return std::exchange(*this, std::move(fresh));
     }
 
+    // What is in a part's events for the service, which holds STORED events until their step is executed.
+    bool has_stored = false, has_others = false, needs_hold = false;  // the last one: an event concerns a held one
+
     std::vector<Row> rows;
     std::vector<std::string> names;
     std::vector<decltype(Digest::bytes)> hashes;  // of each event: its parent if it has one, its hashes

@@ -390,13 +390,16 @@ inline bool ReadBuffer(PyObject* object, Column* column) {
     return read;
 }
 
-inline bool IsArrayOfU32(PyObject* object) {
+// Reads the bytes of an array or memoryview of u32; false for anything else.
+inline bool ReadArrayOfU32(PyObject* object, std::vector<uint8_t>* bytes) {
     Py_buffer view;
     if (PyList_Check(object) || PyObject_GetBuffer(object, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
         PyErr_Clear();
         return false;
     }
     const bool is_u32 = view.format != nullptr && view.format[0] == 'I' && view.itemsize == 4;
+    const auto* const data = static_cast<const uint8_t*>(view.buf);
+    if (is_u32) bytes->assign(data, data + view.len);
     PyBuffer_Release(&view);
     return is_u32;
 }

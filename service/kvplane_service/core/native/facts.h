@@ -1,6 +1,7 @@
 // Applies the sections `facts` and `cache` of a part: what happened to requests and pages since the last step.
 #pragma once
 
+#include "hasher.h"
 #include "tiers/loads.h"
 
 namespace kvplane {
@@ -16,21 +17,19 @@ class FactApplier {
 
     void Apply(const Part& part, Int seq, PartResult* result) {
         const Facts& facts = part.facts;
-        const Column& counts = part.facts_made.given ? part.facts_made.num_hashes : facts.num_hashes;
-        const Hashes& hashes = part.facts_made.given ? part.facts_made.hashes : facts.hashes;
-        Int total = 0;
-        for (const Int count : counts) total += count;
-        const size_t digest_size = total ? hashes.size / static_cast<size_t>(total) : 0;
-        const uint8_t* at = hashes.data;
-        if (facts.OnlyAppend() && !part.with_hashes) return AppendAll(facts, counts, at, digest_size);
+        given_.Begin(facts.num_hashes, facts.hashes);
+        MadeHashes made(facts.tokens, part.facts_made, hasher, &result->hashed_facts);
+        if (facts.OnlyAppend() && !part.with_hashes) return AppendAll(facts, made);
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             const Int slot = facts.slot[row];
             const Int computed = Entry(facts.computed, row, kUnchanged), end = Entry(facts.end, row, kEndNone);
             if (computed != kUnchanged) Correct(slot, computed, end, seq, result);
             requests_.num_tokens[slot] += Entry(facts.appended, row, 0);
-            const size_t given = static_cast<size_t>(Entry(counts, row, 0)) * digest_size;
-            if (given) AddDigests(slot, at, given, digest_size);
-            at += given;
+            if (facts.num_tokens) {
+                const Hashes hashes = made.Of(requests_, slot, row, Entry(facts.appended, row, 0));
+                AddDigests(slot, hashes, hasher.none_hash.size);
+            }
+            AddDigests(slot, given_.Of(row), given_.digest_size);
             const Int commit = Entry(facts.commit, row, kUnchanged),
                       skipped = Entry(facts.release_skipped, row, kUnchanged);
             if (commit != kUnchanged) Commit(slot, commit, seq);
@@ -41,6 +40,8 @@ class FactApplier {
             if (part.with_hashes) ReportHashes(slot, result);
         }
     }
+
+    TokenHasher hasher;
 
     void ReportHashes(Int slot, PartResult* result) const {
         const Digests& digests = requests_.content[slot];
@@ -64,23 +65,30 @@ class FactApplier {
         if (cache.reset && result->reset_done) blocks_.tiers.Clear();
     }
 
-    void AddDigests(Int slot, const uint8_t* data, size_t count, size_t digest_size) {
-        requests_.content[slot].add(data, count, digest_size);
+    void AddDigests(Int slot, const Hashes& hashes, size_t digest_size) {
+        if (hashes.size == 0) return;
+        requests_.content[slot].add(hashes.data, hashes.size, digest_size);
         if (blocks_.spec.enable_caching) requests_.InvalidateRegisterBound(slot);
     }
 
   private:
     // Applies rows that only append tokens and hashes.
-    void AppendAll(const Facts& facts, const Column& counts, const uint8_t* at, size_t digest_size) {
+    void AppendAll(const Facts& facts, MadeHashes& made) {
         Int* const num_tokens = requests_.num_tokens.data();
-        for (size_t row = 0; row < facts.appended.size(); ++row) num_tokens[facts.slot[row]] += facts.appended[row];
-        for (size_t row = 0; row < counts.size(); ++row) {
-            const size_t given = static_cast<size_t>(counts[row]) * digest_size;
-            if (given == 0) continue;
-            AddDigests(facts.slot[row], at, given, digest_size);
-            at += given;
-            blocks_.ExpectKey(facts.slot[row], Digest(at - digest_size, digest_size));
+        const bool has_tokens = facts.num_tokens > 0;
+        for (size_t row = 0; row < facts.appended.size(); ++row) {
+            const Int slot = facts.slot[row], count = facts.appended[row];
+            num_tokens[slot] += count;
+            if (has_tokens) AddExpected(slot, made.Of(requests_, slot, row, count), hasher.none_hash.size);
         }
+        for (size_t row = 0; row < facts.num_hashes.size(); ++row)
+            AddExpected(facts.slot[row], given_.Of(row), given_.digest_size);
+    }
+
+    void AddExpected(Int slot, const Hashes& hashes, size_t digest_size) {
+        if (hashes.size == 0) return;
+        AddDigests(slot, hashes, digest_size);
+        blocks_.ExpectKey(slot, Digest(hashes.data + hashes.size - digest_size, digest_size));
     }
 
     // Drops the keys of a block, and gives it a new stamp; returns whether it had keys.
@@ -141,6 +149,7 @@ class FactApplier {
     BlockPool& pool_;
     InFlightTracker& tracker_;
     TierLoads tier_loads_;
+    GivenHashes given_;
 };
 
 }  // namespace kvplane

@@ -5,6 +5,7 @@
 #include "bind_rows.h"
 #include "bind_tiers.h"
 #include "hazard_state.h"
+#include "pack.h"
 
 namespace kvplane {
 namespace {
@@ -26,6 +27,20 @@ bool IsSound(const Spec& spec) {
            spec.policy >= kLru && spec.policy <= kHazard && std::all_of(spec.groups.begin(), spec.groups.end(), fits);
 }
 
+// Reads (digest of nothing, None or (capsule, form)): how tokens are hashed.
+void ReadHasher(PyObject* given, Replica& replica) {
+    TokenHasher& hasher = replica.facts.hasher;
+    FromPy(At(given, 0), &hasher.none_hash);
+    Check(hasher.none_hash.size == replica.spec.digest_size);
+    hasher.block_size = static_cast<size_t>(replica.spec.hash_block_size);
+    PyObject* const compiled = At(given, 1);
+    if (compiled == Py_None) return;
+    FromPy(At(compiled, 1), &hasher.form);
+    hasher.run = reinterpret_cast<TokenHasher::Run>(PyCapsule_GetPointer(At(compiled, 0), "kvplane.hasher"));
+    Check(hasher.run != nullptr);
+}
+
+// new(settings, groups, tiers, hasher) -> a core
 PyObject* New(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Column values;
@@ -34,6 +49,7 @@ PyObject* New(PyObject*, PyObject* arguments) {
         FromPy(At(arguments, 0), &values);
         FromPy(At(arguments, 1), &groups);
         FromPy(At(arguments, 2), &tiers);
+        PyObject* const hashing = At(arguments, 3);
         Spec spec;
         Int* const fields[] = {&spec.num_blocks,
                                &spec.max_model_len,
@@ -67,15 +83,26 @@ PyObject* New(PyObject*, PyObject* arguments) {
             spec.tiers.push_back({tier[0], tier[1], tier[2]});
         }
         Check(IsSound(spec));
-        return Capsule(std::make_unique<Core>(std::move(spec)), kName, Destroy);
+        auto core = std::make_unique<Core>(std::move(spec));
+        ReadHasher(hashing, core->replica);
+        return Capsule(std::move(core), kName, Destroy);
     });
 }
 
 enum StepKind : long { kApplied = 0, kRefusedStep = 1, kHasTokens = 2, kResumes = 3 };
 
+// Whether a part has tokens that Python hashes: those of requests with extra keys, or all.
+bool NeedsPython(const Replica& replica, const Part& part) {
+    if (!part.facts.num_tokens && !part.news.num_token_ids) return false;
+    if (replica.facts.hasher.run == nullptr || (part.news.num_token_ids && part.news.num_extra_keys)) return true;
+    return part.facts.num_tokens && replica.blocks.requests.num_outside;
+}
+
 StepKind KindOf(Core& core, PyObject* step) {
     bool resumes = false;
     core.has_step = false;
+    core.read = step;
+    core.applied = nullptr;
     try {
         ReadStep(step, &core.step, &resumes);
     } catch (const Unreadable&) {
@@ -85,8 +112,8 @@ StepKind KindOf(Core& core, PyObject* step) {
     // A validator that fails keeps what it notes of a step.
     core.has_step = Change(core, [&](Replica& replica) { return replica.Accepts(core.step); });
     if (!core.has_step) return kRefusedStep;
-    const auto has_tokens = [](const Part& part) { return part.facts.num_tokens || part.news.num_token_ids; };
-    return std::any_of(core.step.parts.begin(), core.step.parts.end(), has_tokens) ? kHasTokens : kApplied;
+    const auto needs_python = [&](const Part& part) { return NeedsPython(core.replica, part); };
+    return std::any_of(core.step.parts.begin(), core.step.parts.end(), needs_python) ? kHasTokens : kApplied;
 }
 
 // Applies the step that was read; `alone`: other threads run Python meanwhile. Returns the answer.
@@ -101,7 +128,12 @@ PyObject* ApplyRead(Core& core, bool alone) {
         }
         Owned list(PyList_New(static_cast<Py_ssize_t>(core.results.size())));
         Py_ssize_t at = 0;
-        for (PartResult& result : core.results) PyList_SetItem(list.get(), at++, ToPy(result));
+        core.held.Release(core.step.executed_through);
+        for (PartResult& result : core.results) {
+            core.held.Add(core.step.seq, &result.events);
+            PyList_SetItem(list.get(), at++, ToPy(result));
+        }
+        core.applied = core.read;
         PyObject* answer = NewObject(answers.step);
         SLOT(answer, seq, ToPy(core.step.seq));
         SLOT(answer, part, ToPy(core.step.part));
@@ -143,13 +175,76 @@ PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
     });
 }
 
+// effort(core, slots, extra, appended, num_tokens) -> the estimated cost of a decode step, as `effort` in
+// replicas/applying.py gives it
+PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&]() -> PyObject* {
+        Check(count == 5);
+        constexpr Int kRow = 4, kTokensHashed = 64, kBlocksSeen = 4, kSparseBlocks = 4;
+        const Coordinator& blocks = CoreOf(arguments[0]).replica.blocks;
+        Column slots, extra;
+        ReadColumn(arguments[1], &slots);
+        ReadColumn(arguments[2], &extra);
+        const Int rows = static_cast<Int>(slots.size());
+        const bool appended = arguments[3] == Py_True;
+        Int computed = 0, wanted = appended ? rows : 0, needed = 0, seen = 0;
+        for (const Int slot : slots) {
+            if (slot < 0 || slot >= kMaxSlots) continue;
+            computed += blocks.requests.computed[slot];
+            wanted += blocks.requests.num_tokens[slot] - blocks.requests.computed[slot];
+        }
+        for (const Int one : extra) wanted += one;
+        const Int granted = std::clamp<Int>(wanted, 0, kUnlimited);
+        Int units = rows * (1 + appended) * kRow + Number(arguments[4]) / kTokensHashed;
+        for (const GroupSpec& group : blocks.spec.groups) {
+            const bool dense = group.kind == kFull || group.kind == kMla || group.kind == kSinkFull ||
+                               group.kind == kRetainedWindow;
+            units += granted / group.block_size / (dense ? 1 : kSparseBlocks);
+            needed += granted / group.block_size + rows;
+        }
+        if (needed > blocks.pool.num_free()) {
+            for (const GroupSpec& group : blocks.spec.groups) seen += computed / group.block_size;
+            units += rows * kRow;
+        }
+        return ToPy(units + seen / kBlocksSeen);
+    });
+}
+
+// hash_tails(core) -> per slot, the tokens behind the last hash block, as bytes; None: Python hashes them
+PyObject* HashTails(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
+        Owned list(PyList_New(0));
+        for (Int slot = 0; slot < requests.size(); ++slot)
+            Append(list, requests.hashed_outside[slot] ? Py_NewRef(Py_None) : ToPy(requests.pending[slot]));
+        return list.Release();
+    });
+}
+
+// set_hash_tail(core, slot, the same)
+PyObject* SetHashTail(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        Core& core = CoreOf(At(arguments, 0));
+        Requests& requests = core.replica.blocks.requests;
+        const Int slot = Number(At(arguments, 1));
+        PyObject* const tail = At(arguments, 2);
+        Check(requests.IsLive(slot));
+        std::vector<uint8_t> pending;
+        if (tail != Py_None) FromPy(tail, &pending);
+        Check(pending.size() % 4 == 0 && pending.size() < 4 * core.replica.facts.hasher.block_size);
+        requests.HashOutside(slot, tail == Py_None);
+        requests.pending[slot] = std::move(pending);
+        Py_RETURN_NONE;
+    });
+}
+
 // answer_with(types of the objects in answers and values in events, see Answers)
 PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         PyObject** const types[] = {&answers.step,   &answers.part,        &answers.blocks,      &answers.orders,
                                     &answers.event,  &answers.kinds,       &answers.reasons,     &answers.device,
                                     &answers.events, &answers.packed_ints, &answers.tier_events, &answers.declined,
-                                    &answers.prefetched};
+                                    &answers.prefetched, &answers.rows, &answers.hashed};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;
@@ -221,9 +316,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
 // events(capsule) -> the events of a part
 PyObject* Events(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const auto* events = static_cast<CacheEvents*>(PyCapsule_GetPointer(At(arguments, 0), kEvents));
-        if (events == nullptr) Owned::Fail();
-        return ToPy(*events);
+        return ToPy(EventsOf(At(arguments, 0)));
     });
 }
 
@@ -231,6 +324,15 @@ PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
     {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
     {"apply_hashed", ApplyHashed, METH_VARARGS, "Apply the step that was read, with hashes of its tokens."},
+    {"effort", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Effort)), METH_FASTCALL,
+     "Estimate the cost of a decode step."},
+    {"pack_with", PackWith, METH_VARARGS, "Set the layout of packed decisions."},
+    {"pack_applied", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(PackApplied)), METH_FASTCALL,
+     "Return the decision about the last step, packed."},
+    {"pack_events", PackEvents, METH_VARARGS, "Return events, packed."},
+    {"removals", Removals, METH_O, "Count removed keys by reason."},
+    {"hash_tails", HashTails, METH_VARARGS, "Return the tokens that no hash covers, by slot."},
+    {"set_hash_tail", SetHashTail, METH_VARARGS, "Set the tokens of a request that no hash covers."},
     {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
     {"dump", Dump, METH_VARARGS, "Return the state without that of the blocks."},
     {"dump_blocks", DumpBlocks, METH_VARARGS, "Return the state of some blocks."},
@@ -281,6 +383,7 @@ PyMethodDef kMethods[] = {
     {"cache_row", CacheRow, METH_VARARGS, "Apply a cache section."},
     {"add_row", AddRow, METH_VARARGS, "Put a new request into a slot."},
     {"admit_row", AdmitOneRow, METH_VARARGS, "Admit a waiting request."},
+    {"loads_from_tiers", LoadsFromTiers, METH_VARARGS, "Whether a request waits for a load from a tier."},
     {"is_granted", IsGranted, METH_VARARGS, "Whether a slot runs in the open step."},
     {"find_inside", FindInside, METH_VARARGS, "Find a cached prefix that the replica's own requests may use."},
     {"look_up", LookUpSlot, METH_VARARGS, "Find the cached prefix of a request, up to a limit."},

@@ -168,7 +168,7 @@ class OpenStep {
             return Granted::kLeft;
         if (section_ != kRunSection) Enter(kRunSection);
         requests_.num_tokens[slot] = num_tokens;
-        if (hashes.size) replica_.facts.AddDigests(slot, hashes.data, hashes.size, digest_size);
+        replica_.facts.AddDigests(slot, hashes, digest_size);
         row_in_[slot] = part_;
         const bool stays = is_quiet || IsQuiet(slot, end, growth);
         if (records_) {

@@ -29,6 +29,7 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, AdmitTerms, check_admitted, check_run, row_of
 from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, news_section, run_section
+from kvplane_service.core.tiers.checks import check_loaded
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -146,6 +147,7 @@ class NativeOpenStep:
         new = _native.extend_row(self._replica.changed(), *row)
         if new is not False:
             return new
+        check_loaded(slot, _native.loads_from_tiers(self._core, slot))
         requests = self._replica.requests
         extra = (
             check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot)) - requests.num_tokens[slot]

@@ -1,7 +1,7 @@
 // Reads the columns of a Python `Step`.
 #pragma once
 
-#include "convert.h"
+#include "answers.h"
 
 namespace kvplane {
 
@@ -34,14 +34,20 @@ inline void ReadHashes(PyObject* object, Hashes* hashes) {
     *hashes = Hashes{reinterpret_cast<const uint8_t*>(data), static_cast<size_t>(size)};
 }
 
-// Counts token ids, and tells whether each is a u32.
-inline void ReadTokens(PyObject* object, Int* count, bool* fit) {
+// Reads token ids, counts them, and tells whether each is a u32.
+inline void ReadTokens(PyObject* object, std::vector<uint8_t>* ids, Int* count, bool* fit) {
     *fit = true;
     *count = Count(object);
-    if (IsArrayOfU32(object)) return;  // each entry is an id
+    if (*count == 0) return ids->clear();
+    if (ReadArrayOfU32(object, ids)) return;  // each entry is an id
     Column tokens;
     ReadColumn(object, &tokens);
     *fit = std::all_of(tokens.begin(), tokens.end(), [](Int one) { return 0 <= one && one <= kUnlimited; });
+    ids->resize(4 * tokens.size());
+    for (size_t at = 0; at < tokens.size(); ++at) {
+        const auto id = static_cast<uint32_t>(tokens[at]);
+        std::memcpy(ids->data() + 4 * at, &id, sizeof id);
+    }
 }
 
 inline void ReadFacts(PyObject* object, Facts* facts) {
@@ -54,7 +60,7 @@ inline void ReadFacts(PyObject* object, Facts* facts) {
     COLUMN(object, *facts, fence);
     COLUMN(object, *facts, release_skipped);
     COLUMN(object, *facts, hint);
-    ReadTokens(ATTRIBUTE(object, "tokens").get(), &facts->num_tokens, &facts->tokens_fit);
+    ReadTokens(ATTRIBUTE(object, "tokens").get(), &facts->tokens, &facts->num_tokens, &facts->tokens_fit);
     ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts->hashes);
 }
 
@@ -82,7 +88,7 @@ inline void ReadNews(PyObject* object, News* news) {
     FromPy(ATTRIBUTE(object, "domain").get(), &news->domain);
     news->num_extra_keys = Count(ATTRIBUTE(object, "extra_keys").get());
     news->num_traceparents = Count(ATTRIBUTE(object, "traceparent").get());
-    ReadTokens(ATTRIBUTE(object, "tokens").get(), &news->num_token_ids, &news->tokens_fit);
+    ReadTokens(ATTRIBUTE(object, "tokens").get(), &news->tokens, &news->num_token_ids, &news->tokens_fit);
     ReadHashes(ATTRIBUTE(object, "hashes").get(), &news->hashes);
 }
 
@@ -152,13 +158,49 @@ void ReadField(const Owned& fields, PyObject* name, T* value, Read&& read) {
 }
 #define FIELD(fields, section, name, read) ReadField(fields, NAME(#name), &(section).name, read)
 
+// Reads the rows of a decode step, which are still the bytes of their message (`kvplane.base.decode_rows`).
+inline void ReadRows(PyObject* object, Part* part) {
+    Facts& facts = part->facts;
+    Run& run = part->run;
+    facts = Facts();
+    run.cap.clear(), run.lookahead.clear(), run.in_flight.clear(), run.flags.clear();
+    run.victims.clear(), run.reserved.clear();
+    run.on_refusal = kPreempt;
+    ReadColumn(ATTRIBUTE(object, "slots").get(), &run.slot);
+    Hashes message;
+    ReadHashes(ATTRIBUTE(object, "message").get(), &message);
+    const auto num_tokens = static_cast<size_t>(Number(ATTRIBUTE(object, "num_tokens").get()));
+    const auto tokens_at = static_cast<size_t>(Number(ATTRIBUTE(object, "tokens_at").get()));
+    const auto num_extra = static_cast<size_t>(Number(ATTRIBUTE(object, "num_extra").get()));
+    Check(tokens_at <= message.size && num_tokens <= (message.size - tokens_at) / 4 && num_extra <= message.size / 4);
+    if (IsTrue(ATTRIBUTE(object, "appended").get())) {
+        facts.slot = run.slot;
+        facts.appended.assign(run.slot.size(), 1);
+        facts.num_tokens = static_cast<Int>(num_tokens);
+        facts.tokens.assign(message.data + tokens_at, message.data + tokens_at + 4 * num_tokens);
+    }
+    run.extra.resize(num_extra);
+    const uint8_t* const extra = message.data + message.size - 4 * num_extra;
+    for (size_t row = 0; row < num_extra; ++row) {
+        int32_t value = 0;
+        std::memcpy(&value, extra + 4 * row, sizeof value);
+        run.extra[row] = value;
+    }
+}
+
 inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
-    const Owned fields(PyObject_GenericGetDict(object, nullptr));
+    Owned fields(PyObject_GenericGetDict(object, nullptr));
+    PyObject* packed = PyDict_GetItemWithError(fields.get(), NAME("_packed"));
+    Check(PyErr_Occurred() == nullptr);
+    if (packed != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(packed)) != answers.rows) {
+        ATTRIBUTE(object, "facts");  // makes the fields
+        packed = nullptr;
+    }
     const auto read_flag = [](PyObject* field, bool* flag) { *flag = IsTrue(field); };
-    FIELD(fields, *part, facts, ReadFacts);
+    if (packed == nullptr) FIELD(fields, *part, facts, ReadFacts);
     FIELD(fields, *part, cache, ReadCache);
     FIELD(fields, *part, news, ReadNews);
-    FIELD(fields, *part, run, ReadRun);
+    if (packed == nullptr) FIELD(fields, *part, run, ReadRun);
     FIELD(fields, *part, admit, ReadAdmit);
     FIELD(fields, *part, peek, ReadPeek);
     FIELD(fields, *part, prefetch, ReadPrefetch);
@@ -168,6 +210,7 @@ inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
     bool resumed = false;
     ReadField(fields, NAME("resume"), &resumed, [](PyObject* field, bool* flag) { *flag = field != Py_None; });
     *resumes |= resumed;
+    if (packed != nullptr) ReadRows(packed, part);
     part->facts_made.given = part->news_made.given = false;
 }
 

@@ -108,21 +108,20 @@ class Replica {
   public:
     void ApplyNews(const Part& part, PartResult* result) {
         const News& news = part.news;
-        const Column& counts = part.news_made.given ? part.news_made.num_hashes : news.num_hashes;
-        const Hashes& hashes = part.news_made.given ? part.news_made.hashes : news.hashes;
-        Int total = 0;
-        for (const Int count : counts) total += count;
-        const size_t digest_size = total ? hashes.size / static_cast<size_t>(total) : 0;
-        const uint8_t* at = hashes.data;
         Requests& requests = blocks.requests;
+        GivenHashes given;
+        given.Begin(news.num_hashes, news.hashes);
+        MadeHashes made(news.tokens, part.news_made, facts.hasher, &result->hashed_news);
+        const bool has_tokens = news.num_token_ids > 0;
         for (size_t row = 0; row < news.slot.size(); ++row) {
             const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0);
             requests.Add(slot, news.num_tokens[row], std::min(most ? most : spec.max_model_len, spec.max_model_len));
             blocks.Grow(slot);
-            const size_t given = static_cast<size_t>(Entry(counts, row, 0)) * digest_size;
-            requests.content[slot].add(at, given, digest_size);
-            at += given;
-            requests.by_service[slot] = news.num_token_ids > 0;
+            requests.HashOutside(slot, has_tokens && made.IsGiven(row));
+            const Hashes hashes = has_tokens ? made.Of(requests, slot, row, news.num_tokens[row]) : given.Of(row);
+            const size_t digest_size = has_tokens ? facts.hasher.none_hash.size : given.digest_size;
+            requests.content[slot].add(hashes.data, hashes.size, digest_size);
+            requests.by_service[slot] = has_tokens;
             if (!news.request_id.empty()) requests.request_id[slot] = news.request_id[row];
             requests.domain[slot] = blocks.pool.pairs.DomainOf(news.domain.empty() ? std::string() : news.domain[row]);
             requests.skip_reading[slot] = Entry(news.skip_reading, row, 0) != 0;

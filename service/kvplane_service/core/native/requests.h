@@ -14,6 +14,9 @@ struct Requests {
     Column serial, limit, num_prompt, num_tokens, computed, in_flight, single_group_hit, granted_step, adopted_step;
     Column load_after, ends_at, fast_path_until, alloc_bound, window_bound, register_bound;
     std::vector<Digests> content;
+    std::vector<std::vector<uint8_t>> pending;  // u32 tokens behind the last hash block of requests that are hashed here
+    std::vector<uint8_t> hashed_outside;        // requests whose tokens Python hashes
+    Int num_outside = 0;                        // of them
     std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
     std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block
     std::map<Int, Int> hit_end;  // slot -> tokens of the hit of a running request; not with LRU
@@ -29,6 +32,7 @@ struct Requests {
         request_id.resize(most);
         domain.resize(most, 0);
         content.resize(most);
+        hashed_outside.resize(most, 0);
     }
 
     Int size() const { return num_slots_; }  // slots that were used so far
@@ -73,6 +77,13 @@ struct Requests {
     void Grow(Int slot) {
         Require(slot < kMaxSlots, "the slot is beyond the last one");
         num_slots_ = std::max(num_slots_, slot + 1);
+        if (pending.size() < static_cast<size_t>(num_slots_)) pending.resize(static_cast<size_t>(num_slots_));
+    }
+
+    void HashOutside(Int slot, bool outside) {
+        num_outside += (outside ? 1 : 0) - hashed_outside[slot];
+        hashed_outside[slot] = outside;
+        pending[slot].clear();
     }
 
     void Add(Int slot, Int tokens, Int most) {
@@ -86,6 +97,7 @@ struct Requests {
         limit[slot] = most;
         num_prompt[slot] = num_tokens[slot] = tokens;
         content[slot] = Digests();
+        HashOutside(slot, false);
         single_group_hit[slot] = load_after[slot] = ends_at[slot] = 0;
         Stop(slot);
     }
@@ -124,6 +136,7 @@ struct Requests {
         live[slot] = held[slot] = 0;
         loading.erase(slot);
         content[slot] = Digests();
+        HashOutside(slot, false);
         asked.erase(slot);
         hints.erase(slot);
     }

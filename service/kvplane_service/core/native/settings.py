@@ -12,6 +12,7 @@ from kvplane.base.groups import (
     ReplicaSpec,
     SavePolicy,
 )
+from kvplane.base.hashing import HashScheme
 from kvplane_service.core.tiers.behind import most_ahead
 
 KINDS = {
@@ -45,6 +46,11 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
 def of_tiers(spec: ReplicaSpec) -> list[list[int]]:
     """Return the medium of each tier, its number of slots, and its policy."""
     return [[int(Medium[tier.kind.name]), tier.num_blocks, SAVES[tier.save]] for tier in spec.tiers]
+
+
+def of_hashes(scheme: HashScheme) -> tuple[bytes, tuple[object, int] | None]:
+    """Return the digest before a first block, and the function by which the core hashes tokens; None: Python does."""
+    return scheme.none_hash, scheme.compiled()
 
 
 def of_group(group: GroupSpec) -> list[int]:

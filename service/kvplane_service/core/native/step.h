@@ -14,6 +14,7 @@ struct Facts {
     Column slot, computed, appended, num_hashes, commit, end, fence, release_skipped, hint;
     Int num_tokens = 0;  // ids in the column `tokens`
     bool tokens_fit = true;
+    std::vector<uint8_t> tokens;  // u32, if they fit
     Hashes hashes;
     // Whether the rows do nothing but append tokens and hashes.
     bool OnlyAppend() const {
@@ -34,6 +35,7 @@ struct News {
     Column slot, num_tokens, num_hashes, skip_reading, max_tokens, hint;
     Int num_token_ids = 0, num_extra_keys = 0, num_traceparents = 0;
     bool tokens_fit = true;
+    std::vector<uint8_t> tokens;  // u32, if they fit
     Hashes hashes;
     std::vector<std::string> request_id, domain;
 };
@@ -68,11 +70,24 @@ struct Budget {
     Int tokens = kUnlimited, input = kUnlimited, overhead = 0;
 };
 
-// Hashes that the service computed of the tokens of a part; they take the place of `hashes` and `num_hashes`.
+// Hashes that Python made of the tokens of a part; kHashedHere for rows whose tokens are hashed by the core.
+constexpr Int kHashedHere = -1;
 struct Made {
     Column num_hashes;
     Hashes hashes;
     bool given = false;
+};
+
+// The hashes that were made of the tokens of a section, by the rows that have tokens.
+struct Hashed {
+    Column num_hashes;
+    std::vector<uint8_t> hashes;
+    size_t digest_size = 0;
+
+    void clear() {
+        num_hashes.clear();
+        hashes.clear();
+    }
 };
 
 struct Part {
@@ -175,6 +190,8 @@ struct PartResult {
     CacheEvents events;
     Int taken_back = 0, went_back = 0;
     std::unique_ptr<TierAnswer> tiers;  // null: nothing
+    Hashed hashed_facts, hashed_news;
+    std::shared_ptr<const CacheEvents> told;  // the events, once the answer has them; null: there are none
 
     TierAnswer& OfTiers() {
         if (tiers == nullptr) tiers = std::make_unique<TierAnswer>();
@@ -187,6 +204,9 @@ struct PartResult {
             column->clear();
         for (BlockLists* blocks : {&new_blocks, &tables, &peek_blocks}) blocks->Clear();
         last_hash.clear();
+        hashed_facts.clear();
+        hashed_news.clear();
+        told.reset();
         reset_done = false;
         free_blocks = taken_back = went_back = 0;
         tiers.reset();

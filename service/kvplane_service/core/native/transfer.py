@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
+from kvplane.base.hashing import HashTail, RequestHasher
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.keys import Key
@@ -79,10 +80,11 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("tracker", _tracker(dump, key)),
         *[("manager", _manager(one, key)) for one in dump["managers"]],
     ]
+    tails = _native.hash_tails(core.core)
     for slot, (joined, size) in enumerate(dump["content"]):
         if dump["live"][slot]:
             digests = [joined[at : at + size] for at in range(0, len(joined), size)] if joined else []
-            hasher = core._hashers.get(slot) if dump["by_service"][slot] else None
+            hasher = _hasher(core, slot, digests, tails[slot]) if dump["by_service"][slot] else None
             after.append(("content", [slot, digests, state.hasher_state(hasher) if hasher else None]))
     if not with_statistics:
         return before + keys + after
@@ -102,6 +104,13 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
             *([("tier_counters", tiers.counters_of(dump["tiers"]))] if spec.tiers else []),
         ]
     )
+
+
+def _hasher(core: NativeReplica, slot: int, digests: list[bytes], tail: bytes | None) -> RequestHasher | None:
+    if tail is None:
+        return core._hashers.get(slot)
+    scheme = core._scheme
+    return RequestHasher(scheme, tail=HashTail(len(digests), digests[-1] if digests else scheme.none_hash, tail))
 
 
 def _learnt(dump: tuple[Any, ...]) -> list[Any]:

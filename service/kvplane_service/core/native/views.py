@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple, cast, overload
 
 from kvplane.base.declined import Declined
+from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
@@ -21,6 +22,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.contents import HashedRows
 from kvplane_service.core.native import _native
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 from kvplane_service.core.tiers.checks import OrderedJobs
@@ -119,9 +121,19 @@ class _Content(NamedTuple):
 class NativeGroup:
     """One group of layers, with the counts of the compiled core."""
 
-    def __init__(self, number: int, spec: GroupSpec, allocated: int, adopted: int) -> None:
+    def __init__(self, core: object, number: int, spec: GroupSpec) -> None:
+        self._core = core
         self.group, self.spec, self.block_size = number, spec, spec.block_size
-        self.allocated, self.adopted = allocated, adopted
+
+    @property
+    def allocated(self) -> int:
+        """Number of blocks ever allocated."""
+        return _native.books(self._core)[2][self.group][0]
+
+    @property
+    def adopted(self) -> int:
+        """Number of blocks ever taken over from the cache."""
+        return _native.books(self._core)[2][self.group][1]
 
     def is_downward_closed(self) -> bool:
         """Whether a hit of n tokens implies hits of all smaller lengths."""
@@ -139,19 +151,36 @@ class NativePart(PartResult):
 
 
 class NativeEvents(CacheEvents):
-    """The events of a part, which become Python objects when they are read."""
+    """The events of a part, which become Python objects when they are read. There is at least one; never modified.
 
-    __slots__ = ("_packed",)
+    Attributes:
+        marks: whether there are STORED events, and others, and one that concerns a key of an earlier STORED event whose
+            step is not executed: the sum of 1, 2 and 4.
+    """
+
+    __slots__ = ("_packed", "marks")
+    marks: int
 
     def __init__(self, packed: object) -> None:
-        self._packed = packed
+        self._packed, self.marks = packed, 7
 
     def __getattr__(self, name: str) -> list[CacheEvent]:
         if name != "runs":
             raise AttributeError(name)
         self.runs = _native.events(self._packed)
-        self._packed = None
         return self.runs
+
+    def __bool__(self) -> bool:
+        return True
+
+    def removals(self) -> Sequence[int]:
+        """Count the removed keys by the number of the reason."""
+        return _native.removals(self._packed)
+
+    @staticmethod
+    def pack(head: bytes, shares: Sequence[tuple[NativeEvents, int]]) -> bytes:
+        """Return events packed behind `head`: of each the STORED ones for 1, the others for 2."""
+        return _native.pack_events(head, [(events._packed, share) for events, share in shares])
 
 
 class PackedTierEvents:
@@ -174,5 +203,5 @@ def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
 # Numbers of kinds and reasons are their places.
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
-    NativeEvents, PackedInts, PackedTierEvents, Declined, Prefetched,
+    NativeEvents, PackedInts, PackedTierEvents, Declined, Prefetched, DecodeRows, HashedRows,
 )  # fmt: skip

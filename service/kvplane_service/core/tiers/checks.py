@@ -122,3 +122,9 @@ def check_load_rows(admit: Admit, where: str) -> None:
                 field=f"{where}admit.flags[{row}]",
                 remedy="send the row without LOAD",
             )
+
+
+def check_loaded(slot: int, waits: bool) -> None:
+    """Raise InvalidArgument if a running request waits for a load from a tier, so that no row may grant it tokens."""
+    if waits:
+        raise InvalidArgument(f"slot {slot} waits for a load", field="slot", remedy="report the end of its job")

@@ -18,6 +18,7 @@
 
 #include "answers.h"
 #include "messages.h"
+#include "rows.h"
 
 namespace {
 
@@ -333,6 +334,15 @@ void HashAll(const Run& run, uint8_t* out) {
     }
 }
 
+// What the capsule HASHER has, for other compiled modules: hashes `blocks` whole blocks of u32 tokens, of at most
+// kMaxBlock tokens each. `parent` has the digest before them, and `out` room for theirs.
+void HashBlocks(int form, const uint8_t* parent, const uint8_t* tokens, size_t blocks, size_t block_size, uint8_t* out) {
+    const auto packed_size = static_cast<Py_ssize_t>(4 * blocks * block_size);
+    HashAll({form, 0, reinterpret_cast<const char*>(parent), reinterpret_cast<const char*>(tokens),
+             static_cast<Py_ssize_t>(kAlgorithms[form].digest), packed_size, static_cast<Py_ssize_t>(block_size)},
+            out);
+}
+
 PyObject* HashRun(PyObject*, PyObject* arguments) {
     Run run{};
     if (!PyArg_ParseTuple(arguments, "iy#y#n|p:hash_run", &run.form, &run.parent, &run.parent_size, &run.packed,
@@ -364,6 +374,7 @@ PyMethodDef kMethods[] = {
      "Return the bytes of the message with a step of one part."},
     {"read_answer", ReadAnswer, METH_VARARGS, "Return the columns of an answer, None for a message that has more."},
     {"append_blocks", AppendBlocks, METH_VARARGS, "Append new blocks to block tables."},
+    {"read_rows", ReadRows, METH_O, "Return the numbers and rows of a decode step's message, None for another message."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -374,11 +385,13 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, 
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&kModule);
     if (module == nullptr) return nullptr;
-    if (PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0 ||
+    PyObject* const hasher = PyCapsule_New(reinterpret_cast<void*>(HashBlocks), "kvplane.hasher", nullptr);
+    if (PyModule_AddObjectRef(module, "HASHER", hasher) < 0 ||
+        PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0 ||
         PyModule_AddIntConstant(module, "MAX_BLOCK", kMaxBlock) < 0 ||
         PyModule_AddObjectRef(module, "ACCELERATED", kAccelerated ? Py_True : Py_False) < 0) {
-        Py_DECREF(module);
-        return nullptr;
+        Py_CLEAR(module);
     }
+    Py_XDECREF(hasher);
     return module;
 }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ACCELERATED: bool
+HASHER: object  # a capsule with the function that hashes blocks
 MAX_BLOCK: int
 
 def append_blocks(
@@ -19,5 +20,8 @@ def hash_run(form: int, parent: bytes, packed: bytes, block_size: int, portable:
 def read_answer(
     message: bytes, arrays: type, /
 ) -> tuple[int, int, int, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]] | None: ...
+def read_rows(
+    message: bytes, /
+) -> tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int] | None: ...
 def step_message(epoch: int, seq: int, part: int, more: int, executed_through: int, written: bytes, /) -> bytes: ...
 def unpack_varints(packed: bytes | memoryview, /) -> bytes: ...

@@ -17,6 +17,7 @@ from kvplane.base.groups import HashAlgorithm, ReplicaSpec
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.cbor import CborValue
 from kvplane.base.hashing.extra_keys import RequestKeys
+from kvplane.base.hashing.native import hasher_of
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed, unpack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
@@ -68,6 +69,10 @@ class HashScheme:
                 remedy="give a random text, the same for all processes that share the cache",
             )
         return cls(digest, digest.none_hash(chosen), block_size, lookahead)
+
+    def compiled(self) -> tuple[object, int] | None:
+        """Return the compiled function that hashes blocks without extra keys, see `hasher_of`; None without it."""
+        return None if self.lookahead else hasher_of(self.digest, self.block_size)
 
     def coarser(self, hashes: bytes, block_size: int) -> bytes:
         """Return the hashes of larger blocks, of `block_size` tokens: the hash of a larger block is the last of the

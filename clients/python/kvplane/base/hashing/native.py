@@ -139,6 +139,23 @@ def append_blocks() -> Callable[..., None] | None:
     return found
 
 
+def read_rows() -> Callable[[bytes], tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int] | None] | None:
+    """Return a function that reads the message with a decode step: epoch, number, part, whether the step is complete,
+    `executed_through`, and of its rows (see DecodeRows) the message, the slots as bytes, and the other attributes. It
+    returns None for a message that has anything else. None where it is not used.
+    """
+    return _function("read_rows")  # type: ignore[no-any-return]
+
+
+def hasher_of(digest: BlockDigest, block_size: int) -> tuple[object, int] | None:
+    """Return the compiled function that hashes blocks, in a capsule for other compiled modules, and the number of the
+    algorithm; None where the digest does not use it for blocks of this size.
+    """
+    if not isinstance(digest, NativeDigest) or block_size > digest.max_block or _COMPILED is None:
+        return None
+    return _COMPILED.HASHER, digest.form
+
+
 def _function(name: str) -> Any:  # noqa: ANN401
     return getattr(_selected(needs_sha256=False), name, None)
 

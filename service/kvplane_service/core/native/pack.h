@@ -1,0 +1,395 @@
+// Packs a step that was applied, and cache events, into bytes, as `decisions/packing.py` does, which specifies them.
+#pragma once
+
+#include "bind.h"
+
+namespace kvplane {
+
+class Frame {
+  public:
+    // Adds a column in the smallest type that has all numbers.
+    template <typename T>
+    void Add(uint32_t number, const std::vector<T>& values) {
+        if (!values.empty()) AddColumn(number, values);
+    }
+    void Add(uint32_t number, const Hashes& hashes) {
+        if (hashes.size) AddRaw(number, hashes.data, hashes.size);
+    }
+    void Add(uint32_t number, const std::vector<std::string>& texts) {
+        if (!texts.empty()) AddJoined(number, texts, [](const std::string& one) {
+            return Hashes{reinterpret_cast<const uint8_t*>(one.data()), one.size()};
+        });
+    }
+    void Add(uint32_t number, const std::vector<Digest>& digests) {
+        if (!digests.empty()) AddJoined(number, digests, [](const Digest& one) {
+            return Hashes{one.bytes.data(), one.size};
+        });
+    }
+    // The digests of a row are one value.
+    void Add(uint32_t number, const Hashed& hashed) {
+        const uint8_t* at = hashed.hashes.data();
+        if (!hashed.num_hashes.empty()) AddJoined(number, hashed.num_hashes, [&](Int count) {
+            const size_t size = static_cast<size_t>(count) * hashed.digest_size;
+            return Hashes{std::exchange(at, at + size), size};
+        });
+    }
+
+    template <typename T>
+    void AddColumn(uint32_t number, const std::vector<T>& values) {
+        uint64_t most = 0;
+        int64_t least = 0;
+        for (const T value : values) {
+            if constexpr (std::is_signed_v<T>) least = std::min<int64_t>(least, value);
+            most = std::max(most, static_cast<uint64_t>(std::max<T>(value, 0)));
+        }
+        if (least == 0 && most <= 0xff) return Store<uint8_t>('B', number, values);
+        if (least == 0 && most <= 0xffffffff) return Store<uint32_t>('I', number, values);
+        if (least >= INT32_MIN && most <= INT32_MAX) return Store<int32_t>('i', number, values);
+        if (least == 0) return Store<uint64_t>('Q', number, values);
+        Store<int64_t>('q', number, values);
+    }
+
+    void AddRaw(uint32_t number, const uint8_t* data, size_t size) {
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(size)});
+        body_.insert(body_.end(), data, data + size);
+    }
+
+    // Adds byte strings: their number, their lengths, their bytes.
+    template <typename Values, typename BytesOf>
+    void AddJoined(uint32_t number, const Values& values, BytesOf&& bytes_of) {
+        const size_t begin = body_.size(), count = values.size();
+        Word(static_cast<uint32_t>(count));
+        size_t length_at = body_.size();
+        body_.resize(body_.size() + 4 * count);
+        for (const auto& value : values) {
+            const Hashes bytes = bytes_of(value);
+            const auto size = static_cast<uint32_t>(bytes.size);
+            std::memcpy(body_.data() + std::exchange(length_at, length_at + 4), &size, sizeof size);
+            body_.insert(body_.end(), bytes.data, bytes.data + bytes.size);
+        }
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(body_.size() - begin)});
+    }
+
+    void AddFrame(uint32_t number, const Frame& frame) {
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(frame.size())});
+        frame.AppendTo(&body_);
+    }
+
+    size_t size() const { return 4 + 4 * heads_.size() + body_.size(); }
+
+    void AppendTo(std::vector<uint8_t>* into) const {
+        const auto count = static_cast<uint32_t>(heads_.size() / 3);
+        const auto append = [&](const void* data, size_t size) {
+            const auto* const bytes = static_cast<const uint8_t*>(data);
+            into->insert(into->end(), bytes, bytes + size);
+        };
+        append(&count, sizeof count);
+        append(heads_.data(), 4 * heads_.size());
+        append(body_.data(), body_.size());
+    }
+
+  private:
+    void Word(uint32_t value) {
+        const auto* const bytes = reinterpret_cast<const uint8_t*>(&value);
+        body_.insert(body_.end(), bytes, bytes + sizeof value);
+    }
+
+    template <typename Stored, typename T>
+    void Store(char code, uint32_t number, const std::vector<T>& values) {
+        const size_t begin = body_.size(), size = values.size() * sizeof(Stored);
+        heads_.insert(heads_.end(), {number, static_cast<uint32_t>(code), static_cast<uint32_t>(size)});
+        body_.resize(begin + size);
+        uint8_t* into = body_.data() + begin;
+        for (const T value : values) {
+            const auto stored = static_cast<Stored>(value);
+            std::memcpy(into, &stored, sizeof stored);
+            into += sizeof stored;
+        }
+    }
+
+    std::vector<uint32_t> heads_;  // number, code and length of each chunk
+    std::vector<uint8_t> body_;
+};
+
+// The numbers of the fields, which `packing.py` reads from the dataclasses.
+class Packer {
+  public:
+    template <typename Of>
+    using Field = std::pair<std::string_view, void (*)(const Of&, uint32_t, Frame&)>;
+    template <typename Of>
+    using Scalar = std::pair<std::string_view, Int (*)(const Of&)>;
+    template <typename Of>
+    struct Layout {
+        std::vector<Int (*)(const Of&)> scalars;
+        std::vector<std::pair<uint32_t, void (*)(const Of&, uint32_t, Frame&)>> fields;
+    };
+
+    // Reads ([names of scalars], [(name, number) of other fields]). Fails for a name that the core does not know.
+    template <typename Of, size_t N, size_t M>
+    static void Read(PyObject* given, const Scalar<Of> (&scalars)[N], const Field<Of> (&fields)[M], Layout<Of>* into) {
+        std::vector<std::string> names;
+        std::vector<std::pair<std::string, Int>> numbers;
+        FromPy(At(given, 0), &names);
+        FromPy(At(given, 1), &numbers);
+        *into = Layout<Of>();
+        for (const std::string& name : names) into->scalars.push_back(Find(scalars, name));
+        for (const auto& [name, number] : numbers)
+            into->fields.emplace_back(static_cast<uint32_t>(number), Find(fields, name));
+    }
+
+    template <typename Of>
+    static Frame Pack(const Layout<Of>& layout, const Of& value) {
+        Frame frame;
+        Column scalars;
+        for (const auto& read : layout.scalars) scalars.push_back(read(value));
+        frame.Add(0, scalars);
+        for (const auto& [number, add] : layout.fields) add(value, number, frame);
+        return frame;
+    }
+
+    static inline Layout<Part> part;
+    static inline Layout<PartResult> result;
+    static inline uint32_t of_result = 0, of_events = 0, flat = 0;  // numbers of chunks
+    static inline bool is_ready = false;
+
+  private:
+    template <typename Entry, size_t N>
+    static auto Find(const Entry (&known)[N], const std::string& name) {
+        for (const Entry& one : known) {
+            if (one.first == name) return one.second;
+        }
+        Owned::Fail();
+    }
+};
+
+#define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
+#define PACK_FIELD(of, path) {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
+#define PACK_BLOCKS(name)                                                                                   \
+    PACK_FIELD(PartResult, name.row), PACK_FIELD(PartResult, name.group), PACK_FIELD(PartResult, name.count), \
+        PACK_FIELD(PartResult, name.ids)
+
+inline void ReadLayouts(PyObject* of_part, PyObject* of_result) {
+    static constexpr Packer::Scalar<Part> part_scalars[] = {
+        PACK_SCALAR(Part, cache.reset),        PACK_SCALAR(Part, cache.jobs_before),
+        PACK_SCALAR(Part, run.on_refusal),     PACK_SCALAR(Part, admit.max_running),
+        PACK_SCALAR(Part, admit.on_refusal),   PACK_SCALAR(Part, admit.only_if_no_preemption),
+        PACK_SCALAR(Part, peek.with_blocks),   PACK_SCALAR(Part, budget.tokens),
+        PACK_SCALAR(Part, budget.input),       PACK_SCALAR(Part, budget.overhead),
+        PACK_SCALAR(Part, with_hashes),        PACK_SCALAR(Part, with_tables),
+    };
+    static constexpr Packer::Field<Part> part_fields[] = {
+        PACK_FIELD(Part, facts.slot),           PACK_FIELD(Part, facts.computed),
+        PACK_FIELD(Part, facts.appended),       PACK_FIELD(Part, facts.num_hashes),
+        PACK_FIELD(Part, facts.hashes),         PACK_FIELD(Part, facts.commit),
+        PACK_FIELD(Part, facts.end),            PACK_FIELD(Part, facts.fence),
+        PACK_FIELD(Part, facts.release_skipped), PACK_FIELD(Part, facts.hint),
+        PACK_FIELD(Part, cache.failed_steps),   PACK_FIELD(Part, cache.evicted),
+        PACK_FIELD(Part, cache.released),       PACK_FIELD(Part, cache.loads_over),
+        PACK_FIELD(Part, cache.jobs_done),      PACK_FIELD(Part, cache.jobs_failed),
+        PACK_FIELD(Part, cache.costs_ns),       PACK_FIELD(Part, news.slot),
+        PACK_FIELD(Part, news.num_tokens),      PACK_FIELD(Part, news.num_hashes),
+        PACK_FIELD(Part, news.hashes),          PACK_FIELD(Part, news.request_id),
+        PACK_FIELD(Part, news.domain),          PACK_FIELD(Part, news.skip_reading),
+        PACK_FIELD(Part, news.max_tokens),      PACK_FIELD(Part, news.hint),
+        PACK_FIELD(Part, run.slot),             PACK_FIELD(Part, run.extra),
+        PACK_FIELD(Part, run.cap),              PACK_FIELD(Part, run.lookahead),
+        PACK_FIELD(Part, run.in_flight),        PACK_FIELD(Part, run.flags),
+        PACK_FIELD(Part, run.victims),          PACK_FIELD(Part, run.reserved),
+        PACK_FIELD(Part, admit.slot),           PACK_FIELD(Part, admit.extra),
+        PACK_FIELD(Part, admit.cap),            PACK_FIELD(Part, admit.lookahead),
+        PACK_FIELD(Part, admit.external),       PACK_FIELD(Part, admit.expected_hit),
+        PACK_FIELD(Part, admit.encoder_tokens), PACK_FIELD(Part, admit.reserved),
+        PACK_FIELD(Part, admit.watermark),      PACK_FIELD(Part, admit.flags),
+        PACK_FIELD(Part, admit.hit_limit),      PACK_FIELD(Part, admit.min_new),
+        PACK_FIELD(Part, admit.single_group_hit), PACK_FIELD(Part, admit.skip_zero_groups),
+        PACK_FIELD(Part, peek.slot),            PACK_FIELD(Part, peek.limit),
+    };
+    static constexpr Packer::Scalar<PartResult> result_scalars[] = {
+        PACK_SCALAR(PartResult, reset_done), PACK_SCALAR(PartResult, free_blocks),
+        PACK_SCALAR(PartResult, taken_back), PACK_SCALAR(PartResult, went_back),
+    };
+    static constexpr Packer::Field<PartResult> result_fields[] = {
+        PACK_FIELD(PartResult, granted),       PACK_FIELD(PartResult, preempted),
+        PACK_FIELD(PartResult, admit_status),  PACK_FIELD(PartResult, admit_hit),
+        PACK_FIELD(PartResult, admit_granted), PACK_FIELD(PartResult, admit_single_group_hit),
+        PACK_FIELD(PartResult, admit_load_after), PACK_BLOCKS(new_blocks), PACK_BLOCKS(tables), PACK_BLOCKS(peek_blocks),
+        PACK_FIELD(PartResult, peek_hit),      PACK_FIELD(PartResult, peek_single_group_hit),
+        PACK_FIELD(PartResult, num_hashes),    PACK_FIELD(PartResult, last_hash),
+        PACK_FIELD(PartResult, orders.stamp_block), PACK_FIELD(PartResult, orders.stamp),
+        PACK_FIELD(PartResult, orders.copy_src), PACK_FIELD(PartResult, orders.copy_dst),
+        PACK_FIELD(PartResult, orders.copy_group), PACK_FIELD(PartResult, orders.zero_block),
+        PACK_FIELD(PartResult, orders.zero_group),
+        PACK_FIELD(PartResult, hashed_facts),  PACK_FIELD(PartResult, hashed_news),
+    };
+    Packer::Read(of_part, part_scalars, part_fields, &Packer::part);
+    Packer::Read(of_result, result_scalars, result_fields, &Packer::result);
+}
+
+// Which events of a part are packed.
+enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };
+
+// The columns of events, in the order of the fields of `CacheEvent`.
+class EventColumns {
+  public:
+    void Add(const CacheEvents& events, Share share) {
+        auto hash = events.hashes.begin();
+        auto block = events.blocks.begin();
+        auto start = events.starts.begin();
+        for (const CacheEvents::Row& row : events.rows) {
+            const auto count = static_cast<std::ptrdiff_t>(row.count);
+            const bool has_starts = row.kind == kStored && !events.starts.empty();
+            if (share != kAllEvents && (row.kind == kStored) != (share == kStoredEvents)) {
+                hash += count + (row.parent_size != 0);
+                block += count;
+                start += has_starts ? count : 0;
+                continue;
+            }
+            AddScalars(row);
+            parents_.push_back(row.parent_size ? Digest((hash++)->data(), row.parent_size) : Digest());
+            domains_.push_back(row.kind == kCleared ? std::string() : events.names[row.name]);
+            num_hashes_.push_back(count);
+            for (std::ptrdiff_t at = 0; at < count; ++at) hashes_.emplace_back((hash++)->data(), row.hash_size);
+            blocks_.insert(blocks_.end(), block, block + count);
+            block += count;
+            num_starts_.push_back(has_starts ? count : 0);
+            if (has_starts) starts_.insert(starts_.end(), start, start + count);
+            start += has_starts ? count : 0;
+        }
+    }
+
+    bool empty() const { return scalars_[0].empty(); }
+
+    Frame Packed() const {
+        Frame frame;
+        const auto any = [](const Column& values) {
+            return std::any_of(values.begin(), values.end(), [](Int value) { return value != 0; });
+        };
+        const auto scalar = [&](uint32_t number, size_t at) {
+            if (any(scalars_[at])) frame.Add(number, scalars_[at]);
+        };
+        scalar(0, 0);
+        scalar(1, 1);
+        if (!hashes_.empty()) {
+            frame.Add(2, num_hashes_);
+            frame.Add(2 + Packer::flat, hashes_);
+            frame.Add(3, num_hashes_);
+            frame.Add(3 + Packer::flat, blocks_);
+        }
+        const auto is_named = [](const std::string& one) { return !one.empty(); };
+        if (std::any_of(domains_.begin(), domains_.end(), is_named)) frame.Add(4, domains_);
+        const auto has_parent = [](const Digest& one) { return one.size != 0; };
+        if (std::any_of(parents_.begin(), parents_.end(), has_parent)) frame.Add(5, parents_);
+        for (uint32_t number = 6; number <= 9; ++number) scalar(number, number - 4);
+        if (!starts_.empty()) {
+            frame.Add(10, num_starts_);
+            frame.Add(10 + Packer::flat, starts_);
+        }
+        scalar(11, 6);
+        return frame;
+    }
+
+  private:
+    void AddScalars(const CacheEvents::Row& row) {
+        const Int values[] = {row.kind, row.group, row.block_size, row.slot, row.start, row.end, row.reason};
+        for (size_t at = 0; at < std::size(values); ++at) scalars_[at].push_back(values[at]);
+    }
+
+    std::array<Column, 7> scalars_;
+    std::vector<Digest> hashes_, parents_;
+    std::vector<std::string> domains_;
+    BlockList blocks_;
+    Column num_hashes_, num_starts_, starts_;
+};
+
+// pack_with(part, result, number of a part's result, number of its events, flat): the layouts, see `Packer::Read`, and
+// numbers of chunks
+inline PyObject* PackWith(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        ReadLayouts(At(arguments, 0), At(arguments, 1));
+        FromPy(At(arguments, 2), &Packer::of_result);
+        FromPy(At(arguments, 3), &Packer::of_events);
+        FromPy(At(arguments, 4), &Packer::flat);
+        Packer::is_ready = true;
+        Py_RETURN_NONE;
+    });
+}
+
+// Whether all of a part and its result is in the columns that are packed here, and it is short: Python packs long ones
+// in pieces.
+inline bool CanPack(const Part& part, const PartResult& result) {
+    constexpr size_t kMostBytes = 1 << 18;
+    const size_t hashes = part.facts.hashes.size + part.news.hashes.size + result.hashed_facts.hashes.size() +
+                          result.hashed_news.hashes.size() + (result.told ? 32 * result.told->hashes.size() : 0);
+    const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
+    return result.tiers == nullptr && !part.news.num_extra_keys && !part.news.num_traceparents &&
+           hashes + 4 * blocks <= kMostBytes;
+}
+
+// pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where
+// Python packs it
+inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+    return Guarded([&]() -> PyObject* {
+        Check(count == 4);
+        const Core& core = CoreOf(arguments[0]);
+        PyObject* const object = arguments[1];
+        const Step& step = core.step;
+        if (core.applied != object || !Packer::is_ready) return Py_NewRef(Py_None);
+        Require(Number(ATTRIBUTE(object, "seq").get()) == step.seq, "another step was applied");
+        std::vector<std::vector<uint8_t>> parts;
+        for (size_t number = 0; number < step.parts.size(); ++number) {
+            const PartResult& result = core.results[number];
+            if (!CanPack(step.parts[number], result)) return Py_NewRef(Py_None);
+            Frame frame = Packer::Pack(Packer::part, step.parts[number]);
+            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result));
+            if (result.told != nullptr) {
+                EventColumns events;
+                events.Add(*result.told, kAllEvents);
+                frame.AddFrame(Packer::of_events, events.Packed());
+            }
+            frame.AppendTo(&parts.emplace_back());
+        }
+        std::string trace;
+        FromPy(ATTRIBUTE(object, "traceparent").get(), &trace);
+        std::vector<uint64_t> numbers = {static_cast<uint64_t>(Number(ATTRIBUTE(object, "epoch").get()))};
+        for (const Int value : {step.seq, step.part, Int{step.last}, step.executed_through, step.seq, step.part,
+                                core.replica.blocks.pool.executed_through, Number(arguments[2])})
+            numbers.push_back(static_cast<uint64_t>(value));
+        std::vector<uint8_t> raw(8);
+        Frame whole;
+        whole.AddColumn(0, numbers);
+        whole.AddRaw(1, reinterpret_cast<const uint8_t*>(trace.data()), trace.size());
+        whole.AddJoined(2, parts, [](const auto& one) { return Hashes{one.data(), one.size()}; });
+        auto took = static_cast<uint64_t>(Number(arguments[3]));
+        for (size_t at = 8; at-- > 0; took >>= 8) raw[at] = static_cast<uint8_t>(took);
+        whole.AppendTo(&raw);
+        return ToPy(raw);
+    });
+}
+
+// pack_events(head, [(events, share)]) -> `head`, and those events behind it, packed
+inline PyObject* PackEvents(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        std::vector<uint8_t> raw;
+        FromPy(At(arguments, 0), &raw);
+        EventColumns columns;
+        ForEach(At(arguments, 1), [&](PyObject* one) {
+            columns.Add(EventsOf(At(one, 0)), static_cast<Share>(Number(At(one, 1))));
+        });
+        Check(Packer::is_ready);
+        columns.Packed().AppendTo(&raw);
+        return ToPy(raw);
+    });
+}
+
+// removals(events) -> removed keys by the number of the reason
+inline PyObject* Removals(PyObject*, PyObject* events) {
+    return Guarded([&]() -> PyObject* {
+        Column counts(kLeftWindow + 1, 0);
+        for (const CacheEvents::Row& row : EventsOf(events).rows) {
+            if (row.kind == kRemoved) counts[static_cast<size_t>(row.reason)] += static_cast<Int>(row.count);
+        }
+        return ToPy(counts);
+    });
+}
+
+}  // namespace kvplane

@@ -1,0 +1,98 @@
+"""What a compiled core packs and leaves packed is what Python packs and publishes of the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvplane.base.step import CacheEvent, Step, StepResult
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.twin import TwinReplica
+from kvplane_service.decisions.log import without_tokens
+from kvplane_service.decisions.packing import pack_decision
+from kvplane_service.replicas import cores
+from kvplane_service.replicas.events import Batch, PublicationHold
+from tests.core import page_engine
+from tests.core.test_page_contents import MIXES, run
+from tests.service.test_packing import finish
+
+native = pytest.importorskip(
+    "kvplane_service.core.native",
+    reason="the core is not compiled: install g++ and install kvplane again",
+    exc_type=ImportError,
+)
+AT_NS, TOOK_NS = 1 << 50, 70_000
+
+
+class PackedTwins(TwinReplica):
+    """Twins whose second core is also compared in what it packs, and in what is published of its events."""
+
+    def __init__(self, spec) -> None:
+        super().__init__(Replica(spec), native.NativeReplica.of)
+        self.packed = self.published = self.read = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._of_first, self._of_second = PublicationHold(), PublicationHold()
+
+    def enter_epoch(self, *arguments, **named) -> int:
+        self._forget()
+        return super().enter_epoch(*arguments, **named)
+
+    def _compare(self, result: StepResult, other: StepResult) -> None:
+        super()._compare(result, other)
+        step = self._steps[-1]
+        assert isinstance(self._second, native.NativeReplica)
+        raw = self._second.pack_applied(step, AT_NS, TOOK_NS)
+        if raw is not None:
+            self.packed += 1
+            of_parts = [part.events for part in result.parts]
+            assert raw == finish(pack_decision(without_tokens(step), result, of_parts, AT_NS, TOOK_NS))
+        made = [[getattr(part, name) for part in result.parts] for name in ("hashed_facts", "hashed_news")]
+        assert made == [[getattr(part, name) for part in other.parts] for name in ("hashed_facts", "hashed_news")]
+        self._publish(step, [part.events for part in result.parts], [part.events for part in other.parts])
+
+    def _publish(self, step: Step, first: Sequence[Sequence[CacheEvent]], second: Sequence[Sequence[CacheEvent]]):
+        at = step.seq, step.executed_through
+        shown = self._of_first.step(*at, first)
+        shares = self._of_second.step_packed(*at, second)
+        if shares is None:
+            self.read += 1
+            others = self._of_second.step(*at, second)
+            assert finish(Batch(0, 0, others).pack()) == finish(Batch(0, 0, shown).pack())
+        elif shares:
+            self.published += 1
+            raw = shares[0][0].pack(bytes(9), shares)
+            assert raw == bytes(9) + finish(Batch(0, 0, shown).pack())[9:]
+        else:
+            assert not shown
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The replicas of page engines."""
+    replicas = list[PackedTwins]()
+
+    def make(spec):
+        replicas.append(PackedTwins(spec))
+        return replicas[-1]
+
+    monkeypatch.setattr(page_engine, "new_replica", make)
+    cores._prepared()
+    return replicas
+
+
+@pytest.mark.parametrize("mix", [mix for mix in MIXES if "tiers" not in mix])
+def test_decisions_and_events_are_packed_and_published_alike(made, mix):
+    for seed in range(2):
+        run(mix, seed)
+    assert sum(one.packed for one in made) > 50
+    assert sum(one.published for one in made) > 0
+
+
+def test_events_that_concern_held_ones_are_played(made):
+    """The marks of such events make the service read them."""
+    for seed in range(4):
+        run("window and full", seed)
+    assert sum(one.read for one in made) > 0
