@@ -83,7 +83,7 @@ def test_every_algorithm_hashes_alike(algorithm, lookahead):
         engine.step(Part(facts=appended(rng, [0, 1, 2]), run=Run([0, 1, 2]), budget=Budget(100)))
 
 
-def test_hashes_of_the_engine_beside_tokens_of_others_are_kept():
+def test_hashes_of_the_engine_are_kept_next_to_tokens_of_other_requests():
     engine = twins(full())
     engine.step(Part(news=News([0], [7], [5] * 7), admit=Admit([0])))
     engine.step(Part(news=News([1], [8]), admit=Admit([1])))

@@ -337,8 +337,8 @@ _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's fram
 
 
 def layouts() -> tuple[Any, ...]:
-    """Return what a compiled core is told of this form (`pack_with` of core/native). It leaves decisions with fields of
-    tiers, and with extra keys or traces of requests, to this module.
+    """Return what a compiled core must know of this form (`pack_with` of core/native). It leaves decisions with fields
+    of tiers, and with extra keys or traces of requests, to this module.
     """
     of_tiers = {*(f"orders.{name}" for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)), *_OF_TIERS}
     of_part = _PART.layout({"news.extra_keys", "news.traceparent"})

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NoReturn
 
 from kvplane import wire
+from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import (
     InternalError,
     InvalidArgument,
@@ -27,6 +28,7 @@ from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
 from kvplane.wire.parsing import parse, parse_long
+from kvplane.wire.stream import result_message, rows_step
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
@@ -43,7 +45,7 @@ _PROOFS_AT_ONCE = 4  # recoveries whose stored keys are verified concurrently; e
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Message:
     """A parsed message of an open session.
 
@@ -269,7 +271,7 @@ class _Stream:
                 self._call.record("refused", error.reason)
             refusal = wire.encode_step_error(message.seq, message.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
-        return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
+        return result_message(result)
 
     async def _paid(self, steps: Sequence[Step], num_bytes: int) -> int:
         """Count the work of a message beyond its bytes, and wait while the owner has used up its allowance. Returns the
@@ -311,7 +313,7 @@ class _Stream:
 
     def _check_domains(self, step: Step) -> None:
         for at, part in enumerate(step.parts):
-            if part.news.slot:
+            if rows_of(part) is None and part.news.slot:
                 for domain in {*part.news.domain} or {""}:
                     self._call.check_domain(domain, f"parts[{at}].news.domain")
 
@@ -334,6 +336,8 @@ def _understand(raw: bytes, digest_size: int, parser: Callable[..., pb.SessionRe
     """Parse a message. For a step that cannot be decoded, the returned message has the error, because such a step does
     not end the stream. Raises InvalidArgument if the message cannot be parsed.
     """
+    if parser is parse and (rows := rows_step(raw)) is not None:
+        return _Message("step", rows, rows.seq, rows.part, fingerprint(raw), num_bytes=len(raw))
     message = parser(pb.SessionRequest, raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind == "mirrored_steps":

@@ -15,9 +15,8 @@ from typing import Any
 
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import CommitRule, ReplicaSpec
-from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
+from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import (
-    NO_EXTRA_KEYS,
     CacheEvent,
     News,
     Part,
@@ -26,7 +25,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import SLICE_BLOCKS
-from kvplane_service.core.contents import HashedNews, hash_news
+from kvplane_service.core.contents import hash_news
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
@@ -34,6 +33,7 @@ from kvplane_service.core.in_flight import SLICE_REQUESTS
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
+from kvplane_service.core.native.hashers import Hashers
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator, NativeTracker
@@ -50,7 +50,6 @@ from kvplane_service.core.state_entries import hasher_of
 
 SOURCES = _native.SOURCES
 REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
-HERE = -1  # a row whose tokens are hashed by the core
 
 
 def is_supported(spec: ReplicaSpec) -> bool:
@@ -74,6 +73,7 @@ class NativeReplica:
         fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
             continue requests (`Part.resume`) are no part of its work and do not count.
         fallback_reason: why the last of these was left to a `Replica`.
+        hashers: hash the tokens that the core does not hash.
     """
 
     fallback_reason = ""
@@ -99,18 +99,16 @@ class NativeReplica:
         _native.load(made._core, state_of(entries, made.spec))
         for slot, _, hasher in entries.get("content", ()):
             if hasher:
-                made._continue_hashing(slot, hasher_of(hasher, made._scheme))
+                made.hashers.continue_from(slot, hasher_of(hasher, made._scheme))
         return made
 
     def _make(self, spec: ReplicaSpec) -> None:
         self.spec, self._scheme = spec, HashScheme.of(spec)
         groups = [of_group(group) for group in spec.groups]
         hashing = of_hashes(self._scheme)
-        self._hashes_here = hashing[1] is not None
         self._core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec), hashing)
         self.tiers = NativeTiers(self._core, spec)
-        self._hashers: dict[int, RequestHasher] = {}  # of requests with extra keys, and of some that have ended
-        self._hashed_outside: Sequence[bool] = _native.column(self._core, "hashed_outside")
+        self.hashers = Hashers(self._core, self._scheme, hashes_here=hashing[1] is not None)
         self._requests = NativeRequests(self._core)
         self._groups = [NativeGroup(self._core, number, group) for number, group in enumerate(spec.groups)]
         self._copy: Replica | None = None
@@ -145,7 +143,7 @@ class NativeReplica:
             result = replica.apply(step)
             self._take_over(replica)
             return result
-        return _native.apply_hashed(self._core, self._hash(step), alone)
+        return _native.apply_hashed(self._core, self.hashers.hash(step), alone)
 
     def effort_of_rows(self, rows: DecodeRows) -> int:
         """Estimate the cost of a decode step, as `effort` of replicas/applying.py does for its part."""
@@ -160,55 +158,6 @@ class NativeReplica:
     def _fall_back(self, reason: str) -> None:
         self.fallbacks += 1
         self.fallback_reason = reason
-
-    def _continue_hashing(self, slot: int, hasher: RequestHasher) -> None:
-        """Let the core hash further tokens of a request, or keep the hasher of a request with extra keys."""
-        is_here = self._hashes_here and hasher.extra_keys == NO_EXTRA_KEYS
-        _native.set_hash_tail(self._core, slot, hasher.tail.pending if is_here else None)
-        if not is_here:
-            self._hashers[slot] = hasher
-
-    def _hash(self, step: Step) -> tuple[tuple[Any, Any], ...]:
-        """Hash the tokens that the core does not hash: of new requests, which may raise InvalidArgument, then of
-        running ones. Returns them per part, of facts and news, as the core reads them: counts, HERE for the other rows
-        with tokens, and the hashes.
-        """
-        contents = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
-        outside, fresh, made = self._hashed_outside, set[int](), []
-        for part, of_news in zip(step.parts, contents, strict=True):
-            facts, at, of_facts = part.facts, 0, list[bytes | None]()
-            for row, slot in enumerate(facts.slot if facts.tokens else ()):
-                count = facts.appended[row]
-                tokens = facts.tokens[at : at + count]
-                at += count
-                hasher = self._hashers.get(slot) if outside[slot] or slot in fresh else None
-                of_facts.append(hasher.append(pack_tokens(tokens)) if tokens and hasher is not None else None)
-            for slot, one in zip(part.news.slot, of_news, strict=False):
-                self._hashers.pop(slot, None)
-                if one is not None and one.hasher is not None:
-                    self._hashers[slot] = one.hasher
-                    fresh.add(slot)
-            of_requests = [one.hashes.joined if one is not None else None for one in of_news]
-            made.append((self._joined(of_facts), self._joined(of_requests)))
-        return tuple(made)
-
-    def _hash_news(self, news: News, field: str) -> list[HashedNews | None]:
-        """Return the hashes of new requests, None for one that the core hashes; [] if no tokens are given."""
-        if not news.tokens:
-            return []
-        if not self._hashes_here:
-            return list(hash_news(self._scheme, news, field))
-        return [
-            one if one is not None and one.hasher is not None and one.hasher.extra_keys != NO_EXTRA_KEYS else None
-            for one in hash_news(self._scheme, news, field)
-        ]
-
-    def _joined(self, hashed: list[bytes | None]) -> tuple[list[int], bytes] | None:
-        if not hashed:
-            return None
-        size = self._scheme.digest.size
-        counts = [HERE if one is None else len(one) // size for one in hashed]
-        return counts, b"".join([one for one in hashed if one is not None])
 
     def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
         """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
@@ -246,7 +195,7 @@ class NativeReplica:
         while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
             begins = False
             yield
-        self._hashers.clear()
+        self.hashers.clear()
         if self.count_keys():
             yield from self._drop_unproven(stamp_table)
         yield from end_epoch_of_tiers(core, self.spec, stamp_table)

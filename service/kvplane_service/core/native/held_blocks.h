@@ -1,5 +1,5 @@
-// The blocks whose STORED events the service holds, since the step that stored them is not executed: what the fast way of
-// `PublicationHold` (replicas/events.py) must know. It may name too many blocks, and none too few.
+// The blocks whose STORED events the service holds, since the step that stored them is not executed: what
+// `PublicationHold.step_packed` (replicas/events.py) must know. It may name too many blocks, and none too few.
 #pragma once
 
 #include "step.h"

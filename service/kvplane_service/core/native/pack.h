@@ -163,7 +163,8 @@ class Packer {
 };
 
 #define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
-#define PACK_FIELD(of, path) {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
+#define PACK_FIELD(of, path) \
+    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
 #define PACK_BLOCKS(name)                                                                                   \
     PACK_FIELD(PartResult, name.row), PACK_FIELD(PartResult, name.group), PACK_FIELD(PartResult, name.count), \
         PACK_FIELD(PartResult, name.ids)
@@ -212,7 +213,8 @@ inline void ReadLayouts(PyObject* of_part, PyObject* of_result) {
         PACK_FIELD(PartResult, granted),       PACK_FIELD(PartResult, preempted),
         PACK_FIELD(PartResult, admit_status),  PACK_FIELD(PartResult, admit_hit),
         PACK_FIELD(PartResult, admit_granted), PACK_FIELD(PartResult, admit_single_group_hit),
-        PACK_FIELD(PartResult, admit_load_after), PACK_BLOCKS(new_blocks), PACK_BLOCKS(tables), PACK_BLOCKS(peek_blocks),
+        PACK_FIELD(PartResult, admit_load_after),
+        PACK_BLOCKS(new_blocks), PACK_BLOCKS(tables), PACK_BLOCKS(peek_blocks),
         PACK_FIELD(PartResult, peek_hit),      PACK_FIELD(PartResult, peek_single_group_hit),
         PACK_FIELD(PartResult, num_hashes),    PACK_FIELD(PartResult, last_hash),
         PACK_FIELD(PartResult, orders.stamp_block), PACK_FIELD(PartResult, orders.stamp),

@@ -14,8 +14,8 @@ struct Requests {
     Column serial, limit, num_prompt, num_tokens, computed, in_flight, single_group_hit, granted_step, adopted_step;
     Column load_after, ends_at, fast_path_until, alloc_bound, window_bound, register_bound;
     std::vector<Digests> content;
-    std::vector<std::vector<uint8_t>> pending;  // u32 tokens behind the last hash block of requests that are hashed here
-    std::vector<uint8_t> hashed_outside;        // requests whose tokens Python hashes
+    std::vector<std::vector<uint8_t>> pending;  // u32 tokens behind the last hash block, of requests hashed here
+    std::vector<uint8_t> hashed_outside;        // whether Python hashes a request's tokens
     Int num_outside = 0;                        // of them
     std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
     std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block

@@ -108,7 +108,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
 
 def _hasher(core: NativeReplica, slot: int, digests: list[bytes], tail: bytes | None) -> RequestHasher | None:
     if tail is None:
-        return core._hashers.get(slot)
+        return core.hashers.get(slot)
     scheme = core._scheme
     return RequestHasher(scheme, tail=HashTail(len(digests), digests[-1] if digests else scheme.none_hash, tail))
 

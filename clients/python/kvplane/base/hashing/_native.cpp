@@ -18,6 +18,7 @@
 
 #include "answers.h"
 #include "messages.h"
+#include "results.h"
 #include "rows.h"
 
 namespace {
@@ -336,7 +337,8 @@ void HashAll(const Run& run, uint8_t* out) {
 
 // What the capsule HASHER has, for other compiled modules: hashes `blocks` whole blocks of u32 tokens, of at most
 // kMaxBlock tokens each. `parent` has the digest before them, and `out` room for theirs.
-void HashBlocks(int form, const uint8_t* parent, const uint8_t* tokens, size_t blocks, size_t block_size, uint8_t* out) {
+void HashBlocks(int form, const uint8_t* parent, const uint8_t* tokens, size_t blocks, size_t block_size,
+                uint8_t* out) {
     const auto packed_size = static_cast<Py_ssize_t>(4 * blocks * block_size);
     HashAll({form, 0, reinterpret_cast<const char*>(parent), reinterpret_cast<const char*>(tokens),
              static_cast<Py_ssize_t>(kAlgorithms[form].digest), packed_size, static_cast<Py_ssize_t>(block_size)},
@@ -374,7 +376,8 @@ PyMethodDef kMethods[] = {
      "Return the bytes of the message with a step of one part."},
     {"read_answer", ReadAnswer, METH_VARARGS, "Return the columns of an answer, None for a message that has more."},
     {"append_blocks", AppendBlocks, METH_VARARGS, "Append new blocks to block tables."},
-    {"read_rows", ReadRows, METH_O, "Return the numbers and rows of a decode step's message, None for another message."},
+    {"write_answer", WriteAnswer, METH_VARARGS, "Return the message with an answer, None for one that has more."},
+    {"read_rows", ReadRows, METH_O, "Return the numbers and rows of a decode step's message, None for another one."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -46,7 +46,8 @@ bool ReadRun(Span section, Rows* rows) {
     if (!fields.ok || (rows->appended && !Equal(slots, rows->slots))) return false;
     rows->slots = slots;
     const bool is_last = rows->extra.at + rows->extra.size == rows->message.at + rows->message.size;
-    return slots.size > 0 && slots.size % 4 == 0 && (rows->extra.size == 0 || (rows->extra.size == slots.size && is_last));
+    return slots.size > 0 && slots.size % 4 == 0 &&
+           (rows->extra.size == 0 || (rows->extra.size == slots.size && is_last));
 }
 
 bool ReadRowsOf(Span message, Rows* rows) {

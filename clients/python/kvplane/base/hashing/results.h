@@ -1,0 +1,194 @@
+// The message with the answer to a step of one part, from the fields of its result: the compiled twin of
+// `encode_result` in kvplane/wire/result.py, which specifies it.
+#pragma once
+
+#include "answers.h"
+
+namespace {
+
+// Bytes that grow. Once memory is out, `ok` is false and nothing more is added.
+class Bytes {
+   public:
+    Bytes() = default;
+    Bytes(const Bytes&) = delete;
+    ~Bytes() { PyMem_Free(data_); }
+
+    bool ok = true;
+    size_t size() const { return size_; }
+    const uint8_t* data() const { return data_; }
+
+    // Room for `count` more bytes; nullptr without memory.
+    uint8_t* More(size_t count) {
+        if (size_ + count > room_) {
+            const size_t room = 2 * (size_ + count) + 256;
+            void* const grown = ok ? PyMem_Realloc(data_, room) : nullptr;
+            ok = grown != nullptr;
+            if (!ok) return nullptr;
+            data_ = static_cast<uint8_t*>(grown);
+            room_ = room;
+        }
+        uint8_t* const at = data_ + size_;
+        size_ += count;
+        return at;
+    }
+
+    void Number(uint32_t field, uint64_t value) {
+        if (value != 0) Head(field, 0, value);
+    }
+
+    // Begins a field of `count` bytes.
+    void Begin(uint32_t field, size_t count) { Head(field, 2, count); }
+
+    void Field(uint32_t field, const Bytes& inner) {
+        ok = ok && inner.ok;
+        Begin(field, inner.size());
+        uint8_t* const at = More(inner.size());
+        if (at != nullptr && inner.size() > 0) std::memcpy(at, inner.data(), inner.size());
+    }
+
+   private:
+    void Head(uint32_t field, uint32_t kind, uint64_t value) {
+        uint8_t head[20];
+        const auto count = static_cast<size_t>(Varint(Varint(head, field << 3 | kind), value) - head);
+        uint8_t* const at = More(count);
+        if (at != nullptr) std::memcpy(at, head, count);
+    }
+
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0, room_ = 0;
+};
+
+// Adds a list, or an array of the same width. Returns false for anything else: Python names its fault.
+bool AddColumn(Bytes* into, uint32_t field, size_t width, PyObject* column) {
+    if (PyList_Check(column)) {
+        const Py_ssize_t count = PyList_Size(column);
+        if (count == 0) return true;
+        into->Begin(field, static_cast<size_t>(count) * width);
+        uint8_t* at = into->More(static_cast<size_t>(count) * width);
+        for (Py_ssize_t i = 0; at != nullptr && i < count; ++i) {
+            const unsigned long long value = PyLong_AsUnsignedLongLong(PyList_GetItem(column, i));
+            if (PyErr_Occurred() || (width == 4 && value > UINT32_MAX)) return false;
+            at = width == 4 ? Write(at, static_cast<uint32_t>(value)) : Write(at, static_cast<uint64_t>(value));
+        }
+        return true;
+    }
+    Py_buffer view;
+    if (PyObject_GetBuffer(column, &view, PyBUF_SIMPLE) < 0) return false;
+    const bool fits = view.itemsize == static_cast<Py_ssize_t>(width);
+    const auto size = static_cast<size_t>(view.len);
+    if (fits && size > 0) {
+        into->Begin(field, size);
+        uint8_t* const at = into->More(size);
+        if (at != nullptr) std::memcpy(at, view.buf, size);
+    }
+    PyBuffer_Release(&view);
+    return fits;
+}
+
+PyObject* Interned(const char* name, PyObject** made) {
+    if (*made == nullptr) *made = PyUnicode_InternFromString(name);
+    return *made;
+}
+
+// Adds the columns of an object with these attributes.
+bool AddObject(Bytes* into, uint32_t field, const Column* columns, size_t count, PyObject** names, PyObject* object) {
+    Bytes inner;
+    for (size_t i = 0; i < count; ++i) {
+        PyObject* const column = PyObject_GetAttr(object, Interned(columns[i].name, &names[i]));
+        const bool is_added = column != nullptr && AddColumn(&inner, columns[i].number, columns[i].width, column);
+        Py_XDECREF(column);
+        if (!is_added) return false;
+    }
+    if (inner.size() > 0) into->Field(field, inner);
+    return true;
+}
+
+// Adds the columns that a dict has. Returns false if it has any other that is not empty.
+bool AddColumns(Bytes* into, const Column* columns, size_t count, PyObject** names, PyObject* given,
+                Py_ssize_t* known) {
+    for (size_t i = 0; i < count; ++i) {
+        PyObject* const column = PyDict_GetItemWithError(given, Interned(columns[i].name, &names[i]));
+        if (column == nullptr && PyErr_Occurred()) return false;
+        if (column == nullptr) continue;
+        ++*known;
+        if (!AddColumn(into, columns[i].number, columns[i].width, column)) return false;
+    }
+    return true;
+}
+
+// What a result has for the service alone.
+bool IsKept(PyObject* name) {
+    static PyObject* names[4];
+    static const char* const kept[] = {"hashed_facts", "hashed_news", "taken_back", "went_back"};
+    for (size_t i = 0; i < 4; ++i) {
+        if (PyUnicode_Compare(name, Interned(kept[i], &names[i])) == 0) return true;
+    }
+    return false;
+}
+
+// Whether all entries of a dict besides those with these names are empty, or are not sent.
+bool OthersAreEmpty(PyObject* given, const char* const* known, size_t count) {
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(given, &at, &name, &value)) {
+        bool is_known = IsKept(name);
+        for (size_t i = 0; i < count && !is_known; ++i)
+            is_known = PyUnicode_CompareWithASCIIString(name, known[i]) == 0;
+        if (!is_known && PyObject_IsTrue(value) != 0) return false;
+    }
+    return true;
+}
+
+bool AddPart(Bytes* part, PyObject* given) {
+    static PyObject *of_part[kNumPart], *of_blocks[kNumBlocks], *of_orders[kNumOrders], *others[4];
+    static const char* const known[] = {"granted",   "preempted", "admit_status", "admit_hit", "admit_granted",
+                                        "admit_single_group_hit", "new_blocks", "tables", "orders", "free_blocks"};
+    Py_ssize_t count = 0;
+    if (!AddColumns(part, kPart, kNumPart, of_part, given, &count)) return false;
+    PyObject* const blocks = PyDict_GetItemWithError(given, Interned("new_blocks", &others[0]));
+    if (blocks != nullptr && !AddObject(part, 7, kBlocks, kNumBlocks, of_blocks, blocks)) return false;
+    PyObject* const tables = PyDict_GetItemWithError(given, Interned("tables", &others[1]));
+    if (tables != nullptr && !AddObject(part, 8, kBlocks, kNumBlocks, of_blocks, tables)) return false;
+    PyObject* const orders = PyDict_GetItemWithError(given, Interned("orders", &others[2]));
+    if (orders != nullptr) {
+        Bytes inner;
+        Py_ssize_t num_columns = 0;
+        PyObject* const columns = PyObject_GenericGetDict(orders, nullptr);
+        const bool is_added =
+            columns != nullptr && AddColumns(&inner, kOrders, kNumOrders, of_orders, columns, &num_columns);
+        static const char* const names[] = {"stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block",
+                                            "zero_group"};
+        const bool is_all = is_added && (PyDict_Size(columns) == num_columns || OthersAreEmpty(columns, names, 7));
+        Py_XDECREF(columns);
+        if (!is_all) return false;
+        if (inner.size() > 0) part->Field(15, inner);
+    }
+    PyObject* const free_blocks = PyDict_GetItemWithError(given, Interned("free_blocks", &others[3]));
+    if (free_blocks != nullptr) part->Number(16, PyLong_AsUnsignedLong(free_blocks));
+    count += (blocks != nullptr) + (tables != nullptr) + (orders != nullptr) + (free_blocks != nullptr);
+    return !PyErr_Occurred() && (PyDict_Size(given) == count || OthersAreEmpty(given, known, 10));
+}
+
+// write_answer(seq, part, published_through, fields of the part by name) -> the message, or None for a part that has
+// anything else
+PyObject* WriteAnswer(PyObject*, PyObject* arguments) {
+    unsigned long long seq, number, published_through;
+    PyObject* given;
+    if (!PyArg_ParseTuple(arguments, "KKKO!:write_answer", &seq, &number, &published_through, &PyDict_Type, &given))
+        return nullptr;
+    Bytes part, result, message;
+    if (!AddPart(&part, given)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    result.Number(1, seq);
+    result.Number(2, number);
+    result.Field(3, part);
+    result.Number(4, published_through);
+    message.Field(2, result);
+    if (!message.ok) return PyErr_NoMemory();
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(message.data()),
+                                     static_cast<Py_ssize_t>(message.size()));
+}
+
+}  // namespace
