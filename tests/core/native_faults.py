@@ -171,6 +171,23 @@ FAULTS = [
     Fault("pins of a loaded state are lost", "tiers/entries.h",
           "++TierAt(row.source.tier).pins[static_cast<size_t>(row.source.slot)];", ""),
     Fault("a request runs while its hit is loaded", "in_flight.h", "if (LoadsFromTiers(slot)) none.insert(slot);", ""),
+    Fault("every block is hashed as a first one", "hasher.h", "known.count() ? known.at(known.count() - 1) : none_hash",
+          "none_hash"),
+    Fault("a hashed block stays pending", "hasher.h", "pending.clear();", ""),
+    Fault("hashes that Python made are hashed again", "hasher.h",
+          "made_.given && made_.num_hashes[row] != kHashedHere", "false"),
+    Fault("a slot keeps the tokens of the request before", "requests.h", "pending[slot].clear();", ""),
+    Fault("late hashes of the engine are dropped", "facts.h",
+          "AddExpected(facts.slot[row], given_.Of(row), given_.digest_size);", ";"),
+    Fault("packed rows lose their drafts", "read_step.h", "run.extra[row] = value;", ""),
+    Fault("packed rows keep the flags of the step before", "read_step.h", "facts = Facts();", ""),
+    Fault("numbers of 32 bits are packed as bytes", "pack.h", "most <= 0xff", "most <= 0xffff"),
+    Fault("parents of events are packed as hashes", "pack.h", "hash += count + (row.parent_size != 0);",
+          "hash += count;"),
+    Fault("events of held keys are published unread", "held_blocks.h",
+          "for (; at != end; ++at) events->needs_hold |= is_held_[*at];", "at = end;"),
+    Fault("executed steps hold their blocks for a later one alone", "held_blocks.h",
+          "released && one != steps_.end()", "false"),
 ]  # fmt: skip
 
 
@@ -214,7 +231,7 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.replicas import cores
-    from tests.core import test_native_tiers, test_open_step, test_tier_contents
+    from tests.core import test_native_hashes, test_native_tiers, test_open_step, test_tier_contents
     from tests.core.builders import REFERENCE, SAFE
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
@@ -222,6 +239,8 @@ def checks() -> Iterator[tuple[str, object]]:
     from tests.core.test_step_law import MIXES as LAW_MIXES
     from tests.core.tier_engine import small_pools
     from tests.fuzz import steps
+    from tests.service import test_packed_twins
+    from tests.service.test_packed_twins import packed_twins
 
     with steps.twin_engines():
         for seed in range(6):  # of tests/core/test_native.py
@@ -245,6 +264,14 @@ def checks() -> Iterator[tuple[str, object]]:
             for mix, commit in product(LAW_MIXES, (SAFE, REFERENCE)):
                 play = partial(test_open_step.play, mix, commit, seed)
                 yield f"rows of {mix}, {commit.name}, seed {seed}", play
+    for seed in range(6):  # of tests/core/test_native_hashes.py
+        yield f"hashes, seed {seed}", partial(test_native_hashes.test_tokens_of_requests_are_hashed_alike, seed)
+    yield "late hashes", test_native_hashes.test_hashes_of_the_engine_are_kept_next_to_tokens_of_other_requests
+    for hashed in (False, True):
+        yield "packed rows", partial(test_native_hashes.test_packed_rows_are_read_as_their_sections, hashed)
+    with packed_twins():
+        for mix, seed in product(test_packed_twins.MIXES_OF_TWINS, range(2)):
+            yield f"packing of {mix}, seed {seed}", partial(run, mix, seed)
     for number, program in enumerate(steps.seeds()):
         yield f"program {number} of tests/fuzz", lambda program=program: steps.run(program)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
 from random import Random
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run,
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
@@ -26,6 +28,11 @@ from tests.core.image import Image, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
+
+try:
+    from kvplane_service.core import native
+except ImportError:  # it is not compiled
+    native = None  # type: ignore[assignment]
 
 BEFORE, AFTER = 25, 15
 
@@ -178,18 +185,37 @@ def test_a_changed_image_is_refused_or_keeps_the_invariants(mix, seed):
         replica, _ = replica_of(replace(image, resume=Resume()), engine.epoch + 1, engine.memory.stamps)
         before = state_digest(replica)
         step = Step(engine.epoch + 1, 2, [Part(resume=meddled(image.resume, rng))])
-        if is_refused(replica, step):
+        compiled = refusal_of_compiled(replica, step) or ("", "")
+        refusal = refusal_of(replica, step)
+        if refusal is not None:
             assert state_digest(replica) == before
+        # The keys of other blocks, which a copy has, are compared last.
+        assert native is None or compiled == refusal or "would be copied" in compiled[1]
         inspect.check(replica)
         use(replica, engine.epoch + 1)
 
 
-def is_refused(replica: Replica, step: Step) -> bool:
+def refusal_of(replica: ReplicaCore, step: Step) -> tuple[str, str] | None:
+    """How a step is refused."""
     try:
         replica.apply(step)
-    except InvalidArgument:
-        return True
-    return False
+    except InvalidArgument as error:
+        return error.field, error.message
+    return None
+
+
+def refusal_of_compiled(replica: Replica, step: Step) -> tuple[str, str] | None:
+    """How a compiled core refuses an image without a copy of its state; None if it does not, or is not compiled."""
+    if native is None:
+        return None
+    core = native.NativeReplica.of(replica)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "loaded_copy", lambda _: replica_of_nothing(replica.spec))
+        return refusal_of(core, step)
+
+
+def replica_of_nothing(spec: ReplicaSpec) -> NoReturn:
+    raise InvalidArgument(f"all {spec.num_blocks} blocks would be copied")
 
 
 def meddled(resume: Resume, rng: Random) -> Resume:
@@ -247,34 +273,34 @@ def two(first: list[int], second: list[int]) -> Resume:
     return Resume(slot=[1, 2], computed=[9, 9], num_blocks=[3, 3], blocks=first + second)
 
 
-@pytest.mark.parametrize(
-    ("column", "resume"),
-    [
-        ("slot", replace(ROW, slot=[3])),
-        ("computed", replace(ROW, computed=[])),
-        ("computed", replace(ROW, computed=[0])),
-        ("launch_end", replace(ROW, launch_end=[8])),
-        ("num_prompt", replace(ROW, num_prompt=[11])),
-        ("single_group_hit", replace(ROW, single_group_hit=[4097])),
-        ("loading", replace(ROW, loading=[3])),
-        ("num_blocks", replace(ROW, num_blocks=[])),
-        ("num_cached_blocks", replace(ROW, num_cached_blocks=[1, 2])),
-        ("blocks", replace(ROW, blocks=[5, 6])),
-        ("blocks", replace(ROW, num_blocks=[2], blocks=[5, 6])),
-        ("blocks", replace(ROW, blocks=[5, 0, 7])),
-        ("blocks", replace(ROW, blocks=[5, 6, 20])),
-        ("blocks", replace(ROW, blocks=[5, 6, 5])),
-        ("blocks", two([5, 6, 7], [5, 6, 7])),
-        ("blocks", two([5, 6, 7], [6, 8, 9])),
-        ("slot", replace(two([5, 6, 7], [8, 9, 10]), slot=[1, 1])),
-        ("held_slot", replace(ROW, held_slot=[1], held_count=[1], held_blocks=[9])),
-        ("held_slot", replace(ROW, held_slot=[1 << 20], held_count=[1], held_blocks=[9])),
-        ("held_count", replace(ROW, held_slot=[4], held_blocks=[9])),
-        ("held_blocks", replace(ROW, held_slot=[4], held_count=[2], held_blocks=[9])),
-        ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[7])),
-        ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[0])),
-    ],
-)
+REFUSED = [
+    ("slot", replace(ROW, slot=[3])),
+    ("computed", replace(ROW, computed=[])),
+    ("computed", replace(ROW, computed=[0])),
+    ("launch_end", replace(ROW, launch_end=[8])),
+    ("num_prompt", replace(ROW, num_prompt=[11])),
+    ("single_group_hit", replace(ROW, single_group_hit=[4097])),
+    ("loading", replace(ROW, loading=[3])),
+    ("num_blocks", replace(ROW, num_blocks=[])),
+    ("num_cached_blocks", replace(ROW, num_cached_blocks=[1, 2])),
+    ("blocks", replace(ROW, blocks=[5, 6])),
+    ("blocks", replace(ROW, num_blocks=[2], blocks=[5, 6])),
+    ("blocks", replace(ROW, blocks=[5, 0, 7])),
+    ("blocks", replace(ROW, blocks=[5, 6, 20])),
+    ("blocks", replace(ROW, blocks=[5, 6, 5])),
+    ("blocks", two([5, 6, 7], [5, 6, 7])),
+    ("blocks", two([5, 6, 7], [6, 8, 9])),
+    ("slot", replace(two([5, 6, 7], [8, 9, 10]), slot=[1, 1])),
+    ("held_slot", replace(ROW, held_slot=[1], held_count=[1], held_blocks=[9])),
+    ("held_slot", replace(ROW, held_slot=[1 << 20], held_count=[1], held_blocks=[9])),
+    ("held_count", replace(ROW, held_slot=[4], held_blocks=[9])),
+    ("held_blocks", replace(ROW, held_slot=[4], held_count=[2], held_blocks=[9])),
+    ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[7])),
+    ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[0])),
+]
+
+
+@pytest.mark.parametrize(("column", "resume"), REFUSED)
 def test_a_refused_image_names_its_column_and_changes_nothing(column, resume):
     replica = waiting_replica()
     before = state_digest(replica)
@@ -283,6 +309,16 @@ def test_a_refused_image_names_its_column_and_changes_nothing(column, resume):
     assert refused.value.field == f"parts[0].resume.{column}"
     assert "preempted" in refused.value.remedy
     assert state_digest(replica) == before
+
+
+@pytest.mark.skipif(native is None, reason="the core is not compiled: install g++ and install kvplane again")
+@pytest.mark.parametrize(("column", "resume"), REFUSED)
+def test_a_compiled_core_refuses_an_image_without_a_copy_of_its_state(column, resume):
+    replica, step = waiting_replica(), image_step(resume)
+    refusal = refusal_of_compiled(replica, step)
+    assert refusal == refusal_of(replica, step)
+    assert refusal is not None
+    assert refusal[0] == f"parts[0].resume.{column}"
 
 
 def test_an_image_may_have_one_full_block_in_two_tables():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -69,21 +70,32 @@ class PackedTwins(TwinReplica):
             assert not shown
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """The replicas of page engines."""
+MIXES_OF_TWINS = [mix for mix in MIXES if "tiers" not in mix]
+
+
+@contextmanager
+def packed_twins() -> Iterator[list[PackedTwins]]:
+    """Let the replicas of page engines be such twins."""
     replicas = list[PackedTwins]()
 
     def make(spec):
         replicas.append(PackedTwins(spec))
         return replicas[-1]
 
-    monkeypatch.setattr(page_engine, "new_replica", make)
     cores._prepared()
-    return replicas
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(page_engine, "new_replica", make)
+        yield replicas
 
 
-@pytest.mark.parametrize("mix", [mix for mix in MIXES if "tiers" not in mix])
+@pytest.fixture
+def made():
+    """The replicas of page engines."""
+    with packed_twins() as replicas:
+        yield replicas
+
+
+@pytest.mark.parametrize("mix", MIXES_OF_TWINS)
 def test_decisions_and_events_are_packed_and_published_alike(made, mix):
     for seed in range(2):
         run(mix, seed)

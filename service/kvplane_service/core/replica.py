@@ -82,7 +82,7 @@ class Replica:
         """Apply the parts of a step. Raises InvalidArgument, and changes nothing, if one of them cannot be applied."""
         self._validator().check(step)
         if any(part.resume is not None for part in step.parts):
-            Resumption(self.coordinator, self.tracker, self._shown).check(step)
+            Resumption(self.coordinator, self._shown).check(step)
         hashed = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         contents_of_news = [[one.content() for one in of_part] for of_part in hashed]
         self.begin_step(step.seq, step.executed_through)
@@ -399,7 +399,7 @@ class Replica:
             for content in contents:
                 report_hashes(content.digests, result)
         if part.resume is not None:
-            Resumption(self.coordinator, self.tracker, self._shown).apply(part.resume)
+            Resumption(self.coordinator, self._shown).apply(part.resume, self.tracker)
         if opens:
             self.coordinator.new_step()
         applier = StepApplier(self.coordinator, self.tracker, part.budget, result, seq)

@@ -12,9 +12,10 @@ content) for each block of the image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamps import Stamp
@@ -30,6 +31,7 @@ from kvplane_service.core.split import SplitPool
 
 _BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")
 _LOADS, _LOADED = 1, 2  # values of Resume.loading
+_TWO_STAMPS = "two blocks have the same stamp, which proves neither content"
 _Name = tuple[object, ...]
 
 
@@ -45,31 +47,55 @@ class _Row:
     num_cached_blocks: Sequence[int | None]
 
 
+class ImagePool(Protocol):
+    """What a check of an image reads of the pool."""
+
+    num_blocks: int
+    epoch: int
+    reserved: Collection[int]
+    busy: Set[int]
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request holds a block."""
+
+
 class Resumption:
     """Checks and applies an image: the requests, with their block tables, that an engine resumes.
 
     The replica must not have allocated a block in this engine life (the time of one epoch).
     """
 
-    def __init__(self, coordinator: Coordinator, tracker: InFlightTracker, shown: Sequence[int]) -> None:
+    def __init__(self, coordinator: Coordinator, shown: Sequence[int], pool: ImagePool | None = None) -> None:
         """`shown`: by block, the stamp (version of the content) that all ranks had when this engine life began; 0: they
-        differ.
+        differ. `pool`: of `check_requests`, where the coordinator has no state of blocks.
         """
         self._blocks = coordinator
         self._pool = coordinator.pool
+        self._image_pool: ImagePool = pool or coordinator.pool
         self._requests = coordinator.requests
-        self._tracker = tracker
         self._shown = shown
 
     # -- check -------------------------------------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument, naming the column at fault, if the image cannot be accepted. Changes nothing."""
+        names, held = self.check_requests(step)
+        if isinstance(self._pool, SplitPool):
+            self._check_superblocks(self._pool, names, held)
+        blocks = {*names, *held}
+        stamps = {self._shown[block] for block in blocks}
+        _require(not any_key_has(self._pool, stamps, blocks), "blocks", _TWO_STAMPS)
+
+    def check_requests(self, step: Step) -> tuple[dict[int, _Name], list[int]]:
+        """Check all of an image but for other blocks of the pool; returns names for the contents of its blocks, and those
+        that are held. Raises as `check`.
+        """
         (part, *others) = step.parts
         alone = not others and step.part == 0 and step.last and replace(part, resume=None) == Part()
         _require(alone and part.resume is not None, "parts", "an image must be alone in its step")
         assert part.resume is not None
-        pool, resume = self._pool, part.resume
+        pool, resume = self._image_pool, part.resume
         _require(
             pool.is_unused and not self._requests.num_running,
             "slot",
@@ -79,10 +105,9 @@ class Resumption:
         names = self._check_tables(resume)
         held = self._check_held(resume, names)
         self._check_stamps({*names, *held})
-        if isinstance(pool, SplitPool):
-            self._check_superblocks(pool, names, held)
         late = min(self._busy_for_others(resume), default=NULL_BLOCK)
         _require(late == NULL_BLOCK, "loading", f"a load may still write block {late}; mark its request as loading")
+        return names, held
 
     def _check_tables(self, resume: Resume) -> dict[int, _Name]:
         """Check the tables; returns a name for the content of each block: blocks with equal names must have equal
@@ -176,9 +201,9 @@ class Resumption:
         return resume.held_blocks
 
     def _check_ids(self, blocks: list[int], column: str) -> None:
-        within = not blocks or 0 < min(blocks) <= max(blocks) < self._pool.num_blocks
+        within = not blocks or 0 < min(blocks) <= max(blocks) < self._image_pool.num_blocks
         _require(
-            within and not set(blocks) & set(self._pool.reserved),
+            within and not set(blocks) & set(self._image_pool.reserved),
             column,
             "a block is the null block, reserved, or not in the pool",
         )
@@ -189,12 +214,11 @@ class Resumption:
         Every block must have, on all ranks, the same stamp of an earlier engine life (epoch), and no other block may
         have this stamp.
         """
-        pool, shown = self._pool, self._shown
+        epoch, shown = self._image_pool.epoch, self._shown
         stamps = {shown[block] for block in blocks}
-        proven = 0 not in stamps and all(Stamp.unpack(stamp).epoch < pool.epoch for stamp in stamps)
+        proven = 0 not in stamps and all(Stamp.unpack(stamp).epoch < epoch for stamp in stamps)
         _require(proven, "blocks", "a block has no stamp of an earlier life that all ranks agree on")
-        single = len(stamps) == len(blocks) and not any_key_has(pool, stamps, blocks)
-        _require(single, "blocks", "two blocks have the same stamp, which proves neither content")
+        _require(len(stamps) == len(blocks), "blocks", _TWO_STAMPS)
 
     def _check_superblocks(self, pool: SplitPool, names: dict[int, _Name], held: Sequence[int]) -> None:
         """Check that states begin their superblocks, and that no other block of these is in use."""
@@ -219,14 +243,14 @@ class Resumption:
         mark their request as loading.
         """
         found = set[int]()
-        for row in self._rows(resume) if self._pool.busy else ():
+        for row in self._rows(resume) if self._image_pool.busy else ():
             if not row.progress.loading:
                 for manager, table in zip(self._blocks.managers, row.tables, strict=True):
                     found.update(manager.normalize_table(table, row.progress) or ())
         for slot, blocks, loading in _held(resume):
             if not (loading or self._requests.is_live(slot)):
                 found.update(blocks)
-        return found & self._pool.busy
+        return found & self._image_pool.busy
 
     def _rows(self, resume: Resume) -> Iterator[_Row]:
         groups = len(self._blocks.managers)
@@ -251,12 +275,13 @@ class Resumption:
 
     # -- apply -------------------------------------------------------------------------------------------------------
 
-    def apply(self, resume: Resume) -> None:
+    def apply(self, resume: Resume, tracker: InFlightTracker) -> None:
         """Apply an image that passed `check`."""
         for row in self._rows(resume):
             self._resume(row)
         for slot, blocks, loading in _held(resume):
             self._hold(slot, blocks, loading)
+            tracker.held[slot] = list(blocks)
 
     def _resume(self, row: _Row) -> None:
         slot, requests, progress = row.slot, self._requests, row.progress
@@ -287,7 +312,6 @@ class Resumption:
         if isinstance(self._pool, SplitPool):
             self._pool.assume(blocks)
         self._take(blocks)
-        self._tracker.held[slot] = list(blocks)
 
     def _take(self, blocks: Sequence[int]) -> None:
         pool = self._pool

@@ -204,7 +204,7 @@ def load_entries(replica: Replica, entries: dict[str, list[Any]]) -> None:
     for name, value in zip([field.name for field in fields(Counters)], counters, strict=True):
         setattr(replica.counters, name, value)
     _load_pool(replica.coordinator.pool, entries)
-    _load_requests(replica.requests, entries, HashScheme.of(replica.spec))
+    load_requests(replica.requests, entries, HashScheme.of(replica.spec))
     check(are_hints(replica.spec, list(replica.requests.hints.values())), "hints")
     _load_tracker(replica.tracker, entries["tracker"][0])
     tiers = replica.coordinator.tiers
@@ -265,7 +265,8 @@ def keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:
     return keys
 
 
-def _load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
+def load_requests(requests: Requests, entries: dict[str, list[Any]], scheme: HashScheme) -> None:
+    """Set the state of the requests from the entries `requests`, `content` and `eviction`."""
     (state,) = entries["requests"]
     for name in (*REQUEST_COLUMNS, *REQUEST_VALUES):
         setattr(requests, name, state[name])

@@ -40,7 +40,7 @@ from kvplane_service.core.native.row_views import NativeCoordinator, NativeTrack
 from kvplane_service.core.native.settings import of_group, of_hashes, of_tiers, settings
 from kvplane_service.core.native.tiers import NativeTiers
 from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
-from kvplane_service.core.native.transfer import dump_of, entries_of, loaded_copy, state_of
+from kvplane_service.core.native.transfer import check_image, dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
@@ -134,10 +134,13 @@ class NativeReplica:
 
     def _apply(self, step: Step, why: int, alone: bool) -> StepResult:
         """Apply a step that the core does not apply at once."""
-        if why == REFUSED:
+        if why != HAS_TOKENS:
             validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks, self.tiers)
             check_step(validator, self._scheme, step)  # names the fault
+        if why == REFUSED:
             self._fall_back(f"step {step.seq} has values that it does not accept")
+        if why == RESUMES:
+            check_image(self, step, self._shown)  # before a copy of the whole state is made
         if why != HAS_TOKENS:
             replica, self._copy = self.reference(), None
             result = replica.apply(step)

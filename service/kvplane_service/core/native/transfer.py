@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import array as arrays
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane.base.hashing import HashTail, RequestHasher
+from kvplane.base.step import Step
 from kvplane_service.core import state_entries as state
 from kvplane_service.core.columns import SLICE_BLOCKS
+from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native, tiers
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import Requests
+from kvplane_service.core.resume import Resumption
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -150,6 +155,34 @@ def loaded_copy(core: NativeReplica) -> Replica:
         entries.setdefault(name, []).append(value)
     state.load_entries(replica, entries)
     return replica
+
+
+@dataclass(frozen=True, slots=True)
+class _ImagePool:
+    """The pool of a core, as a check of an image reads it."""
+
+    num_blocks: int
+    epoch: int
+    reserved: list[int]
+    busy: set[int]
+    is_unused: bool
+
+
+def check_image(core: NativeReplica, step: Step, shown: Sequence[int]) -> None:
+    """Raise InvalidArgument for an image that a `Replica` with the core's state would refuse, unless for the keys of
+    other blocks. Takes time and memory for the requests alone.
+    """
+    dump, requests = _native.dump(core.core), Requests()
+    entries: dict[str, list[Any]] = {"requests": [_requests(dump, dump["domains"])]}
+    entries["content"] = [
+        [slot, [joined[at : at + size] for at in range(0, len(joined), size)] if joined else [], None]
+        for slot, (joined, size) in enumerate(dump["content"])
+    ]
+    state.load_requests(requests, entries, core._scheme)
+    spec, reserved, is_unused = core.spec, dump["reserved"], core.block_counts.held == len(dump["reserved"])
+    pool = _ImagePool(spec.num_blocks, core.epoch, reserved, set(dump["busy"]), is_unused)
+    least = len(reserved) + 2
+    Resumption(Coordinator(replace(spec, num_blocks=least), requests), shown, pool).check_requests(step)
 
 
 def _column(code: str, raw: bytes) -> arrays.array[int]:
