@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamps import Stamp
@@ -47,17 +46,15 @@ class _Row:
     num_cached_blocks: Sequence[int | None]
 
 
-class ImagePool(Protocol):
-    """What a check of an image reads of the pool."""
+@dataclass(frozen=True, slots=True)
+class ImagePool:
+    """What a check of an image reads of the pool; `is_unused`: no request holds a block."""
 
     num_blocks: int
     epoch: int
     reserved: Collection[int]
     busy: Set[int]
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether no request holds a block."""
+    is_unused: bool
 
 
 class Resumption:
@@ -71,8 +68,8 @@ class Resumption:
         differ. `pool`: of `check_requests`, where the coordinator has no state of blocks.
         """
         self._blocks = coordinator
-        self._pool = coordinator.pool
-        self._image_pool: ImagePool = pool or coordinator.pool
+        own = self._pool = coordinator.pool
+        self._image_pool = pool or ImagePool(own.num_blocks, own.epoch, own.reserved, own.busy, own.is_unused)
         self._requests = coordinator.requests
         self._shown = shown
 

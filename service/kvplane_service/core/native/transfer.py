@@ -5,7 +5,7 @@ from __future__ import annotations
 import array as arrays
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native, tiers
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Requests
-from kvplane_service.core.resume import Resumption
+from kvplane_service.core.resume import ImagePool, Resumption
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -157,17 +157,6 @@ def loaded_copy(core: NativeReplica) -> Replica:
     return replica
 
 
-@dataclass(frozen=True, slots=True)
-class _ImagePool:
-    """The pool of a core, as a check of an image reads it."""
-
-    num_blocks: int
-    epoch: int
-    reserved: list[int]
-    busy: set[int]
-    is_unused: bool
-
-
 def check_image(core: NativeReplica, step: Step, shown: Sequence[int]) -> None:
     """Raise InvalidArgument for an image that a `Replica` with the core's state would refuse, unless for the keys of
     other blocks. Takes time and memory for the requests alone.
@@ -180,7 +169,7 @@ def check_image(core: NativeReplica, step: Step, shown: Sequence[int]) -> None:
     ]
     state.load_requests(requests, entries, core._scheme)
     spec, reserved, is_unused = core.spec, dump["reserved"], core.block_counts.held == len(dump["reserved"])
-    pool = _ImagePool(spec.num_blocks, core.epoch, reserved, set(dump["busy"]), is_unused)
+    pool = ImagePool(spec.num_blocks, core.epoch, reserved, set(dump["busy"]), is_unused)
     least = len(reserved) + 2
     Resumption(Coordinator(replace(spec, num_blocks=least), requests), shown, pool).check_requests(step)
 
