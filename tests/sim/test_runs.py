@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvplane_service.replicas import cores
 from tests.sim.campaign import KEPT, campaign
-from tests.sim.world import run
+from tests.sim.world import World, run
 
 SEEDS = 60
 
@@ -36,6 +37,20 @@ def test_run_has_its_minimum_size():
 
 def test_equal_seeds_give_equal_runs():
     assert run(7).digest == run(7).digest != run(8).digest
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+def test_runs_do_not_depend_on_the_core(monkeypatch, seed):
+    """Idle checks read a compiled core's state in a thread, so they do so with every core. Only the order in which a
+    life's keys are published at its beginning, at one time, is that of each core's index.
+    """
+    found = list[list[str]]()
+    for choice in ("python", "auto"):
+        monkeypatch.setenv(cores.VARIABLE, choice)
+        world = World(seed, hangs=False, mirrors=False, tiers=False)
+        world.run()
+        found.append(sorted(f"{at_ns} {type(record).__name__} {record}" for at_ns, record in world.history.records))
+    assert found[0] == found[1]
 
 
 def test_campaign_in_two_processes_has_the_same_digest():

@@ -19,21 +19,23 @@ class TokenHasher {
 
     // Appends `count` tokens to a request, and the hashes of the blocks that they fill to `made`.
     void Append(Requests& requests, Int slot, const uint8_t* tokens, size_t count, std::vector<uint8_t>* made) const {
-        std::vector<uint8_t>& pending = requests.pending[slot];
+        uint8_t* const pending = requests.PendingOf(slot);
+        uint32_t& kept = requests.num_pending[slot];
         const size_t stride = 4 * block_size;
         size_t left = 4 * count;
         const auto keep = [&](size_t size) {
-            pending.insert(pending.end(), tokens, tokens + size);
+            std::memcpy(pending + kept, tokens, size);
+            kept += static_cast<uint32_t>(size);
             tokens += size;
             left -= size;
         };
-        if (pending.size() + left < stride) return keep(left);
+        if (kept + left < stride) return keep(left);
         const Digests& known = requests.content[slot];
         Digest parent = known.count() ? known.at(known.count() - 1) : none_hash;
-        if (!pending.empty()) {
-            keep(stride - pending.size());
-            parent = Hash(parent, pending.data(), 1, made);
-            pending.clear();
+        if (kept) {
+            keep(stride - kept);
+            parent = Hash(parent, pending, 1, made);
+            kept = 0;
         }
         const size_t blocks = left / stride;
         if (blocks) Hash(parent, tokens, blocks, made);
@@ -99,6 +101,10 @@ class MadeHashes {
         }
         hashed_.num_hashes.push_back(static_cast<Int>((all.size() - before) / digest_size));
         return {all.data() + before, all.size() - before};
+    }
+    // Fetches what the next call for a request reads.
+    static void Expect(const Requests& requests, Int slot) {
+        __builtin_prefetch(requests.pending.data() + static_cast<size_t>(slot) * requests.hash_block_bytes, 1);
     }
     bool IsGiven(size_t row) const { return made_.given && made_.num_hashes[row] != kHashedHere; }
 

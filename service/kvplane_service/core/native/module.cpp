@@ -38,6 +38,7 @@ void ReadHasher(PyObject* given, Replica& replica) {
     FromPy(At(compiled, 1), &hasher.form);
     hasher.run = reinterpret_cast<TokenHasher::Run>(PyCapsule_GetPointer(At(compiled, 0), "kvplane.hasher"));
     Check(hasher.run != nullptr);
+    replica.blocks.requests.hash_block_bytes = 4 * hasher.block_size;
 }
 
 // new(settings, groups, tiers, hasher) -> a core
@@ -213,10 +214,12 @@ PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 // hash_tails(core) -> per slot, the tokens behind the last hash block, as bytes; None: Python hashes them
 PyObject* HashTails(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        const Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
+        Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
         Owned list(PyList_New(0));
-        for (Int slot = 0; slot < requests.size(); ++slot)
-            Append(list, requests.hashed_outside[slot] ? Py_NewRef(Py_None) : ToPy(requests.pending[slot]));
+        for (Int slot = 0; slot < requests.size(); ++slot) {
+            const bool outside = requests.hashed_outside[slot];
+            Append(list, outside ? Py_NewRef(Py_None) : ToBytes(requests.PendingOf(slot), requests.num_pending[slot]));
+        }
         return list.Release();
     });
 }
@@ -231,9 +234,10 @@ PyObject* SetHashTail(PyObject*, PyObject* arguments) {
         Check(requests.IsLive(slot));
         std::vector<uint8_t> pending;
         if (tail != Py_None) FromPy(tail, &pending);
-        Check(pending.size() % 4 == 0 && pending.size() < 4 * core.replica.facts.hasher.block_size);
+        Check(pending.size() % 4 == 0 && pending.size() < requests.hash_block_bytes);
         requests.HashOutside(slot, tail == Py_None);
-        requests.pending[slot] = std::move(pending);
+        std::copy(pending.begin(), pending.end(), requests.PendingOf(slot));
+        requests.num_pending[slot] = static_cast<uint32_t>(pending.size());
         Py_RETURN_NONE;
     });
 }

@@ -14,8 +14,11 @@ struct Requests {
     Column serial, limit, num_prompt, num_tokens, computed, in_flight, single_group_hit, granted_step, adopted_step;
     Column load_after, ends_at, fast_path_until, alloc_bound, window_bound, register_bound;
     std::vector<Digests> content;
-    std::vector<std::vector<uint8_t>> pending;  // u32 tokens behind the last hash block, of requests hashed here
-    std::vector<uint8_t> hashed_outside;        // whether Python hashes a request's tokens
+    // u32 tokens behind the last hash block, of requests hashed here: as many bytes as a block has for each slot
+    std::vector<uint8_t> pending;
+    std::vector<uint32_t> num_pending;    // bytes of them
+    size_t hash_block_bytes = 4;
+    std::vector<uint8_t> hashed_outside;  // whether Python hashes a request's tokens
     Int num_outside = 0;                        // of them
     std::map<Int, std::pair<Int, Int>> asked;  // slot -> last step with drafts, and where its row ended
     std::map<Int, Int> unserved;               // slot -> consecutive rows that had room for less than a state block
@@ -77,13 +80,16 @@ struct Requests {
     void Grow(Int slot) {
         Require(slot < kMaxSlots, "the slot is beyond the last one");
         num_slots_ = std::max(num_slots_, slot + 1);
-        if (pending.size() < static_cast<size_t>(num_slots_)) pending.resize(static_cast<size_t>(num_slots_));
+        if (num_pending.size() >= static_cast<size_t>(num_slots_)) return;
+        num_pending.resize(static_cast<size_t>(num_slots_), 0);
+        pending.resize(num_pending.size() * hash_block_bytes, 0);
     }
+    uint8_t* PendingOf(Int slot) { return pending.data() + static_cast<size_t>(slot) * hash_block_bytes; }
 
     void HashOutside(Int slot, bool outside) {
         num_outside += (outside ? 1 : 0) - hashed_outside[slot];
         hashed_outside[slot] = outside;
-        pending[slot].clear();
+        num_pending[slot] = 0;
     }
 
     void Add(Int slot, Int tokens, Int most) {
