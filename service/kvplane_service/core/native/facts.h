@@ -76,7 +76,6 @@ class FactApplier {
     void AppendAll(const Facts& facts, MadeHashes& made) {
         Int* const num_tokens = requests_.num_tokens.data();
         const bool has_tokens = facts.num_tokens > 0;
-        constexpr size_t kAhead = 8;
         for (size_t row = 0; row < facts.appended.size(); ++row) {
             if (has_tokens && row + kAhead < facts.slot.size()) made.Expect(requests_, facts.slot[row + kAhead]);
             const Int slot = facts.slot[row], count = facts.appended[row];
