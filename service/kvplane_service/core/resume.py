@@ -85,8 +85,8 @@ class Resumption:
         _require(not any_key_has(self._pool, stamps, blocks), "blocks", _TWO_STAMPS)
 
     def check_requests(self, step: Step) -> tuple[dict[int, _Name], list[int]]:
-        """Check all of an image but for other blocks of the pool; returns names for the contents of its blocks, and those
-        that are held. Raises as `check`.
+        """Check all of an image but for other blocks of the pool; returns names for the contents of its blocks, and
+        those that are held. Raises as `check`.
         """
         (part, *others) = step.parts
         alone = not others and step.part == 0 and step.last and replace(part, resume=None) == Part()

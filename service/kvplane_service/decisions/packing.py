@@ -322,14 +322,28 @@ def _paths(owner: type, sections: dict[str, type]) -> Iterator[tuple[str, str]]:
 
 _PART = _Shape(
     Part,
-    {"facts": Facts, "cache": Cache, "news": News, "run": Run, "admit": Admit, "peek": Peek, "prefetch": Prefetch,
-     "budget": Budget},
+    {
+        "facts": Facts,
+        "cache": Cache,
+        "news": News,
+        "run": Run,
+        "admit": Admit,
+        "peek": Peek,
+        "prefetch": Prefetch,
+        "budget": Budget,
+    },
     _TOKENS | {"resume"},
 )
 _RESULT = _Shape(
     PartResult,
-    {"new_blocks": Blocks, "tables": Blocks, "peek_blocks": Blocks, "orders": Orders, "declined": Declined,
-     "prefetched": Prefetched},
+    {
+        "new_blocks": Blocks,
+        "tables": Blocks,
+        "peek_blocks": Blocks,
+        "orders": Orders,
+        "declined": Declined,
+        "prefetched": Prefetched,
+    },
     frozenset({"events", "tier_events"}),
 )
 _RESUME = _Shape(Resume, {}, frozenset())
@@ -341,12 +355,19 @@ def layouts() -> tuple[Any, ...]:
     of tiers, and with extra keys or traces of requests, to this module.
     """
     of_tiers = {*(f"orders.{name}" for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)), *_OF_TIERS}
-    of_part = _PART.layout({"news.extra_keys", "news.traceparent"})
+    of_part = _PART.layout(
+        {"news.extra_keys", "news.traceparent", *(f"prefetch.{one.name}" for one in fields(Prefetch))}
+    )
     assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
     return of_part, _RESULT.layout(of_tiers), _OF_RESULT, _OF_EVENTS, _FLAT
 
 
-_OF_TIERS = ("admit_job", "admit_tier_tokens", *(f"declined.{one.name}" for one in fields(Declined)))
+_OF_TIERS = (
+    "admit_job",
+    "admit_tier_tokens",
+    *(f"declined.{one.name}" for one in fields(Declined)),
+    *(f"prefetched.{one.name}" for one in fields(Prefetched)),
+)
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
 
 
