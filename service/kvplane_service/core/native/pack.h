@@ -323,7 +323,8 @@ inline bool CanPack(const Part& part, const PartResult& result) {
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + (result.told ? 32 * result.told->hashes.size() : 0);
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
-    return result.tiers == nullptr && part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() && !part.news.num_extra_keys && !part.news.num_traceparents &&
+    return result.tiers == nullptr && part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() &&
+           !part.news.num_extra_keys && !part.news.num_traceparents &&
            hashes + 4 * blocks <= kMostBytes;
 }
 
