@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies tiers conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -128,6 +128,9 @@ replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models
 
 policies: $(DEV)  ## hits by eviction policy on three public traces, with a bound; writes tests/bench/results (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.bench.policies
+
+mixtures: $(DEV)  ## hits of hazard below LRU on mixtures of traces and on traffic made against it (CASES=10 of each kind, KVPLANE_WORKLOADS=folder)
+	@$(PYTHON) -m tests.bench.mixtures --seeds $(or $(CASES),10)
 
 faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their stores (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)

@@ -1,13 +1,11 @@
-"""Hits over the size of the pool for LRU, HAZARD and the optimum on three traces, by a model.
+"""Hits over the size of the pool for LRU, HAZARD and the optimum on three traces.
 
-    KVPLANE_WORKLOADS=FOLDER python -m tests.bench.curves                    7 minutes of CPU time
+    KVPLANE_WORKLOADS=FOLDER python -m tests.bench.curves
     python -m tests.bench.curves --part second --chart curves.svg            the first half of each trace left out
 
-The model is a set of blocks in which one request after the other is held, uses all blocks of its prompt, and evicts
-what does not fit: by `hazard.Learner`, which also decides whether LRU or HAZARD leads, as in the core. It has no steps,
-chunks or unkeyed blocks, and so takes a tenth of the time of `tests.bench.policies`, whose replays in the core it
-meets within 0.2 points on conversation and Weka, and within 0.6 on synthetic. The optimum knows the future, and holds a
-request's own blocks too: it is the bound of what any policy of an engine can hit.
+A core serves one prompt after the other, each in one step, without an engine: that takes a part of the time of
+`tests.bench.policies`. The optimum knows the future, and holds a request's own blocks too: it is the bound of what any
+policy of an engine can hit.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from heapq import heappop, heappush
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from kvplane.base.hashing import HashScheme, RequestHasher
-from kvplane_replay.workloads import TraceRequest
+from kvplane.base.groups import EvictionPolicy
+from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, Step
 from kvplane_service.cli.plots import new_figure, save
-from kvplane_service.core.hazard import PIECES, History, Learner
+from kvplane_service.core.interface import ReplicaCore
+from kvplane_service.replicas.cores import new_replica
 from tests.bench.machine import machine_line
-from tests.bench.policies import FULL_ONLY, TRACES, replica_of, requests_of
+from tests.bench.policies import FULL_ONLY, TRACES, Chain, bound, chains_of, replica_of, requests_of
 from tests.conftest import workloads_folder, workloads_line
 
 POOLS = {
@@ -36,16 +32,6 @@ POOLS = {
     "synthetic": (500, 1000, 3000, 6000, 10_000, 20_000),
     "Weka": (500, 1000, 3000, 6000, 10_000),
 }
-
-
-Longs: TypeAlias = npt.NDArray[np.int64]
-
-
-class Chain(NamedTuple):
-    """A prompt: the digests of its full blocks, and its tokens."""
-
-    digests: list[bytes]
-    num_tokens: int
 
 
 class Hits(NamedTuple):
@@ -56,90 +42,40 @@ class Hits(NamedTuple):
     optimum: float
 
 
-def chains_of(trace: Iterable[TraceRequest], size: int) -> list[Chain]:
-    """Return the prompts of a trace."""
-    scheme = HashScheme.of(replica_of(FULL_ONLY, size, 2))
-    width, chains = scheme.digest.size, []
-    for request in trace:
-        raw = RequestHasher(scheme).append(request.prompt.packed())
-        chains.append(Chain([raw[at : at + width] for at in range(0, len(raw), width)], len(request.prompt)))
-    return chains
+def new_core(size: int, num_blocks: int, policy: EvictionPolicy) -> ReplicaCore:
+    """Return a core with one group of full attention, which takes prompts whole."""
+    spec = replica_of(FULL_ONLY, size, num_blocks, eviction=policy)
+    replica = new_replica(replace(spec, max_in_flight_tokens=spec.max_model_len))
+    replica.begin_epoch(1)
+    return replica
 
 
-class Pool:
-    """The blocks of one policy, numbered; `owner` and `depth` are those of `History.order`, shared by all pools."""
-
-    def __init__(self, num_blocks: int, num_numbers: int) -> None:
-        self._places, self._resident, self._count = num_blocks, np.zeros(num_numbers, np.bool_), 0
-        self.num_hit = 0
-
-    def serve(self, blocks: Longs, num_usable: int) -> int:
-        """Use the blocks of a prompt, of which its last token leaves `num_usable` to hit; returns how many hit."""
-        found = self._resident[blocks[:num_usable]]
-        hits = len(found) if found.all() else int(found.argmin())
-        self._count += len(blocks) - int(np.count_nonzero(self._resident[blocks]))
-        self._resident[blocks] = True
-        self.num_hit += hits
-        return hits
-
-    def shrink(self, history: History, owner: Longs, depth: Longs, *, by_age: bool) -> None:
-        """Evict what does not fit, but none of the last request's blocks."""
-        at = np.flatnonzero(self._resident) if self._count > self._places else np.zeros(0, np.int64)
-        at = at[owner[at] < history.now * PIECES]
-        missing = min(self._count - self._places, len(at))
-        if missing > 0:
-            ages = np.lexsort((-depth[at], owner[at] // PIECES))[:missing] if by_age else None
-            gone = at[history.order(owner[at], depth[at], missing) if ages is None else ages]
-            self._resident[gone] = False
-            self._count -= missing
+def hit_tokens(chains: Iterable[Chain], replica: ReplicaCore) -> list[int]:
+    """Return how many tokens of each prompt hit; none of one that is longer than the pool, which no core admits."""
+    hits, seq, before = list[int](), 0, Facts()
+    most = (replica.spec.num_blocks - 1) * replica.spec.hash_block_size
+    for chain in chains:
+        if chain.num_tokens > most:
+            hits.append(0)
+            continue
+        slot, seq = seq % 2, seq + 1
+        joined, domain = b"".join(chain.digests), [chain.domain]
+        news = News([slot], [chain.num_tokens], num_hashes=[len(chain.digests)], hashes=joined, domain=domain)
+        part = Part(facts=before, news=news, admit=Admit([slot]))
+        found = replica.apply(Step(1, seq, [part], executed_through=seq - 1)).parts[0]
+        replica.take_events()
+        assert list(found.admit_status) == [AdmitStatus.GRANTED], found.admit_status
+        hits.append(found.admit_hit[0])
+        before = Facts([slot], end=[int(End.FREE)])
+    return hits
 
 
 def hits_of(chains: Sequence[Chain], size: int, num_blocks: int) -> Hits:
     """Return what the policies hit of these prompts in a pool."""
-    numbers: dict[bytes, int] = {}
-    for chain in chains:
-        for digest in chain.digests:
-            numbers.setdefault(digest, len(numbers))
-    learner, lru, hazard = Learner(num_blocks, size), Pool(num_blocks, len(numbers)), Pool(num_blocks, len(numbers))
-    owner, depth = np.zeros(len(numbers), np.int64), np.zeros(len(numbers), np.int64)
-    for chain in chains:
-        blocks = np.array([numbers[digest] for digest in chain.digests], np.int64)
-        usable = (chain.num_tokens - 1) // size
-        lru.serve(blocks, usable)
-        num_hit = hazard.serve(blocks, usable) * size
-        prompt = learner.admit(chain.digests, "", chain.num_tokens, num_hit)
-        ends = (np.arange(len(blocks)) + 1) * size
-        pieces = (ends <= prompt.seen_end).astype(np.int64) + (ends <= prompt.many_end)
-        owner[blocks], depth[blocks] = prompt.number * PIECES + pieces, ends
-        lru.shrink(learner.history, owner, depth, by_age=True)
-        hazard.shrink(learner.history, owner, depth, by_age=not learner.leads)
     tokens = sum(chain.num_tokens for chain in chains)
-    return Hits(
-        *(100 * one * size / tokens for one in (lru.num_hit, hazard.num_hit, optimum(chains, size, num_blocks)))
-    )
-
-
-def optimum(chains: Sequence[Chain], size: int, num_blocks: int) -> int:
-    """Return how many blocks hit if those are evicted that are used again last; a request holds its own."""
-    later: dict[bytes, int] = {}
-    following = list[list[int]]()
-    for number in range(len(chains) - 1, -1, -1):
-        digests = chains[number].digests
-        following.append([later.get(digest, len(chains)) for digest in digests])
-        later.update(dict.fromkeys(digests, number))
-    resident, farthest, hits = dict[bytes, int](), list[tuple[int, int, bytes]](), 0
-    for chain, uses in zip(chains, reversed(following), strict=True):
-        usable = chain.digests[: (chain.num_tokens - 1) // size]
-        hits += next((at for at, digest in enumerate(usable) if digest not in resident), len(usable))
-        resident.update(dict.fromkeys(chain.digests, -1))  # held
-        while len(resident) > num_blocks and farthest:
-            use, _, digest = heappop(farthest)
-            if resident.get(digest) == -use:
-                del resident[digest]
-        for depth, (digest, use) in enumerate(zip(chain.digests, uses, strict=True)):
-            resident[digest] = use
-            heappush(farthest, (-use, -depth, digest))
-    return hits
+    policies = (EvictionPolicy.LRU, EvictionPolicy.HAZARD)
+    lru, hazard = (100 * sum(hit_tokens(chains, new_core(size, num_blocks, policy))) / tokens for policy in policies)
+    return Hits(lru, hazard, bound(chains, size, num_blocks))
 
 
 def draw(found: dict[str, dict[int, Hits]], path: Path) -> None:

@@ -7,8 +7,8 @@
 Each cell is a replay of a whole trace (of Weka, 120 sessions) on one core with its own managers: one request at a time,
 in order of arrival, in chunks of 8,192 tokens, with one generated token. `retention` is `retention_interval`: -1 caches
 every window, as vLLM does by default; 0 those at which a later prompt probably begins. The bound is the offline optimum
-of the full attention group alone in all blocks of the pool: what windows take is not subtracted. Exits 1 if
-a cell of a policy is more than its limit below its cell of `lru`.
+of the full attention group alone in all blocks of the pool, of which a request holds its own: what windows take is not
+subtracted. Exits 1 if a cell of a policy is more than its limit below its cell of `lru`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher
@@ -151,33 +152,51 @@ def share_of_hits(engine: Engine) -> float:
     return 100 * engine.tally.hit_tokens / engine.tally.queried_tokens
 
 
-def bound(trace: Iterable[TraceRequest], size: int, num_blocks: int) -> float:
+class Chain(NamedTuple):
+    """A prompt: the digests of its full blocks, its tokens, when it arrives, and the domain of its content."""
+
+    digests: list[bytes]
+    num_tokens: int
+    arrival_s: float = 0
+    domain: str = ""
+
+
+def chains_of(trace: Iterable[TraceRequest], size: int) -> list[Chain]:
+    """Return the prompts of a trace."""
+    scheme = HashScheme.of(replica_of(FULL_ONLY, size, 2))
+    width, chains = scheme.digest.size, []
+    for request in trace:
+        raw = RequestHasher(scheme).append(request.prompt.packed())
+        digests = [raw[at : at + width] for at in range(0, len(raw), width)]
+        chains.append(Chain(digests, len(request.prompt), request.arrival_s))
+    return chains
+
+
+def bound(chains: Sequence[Chain], size: int, num_blocks: int) -> float:
     """Return the percentage of tokens that hit if one group of full attention evicts with knowledge of the future.
 
-    After each request, the blocks that are used again last leave, of equal ones those behind in the prefix.
+    A request holds its blocks. Of the others those leave first that are used again last, of equal ones those behind in
+    the prefix.
     """
-    scheme = HashScheme.of(replica_of("1 window", size, num_blocks))
-    chains, tokens = list[list[bytes]](), 0
-    for request in trace:
-        tokens += len(request.prompt)
-        raw, width = RequestHasher(scheme).append(request.prompt.packed()), scheme.digest.size
-        chains.append([raw[at : at + width] for at in range(0, (len(request.prompt) - 1) // size * width, width)])
     later = dict[bytes, int]()
     following = list[list[int]]()
     for number in range(len(chains) - 1, -1, -1):
-        following.append([later.get(digest, len(chains)) for digest in chains[number]])
-        later.update(dict.fromkeys(chains[number], number))
+        digests = chains[number].digests
+        following.append([later.get(digest, len(chains)) for digest in digests])
+        later.update(dict.fromkeys(digests, number))
     resident, farthest, hits = dict[bytes, int](), list[tuple[int, int, bytes]](), 0
     for chain, uses in zip(chains, reversed(following), strict=True):
-        hits += next((at for at, digest in enumerate(chain) if digest not in resident), len(chain))
-        for depth, (digest, use) in enumerate(zip(chain, uses, strict=True)):
-            resident[digest] = use
-            heappush(farthest, (-use, -depth, digest))
-        while len(resident) > num_blocks:
+        usable = chain.digests[: (chain.num_tokens - 1) // size]
+        hits += next((at for at, digest in enumerate(usable) if digest not in resident), len(usable))
+        resident.update(dict.fromkeys(chain.digests, -1))  # held
+        while len(resident) > num_blocks and farthest:
             use, _, digest = heappop(farthest)
             if resident.get(digest) == -use:
                 del resident[digest]
-    return 100 * hits * size / tokens
+        for depth, (digest, use) in enumerate(zip(chain.digests, uses, strict=True)):
+            resident[digest] = use
+            heappush(farthest, (-use, -depth, digest))
+    return 100 * hits * size / sum(chain.num_tokens for chain in chains)
 
 
 def requests_of(folder: Path, name: str, limit: int | None, files: ExitStack) -> Iterator[TraceRequest]:
@@ -196,7 +215,8 @@ def measured(folder: Path, limit: int | None, job: tuple[Cell, EvictionPolicy | 
     with ExitStack() as files:
         trace = requests_of(folder, cell.trace, limit, files)
         if policy is None:
-            return bound(trace, TRACES[cell.trace][1], cell.num_blocks)
+            size = TRACES[cell.trace][1]
+            return bound(chains_of(trace, size), size, cell.num_blocks)
         return share_of_hits(replay(cell.spec(policy), trace))
 
 

@@ -154,6 +154,54 @@ def test_plan_compares_planners(kvplane):
     assert lines[6].split() == ["2,048", "63.3", "63.3", "71.1", "+0.0%", "+12.3%"]
     answer = json.loads(kvplane("plan", "gemma-3-27b", "--compare", "-o", "json")[1])
     assert (answer["binds"], len(answer["cells"]), answer["best"]["groups"]) == ("groups", 3, 7)
+    assert [one["num_layers"] for one in answer["best"]["by_group"]] == [9, 9, 9, 9, 8, 8, 10]
+
+
+def test_plan_reports_blocks_and_pipeline_stages(kvplane):
+    """gemma-3-27b: 62 layers, of which 10 attend to everything, in 4 stages that vLLM divides into 15, 16, 16, 15."""
+    words = ("plan", "gemma-3-27b", "--compare", "--pipeline-parallel", "4")
+    lines = [line.split() for line in kvplane(*words)[1].splitlines()]
+    assert ["reference", "4", "sliding_window", "9", "16"] in lines
+    assert ["best", "1", "full_attention", "10", "16"] in lines
+    assert ["reference", "1", "16", "393,216", "100.0%", "23.8%"] in lines
+    answer = json.loads(kvplane(*words, "-o", "json")[1])
+    for plan in ("reference", "best"):
+        groups, stages = answer[plan]["by_group"], answer[plan]["by_stage"]
+        assert sum(one["num_layers"] for one in groups) == sum(one["num_layers"] for one in stages) == 62
+        assert max(one["memory_share"] for one in stages) == pytest.approx(1, abs=0.001)
+    page = 16 * 2 * 16 * 128 * 2  # 16 tokens, keys and values of 16 heads of 128 in 2 bytes
+    assert stages[0]["bytes_per_block"] == 3 * page
+    assert stages[0]["padding_share"] == pytest.approx(1 - 15 / (6 * 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [(["--pipeline-parallel", "4"], "--compare"), (["--compare", "--pipeline-parallel", "63"], "62")],
+)
+def test_plan_refuses_stages_that_it_cannot_report(kvplane, words, problem):
+    code, _, err = kvplane("plan", "gemma-3-27b", *words)
+    assert code
+    assert err.startswith("kvplane: pipeline_parallel:")
+    assert problem in err
+
+
+def test_layers_are_divided_as_vllm_does(kvplane):
+    """Of the rest, each stage before the last has one layer more; a drafter is in the last stage."""
+    words = (
+        "plan",
+        "llama-3.1-8b",
+        "--compare",
+        "--pipeline-parallel",
+        "6",
+        "--drafter",
+        "eagle",
+        "--speculative-tokens",
+        "2",
+        "-o",
+        "json",
+    )
+    stages = json.loads(kvplane(*words)[1])["reference"]["by_stage"]
+    assert [one["num_layers"] for one in stages] == [5, 5, 5, 6, 6, 6]
 
 
 def test_plan_compares_split_pages_of_a_model_with_states(kvplane):
@@ -199,3 +247,11 @@ def test_a_tier_without_a_slot_for_each_group_is_refused(kvplane, option, field)
     assert (code, errors.split(":")[1].strip()) == (2, field)
     code, _, errors = kvplane("plan", "gpt-oss-20b", option, "1GiB", "--no-prefix-caching")
     assert (code, "no block has a key" in errors) == (2, True)
+
+
+def test_plan_reports_stages_of_split_pages(kvplane):
+    """Each block of a state has its share of it."""
+    answer = json.loads(kvplane("plan", "qwen3-next-80b", "--compare", "--pipeline-parallel", "4", "-o", "json")[1])
+    paddings = [stage["padding_share"] for plan in ("reference", "best", "split") for stage in answer[plan]["by_stage"]]
+    assert len(paddings) == 12
+    assert all(0 <= padding < 0.1 for padding in paddings)

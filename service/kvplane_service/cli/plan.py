@@ -7,10 +7,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -21,7 +21,7 @@ from kvplane_service.cli.options import TABLE, Output, Shape
 from kvplane_service.cli.output import columns, text_of
 
 if TYPE_CHECKING:
-    from kvplane_service.core.planner import Comparison
+    from kvplane_service.core.planner import CachePlan, Comparison
     from kvplane_service.models.sizing import Figures, Sizing
     from kvplane_service.models.tiers import TierFigures
 
@@ -73,6 +73,9 @@ def plan_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the planners best and split, and with the ideal.")
     ] = False,
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help="Pipeline stages, with --compare: each has the memory of a rank.")
+    ] = 1,
     mix: Annotated[str, typer.Option(help="Compare for requests of these lengths and weights: 2048:3,32768.")] = "",
     output: Output = TABLE,
 ) -> None:
@@ -82,7 +85,7 @@ def plan_command(
     every layer keeps every token; also for other data types, numbers of ranks and context lengths.
     """
     from kvplane_service.models.shapes import ModelOptions
-    from kvplane_service.models.sizing import Sizing, figures_of, find_model, parse_bytes
+    from kvplane_service.models.sizing import Sizing, find_model, parse_bytes
 
     options = ModelOptions(
         tensor_parallel,
@@ -96,8 +99,19 @@ def plan_command(
     given = (_memory(memory, gpu, utilization), batched_tokens, concurrent_batches, prefix_caching, prefix_match_unit)
     sizing = Sizing(find_model(model), options, *given, parse_bytes(weights, "weights"))
     if compare or mix:
-        return print(_comparison(sizing.comparison(_mix(mix)), output))
-    figures, tiers = figures_of(sizing), _figures_of_tiers(sizing, {TierKind.HOST: host, TierKind.DISK: disk})
+        staged = replace(sizing, pipeline_parallel=pipeline_parallel)
+        return print(_comparison(staged.comparison(_mix(mix)), staged.cache_bytes, output))
+    if pipeline_parallel > 1:
+        what = f"it is {pipeline_parallel}, and the figures are those of one stage"
+        raise InvalidArgument(what, field="pipeline_parallel", remedy="add --compare, which reports each stage")
+    return print(_capacity(model, sizing, {TierKind.HOST: host, TierKind.DISK: disk}, plot, output))
+
+
+def _capacity(model: str, sizing: Sizing, tier_sizes: Mapping[TierKind, str], plot: Path | None, output: Shape) -> str:
+    """Return the capacity of a plan; also plot it, if there is a file for that."""
+    from kvplane_service.models.sizing import figures_of
+
+    figures, tiers = figures_of(sizing), _figures_of_tiers(sizing, tier_sizes)
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     _plot(f"{model} in {where}", sizing, plot)
 
@@ -105,7 +119,7 @@ def plan_command(
         head = _head(f"{model} in {where}", sizing, figures)
         return "\n\n".join((head, _groups(figures), *_tiers(sizing, tiers), _variants(sizing), _lengths(sizing)))
 
-    print(text_of(lambda: {**_plain(sizing, figures), **_plain_tiers(tiers)}, output, table=table))
+    return text_of(lambda: {**_plain(sizing, figures), **_plain_tiers(tiers)}, output, table=table)
 
 
 def _mix(text: str) -> dict[int, int]:
@@ -153,15 +167,25 @@ _BINDS = {
 }
 
 
-def _comparison(found: Comparison, output: Shape) -> str:
+def _comparison(found: Comparison, stage_bytes: int, output: Shape) -> str:
     """Return how many decoding requests of each length fit with the reference plan, the best plan, split pages, and
-    ideally.
+    ideally; the groups of the plans, and what their blocks take of the memory of each pipeline stage.
     """
     plans = {"reference": found.reference, "best": found.best} | ({"split": found.split} if found.split else {})
+    stages = {name: list(_stages_of(plan, stage_bytes)) for name, plan in plans.items()}
 
     def plain() -> dict[str, object]:
         facts = {
-            name: {"layout": plan.options.layout.value, "groups": len(plan.groups), "hit_unit": plan.hit_alignment}
+            name: {
+                "layout": plan.options.layout.value,
+                "groups": len(plan.groups),
+                "hit_unit": plan.hit_alignment,
+                "by_group": [
+                    {"kind": one.kind.value, "num_layers": len(one.layer_names), "block_size": one.block_size}
+                    for one in plan.groups
+                ],
+                "by_stage": [stage._asdict() for stage in stages[name]],
+            }
             for name, plan in plans.items()
         }
         if found.split:
@@ -187,9 +211,50 @@ def _comparison(found: Comparison, output: Shape) -> str:
                 f"split: {found.split.blocks_per_state} blocks of attention have the memory of a state; about "
                 f"1/{SLACK} of all blocks may be free and of no use for states"
             )
-        return "\n".join((*lines, _BINDS[found.binds], "", "decoding requests that fit", columns(rows)))
+        parts = ("decoding requests that fit\n" + columns(rows), _groups_of(plans), _table_of(stages))
+        return "\n\n".join(("\n".join((*lines, _BINDS[found.binds])), *parts))
 
     return text_of(plain, output, table=table)
+
+
+def _groups_of(plans: Mapping[str, CachePlan]) -> str:
+    """Return a table of the groups of plans; equal groups have one row."""
+    rows = [("PLAN", "GROUPS", "KIND", "LAYERS", "BLOCK")]
+    for name, plan in plans.items():
+        equal = Counter((one.kind.value, len(one.layer_names), one.block_size) for one in plan.groups)
+        for (kind, num_layers, block_size), count in equal.items():
+            rows.append((name, str(count), kind, str(num_layers), f"{block_size:,}"))
+    return columns(rows)
+
+
+class _Stage(NamedTuple):
+    """A pipeline stage: the stage with the most bytes per block limits the blocks of all."""
+
+    num_layers: int
+    bytes_per_block: int
+    memory_share: float  # that the blocks take
+    padding_share: float  # of a block, on the average of the groups
+
+
+def _stages_of(plan: CachePlan, stage_bytes: int) -> Iterator[_Stage]:
+    content = {  # of a layer in a block; with split pages, a state takes several
+        name: spec.content_bytes / (plan.blocks_per_state if spec.is_state else 1)
+        for group in plan.groups
+        for name, spec in zip(group.layer_names, group.specs, strict=True)
+    }
+    for worker in plan.workers:
+        names = [name for tensor in worker.tensors for name in tensor.layer_names]
+        used = sum(content[name] for name in names) / (len(plan.groups) * worker.bytes_per_block)
+        yield _Stage(len(names), worker.bytes_per_block, worker.size_bytes / stage_bytes, 1 - used)
+
+
+def _table_of(stages: Mapping[str, Sequence[_Stage]]) -> str:
+    rows = [("PLAN", "STAGE", "LAYERS", "BYTES/BLOCK", "MEMORY TAKEN", "PADDING")]
+    for name, of_plan in stages.items():
+        for number, one in enumerate(of_plan):
+            counts = (str(number), str(one.num_layers), f"{one.bytes_per_block:,}")
+            rows.append((name, *counts, f"{one.memory_share:.1%}", f"{one.padding_share:.1%}"))
+    return columns(rows)
 
 
 def _memory(memory: str, gpu: str, utilization: float) -> int:

@@ -5,15 +5,18 @@ state layers free what they no longer need) with a uniform one (every layer keep
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane.base.layer_spec import LayerSpec, ceil_div
+from kvplane.base.layers import Layer
 from kvplane_service.core.planner import CacheGroup, CachePlan, Comparison, PlanOptions, Worker, compare, plan_cache
 from kvplane_service.core.planner.search import MIX
 from kvplane_service.models.catalogue import MODELS, model_layers
@@ -46,6 +49,7 @@ class Sizing:
         prefix_caching: if False, recurrent states are not cached and prompts share no blocks.
         prefix_match_unit: tokens per block hash; 0: the most that every group allows.
         weights_bytes: weights of the whole model, which the ranks divide.
+        pipeline_parallel: pipeline stages, of which each has a part of the layers: for `comparison`.
     """
 
     model: Model
@@ -56,16 +60,17 @@ class Sizing:
     prefix_caching: bool = True
     prefix_match_unit: int = 0
     weights_bytes: int = 0
+    pipeline_parallel: int = 1
 
     @property
     def cache_bytes(self) -> int:
         """Memory that the weights leave on one rank. Raises InvalidArgument if they leave none."""
-        left = self.memory_bytes - ceil_div(self.weights_bytes, self.options.tensor_parallel)
+        ranks = self.options.tensor_parallel * self.pipeline_parallel
+        left = self.memory_bytes - ceil_div(self.weights_bytes, ranks)
         if left > 0:
             return left
         raise InvalidArgument(
-            f"{self.weights_bytes:,} bytes on {self.options.tensor_parallel} ranks leave none of the "
-            f"{self.memory_bytes:,} bytes of each",
+            f"{self.weights_bytes:,} bytes on {ranks} ranks leave none of the {self.memory_bytes:,} bytes of each",
             field="weights",
             remedy="use more ranks or GPUs with more memory",
         )
@@ -88,7 +93,10 @@ class Sizing:
         if not hybrid:
             layers = tuple(replace(layer, spec=_keeping_all(layer.spec)) for layer in layers)
         return (
-            [Worker(layers, self.cache_bytes)],
+            [
+                Worker(stage, self.cache_bytes)
+                for stage in _stages(layers, self.model.num_layers, self.pipeline_parallel)
+            ],
             PlanOptions(
                 max_model_len=self.options.max_model_len,
                 max_batched_tokens=self.max_batched_tokens,
@@ -254,6 +262,25 @@ def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int 
         else:
             low = middle + step
     return low
+
+
+def _stages(layers: Sequence[Layer], num_layers: int, num_stages: int) -> list[tuple[Layer, ...]]:
+    """Return the layers of each pipeline stage, divided as vLLM does: equal numbers, of the rest one more in each stage
+    before the last, and the drafter's layers in the last.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise InvalidArgument(
+            f"the model has {num_layers} layers for {num_stages} stages",
+            field="pipeline_parallel",
+            remedy=f"give 1 to {num_layers}",
+        )
+    each, rest = divmod(num_layers, num_stages)
+    ends = list(accumulate(each + int(num_stages - 1 - rest <= stage < num_stages - 1) for stage in range(num_stages)))
+    stages: list[list[Layer]] = [[] for _ in ends]
+    for layer in layers:
+        index = int(layer.name.removeprefix("model.layers.").split(".")[0])
+        stages[bisect(ends[:-1], index)].append(layer)
+    return [tuple(stage) for stage in stages]
 
 
 def _group_figures(group: CacheGroup) -> GroupFigures:
