@@ -201,7 +201,7 @@ def plant(folder: Path) -> None:
             raise LookupError(f"{fault.file} has {text.count(fault.right)} places for {fault.name!r}: update it")
         if fault.right.endswith(";"):
             declared = fault.right.startswith("const ")
-            is_on = f"if (kFault == {number}) {{ {fault.wrong} }} else {{ {fault.right} }}"
+            is_on = f"{{ if (kFault == {number}) {{ {fault.wrong} }} else {{ {fault.right} }} }}"
             change = _declaration(number, fault) if declared else is_on
         else:
             change = f"(kFault == {number} ? ({fault.wrong}) : ({fault.right}))"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
 from itertools import product
 from random import Random
 
@@ -17,7 +18,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
-from tests.core import builders, page_engine, test_tier_costs, test_tiers
+from tests.core import builders, page_engine, test_prefetch, test_save_policies, test_tier_costs, test_tiers
 from tests.core.builders import digests, full, replica_spec, window
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.test_page_contents import MIXES
@@ -164,7 +165,15 @@ def what_changes_far_from_eviction_is_not_saved():
     assert engine.tiers.counters.saved > 250, engine.tiers.counters
 
 
+def cases_of(module):
+    """The tests of a module that have no arguments."""
+    tests = [case for name, case in vars(module).items() if name.startswith("test_")]
+    return [case for case in tests if not signature(case).parameters]
+
+
 CASES = [
+    *cases_of(test_prefetch),
+    *cases_of(test_save_policies),
     what_changes_far_from_eviction_is_not_saved,
     what_is_worth_least_leaves_and_is_saved,
     a_load_that_is_done_before_it_could_start,

@@ -140,17 +140,17 @@ def test_no_copy_evicts_what_is_nowhere_else():
     host, disk = engine.tiers.each
     for key, _ in list(host.in_order()):
         disk.drop(key)
+    engine.changed()
     alone = {key for key, _ in host.in_order()}
     assert not host.num_free
     assert fetch(engine, 3) == (12, 0, TOO_MANY)
     assert alone <= {key for key, _ in host.in_order()}
 
 
-def test_the_part_of_the_hit_that_the_host_has_is_kept(monkeypatch):
+def test_the_part_of_the_hit_that_the_host_has_is_kept():
     """Copies take the slots that are evicted next: not those of the same prompt."""
     engine = on_disk(text="aaaabbbbccccdddd")
-    monkeypatch.setattr(prefetch, "MOST_IN_FLIGHT", 2)
-    assert fetch(engine, 3) == (16, 2, TOO_MANY)
+    assert send(engine, content(engine, "aaaabbbb")) == (8, 2, ALL)
     finish(engine)
     assert places(engine, "aaaabbbbccccdddd") == {0, 1}
     near = [slot for key, slot in engine.tiers.each[0].in_order()][-2:]
@@ -176,6 +176,7 @@ def test_a_copy_whose_source_changed_is_no_copy():
     assert len(jobs) == 3
     for key in [move.key for move in engine.tiers.jobs.moves.values() if not move.tier]:
         engine.tiers.each[1].drop(key)
+    engine.changed()
     engine.saved.clear()
     engine.cache(jobs_done=jobs)
     assert places(engine) == set()

@@ -104,6 +104,7 @@ def test_through_keeps_to_the_limit_on_saves_of_a_step():
     engine.saved.clear()
     engine.tiers.demand = engine.tiers.demand_now = 2
     engine.tiers.each[0].clear()
+    engine.changed()
     for slot in range(10, 20):
         engine.serve(slot, f"{chr(200 + slot)}" * 8)
         assert len(engine.last[0].orders.save_job) <= 4
@@ -236,6 +237,22 @@ def test_a_disk_of_reuse_takes_what_was_loaded_from_the_host():
     engine.cache(jobs_done=asked.result.admit_job)
     finish(engine)
     assert held(engine, 1) == 3
+
+
+def test_a_slot_that_was_written_again_is_not_moved_for_what_it_had():
+    """The disk could not take it before: its jobs were in use."""
+    engine = Mover(full(), tiers=(host(BEHIND, 60), disk(REUSE)), num_blocks=21)
+    engine.save(TEXT)
+    near, far = engine.tiers.each
+    slot, version = next((slot, version) for slot, version in near.version.items() if version > 1)
+    far.wanted.note_used(slot, version - 1)
+    engine.changed()
+    finish(engine)
+    assert (held(engine, 1), len(far.wanted)) == (0, 0)
+    far.wanted.note_used(slot, version)
+    engine.changed()
+    finish(engine)
+    assert held(engine, 1) == 1
 
 
 # -- state and lives ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
-from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, full, replica_spec, state, stored, window
+from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, full, replica_spec, state, stored, window, with_twin
 
 HOST, DISK = TierSpec(TierKind.HOST, 64), TierSpec(TierKind.DISK, 64)
 LOAD = int(RowFlag.LOAD)
@@ -67,6 +67,11 @@ class Mover(Engine):
 
     def ask(self, slot, text=None, **columns):
         return self.admit(slot, text, flags=LOAD, **columns)
+
+    def changed(self):
+        """A case changed the state itself: the second core of twins, if there is one, is made of it again."""
+        self.tiers.take_events()
+        self.replica = with_twin(self.replica.reference())
 
     def shown(self):
         """The stamp table of a memory that holds all that the core knows."""
