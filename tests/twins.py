@@ -911,7 +911,7 @@ TWINS: dict[str, Twin] = {
     ),
     "a removal of a held key is swallowed": Twin(
         "when nothing is in flight, a subscriber has exactly the published keys, by block",
-        (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", swallow_removals_of_held_content),),
+        (Patch(f"{SERVICE}.replicas.events:PublicationHold._add", swallow_removals_of_held_content),),
     ),
     "held keys are read": Twin(
         "who reads the entries of a replica has what a subscriber from the beginning has",
@@ -923,7 +923,7 @@ TWINS: dict[str, Twin] = {
     ),
     "withdrawn keys stay shown": Twin(
         "a key whose step did not run is never published",
-        (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", ignore_withdrawals),),
+        (Patch(f"{SERVICE}.replicas.events:PublicationHold._add", ignore_withdrawals),),
     ),
     "state of rejected drafts": Twin(
         "a state gets a key only for a verified length",
