@@ -86,7 +86,7 @@ class Awaited:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
-        if not callable(method) or name == "ready":  # which asyncio's transport does not await either
+        if not callable(method):
             return method
 
         async def call(*args: object, **facts: object) -> Any:

@@ -9,12 +9,16 @@ import threading
 import pytest
 
 from kvplane import aio
+from kvplane.aio import transport as aio_transport
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part
 from kvplane.blocking.session import Session
+from kvplane.blocking.transport import GrpcTransport
 from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
+from kvplane.session.view import looked_at
 from kvplane_service.config import Config
+from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.client.loop_thread import LIMIT_S, Awaited
 from tests.client.worlds import InProcessWorld
 
@@ -42,6 +46,18 @@ class Watched:
         self.waiting.set()
         assert self.release.wait(LIMIT_S)
         return self._inner.receive()
+
+
+class WatchedLook(Watched):
+    """The same for a transport at which a session looks for an answer before it waits."""
+
+    def ready(self):
+        self.waiting.set()
+        assert self.release.wait(LIMIT_S)
+        return self._inner.ready()
+
+    def receive(self):
+        raise AssertionError("the answer was there when the session looked")
 
 
 @pytest.fixture
@@ -82,8 +98,9 @@ def test_a_garbage_collected_session_loses_its_lease(quick):
     assert not thread.is_alive()
 
 
-def test_a_second_thread_is_refused_while_a_call_is_under_way(world):
-    transport = Watched(world.transport())
+@pytest.mark.parametrize("kind", [Watched, WatchedLook])
+def test_a_second_thread_is_refused_while_a_call_is_under_way(world, kind):
+    transport = kind(world.transport())
     with Session(transport, OpenRequest(world.replica, 1), heartbeats=False) as session:
         transport.release.clear()
         outcome = []
@@ -98,6 +115,31 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(world):
         engine.join(LIMIT_S)
         assert outcome[0].seq == 1
         assert session.apply(part_of(RunRow(0))).seq == 2
+
+
+class Replaced(InProcessTransport):
+    """Replaces `receive` alone, so that the `ready` of its base class must not be called."""
+
+    def receive(self):
+        return super().receive()
+
+
+class Inherited(InProcessTransport):
+    """Changes neither."""
+
+
+@pytest.mark.parametrize("wrap", [Watched, Awaited], ids=lambda kind: kind.__name__)
+def test_a_look_does_not_pass_by_what_wraps_or_replaces_receive(world, wrap):
+    assert hasattr(wrap(world.transport()), "ready")
+    assert looked_at(wrap(world.transport())) is None
+    assert looked_at(Replaced(lambda _: world.host)) is None
+
+
+def test_transports_with_both_methods_are_looked_at(world):
+    for kind in (InProcessTransport, Inherited, GrpcTransport, aio_transport.GrpcTransport):
+        transport = kind.__new__(kind)
+        assert looked_at(transport) is transport
+    assert looked_at(transport := WatchedLook(world.transport())) is transport
 
 
 def test_a_session_may_be_used_from_one_thread_after_another(world):

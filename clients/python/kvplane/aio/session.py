@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError
 from kvplane.base.session import CLOSE_TIMEOUT_S, Opened, OpenRequest
@@ -18,7 +18,7 @@ from kvplane.session.known_requests import KnownRequests
 from kvplane.session.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
-from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted
+from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted, looked_at
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,8 @@ _T = TypeVar("_T")
 class AsyncSessionTransport(Protocol):
     """The interface between an asyncio session and its service: the methods of `SessionTransport` as coroutines.
 
-    Only `abort` is a plain method; call it on the event loop's thread.
+    Only `abort` and the optional `ready` (see `SessionTransport`) are plain methods; call them on the event loop's
+    thread.
     """
 
     draining: bool
@@ -88,7 +89,7 @@ class Session(SessionView):
         self._link = asyncio.Lock()  # held while the transport is used, by a call or a heartbeat
         self._stop = asyncio.Event()
         self._in_call = False
-        self._looking: Any = transport if hasattr(transport, "ready") else None  # not all have it
+        self._looking = looked_at(transport)
 
     async def open(self, *, heartbeats: bool = True) -> Session:
         """Open the session and return it. With `heartbeats`, start a task that renews the session's lease until the

@@ -156,6 +156,11 @@ class SessionTransport(Protocol):
     KvplaneError if the service ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a malformed
     message). Every method has a timeout.
 
+    A transport may also have a method `ready`, which returns the next answer if it is here and a result, and otherwise
+    None; it does not wait and raises nothing. A session calls it before `receive`, but only if the class that defines
+    the transport's `receive` defines `ready` too: a class that replaces or passes on `receive` alone is asked through
+    `receive`.
+
     Attributes:
         draining: whether the service drains (finishes the running steps and exits); set when an answer after the
             service's notice was received.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import CLOSE_TIMEOUT_S, OpenRequest, SessionTransport
@@ -22,7 +22,7 @@ from kvplane.session.known_requests import KnownRequests
 from kvplane.session.machine import BROKEN, Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
-from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted
+from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted, looked_at
 
 _T = TypeVar("_T")
 
@@ -83,7 +83,7 @@ class Session(SessionView):
         """
         self._transport = transport
         self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
-        self._looking: Any = transport if hasattr(transport, "ready") else None  # not all have it
+        self._looking = looked_at(transport)
         self._revive = revive
         # Who takes the only entry of the queue uses the machine and the transport, and puts it back: a call or a
         # heartbeat. A queue, because locks are called too rarely to be in the processor's caches, and queues are not.

@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     _Call: TypeAlias = grpc._CallIterator[bool]
 
 
+def _nothing() -> None:
+    """Look for an answer without a stream."""
+
+
 class GrpcTransport:
     """Carry the messages of one session over a gRPC channel, which the transport does not close. Implements
     SessionTransport.
     """
+
+    ready: Callable[[], StepResult | None] = staticmethod(_nothing)  # of the stream: see _Stream.ready
 
     def __init__(
         self,
@@ -51,7 +57,6 @@ class GrpcTransport:
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
         self._is_aborted = False
-        self.ready: Callable[[], StepResult | None] = _nothing  # of the stream: see _Stream.ready
         self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
@@ -153,10 +158,6 @@ class GrpcTransport:
         stream, self._stream, self.ready = self._stream, None, _nothing
         if stream is not None:
             stream.cut()
-
-
-def _nothing() -> None:
-    """Look for an answer without a stream."""
 
 
 class _End:

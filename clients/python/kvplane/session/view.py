@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol, cast
+
 from kvplane.base.errors import FailedPrecondition, KvplaneError
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import StepResult
 from kvplane.session.machine import SessionMachine
 
 BEATS_PER_LEASE = 3
@@ -87,3 +91,24 @@ class SessionView:
         requests lost their blocks; None if it did not.
         """
         return self._machine.resume_refused
+
+
+class Looked(Protocol):
+    """A transport with a `ready`, see `SessionTransport`."""
+
+    @property
+    def ready(self) -> Callable[[], StepResult | None]:
+        """Read before each look, because a transport may have another one for each stream."""
+        ...
+
+
+def looked_at(transport: object) -> Looked | None:
+    """Return the transport if the session may call its `ready` before `receive`; None otherwise.
+
+    It may if the class that defines `receive` defines `ready` too. Otherwise `ready` is that of a base class or of a
+    wrapped transport, and would pass by what the other class does in its `receive`; it may even be a coroutine.
+    """
+    for kind in type(transport).__mro__:
+        if "receive" in vars(kind):
+            return cast(Looked, transport) if "ready" in vars(kind) else None
+    return None
