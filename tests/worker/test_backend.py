@@ -20,7 +20,7 @@ from tests.worker.rig import World
 def test_describe_returns_the_backend_and_its_reasons(here: World):
     _, address = here.worker()
     described = describe(address)
-    choice = choose("cpu")
+    choice = choose("cpu", operations=PAGE_OPERATIONS)
     assert described.backend == choice.ops.name
     assert tuple(described.backend_reasons) == choice.reasons
 

@@ -97,7 +97,10 @@ class Rotation:
             num_bytes += message.ByteSize()
             if num_bytes >= self._most_bytes:
                 following = _messages(channel, self._request)
-                head = list(islice(following, 3))  # the third is the first decision
+                try:
+                    head = list(islice(following, 3))  # the third is the first decision
+                except NotFound:  # the replica was deregistered: what is left of its decisions ends this file
+                    head = []
                 for missing in takewhile(partial(_differ, head[2:]), stream):
                     write_frame(file, missing)
                 return following, head
