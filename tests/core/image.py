@@ -121,7 +121,8 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
     if isinstance(free, TurnTailList) and others:
         (free.superseded,) = deepcopy(others)
     elif isinstance(free, HazardList) and others:
-        *learnt, replica.requests.hints = deepcopy(others)
+        *learnt, hints = deepcopy(others)
+        replica.requests.hints = {slot: hint for slot, hint in hints.items() if replica.requests.is_live(slot)}
         free.load(learnt)
     return replica, result.orders
 
