@@ -4,7 +4,6 @@ stream.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from kvplane.base.step import Part, StepResult
 from kvplane.sansio.driver import Pause, drive
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
-from kvplane.session.machine import BROKEN, Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
+from kvplane.session.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, Sending, SessionMachine
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
 from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted, looked_at
@@ -253,16 +252,9 @@ class Session(SessionView):
         machine, transport = self._machine, self._transport
         moving = transport.draining and transport.can_move
         step, to_send = machine.register(parts, last, executed_through, moving)
-        is_over = False
-        try:
+        with Sending(machine, step):
             if to_send is not None:
                 transport.send(to_send)
-            is_over = True
-        except BROKEN:  # the next `receive` raises it
-            is_over = True
-        finally:
-            if not is_over:
-                machine.sending_failed(step, sys.exc_info()[1])
         return step.seq
 
     def _receive(self) -> StepResult:

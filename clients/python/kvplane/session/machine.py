@@ -14,7 +14,6 @@ outcomes. It does not wait and has no clock, thread or loop, so that a test can 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -188,23 +187,16 @@ class SessionMachine:
         keeps it for that other service.
         """
         step, to_send = self.register(parts, last, executed_through, moving)
-        is_over = False
-        try:
+        with Sending(self, step):
             if to_send is not None:
                 yield Send(to_send)
-            is_over = True
-        except BROKEN:  # the next `receive` raises it
-            is_over = True
-        finally:
-            if not is_over:
-                self.sending_failed(step, sys.exc_info()[1])
         return step.seq
 
     def register(
         self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool
     ) -> tuple[Step, Step | None]:
         """Return the next step, and that step with the service's number, or None if it is kept for another service. The
-        caller sends it, and calls `sending_failed` with any error but those of a broken stream, which `receive` raises.
+        caller sends it within `Sending`.
         """
         state = self._state or self.state
         step = state.register(parts, last, executed_through)
@@ -213,7 +205,7 @@ class SessionMachine:
             return step, None
         return step, state.numbers.to_service(step) if state.numbers.has_restarted else step
 
-    def sending_failed(self, step: Step, error: BaseException | None) -> None:
+    def sending_failed(self, step: Step, error: BaseException) -> None:
         """Withdraw a step if it was certainly not sent; otherwise it stays in flight."""
         if isinstance(error, Exception):
             self.state.withdraw(step)
@@ -420,3 +412,23 @@ class SessionMachine:
 
     def _leave(self, why: str) -> None:
         self._is_new_life, self._is_up, self._broken_by = True, False, Unavailable(why)
+
+
+class Sending:
+    """While a registered step is sent: an error of a broken stream is left to the next `receive`, since the step is in
+    flight; the machine learns of any other.
+    """
+
+    __slots__ = ("_machine", "_step")
+
+    def __init__(self, machine: SessionMachine, step: Step) -> None:
+        self._machine, self._step = machine, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, BROKEN):
+            return True
+        self._machine.sending_failed(self._step, error)
+        return False
