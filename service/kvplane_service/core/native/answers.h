@@ -212,12 +212,12 @@ inline PyObject* ToPy(PartResult& result) {
     if (!of_facts.num_hashes.empty()) SLOT(part, hashed_facts, ToPy(of_facts));
     if (!of_news.num_hashes.empty()) SLOT(part, hashed_news, ToPy(of_news));
     if (!result.events.empty()) {
-        result.told = std::make_shared<const CacheEvents>(std::move(result.events));
+        result.answered = std::make_shared<const CacheEvents>(std::move(result.events));
         result.events = CacheEvents();
-        const CacheEvents& told = *result.told;
+        const CacheEvents& given = *result.answered;
         PyObject* events = NewObject(answers.events);
-        SLOT(events, _packed, EventsToPy(result.told));
-        SLOT(events, marks, ToPy(Int{told.has_stored} | Int{told.has_others} << 1 | Int{told.needs_hold} << 2));
+        SLOT(events, _packed, EventsToPy(result.answered));
+        SLOT(events, marks, ToPy(Int{given.has_stored} | Int{given.has_others} << 1 | Int{given.needs_hold} << 2));
         SLOT(part, events, events);
     }
     return part;

@@ -320,8 +320,9 @@ inline PyObject* PackWith(PyObject*, PyObject* arguments) {
 // in pieces.
 inline bool CanPack(const Part& part, const PartResult& result) {
     constexpr size_t kMostBytes = 1 << 18;
+    const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + result.hashed_facts.hashes.size() +
-                          result.hashed_news.hashes.size() + (result.told ? 32 * result.told->hashes.size() : 0);
+                          result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     return result.tiers == nullptr && part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() &&
            !part.news.num_extra_keys && !part.news.num_traceparents &&
@@ -344,9 +345,9 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
             if (!CanPack(step.parts[number], result)) return Py_NewRef(Py_None);
             Frame frame = Packer::Pack(Packer::part, step.parts[number]);
             frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result));
-            if (result.told != nullptr) {
+            if (result.answered != nullptr) {
                 EventColumns events;
-                events.Add(*result.told, kAllEvents);
+                events.Add(*result.answered, kAllEvents);
                 frame.AddFrame(Packer::of_events, events.Packed());
             }
             frame.AppendTo(&parts.emplace_back());

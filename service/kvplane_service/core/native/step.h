@@ -191,7 +191,7 @@ struct PartResult {
     Int taken_back = 0, went_back = 0;
     std::unique_ptr<TierAnswer> tiers;  // null: nothing
     Hashed hashed_facts, hashed_news;
-    std::shared_ptr<const CacheEvents> told;  // the events, once the answer has them; null: there are none
+    std::shared_ptr<const CacheEvents> answered;  // the events, once the answer has them; null: there are none
 
     TierAnswer& OfTiers() {
         if (tiers == nullptr) tiers = std::make_unique<TierAnswer>();
@@ -206,7 +206,7 @@ struct PartResult {
         last_hash.clear();
         hashed_facts.clear();
         hashed_news.clear();
-        told.reset();
+        answered.reset();
         reset_done = false;
         free_blocks = taken_back = went_back = 0;
         tiers.reset();
