@@ -100,10 +100,12 @@ def test_decode_steps_are_read_as_protobuf_reads_them(hashed):
         builder = StepBuilder(rng.sample(range(99), rng.randint(1, 9)), hashed=hashed)
         builder.tokens[:] = array("I", [rng.randrange(1 << 32) for _ in range(len(builder))])
         builder.extra[:] = array("i", [rng.choice((0, 0, -1, 7)) for _ in range(len(builder))])
+        for row in rng.choices(range(len(builder)), k=rng.randint(0, 4) * hashed):
+            builder.add_hash(row, rng.randbytes(32))
         part = builder.part(appended=number % 3 > 0)
         step = Step(7, number, [part], number % 2, number % 5 > 0, rng.randrange(1 << 40), "", vars(part)["_packed"])
         raw = bytes_of(step)
-        read, message = stream.rows_step(raw), SessionRequest.FromString(raw).step
+        read, message = stream.rows_step(raw, 32), SessionRequest.FromString(raw).step
         assert read is not None
         assert "_packed" in vars(read.parts[0])
         assert (read.epoch, read.seq, read.part, read.last, read.executed_through) == (
@@ -121,28 +123,35 @@ def test_decode_steps_are_read_as_protobuf_reads_them(hashed):
         Step(1, 1, [Part(facts=Facts([1], appended=[2], tokens=[3, 4]), run=Run([1]))]),
         Step(1, 1, [Part(facts=Facts([1], appended=[1], tokens=[3]), run=Run([2]))]),
         Step(1, 1, [Part(facts=Facts([1], appended=[1], tokens=[3]))]),
-        Step(1, 1, [Part(facts=Facts([1], appended=[1], num_hashes=[1], hashes=bytes(32)), run=Run([1]))]),
+        Step(1, 1, [Part(facts=Facts([1], appended=[1], num_hashes=[1], hashes=bytes(31)), run=Run([1]))]),
+        Step(1, 1, [Part(facts=Facts([1], appended=[1], num_hashes=[2], hashes=bytes(32)), run=Run([1]))]),
+        Step(1, 1, [Part(facts=Facts([1], appended=[1], num_hashes=[0]), run=Run([1]))]),
+        Step(1, 1, [Part(facts=Facts([1], appended=[1], hashes=bytes(32)), run=Run([1]))]),
+        Step(1, 1, [Part(facts=Facts([1], [], [1], [3], [1], bytes(32)), run=Run([1]))]),
         Step(1, 1, [Part(run=Run([1], cap=[5]))]),
         Step(1, 1, [Part(run=Run([1]))], traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01"),
     ],
 )
 def test_other_steps_are_left_to_protobuf(step):
-    assert stream.rows_step(SessionRequest(step=encode_step(step)).SerializeToString()) is None
+    assert stream.rows_step(SessionRequest(step=encode_step(step)).SerializeToString(), 32) is None
 
 
-def test_no_bytes_are_read_beyond_the_end_of_a_message():
-    builder = StepBuilder([1, 2, 3])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_no_bytes_are_read_beyond_the_end_of_a_message(hashed):
+    builder = StepBuilder([1, 2, 3], hashed=hashed)
+    if hashed:
+        builder.add_hash(1, bytes(32))
     builder.extra[:] = array("i", [1, 2, 3])
     part = builder.part()
     raw = bytes_of(Step(1, 300, [part], 0, True, 299, "", vars(part)["_packed"]))
-    assert stream.rows_step(raw) is not None
+    assert stream.rows_step(raw, 32) is not None
     rng = Random(1)
     for _ in range(3000):
         damaged = bytearray(raw[: rng.randrange(len(raw) + 1)])
         for _ in range(rng.randint(0, 3)):
             if damaged:
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        read = stream.rows_step(bytes(damaged))
+        read = stream.rows_step(bytes(damaged), 32)
         if read is not None:
             other = decode_step(SessionRequest.FromString(bytes(damaged)).step, 32)
             assert encode_step(read) == encode_step(other)

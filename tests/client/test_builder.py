@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import kvplane
 from kvplane import Budget, Cache, ModelSource, Part, StepBuilder, part_of
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.step import End, Step
+from kvplane.base.step import End, PartResult, Step, StepResult
+from kvplane.base.when_read import PACKED
 from kvplane.session.known_requests import KnownRequests
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, Row, RunRow
 from kvplane.wire.step import encode_step
@@ -97,6 +98,24 @@ def test_a_wrong_slot_row_or_hash_is_refused_by_name():
     for row in (-1, 1):
         with pytest.raises(InvalidArgument, match="row"):
             StepBuilder([1], hashed=True).add_hash(row, bytes(32))
+
+
+def test_a_session_records_the_hashes_of_a_builder():
+    known, digests = KnownRequests(), [bytes([number]) * 32 for number in range(4)]
+
+    def note(part):
+        known.note(Step(1, 1, [part], rows=vars(part).get(PACKED)), StepResult(1, 0, [PartResult()]))
+
+    note(part_of(*(NewsRow(slot, num_tokens=16, hashes=[digests[slot]]) for slot in (0, 1))))
+    builder = StepBuilder([1, 0], hashed=True)
+    for step in range(16):
+        if step == 15:
+            builder.add_hash(0, digests[2])
+            builder.add_hash(1, digests[3])
+        note(builder.part())
+    news = known.revival(1).news
+    assert (news.num_tokens, news.num_hashes) == ([32, 32], [2, 2])
+    assert news.hashes == digests[0] + digests[3] + digests[1] + digests[2]
 
 
 def test_a_session_records_the_requests_of_parts_with_arrays():

@@ -92,6 +92,13 @@ def test_hashes_of_the_engine_are_kept_next_to_tokens_of_other_requests():
     assert len(engine.replica.requests.hashes(0)) == len(engine.replica.requests.hashes(1)) == 2
 
 
+def lacking_hashes(replica, slot, appended):
+    """How many hashes a request of an engine that hashes lacks after these tokens."""
+    requests = replica.requests
+    full = (requests.num_tokens[slot] + appended) // replica.spec.hash_block_size
+    return full - len(requests.hashes(slot))
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 def test_packed_rows_are_read_as_their_sections(hashed):
     """Twins give both cores rows that are packed; the Python core unpacks them."""
@@ -107,9 +114,14 @@ def test_packed_rows_are_read_as_their_sections(hashed):
             builder.set_rows(rng.sample(slots, 7))
         builder.tokens[:] = array("I", [rng.randrange(1 << 32) for _ in range(len(builder))])
         builder.extra[:] = array("i", [number % 3 == 1] * len(builder))
+        if hashed and number % 3 != 1:
+            for row, slot in enumerate(builder.slots):
+                for _ in range(lacking_hashes(engine.replica, slot, 1)):
+                    builder.add_hash(row, rng.randbytes(32))
         engine.step(builder.part(appended=number % 3 != 1))
     assert engine.replica.fallbacks == 0
     assert engine.replica.requests.num_tokens[builder.slots[0]] > 30
+    assert engine.replica.requests.hashes(builder.slots[0])
 
 
 def test_rows_that_are_refused_name_the_fault():

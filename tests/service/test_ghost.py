@@ -26,6 +26,7 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
+from kvplane.session.builder import StepBuilder
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.ghost import DEPTH, SIZES, GhostLru, MissCurve
 from kvplane_service.decisions.log import Decision, Life
@@ -164,11 +165,15 @@ def test_ghost_keeps_domains_apart_and_forgets_at_a_reset():
     assert followed.hits() == 4
 
 
-def test_ghost_counts_a_preempted_request_once_and_its_output_as_used():
+@pytest.mark.parametrize("packed", [False, True])
+def test_ghost_counts_a_preempted_request_once_and_its_output_as_used(packed):
     followed = Followed(16)
     followed.begin((1, 2))
     more = chain((1, 2, 3))[2]
-    followed.report(Part(facts=Facts([0], appended=[16], num_hashes=[1], hashes=more)))
+    builder = StepBuilder([7, 0], hashed=True)
+    builder.add_hash(1, more)
+    facts = Facts([7, 0], appended=[1, 1], num_hashes=[0, 1], hashes=more)
+    followed.report(builder.part() if packed else Part(facts=facts))
     followed.report(Part(facts=Facts([0], end=[int(End.PREEMPTED)]), admit=Admit([0])), AdmitStatus.GRANTED)
     followed.report(Part(facts=Facts([0], end=[int(End.FREE)])))
     assert followed.curve.queried_tokens == 33

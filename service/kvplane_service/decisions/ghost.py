@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvplane.base.decode_rows import rows_of
+from kvplane.base.decode_rows import DecodeRows, rows_of
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
 from kvplane.base.when_read import PACKED
 from kvplane_service.core.cache_events import runs_of
@@ -99,7 +99,7 @@ class GhostLru:
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
             if (rows := rows_of(part)) is not None:
-                self._rows(rows.slots, result)
+                self._rows(rows, result)
                 continue
             facts, news = part.facts, part.news
             if facts.hashes or facts.end or news.slot or result.hashed_facts or result.preempted or part.admit.slot:
@@ -107,8 +107,10 @@ class GhostLru:
             elif result.reset_done:
                 self._stack.clear()
 
-    def _rows(self, slots: Sequence[int], result: PartResult) -> None:
+    def _rows(self, rows: DecodeRows, result: PartResult) -> None:
         """Follow a decode step whose rows are packed: requests get hashes, and some are preempted."""
+        if rows.hashes:
+            self._appended(rows.slots, rows.num_hashes, rows.hashes)
         given = vars(result)
         made = result.hashed_facts if "hashed_facts" in given or PACKED in given else ()
         if isinstance(made, HashedRows):
@@ -116,7 +118,7 @@ class GhostLru:
         else:
             counts, joined = [len(one) // self._digest_size for one in made], b"".join(made)
         if joined:
-            self._appended(slots, counts, joined)
+            self._appended(rows.slots, counts, joined)
         if "preempted" in given or PACKED in given:
             for slot in result.preempted:
                 self._use(slot)

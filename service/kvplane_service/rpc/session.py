@@ -336,7 +336,7 @@ def _understand(raw: bytes, digest_size: int, parser: Callable[..., pb.SessionRe
     """Parse a message. For a step that cannot be decoded, the returned message has the error, because such a step does
     not end the stream. Raises InvalidArgument if the message cannot be parsed.
     """
-    if parser is parse and (rows := rows_step(raw)) is not None:
+    if parser is parse and (rows := rows_step(raw, digest_size)) is not None:
         return _Message("step", rows, rows.seq, rows.part, fingerprint(raw), num_bytes=len(raw))
     message = parser(pb.SessionRequest, raw)
     kind, sent = message.WhichOneof("kind") or "", message.step

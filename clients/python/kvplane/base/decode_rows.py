@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from kvplane.base.when_read import PACKED
 
 
+@dataclass(slots=True, eq=False)
 class DecodeRows:
     """A step that asks for the next slot of each request, and usually gives each the token before it. Never modified.
 
@@ -23,15 +26,18 @@ class DecodeRows:
         tokens_at: see above.
         num_tokens: 0 if the engine gives hashes.
         num_extra: entries of `extra`; 0 = it is 0 in all rows.
+        num_hashes: of each row, of an engine that gives hashes; empty = none is given.
+        hashes: of the blocks that the tokens complete, joined.
     """
 
-    __slots__ = ("appended", "message", "num_extra", "num_tokens", "slots", "tokens_at")
-
-    def __init__(
-        self, slots: array[int], message: bytes, appended: bool, tokens_at: int, num_tokens: int, num_extra: int
-    ) -> None:
-        self.slots, self.message, self.appended = slots, message, appended
-        self.tokens_at, self.num_tokens, self.num_extra = tokens_at, num_tokens, num_extra
+    slots: array[int]
+    message: bytes
+    appended: bool
+    tokens_at: int
+    num_tokens: int
+    num_extra: int
+    num_hashes: array[int] = field(default_factory=partial(array, "I"))
+    hashes: bytes = b""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -48,7 +54,7 @@ class DecodeRows:
     def without_tokens(self) -> DecodeRows:
         """Return the rows without the ids of tokens, for a log. Their `message` is no message."""
         extra = self.message[len(self.message) - 4 * self.num_extra :]
-        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra)
+        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra, self.num_hashes, self.hashes)
 
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
@@ -57,7 +63,8 @@ class DecodeRows:
         run = Run(self.slots[:], self.extra_tokens())
         if not self.appended:
             return {"run": run}
-        facts = Facts(self.slots[:], appended=array("I", [1]) * len(self.slots), tokens=self.appended_tokens())
+        ones, tokens = array("I", [1]) * len(self.slots), self.appended_tokens()
+        facts = Facts(self.slots[:], [], ones, tokens, self.num_hashes[:], self.hashes)
         return {"facts": facts, "run": run}
 
 

@@ -98,8 +98,10 @@ class StepBuilder:
             appended: whether the requests got tokens; False for a step that is sent before the first tokens are known.
         """
         has_tokens, has_extra = appended and not self._hashed, self._extra != self._zeros
-        if self._writer is not None and not (rows or budget or cache or self._digests):
+        if self._writer is not None and not (rows or budget or cache):
             tokens, extra = self._tokens if has_tokens else _NO_TOKENS, self._extra if has_extra else _NO_EXTRA
+            if appended and self._digests:
+                return made_of(Part, self._writer.hashed(*self._take_hashes(), extra))
             return made_of(Part, self._writer.rows(appended, tokens, extra))
         extra = array("i") if self._extra == self._zeros else self._extra[:]
         tokens = self._tokens[:] if appended and not self._hashed else array("I")

@@ -76,6 +76,7 @@ class KnownRequests:
                 self._decoding = rows.slots, None
             if rows.appended:
                 self._decoded.append(rows)
+                self._add_hashes(rows.slots, rows.num_hashes, rows.hashes)
             if preempted := vars(result.parts[0]).get("preempted"):
                 self.running.difference_update(preempted)
             return
@@ -158,15 +159,19 @@ class KnownRequests:
             hash_at += one.num_hashes * size
 
     def _add_hashes_and_ends(self, facts: Facts) -> None:
-        if facts.hashes:
-            hash_at, size = 0, len(facts.hashes) // max(1, sum(facts.num_hashes))
-            for slot, count in zip(compress(facts.slot, facts.num_hashes), filter(None, facts.num_hashes), strict=True):
-                one = self._requests[slot]
-                one.num_hashes += count
-                one.hashes += facts.hashes[hash_at : hash_at + count * size]
-                hash_at += count * size
+        self._add_hashes(facts.slot, facts.num_hashes, facts.hashes)
         for row in compress(range(len(facts.end)), facts.end):
             self._end(facts.slot[row], End(facts.end[row]))
+
+    def _add_hashes(self, slots: Sequence[int], counts: Sequence[int], hashes: bytes) -> None:
+        if not hashes:
+            return
+        hash_at, size = 0, len(hashes) // max(1, sum(counts))
+        for slot, count in zip(compress(slots, counts), filter(None, counts), strict=True):
+            one = self._requests[slot]
+            one.num_hashes += count
+            one.hashes += hashes[hash_at : hash_at + count * size]
+            hash_at += count * size
 
     def _add_appended(self, facts: Facts) -> None:
         """Add the tokens of facts. Those of decode steps of the same requests, one token each, are collected, and added

@@ -125,13 +125,13 @@ def _sections(parts: Sequence[Part]) -> bytes | None:
 class RowsWriter:
     """Makes the rows of decode steps of the same requests. What all of them have in common is written once."""
 
-    __slots__ = ("_facts", "_run", "_run_with_extra", "_slots")
+    __slots__ = ("_facts", "_ones", "_run", "_run_with_extra", "_slots")
 
     def __init__(self, slots: array[int], with_tokens: bool) -> None:
         """`slots` must not change any more. Without tokens, the engine gives hashes when blocks become full."""
-        self._slots, size = slots, 4 * len(slots)
+        self._slots, self._ones, size = slots, array("I", [1]) * len(slots), 4 * len(slots)
         zeros = array("I", bytes(size if with_tokens else 0))
-        facts = _FACTS.write(Facts(slots, appended=array("I", [1]) * len(slots), tokens=zeros), "facts")
+        facts = _FACTS.write(Facts(slots, appended=self._ones, tokens=zeros), "facts")
         self._facts = facts[: len(facts) - 4 * len(zeros)]  # tokens are the last column, as extra is of run rows
         self._run = _RUN.write(Run(slots), "run")
         self._run_with_extra = _RUN.write(Run(slots, array("i", bytes(size))), "run")[: -size or None]
@@ -141,3 +141,9 @@ class RowsWriter:
         facts, run = self._facts if appended else b"", self._run_with_extra if extra else self._run
         message = b"".join((facts, tokens, run, extra))
         return DecodeRows(self._slots, message, appended, len(facts), len(tokens), len(extra))
+
+    def hashed(self, num_hashes: array[int], hashes: bytes, extra: array[int]) -> DecodeRows:
+        """Return rows of requests that got tokens, with the hashes of the blocks that these complete."""
+        facts = _FACTS.write(Facts(self._slots, [], self._ones, [], num_hashes, hashes), "facts")
+        message = b"".join((facts, self._run_with_extra if extra else self._run, extra))
+        return DecodeRows(self._slots, message, True, 0, 0, len(extra), num_hashes, hashes)

@@ -70,15 +70,18 @@ def result_message(result: StepResult) -> bytes:
     return SessionResponse(result=encode_result(result)).SerializeToString()
 
 
-def rows_step(raw: bytes) -> Step | None:
+def rows_step(raw: bytes, digest_size: int) -> Step | None:
     """Return the step of a client's message if it is the usual decode step, whose rows stay the bytes of the message.
-    None for another message, and where the reader is not compiled.
+    None for another message, for hashes of another size, and where the reader is not compiled.
     """
     read = _rows_reader()
     if read is None or (found := read(raw)) is None:
         return None
-    epoch, seq, part, last, executed_through, message, slots, appended, tokens_at, num_tokens, num_extra = found
-    rows = DecodeRows(array("I", slots), message, appended, tokens_at, num_tokens, num_extra)
+    epoch, seq, part, last, executed_through, message, slots, appended, *_, counts, hashes = found
+    num_hashes = array("I", counts)
+    if len(hashes) != digest_size * sum(num_hashes):
+        return None
+    rows = DecodeRows(array("I", slots), message, appended, *found[8:11], num_hashes, hashes)
     return Step(epoch, seq, [made_of(Part, rows)], part, last, executed_through)
 
 

@@ -150,7 +150,8 @@ class NativeReplica:
 
     def effort_of_rows(self, rows: DecodeRows) -> int:
         """Estimate the cost of a decode step, as `effort` of replicas/applying.py does for its part."""
-        return _native.effort(self._core, rows.slots, rows.extra_tokens(), rows.appended, rows.num_tokens)
+        digests = len(rows.hashes) // self.digest_size
+        return _native.effort(self._core, rows.slots, rows.extra_tokens(), rows.appended, rows.num_tokens, digests)
 
     def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
         """Return the decision about the step that was applied last, as `decisions.packing` packs it; None if this core

@@ -176,12 +176,12 @@ PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
     });
 }
 
-// effort(core, slots, extra, appended, num_tokens) -> the estimated cost of a decode step, as `effort` in
+// effort(core, slots, extra, appended, num_tokens, num_hashes) -> the estimated cost of a decode step, as `effort` in
 // replicas/applying.py gives it
 PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
-        Check(count == 5);
-        constexpr Int kRow = 4, kTokensHashed = 64, kBlocksSeen = 4, kSparseBlocks = 4;
+        Check(count == 6);
+        constexpr Int kRow = 4, kTokensHashed = 64, kDigestsRead = 32, kBlocksSeen = 4, kSparseBlocks = 4;
         const Coordinator& blocks = CoreOf(arguments[0]).replica.blocks;
         Column slots, extra;
         ReadColumn(arguments[1], &slots);
@@ -195,8 +195,9 @@ PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
             wanted += blocks.requests.num_tokens[slot] - blocks.requests.computed[slot];
         }
         for (const Int one : extra) wanted += one;
-        const Int granted = std::clamp<Int>(wanted, 0, kUnlimited);
-        Int units = rows * (1 + appended) * kRow + Number(arguments[4]) / kTokensHashed;
+        const Int digests = Number(arguments[5]);  // whose blocks may be registered only now
+        const Int granted = std::clamp<Int>(wanted, 0, kUnlimited) + digests * blocks.spec.hash_block_size;
+        Int units = rows * (1 + appended) * kRow + Number(arguments[4]) / kTokensHashed + digests / kDigestsRead;
         for (const GroupSpec& group : blocks.spec.groups) {
             const bool dense = group.kind == kFull || group.kind == kMla || group.kind == kSinkFull ||
                                group.kind == kRetainedWindow;

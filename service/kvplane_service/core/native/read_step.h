@@ -178,6 +178,8 @@ inline void ReadRows(PyObject* object, Part* part) {
         facts.appended.assign(run.slot.size(), 1);
         facts.num_tokens = static_cast<Int>(num_tokens);
         facts.tokens.assign(message.data + tokens_at, message.data + tokens_at + 4 * num_tokens);
+        COLUMN(object, facts, num_hashes);
+        ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts.hashes);
     }
     run.extra.resize(num_extra);
     const uint8_t* const extra = message.data + message.size - 4 * num_extra;

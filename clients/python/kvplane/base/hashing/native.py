@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvplane.base.hashing.algorithms import BlockDigest
 
 Fields: TypeAlias = dict[str, Any]
-ReadRows: TypeAlias = Callable[[bytes], tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int] | None]
+Rows: TypeAlias = tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int, bytes, bytes]
+ReadRows: TypeAlias = Callable[[bytes], Rows | None]
 
 VARIABLE = "KVPLANE_NATIVE"
 FORMS = {

@@ -7,13 +7,13 @@ namespace {
 
 struct Rows {
     uint64_t epoch = 0, seq = 0, part = 0, more = 0, executed_through = 0;
-    Span message, slots, tokens, extra;  // the part, and the columns in it
+    Span message, slots, tokens, num_hashes, hashes, extra;  // the part, and the columns in it
     bool appended = false;
 };
 
 bool Equal(Span one, Span other) { return one.size == other.size && std::memcmp(one.at, other.at, one.size) == 0; }
 
-// Each request got one token, or hashes of it: its column has a 1 for each slot.
+// Each request got one token, or hashes of blocks: its column has a 1 for each slot.
 bool ReadFacts(Span section, Rows* rows) {
     Span ones;
     Fields fields(section);
@@ -22,6 +22,8 @@ bool ReadFacts(Span section, Rows* rows) {
             case 1: rows->slots = fields.Bytes(); break;
             case 3: ones = fields.Bytes(); break;
             case 4: rows->tokens = fields.Bytes(); break;
+            case 5: rows->num_hashes = fields.Bytes(); break;
+            case 6: rows->hashes = fields.Bytes(); break;
             default: return false;
         }
     }
@@ -30,7 +32,9 @@ bool ReadFacts(Span section, Rows* rows) {
     for (size_t at = 0; at + 4 <= ones.size; at += 4) {
         if (Read<uint32_t>(ones.at + at) != 1) return false;
     }
-    return rows->tokens.size == 0 || rows->tokens.size == ones.size;
+    const auto is_column = [&](Span column) { return column.size == 0 || column.size == ones.size; };
+    return is_column(rows->tokens) && is_column(rows->num_hashes) &&
+           (rows->hashes.size == 0 ? rows->num_hashes.size == 0 : rows->tokens.size == 0);
 }
 
 bool ReadRun(Span section, Rows* rows) {
@@ -74,6 +78,11 @@ bool ReadRowsOf(Span message, Rows* rows) {
     return is_read && !sections.Next() && sections.ok;
 }
 
+// A column as bytes; a format of Py_BuildValue would make None of one that is not there.
+PyObject* AsBytes(Span column) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(column.at), static_cast<Py_ssize_t>(column.size));
+}
+
 PyObject* ReadRows(PyObject*, PyObject* raw) {
     char* data = nullptr;
     Py_ssize_t size = 0;
@@ -81,13 +90,12 @@ PyObject* ReadRows(PyObject*, PyObject* raw) {
     Rows rows;
     if (!ReadRowsOf({reinterpret_cast<const uint8_t*>(data), static_cast<size_t>(size)}, &rows)) Py_RETURN_NONE;
     const Py_ssize_t tokens_at = rows.tokens.size ? rows.tokens.at - rows.message.at : 0;
-    return Py_BuildValue("(KKKOKy#y#Onnn)", static_cast<unsigned long long>(rows.epoch),
+    return Py_BuildValue("(KKKOKNNOnnnNN)", static_cast<unsigned long long>(rows.epoch),
                          static_cast<unsigned long long>(rows.seq), static_cast<unsigned long long>(rows.part),
                          rows.more ? Py_False : Py_True, static_cast<unsigned long long>(rows.executed_through),
-                         reinterpret_cast<const char*>(rows.message.at), static_cast<Py_ssize_t>(rows.message.size),
-                         reinterpret_cast<const char*>(rows.slots.at), static_cast<Py_ssize_t>(rows.slots.size),
-                         rows.appended ? Py_True : Py_False, tokens_at, static_cast<Py_ssize_t>(rows.tokens.size / 4),
-                         static_cast<Py_ssize_t>(rows.extra.size / 4));
+                         AsBytes(rows.message), AsBytes(rows.slots), rows.appended ? Py_True : Py_False, tokens_at,
+                         static_cast<Py_ssize_t>(rows.tokens.size / 4), static_cast<Py_ssize_t>(rows.extra.size / 4),
+                         AsBytes(rows.num_hashes), AsBytes(rows.hashes));
 }
 
 }  // namespace
