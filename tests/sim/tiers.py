@@ -329,9 +329,11 @@ class TieredLife(TierScheduler, EngineLife):
 
     @property
     def _is_loading(self) -> bool:
-        """Saves never end here: one that fails is tried again."""
+        """Whether blocks of this life's loads, or of those before, may still be written. Saves never end here: one that
+        fails is tried again.
+        """
         is_ordered = any(result.orders.load_job for _, _, result in self._ordered)
-        return is_ordered or any(one.blocks for one in self.jobs._moving.values()) or bool(self.site.loading_blocks())
+        return is_ordered or bool(self.jobs.blocks_loading) or bool(self.site.loading_blocks())
 
     def _revive(self) -> Revival:
         revival = super()._revive()
