@@ -32,6 +32,7 @@ class SaveBehind {
     Int SaveSome(Int ahead, Int room) {
         const bool only_used = tiers_.each[0].wanted.policy == kReuse;
         pool_.free.VisitNew(ahead, [&](Block block) {
+            if (const Block next = pool_.free.After(block); pool_.HasKey(next)) Fetch(pool_.records[next].key);
             // With more tokens a block has another key.
             if (tiers_.behind.Has(block) || !HasFullKey(block)) return Visited::kSeen;
             if (!IsExecuted(block)) return Visited::kAgain;
@@ -55,6 +56,11 @@ class SaveBehind {
             return Visited::kSeen;
         });
         return room;
+    }
+
+    // Fetches what it takes to know whether a tier has the key.
+    void Fetch(const Key& key) const {
+        for (const Tier& one : tiers_.each) one.Prefetch(key);
     }
 
     // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
@@ -87,7 +93,7 @@ class SaveBehind {
         if (slot == kNoSlot) return false;
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
         const uint64_t stamp = pool_.stamp[block];
-        tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
+        tiers_.jobs.saves.Add(job, Save{key, block, stamp, 0, slot});
         JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
         tiers_.behind.Add(block);
         return true;
@@ -107,8 +113,9 @@ class SaveBehind {
         Column wanted;
         tier.VisitNew(ahead, [&](Int slot) {
             if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
+            if (const Int next = tier.Next(slot); next != kNoSlot) behind.Prefetch(tier.KeyOf(next));
             const Key& key = tier.KeyOf(slot);
-            if (!behind.IsWritten(key) && behind.Find(key) == kNoSlot) wanted.push_back(slot);
+            if (!behind.HasOrWrites(key)) wanted.push_back(slot);
             return Visited::kSeen;
         });
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
@@ -127,7 +134,7 @@ class SaveBehind {
             wanted.RemoveFirst();
             if (static_cast<uint64_t>(tier.VersionOf(slot)) != version) continue;
             const Key& key = tier.KeyOf(slot);
-            if (behind.IsWritten(key) || behind.Find(key) != kNoSlot) continue;
+            if (behind.HasOrWrites(key)) continue;
             if (!tiers_.OrderMove(tier, slot, behind)) return room;
             --room;
         }
