@@ -219,9 +219,7 @@ class Coordinator {
     void NoteReleased(Int slot) {
         if (!pool.hazard) return;
         for (const auto& one : managers) {
-            const BlockList& blocks = one->table[slot];
-            for (size_t index = 0; index < blocks.size(); ++index)
-                pool.hazard->NoteOwner(slot, static_cast<Int>(index), blocks[index], one->block_size);
+            pool.hazard->NoteOwners(slot, one->table[slot], one->block_size, [](size_t at) { return static_cast<Int>(at); });
         }
         pool.hazard->prompts.erase(slot);
     }

@@ -46,8 +46,8 @@ inline Int LastState(const GroupManager& manager, Int slot) {
 inline Divided SplitLeft(const GroupManager& manager, Int slot, const BlockList& indices, const BlockList& blocks) {
     Divided divided;
     auto& [left, rest] = divided;
-    for (size_t at = 0; manager.pool.hazard && at < blocks.size(); ++at)
-        manager.pool.hazard->NoteOwner(slot, indices[at], blocks[at], manager.block_size);
+    if (manager.pool.hazard)
+        manager.pool.hazard->NoteOwners(slot, blocks, manager.block_size, [&](size_t at) { return Int{indices[at]}; });
     const Requests& requests = manager.requests;
     if (manager.HasWindow()) {
         const KeptIndices kept(manager, slot);

@@ -38,7 +38,13 @@ struct Prompt {
 class Hazards {
   public:
     explicit Hazards(Int shrink)
-        : used(Size()), waited(Size()), index(Size()), parent(kNodes), shrink_(std::max<Int>(1, shrink) * kUnit) {
+        : used(Size()),
+          waited(Size()),
+          index(Size()),
+          parent(kNodes),
+          shrink_(std::max<Int>(1, shrink) * kUnit),
+          hazard_(Size()),
+          pass_of_(kNodes) {
         Compute(0, 1);
     }
 
@@ -69,7 +75,7 @@ class Hazards {
     // Adds keys of a class and all above it: how many waited through the age, and how many were used at it.
     void Add(Int node, size_t age, Int uses, Int waits) {
         for (;; node = parent[static_cast<size_t>(node)]) {
-            used[Cell(node, age)] += uses;
+            if (uses) used[Cell(node, age)] += uses;
             waited[Cell(node, age)] += waits;
             if (node == 0) return;
         }
@@ -78,7 +84,7 @@ class Hazards {
     // Lets earlier data weigh less.
     void Decay() {
         for (Column* table : {&used, &waited}) {
-            for (Int& one : *table) one -= one >> kDecayShift;
+            std::for_each(table->begin(), table->begin() + Offset(count()), [](Int& one) { one -= one >> kDecayShift; });
         }
     }
 
@@ -99,9 +105,10 @@ class Hazards {
 
     void Compute(Int first, Int end) {
         const size_t num_ages = kAges.count();
-        Column hazard(num_ages), uses(num_ages + 1), held(num_ages + 1);
+        Column uses(num_ages + 1), held(num_ages + 1);
+        ++pass_;
         for (Int node = first; node < end; ++node) {
-            FindHazard(node, &hazard);
+            const Int* const hazard = HazardOf(node);
             Int alive = kAlive;
             for (size_t age = 0; age < num_ages; ++age) {
                 uses[age + 1] = uses[age] + alive * hazard[age] / kOne;
@@ -112,18 +119,24 @@ class Hazards {
         }
     }
 
-    // That of the class above, the more so the less data the class has.
-    void FindHazard(Int node, Column* hazard) const {
-        std::vector<Int> chain{node};
-        while (chain.back()) chain.push_back(parent[static_cast<size_t>(chain.back())]);
-        std::fill(hazard->begin(), hazard->end(), kPrior);
-        for (auto level = chain.rbegin(); level != chain.rend(); ++level) {
-            for (size_t age = 0; age < hazard->size(); ++age) {
-                const size_t at = Cell(*level, age);
-                const Int shrunk = (used[at] * kOne + shrink_ * (*hazard)[age]) / (waited[at] + shrink_);
-                (*hazard)[age] = std::min(shrunk, kOne - (kOne >> 5));
-            }
+    // That of the class above, the more so the less data the class has; computed once in a pass.
+    const Int* HazardOf(Int node) {
+        Int* const hazard = &hazard_[Cell(node, 0)];
+        uint64_t& pass = pass_of_[static_cast<size_t>(node)];
+        if (pass == pass_) return hazard;
+        pass = pass_;
+        if (node == 0) {
+            std::fill_n(hazard, kAges.count(), kPrior);
+        } else {
+            std::copy_n(HazardOf(parent[static_cast<size_t>(node)]), kAges.count(), hazard);
         }
+        for (size_t age = 0; age < kAges.count(); ++age) {
+            const size_t at = Cell(node, age);
+            if ((used[at] | waited[at]) == 0) continue;  // that of the class above
+            const Int shrunk = (used[at] * kOne + shrink_ * hazard[age]) / (waited[at] + shrink_);
+            hazard[age] = std::min(shrunk, kOne - (kOne >> 5));
+        }
+        return hazard;
     }
 
     // The greatest slope from each point (held, uses) to a later one: that to the next corner of their upper hull.
@@ -142,6 +155,9 @@ class Hazards {
     }
 
     Int shrink_;
+    Column hazard_;
+    std::vector<uint64_t> pass_of_;  // by class: the last pass in which its hazards were computed
+    uint64_t pass_ = 0;
     std::vector<size_t> hull_;
 };
 
@@ -152,7 +168,7 @@ class History {
         : node(kHorizon * kPieces),
           alive(kHorizon * kPieces),
           hazards_(hazards),
-          has_(node.size()),
+          place_(node.size()),
           worth_(node.size()),
           row_pass_(kHorizon) {}
 
@@ -187,30 +203,79 @@ class History {
     }
 
     struct Entry {
-        Int owner, depth;
+        Int worth, admission, minus_depth;
         uint32_t number;
-        Int worth = 0;
+        auto operator<=>(const Entry&) const = default;
     };
-    // Leaves the `count` entries of least worth, the least first: of equal ones the oldest first, of one request the
+    // The `count_of(all)` entries of least worth, the least first: of equal ones the oldest first, of one request the
     // deepest first, of one depth the least number first. No key is worth less than one behind it in its request.
-    void Order(std::vector<Entry>* entries, size_t count) {
+    // `for_each` visits the number and the owner of each entry. All entries of an owner have the same worth: the owners
+    // are ordered, and only the entries of the first ones.
+    template <typename ForEach, typename CountOf, typename DepthOf>
+    const std::vector<Entry>& Least(ForEach&& for_each, CountOf&& count_of, DepthOf&& depth_of) {
+        const Int first_recent = (now - kHorizon + 1) * kPieces;
         ++pass_;
-        for (const Entry& one : *entries) has_[CellOf(one.owner)] = pass_;
-        for (Entry& one : *entries) one.worth = one.owner / kPieces <= now - kHorizon ? 0 : WorthOf(one.owner);
-        const auto is_before = [](const Entry& a, const Entry& b) {
-            return std::tuple(a.worth, a.owner / kPieces, -a.depth, a.number) <
-                   std::tuple(b.worth, b.owner / kPieces, -b.depth, b.number);
-        };
-        const auto end = entries->begin() + static_cast<std::ptrdiff_t>(std::min(count, entries->size()));
-        if (end != entries->end()) std::nth_element(entries->begin(), end, entries->end(), is_before);
-        entries->erase(end, entries->end());
-        std::sort(entries->begin(), entries->end(), is_before);
+        seen_.clear();
+        owners_.clear();
+        least_.clear();
+        for_each([&](uint32_t number, Int owner) {
+            Place& place = place_[CellOf(owner)];
+            if (place.pass != pass_) place = {pass_, kNowhere};
+            if (owner < first_recent) {  // worth 0, and the oldest
+                least_.push_back({0, owner / kPieces, -depth_of(number), number});
+                return;
+            }
+            if (place.owner == kNowhere) {
+                place.owner = static_cast<uint32_t>(owners_.size());
+                owners_.push_back({0, owner, 0, false});
+            }
+            ++owners_[place.owner].count;
+            seen_.emplace_back(number, place.owner);
+        });
+        const size_t all = seen_.size() + least_.size(), count = std::min<size_t>(all, count_of(all));
+        ChooseOwners(static_cast<Int>(count) - static_cast<Int>(least_.size()));
+        for (const auto& [number, at] : seen_) {
+            const Owner& one = owners_[at];
+            if (one.is_chosen) least_.push_back({one.worth, one.owner / kPieces, -depth_of(number), number});
+        }
+        std::sort(least_.begin(), least_.end());
+        least_.resize(count);
+        return least_;
     }
 
     Int now = 0;
     Column node, alive;
 
   private:
+    struct Owner {
+        Int worth, owner, count;
+        bool is_chosen;
+    };
+    struct Place {
+        uint64_t pass = 0;  // the last one in which an entry had this cell
+        uint32_t owner = 0;
+    };
+    static constexpr uint32_t kNowhere = ~uint32_t{0};
+
+    // Chooses owners of least worth that have `count` entries, and the pieces of equal worth of the last one's request.
+    void ChooseOwners(Int count) {
+        ranked_.clear();
+        for (Owner& one : owners_) {
+            one.worth = WorthOf(one.owner);
+            ranked_.emplace_back(one.worth, one.owner, &one);
+        }
+        std::make_heap(ranked_.begin(), ranked_.end(), std::greater<>());
+        for (std::pair<Int, Int> last{-1, 0}; !ranked_.empty(); ranked_.pop_back()) {
+            const auto [worth, owner, one] = ranked_.front();
+            const std::pair<Int, Int> rank{worth, owner / kPieces};
+            if (count <= 0 && rank != last) return;
+            one->is_chosen = true;
+            count -= one->count;
+            last = rank;
+            std::pop_heap(ranked_.begin(), ranked_.end(), std::greater<>());
+        }
+    }
+
     Int WorthOf(Int owner) {
         const Int row = owner / kPieces % kHorizon;
         if (row_pass_[static_cast<size_t>(row)] != pass_) {
@@ -219,7 +284,7 @@ class History {
             Int most = 0;
             for (Int piece = 0; piece < kPieces; ++piece) {
                 const size_t cell = static_cast<size_t>(row * kPieces + piece);
-                const Int mine = has_[cell] == pass_ ? hazards_.index[Hazards::Cell(node[cell], age)] : 0;
+                const Int mine = place_[cell].pass == pass_ ? hazards_.index[Hazards::Cell(node[cell], age)] : 0;
                 most = worth_[cell] = piece ? std::max(most, mine) : mine;
             }
         }
@@ -227,7 +292,11 @@ class History {
     }
 
     Hazards& hazards_;
-    std::vector<uint64_t> has_;  // by cell: the last pass in which an entry had it
+    std::vector<Place> place_;  // by cell: where `owners_` has it
+    std::vector<Owner> owners_;
+    std::vector<std::tuple<Int, Int, Owner*>> ranked_;    // worth and owner, as a heap
+    std::vector<std::pair<uint32_t, uint32_t>> seen_;     // number of an entry, place of its owner
+    std::vector<Entry> least_;
     Column worth_;
     std::vector<uint64_t> row_pass_;
     uint64_t pass_ = 0;

@@ -129,7 +129,8 @@ class HazardState {
         learner_.recency.Load(static_cast<uint32_t>(count), num_recent);
         Column alive(history_.alive.size());
         for (uint32_t entry = 0; entry < count; ++entry) {
-            Check(learner_.entry_of.emplace(learner_.key[entry], entry).second);
+            Check(learner_.entry_of.Find(learner_.key[entry]) == kNoEntry);
+            learner_.entry_of.Add(learner_.key[entry], entry);
             Check(IsWithin(learner_.owner[entry], 0, end) && IsWithin(learner_.depth[entry], 0, kMostCount) &&
                   IsWithin(learner_.uses[entry], 0, kMostCount));
             learner_.num_resident += learner_.resident[entry] = resident[entry] != 0;

@@ -1,6 +1,7 @@
 // Follows admissions for the policy HAZARD, see `hazard.Learner`: the history, and two ghost pools of sampled keys.
 #pragma once
 
+#include "entries.h"
 #include "hazard.h"
 
 namespace kvplane {
@@ -48,14 +49,13 @@ class Learner {
           owner(most),
           depth(most),
           uses(most),
-          resident(most),
+          resident(most + sizeof(uint64_t)),
           size_(hash_block_size) {}
 
     // Follows an admission; `num_hit`: tokens of its hit, which were seen.
     Prompt Admit(const Digests& digests, uint64_t salt, Int num_tokens, Int num_hit, Int hint) {
         FindSampled(digests, salt);
-        FindEntries();
-        const size_t known = RunOf([](uint32_t entry) { return entry != kNone; });
+        const size_t known = RunOf([](uint32_t entry) { return entry != kNoEntry; });
         size_t many = 0;
         for (size_t at = 0; at < known; ++at) many += uses[entries_[at]] >= kManyUses - 1;
         const Int many_end = many ? sampled_[many - 1].depth : 0;
@@ -63,7 +63,7 @@ class Learner {
         Compare(known);
         const Prompt prompt{history.Begin(), num_tokens, many_end, seen_end};
         for (const uint32_t entry : entries_) {
-            if (entry != kNone) history.Use(owner[entry]);
+            if (entry != kNoEntry) history.Use(owner[entry]);
         }
         Describe(prompt, hint);
         Touch(prompt.number, many, known);
@@ -105,21 +105,20 @@ class Learner {
     Column owner, depth, uses;
     std::vector<uint8_t> resident;
     Int num_resident = 0;
-    std::unordered_map<uint64_t, uint32_t> entry_of;
+    EntryIndex entry_of;
     std::vector<std::pair<uint32_t, Int>> victims;
 
   private:
-    static constexpr uint32_t kNone = ~uint32_t{0};
-
     static Int ShiftOf(Int num_hash_blocks) {
         return static_cast<Int>(BitLength(std::max<Int>(0, CeilDiv(num_hash_blocks, kMostSampled) - 1)));
     }
 
-    // The sampled keys of a chain of digests, each once.
+    // The sampled keys of a chain of digests, each once, with their entries; those are taken out of the order of use.
     void FindSampled(const Digests& digests, uint64_t salt) {
-        sampled_.clear();
         const uint64_t mask = (uint64_t{1} << shift) - 1;
-        std::unordered_map<uint64_t, bool> seen;
+        sampled_.clear();
+        entries_.clear();
+        fresh_.clear();
         size_t taken = 0;
         for (Int at = 0; at < digests.count() && taken < most / 2; ++at) {
             uint64_t head = 0;
@@ -127,16 +126,32 @@ class Learner {
                         std::min(digests.size, sizeof head));
             if (head & mask) continue;
             ++taken;
-            if (seen.emplace(head ^ salt, true).second) sampled_.push_back({head ^ salt, (at + 1) * size_});
+            const uint32_t entry = entry_of.Find(head ^ salt);
+            if (entry == kNoEntry) {
+                fresh_.push_back(head ^ salt);
+            } else if (recency.IsHeld(entry)) {
+                continue;  // the chain has this key twice
+            } else {
+                recency.Hold(entry);
+            }
+            sampled_.push_back({head ^ salt, (at + 1) * size_});
+            entries_.push_back(entry);
         }
+        std::sort(fresh_.begin(), fresh_.end());
+        if (std::adjacent_find(fresh_.begin(), fresh_.end()) != fresh_.end()) [[unlikely]]
+            LeaveOutRepeated();
     }
 
-    void FindEntries() {
-        entries_.clear();
-        for (const Sampled& one : sampled_) {
-            const auto found = entry_of.find(one.key);
-            entries_.push_back(found == entry_of.end() ? kNone : found->second);
+    void LeaveOutRepeated() {
+        std::set<uint64_t> seen;
+        size_t kept = 0;
+        for (size_t at = 0; at < sampled_.size(); ++at) {
+            if (entries_[at] == kNoEntry && !seen.insert(sampled_[at].key).second) continue;
+            sampled_[kept] = sampled_[at];
+            entries_[kept++] = entries_[at];
         }
+        sampled_.resize(kept);
+        entries_.resize(kept);
     }
 
     template <typename F>
@@ -156,11 +171,8 @@ class Learner {
     }
 
     void Touch(Int number, size_t many, size_t known) {
-        for (const uint32_t entry : entries_) {
-            if (entry != kNone) recency.Hold(entry);
-        }
         for (size_t at = 0; at < entries_.size(); ++at) {
-            if (entries_[at] == kNone) entries_[at] = NewEntry(sampled_[at].key);
+            if (entries_[at] == kNoEntry) entries_[at] = NewEntry(sampled_[at].key);
         }
         for (size_t at = 0; at < entries_.size(); ++at) {
             const uint32_t entry = entries_[at];
@@ -177,17 +189,17 @@ class Learner {
 
     // An entry for a key; that of the key that was used longest ago where all are taken.
     uint32_t NewEntry(uint64_t new_key) {
-        auto entry = static_cast<uint32_t>(entry_of.size());
-        if (entry_of.size() == most) {
+        auto entry = static_cast<uint32_t>(entry_of.count());
+        if (entry == most) {
             entry = recency.TakeOldest();
-            entry_of.erase(key[entry]);
+            entry_of.Remove(key[entry]);
             history.Lose(owner[entry]);
             num_resident -= resident[entry];
             resident[entry] = 0;
             uses[entry] = 0;
         }
         key[entry] = new_key;
-        entry_of[new_key] = entry;
+        entry_of.Add(new_key, entry);
         return entry;
     }
 
@@ -209,21 +221,28 @@ class Learner {
     bool FindVictims() {
         victims.clear();
         first_victim_ = 0;
-        std::vector<History::Entry> found;
-        for (uint32_t entry = 0; entry < entry_of.size(); ++entry) {  // a request holds its blocks
-            if (resident[entry] && owner[entry] < history.now * kPieces)
-                found.push_back({owner[entry], depth[entry], entry});
-        }
-        if (found.empty()) return false;
-        history.Order(&found, static_cast<size_t>(std::max<Int>({num_resident - pool, pool / kBatches, 1})));
-        for (const auto& one : found) victims.emplace_back(one.number, one.owner);
-        return true;
+        const Int end_of_others = history.now * kPieces;  // a request holds its blocks
+        const auto for_each = [&](auto&& visit) {
+            uint64_t flags = 0;
+            for (uint32_t first = 0; first < entry_of.count(); first += sizeof flags) {
+                std::memcpy(&flags, &resident[first], sizeof flags);  // entries without a key have none
+                for (; flags; flags &= flags - 1) {
+                    const uint32_t entry = first + static_cast<uint32_t>(std::countr_zero(flags)) / 8;
+                    if (owner[entry] < end_of_others) visit(entry, owner[entry]);
+                }
+            }
+        };
+        const auto count_of = [&](size_t) { return std::max<Int>({num_resident - pool, pool / kBatches, 1}); };
+        for (const auto& one : history.Least(for_each, count_of, [&](uint32_t entry) { return depth[entry]; }))
+            victims.emplace_back(one.number, owner[one.number]);
+        return !victims.empty();
     }
 
     std::vector<Sampled> sampled_;
     Int size_;
     size_t first_victim_ = 0;  // of `victims`: those before it are done
     std::vector<uint32_t> entries_;
+    std::vector<uint64_t> fresh_;  // the sampled keys that have no entry
 };
 
 }  // namespace kvplane

@@ -25,11 +25,14 @@ class HazardPolicy {
         if (const auto found = prompts.find(slot); found != prompts.end()) learner.Describe(found->second, hint);
     }
 
-    // Records that a request is the last user of the block at this index of its table.
-    void NoteOwner(Int slot, Int index, Block block, Int block_size) {
+    // Records that a request is the last user of blocks, which are at these indices of its table.
+    template <typename IndexOf>
+    void NoteOwners(Int slot, const BlockList& blocks, Int block_size, IndexOf&& index_of) {
         const auto found = prompts.find(slot);
         if (found == prompts.end()) return;
-        owner[block] = found->second.number * kPieces + found->second.PieceOf((index + 1) * block_size);
+        const Prompt& prompt = found->second;
+        for (size_t at = 0; at < blocks.size(); ++at)
+            owner[blocks[at]] = prompt.number * kPieces + prompt.PieceOf((index_of(at) + 1) * block_size);
     }
 
     // Puts blocks of least worth before the divider, if there are fewer than `count` and HAZARD leads.
@@ -38,16 +41,15 @@ class HazardPolicy {
         if (!learner.duel.leads) return;
         const Int missing = count - free.CountFirst(count);
         if (missing <= 0) return;
-        entries_.clear();
-        for (Block block = 0; block < owner.size(); ++block) {
-            const Int tokens = free.IsBehind(block) ? tokens_of(block) : 0;
-            if (tokens > 0) entries_.push_back({owner[block], tokens, block});
-        }
-        if (entries_.empty()) return;
-        const size_t batch = std::max(static_cast<size_t>(missing), entries_.size() / kBatches);
-        learner.history.Order(&entries_, batch);
+        const auto for_each = [&](auto&& visit) {
+            for (Block block = 0; block < owner.size(); ++block) {
+                if (free.IsBehind(block) && tokens_of(block) > 0) visit(block, owner[block]);
+            }
+        };
+        const auto count_of = [&](size_t all) { return std::max(static_cast<size_t>(missing), all / kBatches); };
         chosen_.clear();
-        for (const History::Entry& one : entries_) chosen_.push_back(one.number);
+        for (const History::Entry& one : learner.history.Least(for_each, count_of, tokens_of))
+            chosen_.push_back(one.number);
         for (const Block block : chosen_) free.Remove(block);
         free.AppendLeftWindow(chosen_);
     }
@@ -72,7 +74,6 @@ class HazardPolicy {
         return salt;
     }
 
-    std::vector<History::Entry> entries_;
     BlockList chosen_;
 };
 

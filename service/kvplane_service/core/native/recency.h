@@ -18,6 +18,7 @@ class Recency {
     }
 
     bool IsRecent(uint32_t entry) const { return recent_[entry]; }
+    bool IsHeld(uint32_t entry) const { return next_[entry] == kOut; }
     Int num_recent() const { return num_recent_; }
 
     // Takes an entry, which is used next, out of the order; it keeps its place in the LRU ghost.
