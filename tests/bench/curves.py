@@ -3,28 +3,23 @@
     KVPLANE_WORKLOADS=FOLDER python -m tests.bench.curves
     python -m tests.bench.curves --part second --chart curves.svg            the first half of each trace left out
 
-A core serves one prompt after the other, each in one step, without an engine: that takes a part of the time of
-`tests.bench.policies`. The optimum knows the future, and holds a request's own blocks too: it is the bound of what any
-policy of an engine can hit.
+A core serves one prompt after the other, each in one step. The optimum knows the future, and holds a request's own
+blocks too: it is the bound of what any policy of an engine can hit.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kvplane.base.groups import EvictionPolicy
-from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, Step
+from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.cli.plots import new_figure, save
-from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.replicas.cores import new_replica
 from tests.bench.machine import machine_line
-from tests.bench.policies import FULL_ONLY, TRACES, Chain, bound, chains_of, replica_of, requests_of
+from tests.bench.policies import FULL_ONLY, TRACES, Chain, bound, percentage, prompts_of, replica_of
 from tests.conftest import workloads_folder, workloads_line
 
 POOLS = {
@@ -42,39 +37,16 @@ class Hits(NamedTuple):
     optimum: float
 
 
-def new_core(size: int, num_blocks: int, policy: EvictionPolicy) -> ReplicaCore:
-    """Return a core with one group of full attention, which takes prompts whole."""
+def replica_for(size: int, num_blocks: int, policy: EvictionPolicy) -> ReplicaSpec:
+    """Return a replica with one group of full attention, which takes prompts whole."""
     spec = replica_of(FULL_ONLY, size, num_blocks, eviction=policy)
-    replica = new_replica(replace(spec, max_in_flight_tokens=spec.max_model_len))
-    replica.begin_epoch(1)
-    return replica
-
-
-def hit_tokens(chains: Iterable[Chain], replica: ReplicaCore) -> list[int]:
-    """Return how many tokens of each prompt hit; none of one that is longer than the pool, which no core admits."""
-    hits, seq, before = list[int](), 0, Facts()
-    most = (replica.spec.num_blocks - 1) * replica.spec.hash_block_size
-    for chain in chains:
-        if chain.num_tokens > most:
-            hits.append(0)
-            continue
-        slot, seq = seq % 2, seq + 1
-        joined, domain = b"".join(chain.digests), [chain.domain]
-        news = News([slot], [chain.num_tokens], num_hashes=[len(chain.digests)], hashes=joined, domain=domain)
-        part = Part(facts=before, news=news, admit=Admit([slot]))
-        found = replica.apply(Step(1, seq, [part], executed_through=seq - 1)).parts[0]
-        replica.take_events()
-        assert list(found.admit_status) == [AdmitStatus.GRANTED], found.admit_status
-        hits.append(found.admit_hit[0])
-        before = Facts([slot], end=[int(End.FREE)])
-    return hits
+    return replace(spec, max_in_flight_tokens=spec.max_model_len)
 
 
 def hits_of(chains: Sequence[Chain], size: int, num_blocks: int) -> Hits:
     """Return what the policies hit of these prompts in a pool."""
-    tokens = sum(chain.num_tokens for chain in chains)
     policies = (EvictionPolicy.LRU, EvictionPolicy.HAZARD)
-    lru, hazard = (100 * sum(hit_tokens(chains, new_core(size, num_blocks, policy))) / tokens for policy in policies)
+    lru, hazard = (percentage(chains, replica_for(size, num_blocks, policy)) for policy in policies)
     return Hits(lru, hazard, bound(chains, size, num_blocks))
 
 
@@ -104,8 +76,7 @@ def main() -> int:
     print(machine_line(), "", "| trace | blocks | lru | hazard | optimum |", "|---|---|---|---|---|", sep="\n")
     found: dict[str, dict[int, Hits]] = {}
     for trace, sizes in POOLS.items():
-        with ExitStack() as files:
-            chains = chains_of(requests_of(folder, trace, None, files), TRACES[trace][1])
+        chains = prompts_of(folder, trace, None)
         half = len(chains) // 2
         chains = {"all": chains, "first": chains[:half], "second": chains[half:]}[options.part]
         for size in sizes:

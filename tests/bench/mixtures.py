@@ -14,7 +14,6 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import cache
 from hashlib import blake2b
 from heapq import merge
@@ -23,9 +22,9 @@ from random import Random
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.groups import EvictionPolicy
-from tests.bench.curves import hit_tokens, new_core
+from tests.bench.curves import replica_for
 from tests.bench.machine import machine_line
-from tests.bench.policies import TRACES, Chain, chains_of, requests_of
+from tests.bench.policies import TRACES, Chain, percentage, prompts_of
 from tests.conftest import workloads_folder, workloads_line
 
 SIZE, WIDTH = 512, 32  # tokens of a block, bytes of a digest
@@ -58,9 +57,7 @@ def trace_of(name: str) -> Chains:
     """Return the prompts of a public trace, as if all had blocks of the same size."""
     folder, size = workloads_folder(), TRACES[name][1]
     assert folder is not None
-    with ExitStack() as files:
-        chains = chains_of(requests_of(folder, name, None, files), size)
-    return [chain._replace(num_tokens=chain.num_tokens * SIZE // size) for chain in chains]
+    return [chain._replace(num_tokens=chain.num_tokens * SIZE // size) for chain in prompts_of(folder, name, None)]
 
 
 def of_domain(prompts: Chains, domain: str) -> Chains:
@@ -174,9 +171,8 @@ def case_of(kind: str, seed: int) -> Case:
 def gain_of(case: Case) -> float:
     """Return the percentage of the tokens that hit with HAZARD, less that with LRU."""
     policies = (EvictionPolicy.LRU, EvictionPolicy.HAZARD)
-    cores = (new_core(SIZE, case.num_blocks, policy) for policy in policies)
-    lru, hazard = (sum(hit_tokens(case.prompts, core)) for core in cores)
-    return 100 * (hazard - lru) / sum(prompt.num_tokens for prompt in case.prompts)
+    lru, hazard = (percentage(case.prompts, replica_for(SIZE, case.num_blocks, policy)) for policy in policies)
+    return hazard - lru
 
 
 def measured(job: tuple[str, int]) -> tuple[str, float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from hashlib import blake2b
 from itertools import accumulate
 from random import Random
@@ -15,39 +14,55 @@ from kvplane_replay.workloads import ChatShape, Span, TokenSource, TraceRequest,
 from kvplane_service.core import hazard
 from tests.bench.curves import hits_of
 from tests.bench.mixtures import Case, gain_of, made
-from tests.bench.policies import Cell, Chain, bound, chains_of, replay, replica_of, requests_of, share_of_hits
+from tests.bench.policies import (
+    Cell,
+    Chain,
+    bound,
+    chains_of,
+    percentage,
+    prompts_of,
+    replay,
+    replica_of,
+    share_of_hits,
+)
 
 LRU, WINDOW_TAIL = EvictionPolicy.LRU, EvictionPolicy.WINDOW_TAIL
 SIZE = 512
 
 
-def shares(spec_of, trace_of, *policies):
-    return [share_of_hits(replay(spec_of(policy), trace_of())) for policy in policies]
+def shares(spec_of, chains, *policies):
+    return [percentage(chains, spec_of(policy)) for policy in policies]
+
+
+@pytest.mark.parametrize(("groups", "policy"), [("5 windows", WINDOW_TAIL), ("no windows", EvictionPolicy.HAZARD)])
+def test_a_core_alone_hits_what_an_engine_does(groups, policy):
+    requests = list(chat_workload(Random(3), ChatShape(16_384, num_sessions=20)))
+    spec = replica_of(groups, SIZE, 300, eviction=policy)
+    engine = share_of_hits(replay(spec, requests))
+    assert percentage(chains_of(requests, SIZE), spec) == engine > 0
 
 
 def test_window_tail_hits_more_of_a_real_trace(workloads):
     """Its first 1,200 requests, in a pool in which windows compete with prefixes."""
     dense, sparse = (Cell("conversation", "5 windows", 8000, retention) for retention in (DENSE_RETENTION, 0))
-    with ExitStack() as files:
-        requests = list(requests_of(workloads, "conversation", 1200, files))
-    lru, window_tail = shares(dense.spec, lambda: requests, LRU, WINDOW_TAIL)
-    best = bound(chains_of(requests, SIZE), SIZE, 8000)
+    chains = prompts_of(workloads, "conversation", 1200)
+    lru, window_tail = shares(dense.spec, chains, LRU, WINDOW_TAIL)
+    best = bound(chains, SIZE, 8000)
     assert lru + 1.5 < window_tail <= best
-    lru, window_tail = shares(sparse.spec, lambda: requests, LRU, WINDOW_TAIL)
+    lru, window_tail = shares(sparse.spec, chains, LRU, WINDOW_TAIL)
     assert lru == window_tail <= best
 
 
 @pytest.mark.parametrize("groups", ["1 window", "5 windows"])
 @pytest.mark.parametrize("num_blocks", [200, 400, 1600])
 def test_window_tail_hits_no_less_of_chats_and_agents(groups, num_blocks):
-    def trace():
-        return chat_workload(Random(3), ChatShape(16_384, num_sessions=40))
+    chains = chains_of(chat_workload(Random(3), ChatShape(16_384, num_sessions=40)), SIZE)
 
     def spec_of(policy):
         return replica_of(groups, SIZE, num_blocks, retention_interval=DENSE_RETENTION, eviction=policy)
 
-    lru, window_tail = shares(spec_of, trace, LRU, WINDOW_TAIL)
-    assert lru - 0.1 <= window_tail <= bound(chains_of(trace(), SIZE), SIZE, num_blocks)
+    lru, window_tail = shares(spec_of, chains, LRU, WINDOW_TAIL)
+    assert lru - 0.1 <= window_tail <= bound(chains, SIZE, num_blocks)
 
 
 def requests_by_letter(words):
@@ -92,8 +107,7 @@ def test_the_bound_is_the_best_that_any_choice_reaches(seed):
 
 @pytest.mark.parametrize(("part", "blocks"), [("second", 10_000), ("first", 10_000), ("second", 6000)])
 def test_hazard_hits_no_less_than_lru_of_half_a_trace(workloads, part, blocks):
-    with ExitStack() as files:
-        chains = chains_of(requests_of(workloads, "synthetic", None, files), SIZE)
+    chains = prompts_of(workloads, "synthetic", None)
     half = len(chains) // 2
     hits = hits_of(chains[:half] if part == "first" else chains[half:], SIZE, blocks)
     assert hits.lru - 0.15 <= hits.hazard <= hits.optimum

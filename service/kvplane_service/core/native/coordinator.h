@@ -219,7 +219,8 @@ class Coordinator {
     void NoteReleased(Int slot) {
         if (!pool.hazard) return;
         for (const auto& one : managers) {
-            pool.hazard->NoteOwners(slot, one->table[slot], one->block_size, [](size_t at) { return static_cast<Int>(at); });
+            const auto index_of = [](size_t at) { return static_cast<Int>(at); };
+            pool.hazard->NoteOwners(slot, one->table[slot], one->block_size, index_of);
         }
         pool.hazard->prompts.erase(slot);
     }

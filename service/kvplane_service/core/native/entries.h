@@ -7,8 +7,8 @@ namespace kvplane {
 
 constexpr uint32_t kNoEntry = ~uint32_t{0};
 
-// Open addressing with linear probing and deletion by shifting back. Engines choose keys, and must not choose where they
-// collide: a place depends on secrets of this index.
+// Open addressing with linear probing and deletion by shifting back. Engines choose keys, and must not choose where
+// they collide: a place depends on secrets of this index.
 class EntryIndex {
   public:
     EntryIndex() {

@@ -84,7 +84,7 @@ class Hazards {
     // Lets earlier data weigh less.
     void Decay() {
         for (Column* table : {&used, &waited}) {
-            std::for_each(table->begin(), table->begin() + Offset(count()), [](Int& one) { one -= one >> kDecayShift; });
+            for (Int& one : std::span(*table).first(Cell(count(), 0))) one -= one >> kDecayShift;
         }
     }
 
