@@ -18,7 +18,15 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
-from tests.core import builders, page_engine, test_prefetch, test_save_policies, test_tier_costs, test_tiers
+from tests.core import (
+    builders,
+    page_engine,
+    test_preempted,
+    test_prefetch,
+    test_save_policies,
+    test_tier_costs,
+    test_tiers,
+)
 from tests.core.builders import digests, full, replica_spec, window
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.test_page_contents import MIXES
@@ -174,6 +182,7 @@ def cases_of(module):
 CASES = [
     *cases_of(test_prefetch),
     *cases_of(test_save_policies),
+    *cases_of(test_preempted),
     what_changes_far_from_eviction_is_not_saved,
     what_is_worth_least_leaves_and_is_saved,
     a_load_that_is_done_before_it_could_start,

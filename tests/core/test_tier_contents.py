@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.groups import TierKind, TierSpec
+from kvplane.base.groups import DENSE_RETENTION, TierKind, TierSpec
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import replica_spec
 from tests.core.save_rules import uses_noted, with_policies
@@ -25,7 +25,9 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     sizes = {"num_blocks": rng.choice([30, 60, 90])}
     host, disk = TierSpec(TierKind.HOST, rng.choice([12, 60, 200])), TierSpec(TierKind.DISK, rng.choice([10, 300]))
     tiers = with_policies(rng.choice([(host,), (host, disk), (host, disk), (disk,)]), Random(f"{mix} {seed}"))
-    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
+    kept = {"retention_interval": Random(f"{seed} {mix}").choice([DENSE_RETENTION, 0])}
+    options = {**kept, **changes, **sizes, "tiers": tiers}
+    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **options)
     with small_pools(), uses_noted():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
         engine.tide = TIDE if seed % 3 == 2 else 0

@@ -18,6 +18,7 @@ from kvplane.base.step import RemoveReason
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import BlockPool
+from kvplane_service.core.preempted import leave_hit
 from kvplane_service.core.tiers.behind import SaveBehind
 from kvplane_service.core.tiers.loads import Choice, TierLoads
 from kvplane_service.core.tiers.tier import Tier
@@ -63,8 +64,32 @@ def _forgotten(real: Wrapped) -> Wrapped:
     return close
 
 
+def _kept(real: Wrapped) -> Wrapped:
+    """Its keys count as executed."""
+
+    def prepare_return(self: InFlightTracker, slot: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InFlightTracker, "note_keys", lambda self, slot, seq: self._blocks.pool.registered.clear())
+            real(self, slot)
+
+    return prepare_return
+
+
+def _left(real: Wrapped) -> Wrapped:
+    """Whatever the reason for the preemption."""
+
+    def preempt(self: InFlightTracker, slot: int, *given: int) -> list[int]:
+        leave_hit(self._blocks, slot)
+        self.note_keys(slot, self._blocks.pool.step)
+        return real(self, slot, *given)
+
+    return preempt
+
+
 # Name -> (class, method, change). One rule has tests alone (`test_tiers`): that a load of a dropped key fails.
 TWINS: dict[str, tuple[type, str, Callable[[Any], object]]] = {
+    "what a preempted request leaves is not withdrawn": (InFlightTracker, "prepare_return", lambda real: _kept(real)),
+    "a request leaves a hit that is not loaded": (InFlightTracker, "preempt", lambda real: _left(real)),
     "saved before its step is executed": (SaveBehind, "_is_executed", lambda real: lambda self, block: True),
     "version of a slot not compared": (TierMemory, "read", lambda real: lambda self, slot, version: (
         self.slots[slot][1] if slot in self.slots else None

@@ -73,6 +73,8 @@ OTHERS = (
     tiered("restarts, given up", (WINDOW, FULL), 150, config={"load_deadline_s": 0.05}, restart_every=5),
     tiered("lost launches", (CHUNK, FULL), 110, lose_every=9),
     tiered("preemption", (WINDOW, FULL), 60, max_open=9),
+    tiered("preemption of states", (STATE, FULL), 70, max_open=9),
+    tiered("preemption of chunks, late reports", (CHUNK, FULL), 70, max_open=9, config={"report_lag": 3}),
 )
 DISKS = (
     tiered("full, on disk", (FULL, FULL), 70, tiers=HOST_AND_DISK),

@@ -101,7 +101,7 @@ class Coordinator:
         self.boundaries = CheckpointRule.of(spec, spec.groups[0])  # of any group: only `last_boundary` is used
         self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
         self.checkpoints_single_group_hits = any(group.checkpoints_single_group_hits for group in spec.groups)
-        self._caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
+        self.caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
         # An allocation changes no other bound of these groups' fast path.
         self._only_tables_grow = all(
             group.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SLIDING_WINDOW)
@@ -395,7 +395,7 @@ class Coordinator:
             self._drops_last_block,
             self.spec.keep_divergence_boundary,
         )
-        for manager in self._caching:
+        for manager in self.caching:
             manager.register_blocks(slot, self._share(manager, num_tokens), boundaries)
 
     def register_again(self, blocks: Sequence[int]) -> None:

@@ -170,6 +170,8 @@ class FactApplier:
         requests.invalidate_fast_path(slot)
 
     def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
+        if end is End.PREEMPTED and self._requests.running[slot]:
+            self._tracker.prepare_return(slot)
         if end is not End.HELD:
             fence = self._tracker.load_is_over(slot, fence)
         if end is End.FREE:

@@ -25,6 +25,7 @@ from kvplane_service.core.counters import Counters
 from kvplane_service.core.eviction import renew_states
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.policies import note_released
+from kvplane_service.core.preempted import leave_hit
 
 SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
 
@@ -210,6 +211,26 @@ class InFlightTracker:
         """
         cancelled_from_step = seq if self._requests.granted_step[slot] == seq else seq + 1
         return self._preempt_cascade([self._stay(slot)], cancelled_from_step, fence)
+
+    def prepare_return(self, slot: int) -> None:
+        """Let a request that is preempted now, and all of whose blocks are as they should be, continue later from where
+        it is, if the replica has tiers.
+        """
+        blocks, requests, pool = self._blocks, self._requests, self._blocks.pool
+        fresh = requests.granted_step[slot] == pool.step  # what it was granted is not computed
+        if not blocks.tiers.each or fresh or slot in requests.loading or self.loads_from_tiers(slot):
+            return
+        # As if the step before had registered them: if that, or one before it, does not run, they are withdrawn.
+        pool.step -= 1
+        leave_hit(blocks, slot)
+        self.note_keys(slot, pool.step)
+        pool.step += 1
+        blocks.tiers.note_hit(block for table in blocks.tables(slot) for block in reversed(table))
+
+    def next_victim(self, seq: int) -> int | None:
+        """Return the slot of the last request that step `seq` granted tokens to: an engine preempts it first."""
+        stays = self.grants.get(seq, Grants()).stays()[-1:]
+        return next((stay.slot for stay in stays if self._runs(stay)), None)
 
     def fail_step(self, seq: int) -> list[int]:
         """Preempt the requests to which a failed step granted tokens, and the requests that adopted keys of this step.

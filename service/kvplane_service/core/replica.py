@@ -70,7 +70,7 @@ class Replica:
         self._scheme = HashScheme.of(spec)
         self.facts = FactApplier(self.coordinator, self.tracker, self._scheme.digest.size)
         self.tiers = self.coordinator.tiers
-        self._save_behind = SaveBehind(spec, self._pool, self.tiers)
+        self._save_behind = SaveBehind(spec, self.coordinator)
         self._pool.stamped.clear()
         self.seq = 0
         self._keeps_keys = True  # False while an engine life begins without a stamp table
@@ -436,7 +436,7 @@ class Replica:
         """Complete a step after its last part: the blocks of its copies are released once the step is executed."""
         self.tracker.close_step(seq)
         if self.spec.tiers:
-            self._save_behind.close_step()
+            self._save_behind.close_step(self.tracker.next_victim(seq))
             self.tiers.complete(last)
         self.counters.steps += 1
         last.free_blocks = self._pool.num_free

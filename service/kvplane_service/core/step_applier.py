@@ -221,6 +221,7 @@ class StepApplier:
         row_of.update(fresh)
         if slot in row_of:  # its grant is not recorded yet, and it will not run
             self._requests.granted_step[slot] = self._seq
+        self._tracker.prepare_return(slot)
         gone = self._tracker.preempt(slot, self._seq)
         self._result.preempted.extend(gone)
         for at in [row_of.pop(one) for one in gone if one in row_of]:

@@ -340,10 +340,11 @@ class GroupManager(ABC):
             if self.drops_last_block:
                 reachable.append(single_group_hit - self.block_size)
         keep = self.reachable_blocks(start, end, reachable)
-        self._register_range(slot, start, end, keep)
+        self.register_range(slot, start, end, keep)
         self.num_cached[slot] = end
 
-    def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
+    def register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
+        """Register the request's blocks with indices [start, end) that are in the mask; None: all of them."""
         table, digests = self.table[slot], self.requests.content[slot].digests
         per_block = self.block_size // self.hash_size
         domain = self.requests.domain[slot]

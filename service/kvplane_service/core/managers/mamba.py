@@ -388,7 +388,7 @@ class AlignedStateManager(GroupManager):
             del left[index]
         self.last_checkpoints.pop(slot, None)
 
-    def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
+    def register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
         """Register only blocks whose state is that at the end of the block: a launch that went further left a later
         state in it.
 
@@ -398,7 +398,7 @@ class AlignedStateManager(GroupManager):
             assert end * self.block_size <= self.requests.num_tokens[slot], f"slot {slot}: registers unverified drafts"
             exact = [self._ends_in(slot, index) == (index + 1) * self.block_size for index in range(start, end)]
             keep = exact if keep is None else [one and other for one, other in zip(keep, exact, strict=True)]
-        super()._register_range(slot, start, end, keep)
+        super().register_range(slot, start, end, keep)
 
     def _ends_in(self, slot: int, index: int) -> int:
         """Return after how many tokens of the request the state in this block is, once all launches so far have run; 0

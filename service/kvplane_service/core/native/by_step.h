@@ -118,4 +118,42 @@ class ByStep {
     std::vector<T> spare_;
 };
 
+// Values by key, in order of insertion; a removed key that is added again comes last.
+template <typename K, typename V>
+class Ordered {
+  public:
+    V& operator[](const K& key) {
+        const auto [at, is_new] = where_.try_emplace(key, entries_.size());
+        if (is_new) entries_.emplace_back(key, V());
+        return entries_[at->second].second;
+    }
+    const V* Find(const K& key) const {
+        const auto found = where_.find(key);
+        return found == where_.end() ? nullptr : &entries_[found->second].second;
+    }
+    V Pop(const K& key) {
+        const auto found = where_.find(key);
+        if (found == where_.end()) return V();
+        V value = std::move(entries_[found->second].second);
+        entries_[found->second].second = V();
+        where_.erase(found);
+        return value;
+    }
+    template <typename F>
+    void ForEach(F&& visit) const {
+        for (size_t at = 0; at < entries_.size(); ++at) {
+            const auto found = where_.find(entries_[at].first);
+            if (found != where_.end() && found->second == at) visit(entries_[at].first, entries_[at].second);
+        }
+    }
+    void clear() {
+        entries_.clear();
+        where_.clear();
+    }
+
+  private:
+    std::vector<std::pair<K, V>> entries_;
+    std::map<K, size_t> where_;
+};
+
 }  // namespace kvplane

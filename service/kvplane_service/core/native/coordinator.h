@@ -268,6 +268,9 @@ class Coordinator {
     std::vector<std::unique_ptr<GroupManager>> managers;
     std::unique_ptr<PrefixLookup> lookup;
     const CheckpointRule boundaries;
+    // The managers of the groups that are cached.
+    const std::vector<GroupManager*>& caching() const { return caching_; }
+
     bool has_states = false, checkpoints_single_group_hits = false;
 
   private:

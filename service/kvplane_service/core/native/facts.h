@@ -133,6 +133,7 @@ class FactApplier {
     }
 
     void Finish(Int slot, Int end, Int fence, Int seq, PartResult* result) {
+        if (end == kEndPreempted && requests_.running[slot]) tracker_.PrepareReturn(slot);
         if (end != kEndHeld) fence = tracker_.LoadIsOver(slot, fence);
         if (end == kEndFree) {
             Append(tracker_.Finish(slot, seq, fence), &result->preempted);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "by_step.h"
-#include "coordinator.h"
+#include "preempted.h"
 
 namespace kvplane {
 
@@ -24,44 +24,6 @@ struct Counters {
                 {"unaligned_chunks", &unaligned_chunks},
                 {"starved_chunks", &starved_chunks}};
     }
-};
-
-// Values by key, in order of insertion; a removed key that is added again comes last.
-template <typename K, typename V>
-class Ordered {
-  public:
-    V& operator[](const K& key) {
-        const auto [at, is_new] = where_.try_emplace(key, entries_.size());
-        if (is_new) entries_.emplace_back(key, V());
-        return entries_[at->second].second;
-    }
-    const V* Find(const K& key) const {
-        const auto found = where_.find(key);
-        return found == where_.end() ? nullptr : &entries_[found->second].second;
-    }
-    V Pop(const K& key) {
-        const auto found = where_.find(key);
-        if (found == where_.end()) return V();
-        V value = std::move(entries_[found->second].second);
-        entries_[found->second].second = V();
-        where_.erase(found);
-        return value;
-    }
-    template <typename F>
-    void ForEach(F&& visit) const {
-        for (size_t at = 0; at < entries_.size(); ++at) {
-            const auto found = where_.find(entries_[at].first);
-            if (found != where_.end() && found->second == at) visit(entries_[at].first, entries_[at].second);
-        }
-    }
-    void clear() {
-        entries_.clear();
-        where_.clear();
-    }
-
-  private:
-    std::vector<std::pair<K, V>> entries_;
-    std::map<K, size_t> where_;
 };
 
 class InFlightTracker {
@@ -207,6 +169,30 @@ class InFlightTracker {
 
     Column Preempt(Int slot, Int seq, Int fence = 0) {
         return PreemptCascade({StayOf(slot)}, requests_.granted_step[slot] == seq ? seq : seq + 1, fence);
+    }
+
+    // Lets a request that is preempted now, and all of whose blocks are as they should be, continue later from where it
+    // is, if the replica has tiers.
+    void PrepareReturn(Int slot) {
+        const bool is_fresh = requests_.granted_step[slot] == pool_.step;  // what it was granted is not computed
+        if (blocks_.tiers.each.empty() || is_fresh || requests_.loading.contains(slot) || LoadsFromTiers(slot)) return;
+        // As if the step before had registered them: if that, or one before it, does not run, they are withdrawn.
+        --pool_.step;
+        LeaveHit(blocks_, slot);
+        NoteKeys(slot, pool_.step);
+        ++pool_.step;
+        for (const auto& one : blocks_.managers) {
+            const BlockList& table = one->table[slot];
+            blocks_.tiers.NoteHit({{table.rbegin(), table.rend()}});
+        }
+    }
+
+    // The slot of the last request that a step granted tokens to, which an engine preempts first; -1: none.
+    Int NextVictim(Int seq) const {
+        const auto found = grants.find(seq);
+        if (found == grants.end() || found->second.empty()) return -1;
+        const Stay& last = found->second.back().stay;
+        return Runs(last) ? last.first : -1;
     }
 
     Column FailStep(Int seq) {

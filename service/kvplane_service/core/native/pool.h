@@ -103,8 +103,7 @@ class BlockPool {
         }
     }
 
-    template <typename Blocks>
-    Int LastUse(const Blocks& blocks) const {
+    Int LastUse(const std::set<Block>& blocks) const {
         Int latest = 0;
         for (const Block block : blocks) latest = std::max(latest, last_use_[block]);
         latest -= age_base;

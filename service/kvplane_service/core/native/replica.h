@@ -53,7 +53,7 @@ class Replica {
     void CompleteStep(Int step, PartResult* last) {
         tracker.CloseStep(step);
         if (!spec.tiers.empty()) {
-            save_behind_.CloseStep();
+            save_behind_.CloseStep(tracker.NextVictim(step));
             blocks.tiers.Give(last);
         }
         ++counters.steps;

@@ -235,6 +235,7 @@ class StepApplier {
         num_indexed_ = row;
         tracker_.EndLoads(fresh);
         if (row_of_.contains(slot)) requests_.granted_step[slot] = seq_;
+        tracker_.PrepareReturn(slot);
         const Column gone = tracker_.Preempt(slot, seq_);
         result_.preempted.insert(result_.preempted.end(), gone.begin(), gone.end());
         for (const Int one : gone) {

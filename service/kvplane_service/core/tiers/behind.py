@@ -1,21 +1,23 @@
 """Saves what the device evicts next, and moves what a tier evicts next to the tier behind it: the policy `behind`; then
 what a tier wants earlier than that, by the policies `through` and `reuse` (see `wanted`).
 
-At the end of a step the first free blocks in eviction order are passed over, as many as a few steps take. Those that
-have an executed key, and are in no tier, are saved. Nothing is held for that: a block that is allocated before its job
-is done gets another stamp, and the save is discarded.
+At the end of a step the first free blocks in eviction order are passed over, as many as a few steps take; if fewer are
+free, then the last blocks of the request that is preempted next. Those that have an executed key, and are in no tier,
+are saved. Nothing is held for that: a block that is allocated before its job is done gets another stamp, and the save
+is discarded.
 
 With `through` that is done too, for what the limits on jobs left out; with `reuse` not: what is used once is lost.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.step import SAVE_COLUMNS
+from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.keys import Key
-from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Save, Tiers
 
@@ -34,36 +36,46 @@ class SaveBehind:
 
     Args:
         spec: specification of the replica.
-        pool: its block pool.
-        tiers: its tiers, one at least.
+        blocks: its coordinator, with one tier at least.
     """
 
-    def __init__(self, spec: ReplicaSpec, pool: BlockPool, tiers: Tiers) -> None:
-        self._pool = pool
-        self._tiers = tiers
+    def __init__(self, spec: ReplicaSpec, blocks: Coordinator) -> None:
+        self._managers = blocks.managers
+        self._pool = blocks.pool
+        self._tiers: Tiers = blocks.tiers
         self._sizes = tuple(group.block_size for group in spec.groups)
         self._most_ahead = most_ahead(spec)
 
-    def close_step(self) -> None:
-        """Order the saves and moves of this step, into the orders of its last part."""
+    def close_step(self, next_victim: int | None) -> None:
+        """Order the saves and moves of this step, into the orders of its last part.
+
+        `next_victim`: slot of the running request that is preempted next.
+        """
         tiers = self._tiers
         tiers.demand = max(tiers.demand_now, tiers.demand - tiers.demand // 16)
         tiers.demand_now = 0
         ahead = min(self._most_ahead, AHEAD_STEPS * tiers.demand)
         room = min(SAVED_STEPS * tiers.demand, MAX_JOBS - len(tiers.jobs))
-        left = self._save_wanted(self._save(ahead, room))
+        left = self._save_wanted(self._save(self._evicted_next(ahead, next_victim), room))
         for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
             if tier.num_free < ahead and behind.wanted.policy is not SavePolicy.REUSE:
                 left = self._move(tier, behind, ahead, left)
             left = self._move_wanted(tier, behind, left)
 
-    def _save(self, ahead: int, room: int) -> int:
+    def _evicted_next(self, ahead: int, next_victim: int | None) -> Iterator[int]:
+        """Yield that number of blocks in the order in which they are evicted, the free ones first."""
+        pool = self._pool
+        if pool.num_evictable:
+            yield from islice(pool.free, ahead)
+        if next_victim is not None and pool.num_free < ahead:
+            tables = chain.from_iterable(reversed(one.table[next_victim]) for one in self._managers)
+            yield from islice(filter(None, tables), ahead - pool.num_free)
+
+    def _save(self, blocks: Iterator[int], room: int) -> int:
         """Save some of the blocks that are evicted next; returns how many further jobs may begin."""
-        pool, tiers = self._pool, self._tiers
-        if not pool.num_evictable:
-            return room  # no free block has a key
+        tiers = self._tiers
         only_used = tiers.each[0].wanted.policy is SavePolicy.REUSE
-        for block in islice(pool.free, ahead):
+        for block in blocks:
             key = self._full_key(block)
             if key is None or not self._is_executed(block):
                 continue

@@ -177,6 +177,31 @@ class GroupManager {
         }
     }
 
+    // Registers the blocks with indices [start, end) that are in the mask; nullptr: all of them.
+    virtual void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
+        const Digests& digests = requests.content[slot];
+        const BlockList& blocks = table[slot];
+        const uint32_t pair = pool.pairs.Of(requests.domain[slot], group);
+        registered_.clear();
+        for (Int index = start; index < end; ++index) {
+            const Block block = blocks[index];
+            if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
+            if (pool.KeyTokens(block) != (index + 1) * block_size) registered_.push_back(index);
+        }
+        for (size_t at = 0; at < registered_.size(); ++at) {
+            if (at + kAhead < registered_.size())
+                pool.Expect(Key{pair, DigestOf(digests, registered_[at + kAhead])});
+            const Int index = registered_[at], num_tokens = (index + 1) * block_size;
+            Promote(blocks[index], num_tokens);
+            pool.Register(blocks[index], Key{pair, DigestOf(digests, index)}, num_tokens);
+        }
+        if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
+        AddStored(slot, block_size, start * block_size, end * block_size,
+                  start ? DigestOf(digests, start - 1) : Digest());
+        for (const Int index : registered_)
+            pool.events.AddKey(DigestOf(digests, index), blocks[index], index * block_size);
+    }
+
     // Returns false if all blocks are reachable; else fills the mask of the blocks with indices [start, end).
     virtual bool ReachableBlocks(Int start, Int end, const Positions& boundaries, std::vector<bool>* keep) const {
         (void)start, (void)end, (void)boundaries, (void)keep;
@@ -361,30 +386,6 @@ class GroupManager {
         const Block target = fresh->back();
         CopyIntoTable(slot, index, source, target);
         OrderZero(target);
-    }
-
-    virtual void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) {
-        const Digests& digests = requests.content[slot];
-        const BlockList& blocks = table[slot];
-        const uint32_t pair = pool.pairs.Of(requests.domain[slot], group);
-        registered_.clear();
-        for (Int index = start; index < end; ++index) {
-            const Block block = blocks[index];
-            if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
-            if (pool.KeyTokens(block) != (index + 1) * block_size) registered_.push_back(index);
-        }
-        for (size_t at = 0; at < registered_.size(); ++at) {
-            if (at + kAhead < registered_.size())
-                pool.Expect(Key{pair, DigestOf(digests, registered_[at + kAhead])});
-            const Int index = registered_[at], num_tokens = (index + 1) * block_size;
-            Promote(blocks[index], num_tokens);
-            pool.Register(blocks[index], Key{pair, DigestOf(digests, index)}, num_tokens);
-        }
-        if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
-        AddStored(slot, block_size, start * block_size, end * block_size,
-                  start ? DigestOf(digests, start - 1) : Digest());
-        for (const Int index : registered_)
-            pool.events.AddKey(DigestOf(digests, index), blocks[index], index * block_size);
     }
 
   private:

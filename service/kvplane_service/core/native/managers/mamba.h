@@ -222,6 +222,18 @@ class AlignedStateManager final : public GroupManager {
         for (Int index = start; index < end; ++index) NoteRegistered(table[slot][index]);
     }
 
+    // Only blocks whose state is that at the end of the block: a launch that went further left a later one.
+    void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) override {
+        if (!replica.safe) return GroupManager::RegisterRange(slot, start, end, keep);
+        Require(end * block_size <= requests.num_tokens[slot], "unverified drafts are registered");
+        std::vector<bool> exact(static_cast<size_t>(end - start));
+        for (Int index = start; index < end; ++index) {
+            const auto at = static_cast<size_t>(index - start);
+            exact[at] = EndsIn(slot, index) == (index + 1) * block_size && (keep == nullptr || (*keep)[at]);
+        }
+        GroupManager::RegisterRange(slot, start, end, &exact);
+    }
+
     Column last_state;   // by slot: index of the state from which the last allocated block continues
     Column num_retired;  // by slot: leading entries of the table that are released
     std::vector<uint8_t> has_allocated;
@@ -303,18 +315,6 @@ class AlignedStateManager final : public GroupManager {
 
     void NoteRegistered(Block block) {
         if (block != kNullBlock && pool.HasKey(block)) registered_this_step.insert(pool.records[block].key);
-    }
-
-    // Only blocks whose state is that at the end of the block: a launch that went further left a later one.
-    void RegisterRange(Int slot, Int start, Int end, const std::vector<bool>* keep) override {
-        if (!replica.safe) return GroupManager::RegisterRange(slot, start, end, keep);
-        Require(end * block_size <= requests.num_tokens[slot], "unverified drafts are registered");
-        std::vector<bool> exact(static_cast<size_t>(end - start));
-        for (Int index = start; index < end; ++index) {
-            const auto at = static_cast<size_t>(index - start);
-            exact[at] = EndsIn(slot, index) == (index + 1) * block_size && (keep == nullptr || (*keep)[at]);
-        }
-        GroupManager::RegisterRange(slot, start, end, &exact);
     }
 
     Int EndsIn(Int slot, Int index) const {

@@ -11,15 +11,15 @@ constexpr Int kSavedSteps = 2;   // blocks saved at the end of a step, in blocks
 class SaveBehind {
   public:
     explicit SaveBehind(Coordinator& coordinator)
-        : spec_(coordinator.spec), pool_(coordinator.pool), tiers_(coordinator.tiers) {}
+        : blocks_(coordinator), spec_(coordinator.spec), pool_(coordinator.pool), tiers_(coordinator.tiers) {}
 
-    // Orders the saves and moves of a step.
-    void CloseStep() {
+    // Orders the saves and moves of a step. `next_victim`: slot of the request that is preempted next; -1: none.
+    void CloseStep(Int next_victim) {
         tiers_.demand = std::max(tiers_.demand_now, tiers_.demand - tiers_.demand / 16);
         tiers_.demand_now = 0;
         const Int ahead = std::min(spec_.most_ahead, kAheadSteps * tiers_.demand);
         Int left = std::min(kSavedSteps * tiers_.demand, kMaxJobs - tiers_.jobs.size());
-        left = SaveWanted(SaveSome(ahead, left));
+        left = SaveWanted(SaveSome(ahead, left, next_victim));
         for (size_t number = 0; number + 1 < tiers_.each.size(); ++number) {
             Tier &tier = tiers_.each[number], &behind = tiers_.each[number + 1];
             if (tier.num_free() < ahead && behind.wanted.policy != kReuse) left = MoveSome(tier, behind, ahead, left);
@@ -28,11 +28,11 @@ class SaveBehind {
     }
 
   private:
-    // Saves some of the blocks that are evicted next; returns how many further jobs may begin.
-    Int SaveSome(Int ahead, Int room) {
+    // Saves some of the blocks that are evicted next, the free ones first; returns how many further jobs may begin.
+    Int SaveSome(Int ahead, Int room, Int next_victim) {
         const bool only_used = tiers_.each[0].wanted.policy == kReuse;
-        pool_.free.VisitNew(ahead, [&](Block block) {
-            if (const Block next = pool_.free.After(block); pool_.HasKey(next)) Fetch(pool_.records[next].key);
+        bool stops = false;
+        const auto visit = [&](Block block) {
             // With more tokens a block has another key.
             if (tiers_.behind.Has(block) || !HasFullKey(block)) return Visited::kSeen;
             if (!IsExecuted(block)) return Visited::kAgain;
@@ -49,18 +49,26 @@ class SaveBehind {
             if (room <= 0) {
                 tiers_.counters.no_job += tiers_.jobs.size() >= kMaxJobs;
                 room = 0;
-                return Visited::kStop;
+                stops = true;
+            } else if (OrderSave(block, key)) {
+                --room;
+            } else {
+                stops = true;
             }
-            if (!OrderSave(block, key)) return Visited::kStop;
-            --room;
-            return Visited::kSeen;
-        });
+            return stops ? Visited::kStop : Visited::kSeen;
+        };
+        pool_.free.VisitNew(ahead, visit);
+        if (next_victim < 0) return room;
+        Int count = ahead - pool_.num_free();
+        for (const auto& one : blocks_.managers) {
+            const BlockList& table = one->table[next_victim];
+            for (auto at = table.rbegin(); at != table.rend() && count > 0 && !stops; ++at) {
+                if (*at == kNullBlock) continue;
+                visit(*at);
+                --count;
+            }
+        }
         return room;
-    }
-
-    // Fetches what it takes to know whether a tier has the key.
-    void Fetch(const Key& key) const {
-        for (const Tier& one : tiers_.each) one.Prefetch(key);
     }
 
     // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
@@ -93,7 +101,7 @@ class SaveBehind {
         if (slot == kNoSlot) return false;
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
         const uint64_t stamp = pool_.stamp[block];
-        tiers_.jobs.saves.Add(job, Save{key, block, stamp, 0, slot});
+        tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
         JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
         tiers_.behind.Add(block);
         return true;
@@ -113,9 +121,8 @@ class SaveBehind {
         Column wanted;
         tier.VisitNew(ahead, [&](Int slot) {
             if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
-            if (const Int next = tier.Next(slot); next != kNoSlot) behind.Prefetch(tier.KeyOf(next));
             const Key& key = tier.KeyOf(slot);
-            if (!behind.HasOrWrites(key)) wanted.push_back(slot);
+            if (!behind.IsWritten(key) && behind.Find(key) == kNoSlot) wanted.push_back(slot);
             return Visited::kSeen;
         });
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
@@ -134,13 +141,14 @@ class SaveBehind {
             wanted.RemoveFirst();
             if (static_cast<uint64_t>(tier.VersionOf(slot)) != version) continue;
             const Key& key = tier.KeyOf(slot);
-            if (behind.HasOrWrites(key)) continue;
+            if (behind.IsWritten(key) || behind.Find(key) != kNoSlot) continue;
             if (!tiers_.OrderMove(tier, slot, behind)) return room;
             --room;
         }
         return room;
     }
 
+    Coordinator& blocks_;
     const Spec& spec_;
     BlockPool& pool_;
     Tiers& tiers_;
