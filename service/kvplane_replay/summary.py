@@ -263,7 +263,12 @@ class Summary:
             "groups": [{"kind": g.kind.value, "block_size": g.block_size} for g in self.spec.groups],
             "num_blocks": self.spec.num_blocks,
             "tiers": [
-                {"kind": tier.kind.value, "num_blocks": tier.num_blocks, "save": tier.save.value}
+                {
+                    "kind": tier.kind.value,
+                    "num_blocks": tier.num_blocks,
+                    "save": tier.save.value,
+                    "checkpoint_percent": tier.checkpoint_percent,
+                }
                 for tier in self.spec.tiers
             ],
             "max_model_len": self.spec.max_model_len,

@@ -73,7 +73,8 @@ def test_replay_with_tiers_says_what_each_one_hit(tmp_path):
     alone, tiered = outcome(), outcome(*tiers)
     assert tiered["disagreements"] == alone["disagreements"] == []
     kinds = [("host", 400), ("disk", 3000)]
-    assert tiered["tiers"] == [{"kind": kind, "num_blocks": count, "save": "behind"} for kind, count in kinds]
+    found = [(tier["kind"], tier["num_blocks"], tier["save"], tier["checkpoint_percent"]) for tier in tiered["tiers"]]
+    assert found == [(kind, count, "behind", 0) for kind, count in kinds]
     host, disk = tiered["service"]["tier_hit_tokens"]
     assert min(host, disk) > 0
     assert tiered["service"]["hit_tokens"] > 2 * alone["service"]["hit_tokens"]
@@ -84,6 +85,10 @@ def test_replay_with_tiers_says_what_each_one_hit(tmp_path):
     assert 0 < reused["engine"]["tier_writes"][0] < tiered["engine"]["tier_writes"][0]
     done = run_kvplane("replay", str(path), "--disk-save", "through")
     assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--disk-save")
+    done = run_kvplane("replay", str(path), "--host-checkpoints", "15")
+    assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--host-checkpoints")
+    done = run_kvplane("replay", str(path), *pool, *tiers, "--host-checkpoints", "15")
+    assert (done.returncode, "tiers[0].checkpoint_percent" in done.stderr) == (2, True), "no windows and no states"
     done = run_kvplane("replay", str(path), "--log", "--host-blocks", "5")
     assert (done.returncode, done.stderr.split(":")[1].strip()) == (2, "--host-blocks")
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvplane.base.groups import SavePolicy, TierSpec
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import ReplicaSpec, SavePolicy, TierSpec
 from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.setup import check_spec
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Load, Tiers
 
@@ -25,6 +27,20 @@ def with_policies(tiers: Sequence[TierSpec], rng: Random) -> tuple[TierSpec, ...
     """Return the tiers with a policy each: half of them save behind, and few save only what is used twice."""
     policies = [*[SavePolicy.BEHIND] * 3, *[SavePolicy.THROUGH] * 2, SavePolicy.REUSE]
     return tuple(replace(tier, save=rng.choice(policies)) for tier in tiers)
+
+
+def with_checkpoints(spec: ReplicaSpec, rng: Random) -> ReplicaSpec:
+    """Return the spec, or one that keeps few windows and states, or checkpoints of a percentage, where it can."""
+    percent = rng.choice([None, 0, 25, 60, 100])
+    if percent is None:
+        return spec
+    first = replace(spec.tiers[0], checkpoint_percent=percent)
+    changed = replace(spec, tiers=(first, *spec.tiers[1:]), retention_interval=0)
+    try:
+        check_spec(changed)
+    except InvalidArgument:
+        return spec
+    return changed
 
 
 @contextmanager

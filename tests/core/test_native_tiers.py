@@ -21,6 +21,7 @@ from kvplane_service.replicas import cores
 from tests.core import (
     builders,
     page_engine,
+    test_checkpoint_percent,
     test_preempted,
     test_prefetch,
     test_save_policies,
@@ -183,6 +184,7 @@ CASES = [
     *cases_of(test_prefetch),
     *cases_of(test_save_policies),
     *cases_of(test_preempted),
+    *cases_of(test_checkpoint_percent),
     what_changes_far_from_eviction_is_not_saved,
     what_is_worth_least_leaves_and_is_saved,
     a_load_that_is_done_before_it_could_start,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.groups import DENSE_RETENTION, TierKind, TierSpec
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import replica_spec
-from tests.core.save_rules import uses_noted, with_policies
+from tests.core.save_rules import uses_noted, with_checkpoints, with_policies
 from tests.core.test_page_contents import MIXES
 from tests.core.tier_engine import TierEngine, small_pools
 
@@ -25,9 +25,8 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     sizes = {"num_blocks": rng.choice([30, 60, 90])}
     host, disk = TierSpec(TierKind.HOST, rng.choice([12, 60, 200])), TierSpec(TierKind.DISK, rng.choice([10, 300]))
     tiers = with_policies(rng.choice([(host,), (host, disk), (host, disk), (disk,)]), Random(f"{mix} {seed}"))
-    kept = {"retention_interval": Random(f"{seed} {mix}").choice([DENSE_RETENTION, 0])}
-    options = {**kept, **changes, **sizes, "tiers": tiers}
-    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **options)
+    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
+    spec = with_checkpoints(spec, Random(f"{seed} {mix}"))
     with small_pools(), uses_noted():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
         engine.tide = TIDE if seed % 3 == 2 else 0

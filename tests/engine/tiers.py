@@ -38,6 +38,7 @@ from tests.engine.workload import Returning
 from tests.engine.world import SOUND, Pool
 
 HOST = (TierSpec(TierKind.HOST, 900),)
+CHECKPOINTS = (TierSpec(TierKind.HOST, 900, checkpoint_percent=60),)
 HOST_AND_DISK = (TierSpec(TierKind.HOST, 90), TierSpec(TierKind.DISK, 900))
 
 
@@ -74,6 +75,8 @@ OTHERS = (
     tiered("lost launches", (CHUNK, FULL), 110, lose_every=9),
     tiered("preemption", (WINDOW, FULL), 60, max_open=9),
     tiered("preemption of states", (STATE, FULL), 70, max_open=9),
+    tiered("checkpoints of windows", (WINDOW, FULL), 60, tiers=CHECKPOINTS, max_open=9),
+    tiered("checkpoints of all kinds", (STATE, FULL, *EVEN.layers[::3]), 120, tiers=CHECKPOINTS, max_open=9),
     tiered("preemption of chunks, late reports", (CHUNK, FULL), 70, max_open=9, config={"report_lag": 3}),
 )
 DISKS = (

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import nullcontext
 from contextvars import Context
+from copy import copy
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from kvplane.sansio.owners import Owners
 from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
+from tests.core.save_rules import with_checkpoints
 from tests.core.tier_engine import small_pools
 from tests.sim import history, rules
 from tests.sim.chaos import Chaos
@@ -73,6 +75,8 @@ class Site:
         self.spec: ReplicaSpec = replica_spec(
             *groups, num_blocks=blocks, max_model_len=64, max_in_flight_tokens=256, **changes
         )
+        if has_tiers:
+            self.spec = with_checkpoints(self.spec, copy(rng))  # a copy: the rest of the run of a seed stays as it was
         self.usable = new_replica(self.spec).free_blocks
         self.most_drafts = 2 if any(group.is_draft for group in groups) else 0
         self.plan = plan_of(self.spec)

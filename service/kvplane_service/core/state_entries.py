@@ -45,7 +45,8 @@ BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 def spec_digest(spec: ReplicaSpec) -> bytes:
     """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
     of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
-    return hashlib.sha256((repr(spec) + of_states).encode()).digest()
+    of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
+    return hashlib.sha256((repr(spec) + of_states + of_tiers).encode()).digest()
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

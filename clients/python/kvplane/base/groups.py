@@ -139,11 +139,15 @@ class TierSpec:
         kind: where the blocks are.
         num_blocks: slots of the tier; each has room for one block of any group.
         save: when blocks are copied into it.
+        checkpoint_percent: of the first tier: groups of windows and states also keep what hits need that end inside a
+            prompt, so often that it takes this percentage of the blocks of all other groups; 0 = only where
+            `retention_interval` says.
     """
 
     kind: TierKind
     num_blocks: int
     save: SavePolicy = SavePolicy.BEHIND
+    checkpoint_percent: int = 0
 
 
 DENSE_RETENTION = -1
@@ -195,6 +199,13 @@ class GroupSpec:
     extra_retained_tokens: int = 0
     checkpoint_alignment: int = 0
     checkpoints_single_group_hits: bool = False
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """The blocks that a hit at the end of a long prefix needs in a group of windows or states; 0 for others."""
+        if self.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA):
+            return -(-(self.window - 1) // self.block_size) + self.drops_last_block
+        return int(self.kind is GroupKind.MAMBA and self.mamba_mode is MambaMode.ALIGN)
 
     def validate(self, name: str) -> None:
         """Raise InvalidArgument for a value that is invalid for this kind of group; the error's field is
@@ -316,6 +327,23 @@ class ReplicaSpec:
         """The number of stamps of a stamp table: one per block of the device, then one per slot of each tier."""
         return self.num_blocks + sum(tier.num_blocks for tier in self.tiers)
 
+    @property
+    def checkpoint_percent(self) -> int:
+        """The percentage that the first tier has for checkpoints; 0 without tiers."""
+        return self.tiers[0].checkpoint_percent if self.tiers else 0
+
+    @property
+    def kept_every(self) -> int:
+        """The tokens between the windows and states that are kept: `retention_interval`, or what `checkpoint_percent`
+        of the first tier comes to, in multiples of `scheduler_block_size`.
+        """
+        percent, unit = self.checkpoint_percent, self.scheduler_block_size
+        if not percent:
+            return self.retention_interval
+        checkpoint = sum(group.checkpoint_blocks for group in self.groups)
+        others = sum(unit // group.block_size for group in self.groups if not group.checkpoint_blocks)  # per unit
+        return -(-100 * checkpoint // (percent * max(1, others))) * unit
+
     def validate(self) -> None:
         """Raise InvalidArgument for the first setting that is impossible; the error's field names it."""
         groups, blocks = len(self.groups), self.num_blocks
@@ -348,6 +376,9 @@ class ReplicaSpec:
         for index, tier in enumerate(self.tiers):
             found, name = tier.num_blocks, f"tiers[{index}].num_blocks"
             _require(1 <= found <= MAX_BLOCKS, name, found, f"must be 1 to {MAX_BLOCKS}")
+            found, name = tier.checkpoint_percent, f"tiers[{index}].checkpoint_percent"
+            _require(0 <= found <= 100, name, found, "must be 0 to 100")
+            _require(not (index and found), name, found, "must be 0: checkpoints come through the first tier")
         kinds = [tier.kind for tier in self.tiers]
         ordered = [kind for kind in TierKind if kind in kinds]
         _require(

@@ -63,7 +63,8 @@ def check_policy(
     """Raise FailedPrecondition if the service did not take a policy, or the number of blocks of a state, which an
     earlier version does not know.
 
-    The replica exists then, with the eviction policy LRU, tiers that save behind, or one block per state.
+    The replica exists then, with the eviction policy LRU, tiers that save behind and keep no checkpoints, or one block
+    per state.
     """
     given = source.blocks_per_state if isinstance(source, ReplicaSpec) else 1
     if given > max(1, answer.spec.blocks_per_state):
@@ -84,6 +85,12 @@ def check_policy(
                 f"the service does not know the policy {asked.save.value!r}",
                 field=f"tiers[{index}].save",
                 remedy="use a service of this version, or deregister the replica and register it with 'behind'",
+            )
+        if asked.checkpoint_percent != taken.checkpoint_percent:
+            raise FailedPrecondition(
+                "the service does not know checkpoints",
+                field=f"tiers[{index}].checkpoint_percent",
+                remedy="use a service of this version, or deregister the replica and register it with 0",
             )
 
 

@@ -151,6 +151,7 @@ def _tiers(answer: DescribeReplicaResponse) -> str:
             counts = (use.held_blocks, use.stored_blocks, use.loaded_blocks, use.evicted_blocks)
             rows.append([name, f"{number} {kind}", "", "", *map(str, counts), ""])
         save = word(SavePolicy.Name(spec.save or SAVE_POLICY_BEHIND), "SAVE_POLICY_")
+        save += f", {spec.checkpoint_percent}% kept" * (spec.checkpoint_percent > 0)
         sizes = str(tier.num_blocks), str(tier.held_blocks)
         rows.append([name, "all", save, *sizes, "", "", "", str(tier.hit_tokens)])
     return columns(rows)

@@ -14,6 +14,8 @@ from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
 from kvplane_service.cli.options import SERVICE_VARIABLE
 
 _POOL_BLOCKS = 65_536
+_EVICTION = typer.Option(help="Eviction: lru, window_tail, turn_tail or hazard. Default: as the service is configured.")
+_CHECKPOINTS = typer.Option(min=0, max=100, help="Windows and states kept inside prompts, in percent of the rest.")
 _SAVE = "When the host tier saves a block: behind (before its eviction), through (when computed), reuse (second use)."
 
 
@@ -32,13 +34,11 @@ def replay_command(
     prefix_match_unit: Annotated[
         int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
     ] = 0,
-    eviction: Annotated[
-        EvictionPolicy | None,
-        typer.Option(help="Eviction: lru, window_tail, turn_tail or hazard. Default: as the service is configured."),
-    ] = None,
+    eviction: Annotated[EvictionPolicy | None, _EVICTION] = None,
     host_blocks: Annotated[int, typer.Option(min=0, help="Slots of a host tier for what leaves the pool.")] = 0,
     disk_blocks: Annotated[int, typer.Option(min=0, help="Slots of a disk tier behind it.")] = 0,
     host_save: Annotated[SavePolicy, typer.Option(help=_SAVE)] = SavePolicy.BEHIND,
+    host_checkpoints: Annotated[int, _CHECKPOINTS] = 0,
     disk_save: Annotated[SavePolicy, typer.Option(help="The same for the disk tier.")] = SavePolicy.BEHIND,
     mover_steps: Annotated[int, typer.Option(min=1, help="Steps after which the movers of tiers end a job.")] = 2,
     max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
@@ -71,8 +71,8 @@ def replay_command(
     A recording is replayed without a service and compared bit by bit; exits 1 if a decision differs. With --pool-blocks
     it is a what-if: the recorded steps in a pool of another size, where refused requests are retried with each step.
     """
-    host, disk = TierSpec(TierKind.HOST, host_blocks, host_save), TierSpec(TierKind.DISK, disk_blocks, disk_save)
-    tiers = _tiers((host, disk), log)
+    host = TierSpec(TierKind.HOST, host_blocks, host_save, host_checkpoints)
+    tiers = _tiers((host, TierSpec(TierKind.DISK, disk_blocks, disk_save)), log)
     if log:
         from kvplane_service.cli.replay.report import show_log
 
@@ -91,9 +91,10 @@ def replay_command(
 
 def _tiers(asked: Sequence[TierSpec], log: bool) -> tuple[TierSpec, ...]:
     for tier in asked:
-        if tier.save is not SavePolicy.BEHIND and not tier.num_blocks:
+        option = "checkpoints" if tier.checkpoint_percent else "save"
+        if (tier.checkpoint_percent or tier.save is not SavePolicy.BEHIND) and not tier.num_blocks:
             what, name = f"there is no {tier.kind.value} tier to save into", tier.kind.value
-            raise InvalidArgument(what, field=f"--{name}-save", remedy=f"give --{name}-blocks, or leave it out")
+            raise InvalidArgument(what, field=f"--{name}-{option}", remedy=f"give --{name}-blocks, or leave it out")
     tiers = tuple(tier for tier in asked if tier.num_blocks)
     if log and tiers:
         what = "a recording is replayed with the tiers that it was made with"

@@ -41,7 +41,11 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("model", f"{summary.model}: {', '.join(describe_groups(summary.spec))}"),
         ("replicas", f"{summary.num_replicas} of {summary.spec.num_blocks} blocks"),
         *(
-            (f"{tier.kind.value} tier", f"{tier.num_blocks:,} blocks, saved {tier.save.value}")
+            (
+                f"{tier.kind.value} tier",
+                f"{tier.num_blocks:,} blocks, saved {tier.save.value}"
+                + f", {tier.checkpoint_percent} % checkpoints" * (tier.checkpoint_percent > 0),
+            )
             for tier in summary.spec.tiers
         ),
         ("cost model", str(summary.cost)),

@@ -410,14 +410,15 @@ class AlignedStateManager(GroupManager):
         return self._stopped_at.get(slot, {}).get(index, 0)
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """Return a mask: keep one state per retention interval, and the states at `boundaries`; None: keep all."""
+        """Return a mask: one state per interval (of a checkpoint: the next one), those at `boundaries`; None: all."""
         if self._dense:
             return None
-        unit, size = self.replica.hit_alignment, self.block_size
-        keep = [False] * (end - start)
-        per_segment = self.replica.retention_interval // size
-        if self.replica.retention_interval and per_segment <= 1:
+        unit, size, every = self.replica.hit_alignment, self.block_size, self.replica.kept_every
+        per_segment, keep = every // size, [False] * (end - start)
+        if every and per_segment <= 1:
             return None
+        if keep and self.replica.checkpoint_percent and end // per_segment > start // per_segment:
+            keep[-1] = True
         if per_segment:
             for index in range((start + per_segment) // per_segment * per_segment - 1, end, per_segment):
                 keep[index - start] = True

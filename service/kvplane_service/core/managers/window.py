@@ -23,6 +23,7 @@ class SlidingWindowManager(GroupManager):
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         self._window = setup.spec.window
+        self._kept_every = setup.replica.kept_every
         self._margin = setup.spec.window - 1 + setup.spec.extra_retained_tokens
 
     def _run_length(self, drops_last_block: bool) -> int:
@@ -99,7 +100,7 @@ class SlidingWindowManager(GroupManager):
             return None  # a boundary can be inside a block: keep all blocks, so that no hit is lost
         needed, shift = self._run_length(self.drops_last_block), int(self.drops_last_block)
         keep = [False] * (end - start)
-        segment = unit if self._dense else self.replica.retention_interval
+        segment = unit if self._dense else self._kept_every
         if segment:
             per_segment = segment // size
             if needed >= per_segment:

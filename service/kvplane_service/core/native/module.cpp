@@ -57,7 +57,7 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.hash_block_size,
                                &spec.scheduler_block_size,
                                &spec.enable_caching,
-                               &spec.retention_interval,
+                               &spec.kept_every,
                                &spec.partial_hits,
                                &spec.watermark_blocks,
                                &spec.safe,
@@ -71,7 +71,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.align_stop_at_tail,
                                &spec.policy,
                                &spec.hint_values,
-                               &spec.most_ahead};
+                               &spec.most_ahead,
+                               &spec.checkpoint_percent};
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {

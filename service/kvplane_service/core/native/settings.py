@@ -36,10 +36,10 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
     assert spec.blocks_per_state == 1, "the compiled core has no split pages"
     return [
         spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
-        spec.retention_interval, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
+        spec.kept_every, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
         spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
-        POLICIES[spec.eviction], spec.hint_values, most_ahead(spec),
+        POLICIES[spec.eviction], spec.hint_values, most_ahead(spec), spec.checkpoint_percent,
     ]  # fmt: skip
 
 

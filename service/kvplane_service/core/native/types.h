@@ -167,15 +167,16 @@ struct TierSpec {
 };
 
 struct Spec {
-    Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, retention_interval;
+    Int num_blocks, max_model_len, hash_block_size, scheduler_block_size, enable_caching, kept_every;
     Int partial_hits, watermark_blocks, safe, prefill_lookahead, keep_divergence_boundary, events, digest_size;
     Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy, hint_values;
     Int most_ahead;  // blocks that are looked at for saves
+    Int checkpoint_percent;
     std::vector<GroupSpec> groups;
     std::vector<TierSpec> tiers;
 
     Int hit_alignment() const { return partial_hits ? hash_block_size : scheduler_block_size; }
-    bool dense() const { return retention_interval == -1; }
+    bool dense() const { return kept_every == -1; }
     bool drops_last_block() const {
         return std::any_of(groups.begin(), groups.end(), [](const GroupSpec& one) { return one.drops_last_block; });
     }

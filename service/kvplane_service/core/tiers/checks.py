@@ -40,12 +40,25 @@ def check_tiers(spec: ReplicaSpec) -> None:
         raise InvalidArgument(
             "only content whose step is executed is saved", field="tiers", remedy="use commit=safe with tiers"
         )
+    if spec.checkpoint_percent:
+        _check_checkpoints(spec)
     if spec.hash_algorithm in _WEAK:
         raise InvalidArgument(
             f"{spec.hash_algorithm.value} is no cryptographic hash, and a tier outlives the makers of its keys",
             field="hash_algorithm",
             remedy="use kvplane, sha256 or sha256_cbor with tiers",
         )
+
+
+def _check_checkpoints(spec: ReplicaSpec) -> None:
+    field = "tiers[0].checkpoint_percent"
+    if spec.retention_interval:
+        what = f"retention_interval {spec.retention_interval} already says what is kept"
+        raise InvalidArgument(what, field=field, remedy="set one of the two to 0")
+    for has_checkpoints, kinds in ((True, "windows or states"), (False, "attention that keeps all blocks")):
+        if not any(bool(group.checkpoint_blocks) is has_checkpoints for group in spec.groups):
+            what = f"{spec.checkpoint_percent} has no effect without a group of {kinds}"
+            raise InvalidArgument(what, field=field, remedy="set it to 0")
 
 
 def check_jobs(cache: Cache, tiers: OrderedJobs | None, executed_through: int, where: str) -> None:

@@ -195,9 +195,11 @@ class AlignedStateManager final : public GroupManager {
 
     bool ReachableBlocks(Int start, Int end, const Positions& boundaries, std::vector<bool>* keep) const override {
         if (replica.dense()) return false;
-        const Int unit = replica.hit_alignment(), per_segment = replica.retention_interval / block_size;
-        if (replica.retention_interval && per_segment <= 1) return false;
+        const Int unit = replica.hit_alignment(), per_segment = replica.kept_every / block_size;
+        if (replica.kept_every && per_segment <= 1) return false;
         keep->assign(static_cast<size_t>(end - start), false);
+        // Of a checkpoint: the next state after a multiple.
+        if (end > start && replica.checkpoint_percent && end / per_segment > start / per_segment) keep->back() = true;
         if (per_segment) {
             for (Int index = (start + per_segment) / per_segment * per_segment - 1; index < end; index += per_segment)
                 (*keep)[static_cast<size_t>(index - start)] = true;
@@ -271,7 +273,8 @@ class AlignedStateManager final : public GroupManager {
         if (is_draft && replica.safe) return position;
         const Int prefill_end = std::max(requests.num_prompt[slot], requests.num_tokens[slot] - 1);
         const bool is_free = index >= size || blocks[index] == kNullBlock || is_draft;
-        return is_free && (replica.retention_interval || end >= prefill_end) ? position : 0;
+        const bool retains = replica.kept_every && !replica.checkpoint_percent;
+        return is_free && (retains || end >= prefill_end) ? position : 0;
     }
 
     void RememberLastState(Int slot) {

@@ -37,7 +37,7 @@ class SlidingWindowManager final : public GroupManager {
         const Int unit = replica.hit_alignment();
         if (unit % block_size != 0) return false;
         const Int needed = RunLength(drops_last_block), shift = drops_last_block;
-        const Int segment = replica.dense() ? unit : replica.retention_interval;
+        const Int segment = replica.dense() ? unit : replica.kept_every;
         const Int per_segment = segment / block_size;
         if (segment && needed >= per_segment) return false;
         keep->assign(static_cast<size_t>(end - start), false);
