@@ -18,6 +18,7 @@ from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, New
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service import core
+from kvplane_service.core.hazard import LEAST_REMEMBERED
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
@@ -431,3 +432,21 @@ def test_a_copy_of_a_compiled_core_goes_on_by_itself():
     assert digest(engine.replica) != digest(other.replica)
     first = native.NativeReplica.of(engine.replica.first)
     assert digest(deepcopy(first)) == digest(first)
+
+
+def test_both_cores_forget_the_same_keys_of_hazard():
+    """More keys than are remembered; some prompts come again, also after they were forgotten."""
+    spec = replica_spec(
+        full(), num_blocks=3001, max_model_len=8192, max_in_flight_tokens=8192, eviction=EvictionPolicy.HAZARD
+    )
+    twin, before, rng, hits = TwinReplica(Replica(spec), native.NativeReplica.of, check_every=25), Facts(), Random(1), 0
+    twin.begin_epoch(1)
+    for number in range(100):
+        name, length = rng.randrange(number) if number % 4 == 3 else number, rng.randint(750, 1500)
+        hashes = b"".join(sha256(b"%d %d" % (name, at)).digest() for at in range(length))
+        news = News([0], [length * 4 + 1], num_hashes=[length], hashes=hashes)
+        part = Part(facts=before, news=news, admit=Admit([0]))
+        hits += twin.apply(Step(1, number + 1, [part], executed_through=number)).parts[0].admit_hit[0]
+        before = Facts([0], end=[int(End.FREE)])
+    assert hits > 0
+    assert twin.first.coordinator.pool.free.learner._recency.order().size == LEAST_REMEMBERED  # type: ignore[attr-defined]
