@@ -693,6 +693,28 @@ def keep_old_stamps(real: Real) -> Real:
     return pop_whole
 
 
+def cut_behind_the_first(_: Real) -> Real:
+    """A superblock is cut, and the stamp of the state that was in it stays: its first block is not handed out first."""
+
+    def cut(self: Any) -> int:
+        (number,) = self.whole.pop(1)
+        first, second, *others = self.blocks(number)
+        for block in self.blocks(number):
+            if self._pool.key[block] is not None:
+                self._pool._evict(block)
+        self.has_state[number], self.held[number] = False, 1
+        self._add([first, *others])
+        taken: int = second
+        return taken
+
+    return cut
+
+
+def rely_on_the_ended_life(_: Real) -> Real:
+    """A new engine life counts the stamps that states of the one before gave their blocks as those in the memory."""
+    return lambda self, epoch: super(type(self), self).begin_epoch(epoch)
+
+
 def start_at_once(_: Real) -> Real:
     """A load does not wait for launches."""
     return lambda self, blocks: 0
@@ -964,6 +986,14 @@ TWINS: dict[str, Twin] = {
     "stamps under a state": Twin(
         "all blocks of a superblock get other stamps before a state is written",
         (Patch(f"{CORE}.split:SplitList.pop_whole", keep_old_stamps),),
+    ),
+    "stamp of a divided state": Twin(
+        "a superblock that is cut gets another stamp at the block that names its state, before anything is written",
+        (Patch(f"{CORE}.split:SplitList._cut", cut_behind_the_first),),
+    ),
+    "stamps of an ended life": Twin(
+        "a new engine life relies on no stamps that the ended one ordered, unless the memory has them",
+        (Patch(f"{CORE}.split:SplitPool.begin_epoch", rely_on_the_ended_life),),
     ),
     "load over a superblock in use": Twin(
         "a load waits for launches that use any block with memory of the blocks that it fills",

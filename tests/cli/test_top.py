@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from textual.widgets import DataTable, Input, Static
 
-from kvplane import AdmitRow, NewsRow, connect, part_of
+from kvplane import AdmitRow, Budget, NewsRow, RunRow, connect, part_of
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2 import ReplicaState
@@ -18,6 +18,7 @@ from kvplane_service.cli.views.top_app import ReplicaScreen, Top
 from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
 from tests.cli.test_view import drawn
+from tests.core.test_split import split_spec
 from tests.service.rig import SPEC, running
 
 NUM_REPLICAS = 500
@@ -99,6 +100,21 @@ def test_rows_without_a_value_are_last_in_both_directions(service):
     for descending in (False, True):
         ordered = Order(order_of("running", "").column, descending).apply(rows)
         assert {row.summary.replica for row in ordered[:2]} == {"r007", "r008"}
+
+
+def test_describe_and_top_show_the_blocks_that_no_state_can_take(kvplane):
+    with running() as service, connect(service.address) as client:
+        client.register_replica("split", split_spec(6))
+        with client.session("split") as session:
+            session.apply(part_of(NewsRow(0, tokens=[11] * 10), AdmitRow(0), budget=Budget(8)))
+            session.apply(part_of(RunRow(0), budget=Budget(8)))
+            code, out, _ = kvplane("describe", "split", "--service", service.address)
+            shown = drawn(panel(client.describe_replica("split"), Trend()))
+    slack = "slack: 3 free blocks (15.0%) of superblocks in use, where no state fits"
+    assert code == 0
+    assert "pool: 13 of 20 blocks held by 1 running requests" in out
+    assert slack in out
+    assert slack.replace(":", "") in shown
 
 
 async def test_top_sorts_filters_and_shows_one_of_500_replicas(service):

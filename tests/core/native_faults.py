@@ -204,6 +204,21 @@ FAULTS = [
           "for (; at != end; ++at) events->needs_hold |= is_held_[*at];", "at = end;"),
     Fault("executed steps hold their blocks for a later one alone", "held_blocks.h",
           "released && one != steps_.end()", "false"),
+    Fault("keys stay under a state", "split.h", "pool.Evict(block, kEvicted);", ""),
+    Fault("stamps stay under a state", "split.h",
+          "for (Block block = first; block < first + size_; ++block) pool.Restamp(block);", ""),
+    Fault("the use of a state does not count for its blocks", "split.h", "visit(first);", ""),
+    Fault("slack is not used", "split.h", "bare_.count() * kSlack > num_blocks_", "false"),
+    Fault("no superblocks are left for the states", "split.h", "whole > wanted_", "true"),
+    Fault("superblocks of a hit count as whole", "split.h", "!held_[block / size_]", "false"),
+    Fault("a block under load is never a state", "split.h", "block == first && !shared", "false"),
+    Fault("superblocks with a key are evicted first", "split.h", "whole_.Append(one_)", "whole_.Prepend(one_)"),
+    Fault("recovered superblocks have no states", "recovery.h", "pool->split->NameState(block);", ""),
+    Fault("states leave before their blocks", "in_flight.h", "blocks_.spec.policy == kTurnTail || pool_.split",
+          "blocks_.spec.policy == kTurnTail"),
+    Fault("no hit is given up", "step_applier.h", "blocks_.GiveUp(hit)", "false"),
+    Fault("stamps of a new life are lost to an image", "module.cpp", "dump(\"stamped\", pool.stamped);",
+          "dump(\"stamped\", BlockList());"),
 ]  # fmt: skip
 
 
@@ -251,7 +266,7 @@ def checks() -> Iterator[tuple[str, object]]:
     from tests.core.builders import REFERENCE, SAFE
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
-    from tests.core.test_page_contents import ENDS_INSIDE, MIXES, run
+    from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, MIXES, run
     from tests.core.test_step_law import MIXES as LAW_MIXES
     from tests.core.tier_engine import small_pools
     from tests.fuzz import steps
@@ -260,7 +275,7 @@ def checks() -> Iterator[tuple[str, object]]:
 
     with steps.twin_engines():
         for seed in range(6):  # of tests/core/test_native.py
-            for mix in MIXES:
+            for mix in ALL_MIXES:
                 yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)
         for mix, seed in ENDS_INSIDE:
             yield f"{mix}, seed {seed}", lambda mix=mix, seed=seed: run(mix, seed)

@@ -27,7 +27,7 @@ from tests.core.builders import (
 )
 from tests.core.image import image_of, replica_of
 from tests.core.page_engine import RandomEngine
-from tests.core.test_page_contents import MIXES
+from tests.core.test_page_contents import ALL_MIXES, CACHED_MIXES
 from tests.twins import weakened
 
 DELAY = RowFlag.DELAY_CACHING
@@ -319,7 +319,7 @@ def test_resume_refuses_held_loading_of_another_length():
 def run(mix: str, seed: int) -> RandomEngine:
     """Engines that die often: every load of a dead one continues, writes at any time, and ends at some time."""
     rng = Random(seed)
-    groups, changes = MIXES[mix]
+    groups, changes = ALL_MIXES[mix]
     spec = replica_spec(*groups, **{"max_model_len": 64, "max_in_flight_tokens": 256, "num_blocks": 24, **changes})
     engine = RandomEngine(spec, rng)
     engine.deaths, engine.loads = 8, 90
@@ -330,11 +330,11 @@ def run(mix: str, seed: int) -> RandomEngine:
 
 def _run_all(seeds: int) -> None:
     for seed in range(seeds):
-        for mix in MIXES:
+        for mix in CACHED_MIXES:
             run(mix, seed)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", CACHED_MIXES)
 def test_late_writes_of_loads_change_no_page_with_a_key(mix):
     engines = [run(mix, seed) for seed in range(20)]
     assert sum(engine.late for engine in engines) > 5, "the runs must reach late writes"

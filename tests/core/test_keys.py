@@ -9,7 +9,7 @@ import pytest
 
 from kvplane_service.core import keys
 from kvplane_service.core.keys import WHOLE_MAP_BLOCKS, Entry, ShardedMap, new_map, parts_of, take_entries
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import CACHED_MIXES, run
 
 
 def test_only_a_large_pool_has_a_sharded_map():
@@ -44,7 +44,7 @@ def test_a_sharded_map_behaves_as_a_dict(seed):
     assert sum(map(len, parts)) == len(model)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", CACHED_MIXES)
 def test_pages_hold_what_their_keys_name_with_sharded_maps(monkeypatch, mix):
     monkeypatch.setattr(keys, "WHOLE_MAP_BLOCKS", 0)
     for seed in (1, 2):

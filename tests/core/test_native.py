@@ -18,17 +18,19 @@ from kvplane.base.step import Admit, AdmitStatus, Budget, Cache, End, Facts, New
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
 from kvplane_replay.from_log import replay_log
 from kvplane_service import core
+from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.hazard import LEAST_REMEMBERED
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
 from tests.core import page_engine
-from tests.core.builders import Engine, chunked, full, replica_spec, ring, state, window
+from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
 from tests.core.core_version import files
 from tests.core.fallbacks import FellBack
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
-from tests.core.test_page_contents import ENDS_INSIDE, MIXES, run
+from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, run
+from tests.core.test_split import split_spec, unused_pools
 
 native = pytest.importorskip(
     "kvplane_service.core.native",
@@ -55,7 +57,7 @@ def twins(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 def test_random_engines_get_equal_answers(twins, mix):
     for seed in SEEDS:
         run(mix, seed)
@@ -78,7 +80,7 @@ def test_lookups_with_arguments_that_no_caller_validated_are_refused():
 
 
 def test_all_kinds_that_the_compiled_core_has_are_played():
-    kinds = {group.kind for mix in MIXES for group in MIXES[mix][0]}
+    kinds = {group.kind for groups, _ in ALL_MIXES.values() for group in groups}
     assert {group.kind for group in (full(), window(4), chunked(8), state())} <= kinds
 
 
@@ -90,7 +92,7 @@ def test_twins_give_the_recorded_results(monkeypatch, path):
     assert replay_log(path).counts["steps"] > 0
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 def test_the_state_survives_the_way_through_the_compiled_core(mix):
     engine = run(mix, 1)
     replica = native.NativeReplica.of(engine.replica)
@@ -184,8 +186,46 @@ def victims_by_what_is_learnt():
     assert engine.replica.counters.hit_tokens > 1000
 
 
+def a_request_alone_whose_hit_is_given_up():
+    for engine, texts in unused_pools(split_spec(5), 3, twin_of):
+        for text in texts:
+            assert engine.admit(0, text).status is not REFUSED
+            engine.end(0)
+            engine.idle()
+            engine.idle()
+
+
+def twin_of(spec):
+    return TwinReplica(Replica(spec), native.NativeReplica.of)
+
+
+def superblocks_of_earlier_lives():
+    """Keys from a store, blocks under loads that may be states, and an image of held blocks alone."""
+    spec = split_spec(12)
+    shown = list(range(1 << 32, (1 << 32) + spec.num_blocks))
+    rows = [(0, 8), (1, 12), (1, 13), (1, 17), (0, 20), (1, 28)]
+    hashes = b"".join(fake_digest(block) for _, block in rows)
+    blocks, runs = [block for _, block in rows], [KeyRun("", group, 1) for group, _ in rows]
+    stored = Entries(32, runs, blocks, [shown[block] for block in blocks], [2] * 6, [6, 5, 4, 3, 2, 1], hashes)
+    image = Resume(held_slot=[4], held_count=[2], held_blocks=[13, 40])
+    cores = Replica(spec), native.NativeReplica(spec)
+    outcomes = []
+    for each in cores:
+        each.recover(2, [shown], [stored], busy=[20, 24, 29])
+        each.take_events()
+        parts = [Part(resume=image)], [Part(cache=Cache(loads_over=[20, 24], released=[4]))]
+        results = [each.apply(Step(2, seq, part)).parts[0] for seq, part in enumerate(parts, 1)]
+        assert each.begin_epoch(3, [*shown[:16], *[0] * 32], busy=[29, 36]) > 0
+        each.take_events()
+        news = News([0, 1], [20, 16], [97] * 36)
+        results += each.apply(Step(3, 1, [Part(news=news, admit=Admit([0, 1]), budget=Budget(100))])).parts
+        outcomes.append((results, digest(each)))
+    assert outcomes[0] == outcomes[1]
+    assert {25, 26, 27} <= set(outcomes[0][0][0].orders.stamp_block)
+
+
 CASES = [
-    turns_of_chats, victims_by_what_is_learnt,
+    a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
     chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
     a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
 ]  # fmt: skip

@@ -345,7 +345,7 @@ def use(spec, core):
     return errors
 
 
-MIXES = ["window and full", "checkpoints and drafts", "three sizes, hits inside blocks"]
+MIXES = ["window and full", "checkpoints and drafts", "split pages", "three sizes, hits inside blocks"]
 
 
 @pytest.mark.parametrize(("mix", "play"), [*((mix, run) for mix in MIXES), (MIXES[0], with_tiers)])

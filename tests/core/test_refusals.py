@@ -30,7 +30,7 @@ from tests.core.builders import (
     tokens,
     window,
 )
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import ALL_MIXES, run
 
 SKIP = OnRefusal.SKIP
 REUSED = Counter[str]()
@@ -149,7 +149,7 @@ def test_refusals_that_are_never_forgotten_are_caught(forgets, answered_twice, m
         work()
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 def test_remembered_refusals_equal_new_ones_for_random_engines(mix, answered_twice):
     for seed in range(25):
         run(mix, seed)

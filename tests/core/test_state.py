@@ -19,7 +19,7 @@ from kvplane_service.core.requests import Requests
 from kvplane_service.core.state import export_state, load_state, slices
 from tests.core.builders import full, replica_spec
 from tests.core.page_engine import RandomEngine
-from tests.core.test_page_contents import MIXES, STEPS
+from tests.core.test_page_contents import ALL_MIXES, STEPS
 from tests.core.test_step_law import MIXES as ROW_MIXES
 
 SEEDS = range(1, 9)
@@ -61,7 +61,7 @@ class MirroredEngine(RandomEngine):
 
 def play(mix, seed):
     rng = Random(seed)
-    groups, changes = MIXES[mix]
+    groups, changes = ALL_MIXES[mix]
     blocks = {"num_blocks": rng.choice([10, 16, 24, 40]), **changes}
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
     engine = MirroredEngine(spec, rng, most_drafts=2 if "drafts" in mix else 0)
@@ -70,7 +70,7 @@ def play(mix, seed):
     return engine
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", ALL_MIXES)
 def test_a_loaded_replica_answers_every_later_step_equally(mix):
     engines = [play(mix, seed) for seed in SEEDS]
     assert sum(engine.loads_of_state for engine in engines) > 2 * len(SEEDS)
@@ -100,7 +100,7 @@ def test_slices_have_the_state_of_their_call():
 
 def play_all():
     for seed in SEEDS:
-        for mix in MIXES:
+        for mix in ALL_MIXES:
             play(mix, seed)
 
 

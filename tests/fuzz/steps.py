@@ -31,7 +31,7 @@ from kvplane_service.core.state import digest, export_state, load_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window
-from tests.core.test_page_contents import MIXES
+from tests.core.test_page_contents import ALL_MIXES
 from tests.core.tier_engine import TierEngine, slots_of, small_pools
 from tests.fuzz.drawn_steps import EDGES, SECTIONS, Source, StepSource
 
@@ -97,13 +97,13 @@ class Program:
             ),
             0,
         )
-        mixes = [*MIXES.values(), *MORE]
+        mixes = [*ALL_MIXES.values(), *MORE]
         has_tiers, number = divmod(source.below(2 * len(mixes)), len(mixes))
         groups, changes = mixes[number]
         blocks = {"num_blocks": source.pick([10, 12, 16, 20] if has_tiers else [10, 16, 24, 40]), **changes}
         spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
         spec = replace(spec, events=not source.chance(10))
-        if source.chance(20):
+        if source.chance(20) and spec.blocks_per_state == 1:
             spec = replace(spec, commit=CommitRule.REFERENCE)
         if source.chance(10):
             spec = _extreme(source, spec)
@@ -111,7 +111,7 @@ class Program:
             spec = _tiered(source, spec)
         self.counts["with tiers"] += bool(spec.tiers)
         self.spec, self.shown = spec, list[int]()
-        is_played = number < len(MIXES) and spec.commit is CommitRule.SAFE and spec.events
+        is_played = number < len(ALL_MIXES) and spec.commit is CommitRule.SAFE and spec.events
         self.twin = self._play() if is_played and source.chance(60) else new_twin(spec)
         self.seq = self.twin.seq
 
@@ -388,7 +388,7 @@ def _equal(name: str, one: object, other: object) -> None:
 
 def seeds() -> Iterator[bytes]:
     """Programs for each spec, without tiers and with."""
-    count = len(MIXES) + len(MORE)
+    count = len(ALL_MIXES) + len(MORE)
     for number in range(2 * count):
         for seed in range(2 if number < count else 5):
             size = 900 if number < count else 2500  # until what was saved is evicted and asked for again

@@ -15,7 +15,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvplane.base.errors import InternalError, InvalidArgument, Unavailable
-from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.registry import Registration, Registry
@@ -23,6 +24,7 @@ from kvplane_service.replicas import cores
 from kvplane_service.rpc.encode import encode_summary
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
+from tests.core.test_split import split_spec
 from tests.service.guarded import replace
 from tests.service.hosts import BLOCK, Engine, spec_of
 from tests.service.rig import running, until
@@ -33,10 +35,10 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 class Watched:
     """A replica "r", an engine, and the metrics of the registry."""
 
-    def __init__(self, **spec) -> None:
+    def __init__(self, given: ReplicaSpec | None = None, **spec) -> None:
         self.now_ns = 0
         registry = Registry(Config(), lambda: self.now_ns)
-        self.host = registry.register("r", Registration(spec_of(**spec))).host
+        self.host = registry.register("r", Registration(given or spec_of(**spec))).host
         self.collector = ServiceCollector(registry)
 
     def value(self, name: str, **labels: str) -> float:
@@ -188,6 +190,17 @@ def test_metric_blocks_by_state_equals_the_pool():
     assert [world.value("kvplane_blocks", state=state) for state in ("held", "cached", "empty")] == [0, 2, 18]
     Engine(world.host, busy_blocks=(3, 4))
     assert [world.value("kvplane_blocks", state=state) for state in ("held", "busy", "empty")] == [0, 2, 18]
+
+
+def test_metric_blocks_names_those_that_no_state_can_take():
+    world = Watched(split_spec(6))
+    states = ("held", "cached", "empty", "slack")
+    assert [world.value("kvplane_blocks", state=state) for state in states] == [0, 0, 20, 0]
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 10), admit=Admit(slot=[0]), budget=Budget(8)))
+    assert [world.value("kvplane_blocks", state=state) for state in states] == [8, 0, 12, 0]
+    engine.step(Part(run=Run([0]), budget=Budget(8)))
+    assert [world.value("kvplane_blocks", state=state) for state in states] == [13, 0, 4, 3]
 
 
 def test_metrics_of_keys_and_blocks_by_group_kind():

@@ -15,7 +15,7 @@ from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.events import Batch, PublicationHold
 from tests.core import page_engine
-from tests.core.test_page_contents import MIXES, run
+from tests.core.test_page_contents import CACHED_MIXES, run
 from tests.service.test_packing import finish
 
 native = pytest.importorskip(
@@ -70,7 +70,7 @@ class PackedTwins(TwinReplica):
             assert not shown
 
 
-MIXES_OF_TWINS = [mix for mix in MIXES if "tiers" not in mix]
+MIXES_OF_TWINS = [mix for mix in CACHED_MIXES if "tiers" not in mix]
 
 
 @contextmanager

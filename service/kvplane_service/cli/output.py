@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from kvplane.v1.admin_pb2 import RequestState
-    from kvplane.v1.allocation_pb2 import StoreStatus
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, StoreStatus
+    from kvplane.v1.replica_pb2 import ReplicaSpec
 
 
 def show(answer: Message, output: Shape, **texts: Callable[[], str]) -> None:
@@ -149,6 +150,17 @@ def store_word(store: StoreStatus) -> str:
 def request_state(request: RequestState) -> str:
     """Return "running", "held" (ended, with blocks that a transfer still reads) or "waiting"."""
     return "running" if request.running else "held" if request.held else "waiting"
+
+
+def usable_blocks(spec: ReplicaSpec) -> int:
+    """Return the number of blocks that requests can hold: all but the null block, or the null state."""
+    return spec.num_blocks - max(1, spec.blocks_per_state)
+
+
+def slack_line(answer: DescribeReplicaResponse) -> str:
+    """Return how many blocks of a pool with split pages are slack."""
+    share = answer.slack_blocks / usable_blocks(answer.spec)
+    return f"{answer.slack_blocks:,} free blocks ({share:.1%}) of superblocks in use, where no state fits"
 
 
 def by_reason(counts: Mapping[str, int]) -> str:

@@ -66,6 +66,7 @@ def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> Genera
     this; the others free memory.
     """
     emptied: list[object] = []
+    pool.free.forget(blocks.tolist())  # in ascending order
     for domain, group, digests, of_blocks in _unregister_all(pool, blocks, emptied):
         if pool.with_events and of_blocks:
             event = CacheEvent(EventKind.REMOVED, group, digests, of_blocks, domain=domain, reason=reason)
@@ -77,6 +78,7 @@ def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> Genera
 def forget_all_keys(pool: BlockPool, blocks: Ints) -> Generator[None]:
     """Do what `drop_all_keys` does, but emit no events."""
     emptied: list[object] = []
+    pool.free.forget(blocks.tolist())
     for _ in _unregister_all(pool, blocks, emptied):
         pass
     pool.restamp_all(blocks)

@@ -7,7 +7,7 @@ Changes nothing. Groups of equal format are looked up jointly, as one look-up cl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvplane.base.groups import ReplicaSpec
@@ -15,6 +15,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.lookup import Hit, LookupClass, PrefixLookup, Search
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
+from kvplane_service.core.setup import smallest
 
 if TYPE_CHECKING:
     from kvplane_service.core.interface import TiersView
@@ -85,8 +86,7 @@ class LookupExplainer:
         cls, spec: ReplicaSpec, find: Callable[[str, Sequence[int], bytes], Found], tiers: TiersView | None = None
     ) -> LookupExplainer:
         """Return an explainer for another cache: `find(domain, groups, digest)` answers as `BlockPool.find` does."""
-        sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
-        coordinator = Coordinator(replace(spec, num_blocks=sinks + 2), Requests())
+        coordinator = Coordinator(smallest(spec), Requests())
         pool = _Known(find, len(spec.groups))
         for manager in coordinator.managers:
             manager.pool = pool

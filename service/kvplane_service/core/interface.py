@@ -27,19 +27,27 @@ if TYPE_CHECKING:
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of a pool by state; the null block, which is in no state, is not counted.
+    """Blocks of a pool by state; the null block, or the null state, is in none.
 
     Attributes:
         held: blocks in tables of requests, or waiting for a step to end.
         busy: blocks that a load of an earlier engine life may still write.
         cached: free blocks with a key.
-        empty: free blocks without a key.
+        empty: free blocks without a key that any group can take.
+        slack: free blocks without a key of superblocks in use, which no state can take; only with split pages.
     """
 
     held: int
     busy: int
     cached: int
     empty: int
+    slack: int
+
+    @classmethod
+    def of(cls, spec: ReplicaSpec, busy: int, num_free: int, cached: int, slack: int) -> BlockCounts:
+        """Return the counts of a pool of which `num_free` blocks are free."""
+        held = spec.num_blocks - spec.blocks_per_state - num_free - busy
+        return cls(held, busy, cached, num_free - cached - slack, slack)
 
 
 class RequestColumns(Protocol):

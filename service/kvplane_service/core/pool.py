@@ -343,9 +343,10 @@ class BlockPool:
         return taken
 
     def lose_primary(self, blocks: list[int], at: Ints) -> None:
-        """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more."""
+        """Mark blocks, given as a list and as an array, as having no key: their only keys are in no index any more, and
+        the free list has forgotten them.
+        """
         self.refusals.clear()
-        self.free.forget(blocks)
         key = self.key
         for block in blocks:
             key[block] = None

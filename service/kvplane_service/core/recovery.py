@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplane.base.groups import NULL_BLOCK
+from kvplane.base.groups import NULL_BLOCK, ReplicaSpec
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import (
     SLICE_BLOCKS,
@@ -39,7 +39,8 @@ from kvplane_service.core.freelist import Links
 from kvplane_service.core.keys import LAZY_KEY, Key, new_map
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.split import SplitPool
+from kvplane_service.core.setup import num_reserved
+from kvplane_service.core.split import SplitPool, state_groups
 
 _MAX_U32 = (1 << 32) - 1
 
@@ -115,6 +116,14 @@ class PoolShape:
     num_stamps: int = 0
     blocks_per_state: int = 1
     state_groups: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, spec: ReplicaSpec, digest_size: int) -> PoolShape:
+        """Return the shape of the pool of a replica."""
+        states = state_groups(spec) if spec.blocks_per_state > 1 else frozenset[int]()
+        sizes = spec.num_blocks, len(spec.groups), digest_size
+        reserved = tuple(range(1, num_reserved(spec)))
+        return cls(*sizes, reserved, spec.num_stamps, spec.blocks_per_state, states)
 
 
 class _Rows(NamedTuple):

@@ -176,11 +176,7 @@ class Replica:
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
-        pool = self._pool
-        sizes = pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved)
-        states = pool.state_groups if isinstance(pool, SplitPool) else frozenset[int]()
-        shape = PoolShape(*sizes, self.spec.num_stamps, self.spec.blocks_per_state, states)
-        return verify_entries(shape, tables, stored)
+        return verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored)
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
         """Do the second part of `recover`: install the result of `verify_entries` in this unused replica.
@@ -316,10 +312,9 @@ class Replica:
     @property
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
-        pool, busy = self._pool, len(self._pool.busy)
-        apart = len(pool.reserved) if isinstance(pool, SplitPool) else 0
-        held = pool.num_blocks - 1 - apart - pool.num_free - busy
-        return BlockCounts(held, busy, pool.num_evictable, pool.num_free - pool.num_evictable)
+        pool = self._pool
+        slack = pool.free.bare.count if isinstance(pool, SplitPool) else 0
+        return BlockCounts.of(self.spec, len(pool.busy), pool.num_free, pool.num_evictable, slack)
 
     @property
     def digest_size(self) -> int:

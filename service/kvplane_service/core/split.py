@@ -14,7 +14,7 @@ a state and of a block of attention, can have the same memory. It never has two 
 - a superblock changes between the two only while none of its blocks is held, and loses all its keys then;
 - each of its blocks gets another stamp (version number of its content) before a state is written: what a store still
   has of them proves nothing. The first block is handed out first, so that the state's stamp changes before any part of
-  the state is overwritten.
+  the state is overwritten. A new engine life relies on no stamp that the one before it ordered.
 
 Free blocks of a superblock that is not whole are of use for attention only: without a key they are slack. A table
 continues behind its last block, so that blocks of one request stay together, and become whole together. Where that is
@@ -50,6 +50,11 @@ SCARCE = 8
 NEVER = 1 << 62  # a number of blocks that no pool has free
 
 
+def state_groups(spec: ReplicaSpec) -> frozenset[int]:
+    """Return the numbers of the groups of states."""
+    return frozenset(number for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA)
+
+
 class SplitPool(BlockPool):
     """A block pool in which the blocks of states are superblocks."""
 
@@ -58,9 +63,7 @@ class SplitPool(BlockPool):
     def __init__(self, spec: ReplicaSpec) -> None:
         super().__init__(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
         self.size = spec.blocks_per_state
-        self.state_groups = frozenset(
-            number for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA
-        )
+        self.state_groups = state_groups(spec)
         self.free = SplitList(self, self.size)
         self.reserved.extend(range(1, self.size))  # under the null block: a launch may write the null state
         for block in self.reserved:
@@ -111,12 +114,28 @@ class SplitPool(BlockPool):
         return super().last_use(overlapping)
 
     def hold_busy(self, blocks: Iterable[int]) -> None:
-        """As in `BlockPool`. A block alone in its superblock may be a state: then no other of it is handed out."""
+        """As in `BlockPool`. A block alone in its superblock may be a state: then no other of it is handed out.
+
+        The other blocks get another stamp: those that the ended life gave them may be in no memory.
+        """
         fresh = [block for block in blocks if not self.references[block]]
         for block in fresh:
             self.drop_keys(block, RemoveReason.UNVERIFIED)
         self.assume(fresh)
         super().hold_busy(fresh)
+        for number in sorted({block // self.size for block in self.busy}):
+            for block in self.free.blocks(number):
+                if self.key[block] is None:
+                    self.restamp(block)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """As in `BlockPool`. What a state gave other stamps to may have the old ones: the ended life need not have
+        carried out its last orders. If the state still has its key, it has.
+        """
+        super().begin_epoch(epoch)
+        has_key = np.frombuffer(self.key_tokens, np.uint32)[:: self.size] > 0
+        lost = (np.array(self.free.held) == 0) & ~has_key
+        np.frombuffer(self.free.has_state, np.uint8)[lost] = 0
 
     # -- superblocks -------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class TwinReplica(_Base):
         self, first: Replica, second: Callable[[Replica], ReplicaCore] | None = None, check_every: int = 1
     ) -> None:
         self.first = first
-        self._make = second or (lambda replica: load_state(replica.spec, export_state(replica)))
+        self._make = second or _reloaded
         self._reloads, self._check_every = second is None, check_every
         self._second: ReplicaCore | None = None
         self._lacks_events = self._lacks_tier_events = False  # the second core was made after the first one's events
@@ -180,11 +180,10 @@ class TwinReplica(_Base):
         if self._second is None:
             pool = self.first.coordinator.pool
             events, pool.events = pool.events, CacheEvents()  # of an interrupted end of a life; no state has them
-            stamped, pool.stamped = pool.stamped, {}
             try:
                 self._second = self._make(self.first)
             finally:
-                pool.events, pool.stamped = events, stamped
+                pool.events = events
             self._lacks_events, self._lacks_tier_events = bool(events), self._has_tier_events()
         return self._second
 
@@ -220,6 +219,15 @@ class _TwinTiers:
     def take_events(self) -> list[CacheEvent]:
         """Return and clear the events of both cores."""
         return self._twin._take_tier_events()
+
+
+def _reloaded(replica: Replica) -> Replica:
+    pool = replica.coordinator.pool
+    stamped, pool.stamped = pool.stamped, {}  # no exported state has stamps that no step has ordered yet
+    loaded = load_state(replica.spec, export_state(replica))
+    pool.stamped = stamped
+    loaded.coordinator.pool.stamped = dict(stamped)
+    return loaded
 
 
 def _again(step: Step) -> Step:

@@ -1,8 +1,8 @@
-"""Makes the core of a replica: the compiled one where it is installed and has what the replica needs, else the Python
-one. The environment variable KVPLANE_CORE selects another:
+"""Makes the core of a replica: the compiled one where it is installed, else the Python one. The environment variable
+KVPLANE_CORE selects another:
 
     python   `Replica`, the specification
-    native   the compiled core (`kvplane_service.core.native`); a replica that it does not support is refused
+    native   the compiled core (`kvplane_service.core.native`)
     twin     both: `Replica` answers, and each step's results and state are compared with the compiled core's
 """
 
@@ -31,7 +31,6 @@ _PACKAGE = "kvplane_service.core.native"
 VARIABLE = "KVPLANE_CORE"
 AUTO = "auto"
 CORES = (AUTO, "python", "native", "twin")
-LACKS_SPLIT = "the compiled core does not have states of several blocks"
 CHECK_EVERY = 32  # steps between two comparisons of the whole state of twins
 
 
@@ -39,11 +38,10 @@ def new_replica(spec: ReplicaSpec) -> ReplicaCore:
     """Make an empty replica.
 
     Raises:
-        InvalidArgument: the spec contradicts itself, KVPLANE_CORE has an unknown value, or the compiled core is
-            selected and does not have split pages.
+        InvalidArgument: the spec contradicts itself, or KVPLANE_CORE has an unknown value.
         FailedPrecondition: the compiled core is selected, and it is not installed.
     """
-    return _select(spec, lambda: Replica(spec), lambda compiled: compiled.NativeReplica(spec))
+    return _select(lambda: Replica(spec), lambda compiled: compiled.NativeReplica(spec))
 
 
 def load_replica(spec: ReplicaSpec, raw: bytes) -> ReplicaCore:
@@ -55,7 +53,7 @@ def as_selected(replica: Replica) -> ReplicaCore:
     """Return a replica with the state of this one, which must not be used afterwards. Raises the errors of
     `new_replica`.
     """
-    return _select(replica.spec, lambda: replica, lambda compiled: compiled.NativeReplica.of(replica))
+    return _select(lambda: replica, lambda compiled: compiled.NativeReplica.of(replica))
 
 
 def describe() -> str:
@@ -101,25 +99,15 @@ def reason_of(replica: ReplicaCore) -> str:
         return str(getattr(replica, "fallback_reason", ""))
     if _choice() != AUTO:
         return f"{VARIABLE}={_choice()}"
-    return (_problem() or NOT_INSTALLED) if _native() is None else LACKS_SPLIT
+    return _problem() or NOT_INSTALLED
 
 
-def _select(
-    spec: ReplicaSpec, python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]
-) -> ReplicaCore:
+def _select(python: Callable[[], Replica], native: Callable[[ModuleType], ReplicaCore]) -> ReplicaCore:
     choice = _choice()
     compiled = _required() if choice in ("native", "twin") else _native() if choice == AUTO else None
     if compiled is None:
         return python()
-    supported = compiled.is_supported(spec)
-    if choice == "twin":
-        return TwinReplica(python(), compiled.NativeReplica.of if supported else None, CHECK_EVERY)
-    if supported:
-        return native(compiled)
-    if choice == "native":
-        remedy = f"start the service with {VARIABLE}={AUTO}"
-        raise InvalidArgument(LACKS_SPLIT, field="blocks_per_state", remedy=remedy)
-    return python()
+    return TwinReplica(python(), compiled.NativeReplica.of, CHECK_EVERY) if choice == "twin" else native(compiled)
 
 
 def _choice() -> str:

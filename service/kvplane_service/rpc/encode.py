@@ -149,6 +149,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         state=_STATES[host.state],
         epoch=host.epoch,
         free_blocks=replica.free_blocks,
+        slack_blocks=replica.block_counts.slack,
         running_requests=replica.num_running,
         seq=host.seq,
         executed_through=replica.executed_through,

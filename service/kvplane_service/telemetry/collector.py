@@ -103,8 +103,8 @@ _FAMILIES = (
     Family(
         GaugeMetricFamily,
         "kvplane_blocks",
-        "Blocks by state: held by requests; busy (under loads of earlier engine lives); cached and free; free without "
-        "a key.",
+        "Blocks by state: held by requests; busy (under loads of earlier engine lives); cached and free; empty, free "
+        "without a key; slack, with split pages: free without a key under superblocks in use, where no state fits.",
         ("state",),
         _blocks,
     ),

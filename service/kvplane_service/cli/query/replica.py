@@ -11,7 +11,20 @@ import typer
 
 from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
 from kvplane_service.cli.options import DEFAULT_SERVICE, TABLE, Format, Grpcurl, Output, Replica, Service, Shape, Watch
-from kvplane_service.cli.output import age, by_reason, columns, repeat, show, size, store_word, text_of, tier_word, word
+from kvplane_service.cli.output import (
+    age,
+    by_reason,
+    columns,
+    repeat,
+    show,
+    size,
+    slack_line,
+    store_word,
+    text_of,
+    tier_word,
+    usable_blocks,
+    word,
+)
 
 if TYPE_CHECKING:
     from kvplane import EventBatch
@@ -44,7 +57,7 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     from kvplane.v1.allocation_pb2 import ReplicaState
     from kvplane.v1.replica_pb2 import EvictionPolicy
 
-    counters, usable = answer.counters, answer.spec.num_blocks - 1
+    counters, usable = answer.counters, usable_blocks(answer.spec)
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     executed = f"executed through {answer.executed_through}"
     yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
@@ -55,6 +68,8 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     if answer.busy_blocks:
         yield f"      {answer.busy_blocks} of them under loads of earlier engine lives"
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
+    if answer.spec.blocks_per_state > 1:
+        yield f"slack: {slack_line(answer)}"
     yield f"hits: {counters.hit_tokens} of {counters.queried_tokens} tokens looked up ({share:.0%})"
     yield f"requests: {counters.admitted} admitted, {counters.ended} ended, {counters.preempted} preempted"
     yield f"preempted: {by_reason(answer.preemptions)}"

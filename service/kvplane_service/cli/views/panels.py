@@ -69,7 +69,7 @@ def panel(sample: Sample) -> Panel:
     """Return the terminal panel of one model: pool, hits, evictions, preemptions and requests."""
     return Panel(
         Group(
-            pool_table(sample.pools, sample.free_blocks, sample.num_blocks),
+            pool_table(sample.pools, sample.free_blocks, sample.num_blocks - 1),
             Text(),
             hit_line(sample.counts.hit_tokens, sample.hit_share, sample.hit_shares),
             _losses(sample),
@@ -105,9 +105,8 @@ def bar(share: float, cells: int = _BAR_CELLS) -> Text:
     return Text.assemble(("█" * filled, "green"), ("░" * (cells - filled), "bright_black"))
 
 
-def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Table:
-    """Return a table of the blocks of the pool, by kind of group and in total, with bars."""
-    usable = num_blocks - 1
+def pool_table(pools: Sequence[Pool], free_blocks: int, usable: int) -> Table:
+    """Return a table of the usable blocks of the pool, by kind of group and in total, with bars."""
     cached = sum(pool.cached_blocks for pool in pools)
     whole = Pool("pool", usable - free_blocks, cached)
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bright_black")

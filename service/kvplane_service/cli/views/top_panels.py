@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvplane import wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_service.cli.output import age, by_reason, tier_word, word
+from kvplane_service.cli.output import age, by_reason, slack_line, tier_word, usable_blocks, word
 from kvplane_service.cli.views.fleet import STYLES
 from kvplane_service.cli.views.panels import bar, hit_line, pool_table
 from kvplane_service.cli.views.samples import Trend, pools_of
@@ -27,7 +27,8 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     pools = pools_of(answer, wire.decode_spec(answer.spec).groups)
     body = Group(
-        pool_table(pools, answer.free_blocks, answer.spec.num_blocks),
+        pool_table(pools, answer.free_blocks, usable_blocks(answer.spec)),
+        *_slack(answer),
         *_tiers(answer),
         Text(),
         _hits(answer, trend),
@@ -43,6 +44,11 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
         box=box.ROUNDED,
         width=PANEL_WIDTH,
     )
+
+
+def _slack(answer: DescribeReplicaResponse) -> Iterable[Text]:
+    if answer.spec.blocks_per_state > 1:
+        yield Text.assemble(("slack ", "bright_black"), slack_line(answer))
 
 
 def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:

@@ -52,11 +52,6 @@ SOURCES = _native.SOURCES
 REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
-def is_supported(spec: ReplicaSpec) -> bool:
-    """Whether the compiled core decides for this replica: not for split pages."""
-    return spec.blocks_per_state == 1
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedState(RecoveredState):
     """A recovered state with the pool that has its keys, so that installing it takes no time."""
@@ -94,9 +89,12 @@ class NativeReplica:
         made._make(replica.spec)
         made._keeps_keys, made._shown = replica._keeps_keys, replica._shown
         entries: dict[str, list[Any]] = {}
+        pool = replica.coordinator.pool
+        stamped, pool.stamped = pool.stamped, {}  # no exported state has stamps that no step has ordered yet
         for name, value in replica.state_entries():
             entries.setdefault(name, []).append(value)
-        _native.load(made._core, state_of(entries, made.spec))
+        pool.stamped = stamped
+        _native.load(made._core, state_of(entries, made.spec) | {"stamped": list(stamped)})
         for slot, _, hasher in entries.get("content", ()):
             if hasher:
                 made.hashers.continue_from(slot, hasher_of(hasher, made._scheme))
@@ -243,10 +241,7 @@ class NativeReplica:
         """Select the stored entries that the page memory proves, and build the pool that has them, see
         `Replica.verify_entries`.
         """
-        sinks = sum(group.sink_tokens // group.block_size for group in self.spec.groups)
-        sizes = self.spec.num_blocks, len(self.spec.groups), self.digest_size, tuple(range(1, sinks + 1))
-        shape = PoolShape(*sizes, self.spec.num_stamps)
-        state = verify_entries(shape, tables, stored)
+        state = verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored)
         columns = {field.name: getattr(state, field.name) for field in fields(RecoveredState)}
         return PreparedState(**columns, pool=self._prepared(state))
 
@@ -431,9 +426,8 @@ class NativeReplica:
     @property
     def block_counts(self) -> BlockCounts:
         """Number of blocks by state."""
-        _, _, _, num_free, num_evictable, _ = _native.numbers(self._core)
-        busy = len(self.busy_blocks)
-        return BlockCounts(self.spec.num_blocks - 1 - num_free - busy, busy, num_evictable, num_free - num_evictable)
+        _, _, _, num_free, num_evictable, _, slack = _native.numbers(self._core)
+        return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:

@@ -51,7 +51,9 @@ inline PyObject* PutUnkeyedFirst(PyObject*, PyObject* arguments) {
         return Change(core, [&](Replica& replica) {
             BlockPool& pool = replica.blocks.pool;
             const auto has_key = [&](Block block) { return pool.HasKey(block); };
-            return PyBool_FromLong(pool.free.PutUnkeyedFirst(begins, static_cast<size_t>(count), has_key));
+            const auto most = static_cast<size_t>(count);
+            return PyBool_FromLong(pool.split ? pool.split->PutUnkeyedFirst(begins, most, has_key)
+                                              : pool.free.PutUnkeyedFirst(begins, most, has_key));
         });
     });
 }

@@ -206,13 +206,14 @@ inline PyObject* AlignChunkOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, number of domains)
+// numbers(core) -> (seq, epoch, executed_through, num_free, num_evictable, num_running, blocks that are slack)
 inline PyObject* Numbers(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Replica& replica = AnyCoreOf(At(arguments, 0)).replica;
         const BlockPool& pool = replica.blocks.pool;
         return Tuple(ToPy(replica.seq), ToPy(pool.epoch), ToPy(pool.executed_through), ToPy(pool.num_free()),
-                     ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running));
+                     ToPy(pool.num_evictable), ToPy(replica.blocks.requests.num_running),
+                     ToPy(pool.split ? pool.split->num_bare() : Int{0}));
     });
 }
 
@@ -295,7 +296,7 @@ inline PyObject* CommonBlocks(PyObject*, PyObject* arguments) {
 
 // free_order(core) -> the free blocks in the order of eviction
 inline PyObject* FreeOrder(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* { return ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.free.Order()); });
+    return Guarded([&]() -> PyObject* { return ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.FreeOrder()); });
 }
 
 }  // namespace kvplane

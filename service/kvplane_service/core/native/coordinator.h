@@ -172,10 +172,19 @@ class Coordinator {
         for (const auto& one : managers) one->ZeroUnloaded(slot, num_tokens);
     }
 
+    // Drops the keys of a hit's blocks, whose superblocks a request needs whole for its states; false if none has one.
+    bool GiveUp(const Hit& hit) {
+        bool any = false;
+        for (const BlockList& row : hit.blocks) {
+            for (const Block block : row) any |= block != kNullBlock && pool.DropKeys(block, kDropped);
+        }
+        return any;
+    }
+
     Int BlocksWhenAlone(Int num_tokens, Int num_encoder) const {
-        Int sum = 0;
-        for (const auto& one : managers) sum += one->BlocksAlone(num_tokens, num_encoder);
-        return sum;
+        Counted counted;
+        for (const auto& one : managers) counted.Add(*one, one->BlocksAlone(num_tokens, num_encoder));
+        return pool.split ? pool.split->InBlocks(counted.blocks, counted.states) : counted.blocks;
     }
 
     // -- prefix cache ------------------------------------------------------------------------------------------------
@@ -274,6 +283,15 @@ class Coordinator {
     bool has_states = false, checkpoints_single_group_hits = false;
 
   private:
+    // Blocks of all groups, and how many of them are states.
+    struct Counted {
+        Int blocks = 0, states = 0;
+        void Add(const GroupManager& manager, Int count) {
+            blocks += count;
+            states += manager.spec.is_state() ? count : 0;
+        }
+    };
+
     std::unique_ptr<GroupManager> MakeManager(Int number) {
         switch (spec.groups[static_cast<size_t>(number)].kind) {
             case kFull:
@@ -325,12 +343,12 @@ class Coordinator {
     }
 
     bool GrowTables(Int slot, Int num_slots, Int num_main, Int processed, Int leave_free, Rows* fresh) {
-        Int need = leave_free;
+        Counted counted;
         for (const auto& one : managers) {
             one->ReleaseSkipped(slot, processed);
-            need += one->BlocksToExtend(slot, num_slots, num_main);
+            counted.Add(*one, one->BlocksToExtend(slot, num_slots, num_main));
         }
-        if (need > pool.num_free()) return false;
+        if (Demand(counted, nullptr) + leave_free > pool.num_free()) return false;
         Empty(fresh);
         for (size_t number = 0; number < managers.size(); ++number)
             managers[number]->Allocate(slot, num_slots, num_main, 0, &(*fresh)[number]);
@@ -344,11 +362,19 @@ class Coordinator {
 
     Int Count(const Need& need, const Hit* hit) const {
         static const BlockList none;
-        Int sum = 0;
+        Counted counted;
         for (size_t number = 0; number < managers.size(); ++number) {
-            sum += managers[number]->BlocksNeeded(need, hit == nullptr ? none : hit->blocks[number]);
+            const GroupManager& one = *managers[number];
+            counted.Add(one, one.BlocksNeeded(need, hit == nullptr ? none : hit->blocks[number]));
         }
-        return sum;
+        return Demand(counted, hit);
+    }
+
+    // How many free blocks an allocation takes; kForever if too few superblocks are whole for its states.
+    Int Demand(const Counted& counted, const Hit* hit) const {
+        if (!pool.split) return counted.blocks;
+        const auto is_state = [&](size_t group) { return spec.groups[group].is_state(); };
+        return pool.split->Demand(counted.blocks, counted.states, hit ? &hit->blocks : nullptr, is_state);
     }
 
     void AdoptHit(const Admission& admission, Int local, Int total) {

@@ -78,8 +78,13 @@ inline void RenewStates(const std::vector<std::unique_ptr<GroupManager>>& manage
         if (one->HasWindow() || count <= 0 || count > one->requests.content[slot].count()) continue;
         BlockList resting = one->pool.BlocksOf(one->KeyOf(slot, count));
         std::erase_if(resting, [&](Block block) { return one->pool.references[block] > 0; });
-        for (const Block block : resting) one->pool.free.Remove(block);
-        one->pool.free.Append(resting);
+        BlockPool& pool = one->pool;
+        for (const Block block : resting) pool.split ? pool.split->Remove(pool, block) : pool.free.Remove(block);
+        if (pool.split) {
+            pool.split->Append(pool, resting);
+        } else {
+            pool.free.Append(resting);
+        }
     }
 }
 

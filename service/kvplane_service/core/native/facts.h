@@ -1,6 +1,7 @@
 // Applies the sections `facts` and `cache` of a part: what happened to requests and pages since the last step.
 #pragma once
 
+#include "busy.h"
 #include "hasher.h"
 #include "tiers/loads.h"
 
@@ -60,7 +61,7 @@ class FactApplier {
             requests_.InvalidateAllFastPaths();
         }
         for (const Int slot : cache.released) Append(tracker_.ReleaseHeld(slot, pool_.step), &result->preempted);
-        if (!cache.loads_over.empty()) pool_.ReleaseBusy(cache.loads_over);
+        if (!cache.loads_over.empty()) ReleaseBusy(pool_, cache.loads_over);
         if (cache.reset) result->reset_done = pool_.Reset();
         if (cache.reset && result->reset_done) blocks_.tiers.Clear();
     }

@@ -439,7 +439,7 @@ class InFlightTracker {
 
     void GiveBack(Int slot, Int fence) {
         NoteUse(slot);
-        if (blocks_.spec.policy == kTurnTail) RenewStates(blocks_.managers, slot);
+        if (blocks_.spec.policy == kTurnTail || pool_.split) RenewStates(blocks_.managers, slot);
         blocks_.NoteReleased(slot);
         if (fence > pool_.executed_through) {
             ReleaseLater(TakeReversed(slot), fence);

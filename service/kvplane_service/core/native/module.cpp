@@ -21,8 +21,10 @@ bool IsSound(const Spec& spec) {
     const auto num_groups = static_cast<Int>(spec.groups.size());
     Int num_ids = spec.num_blocks;
     for (const TierSpec& one : spec.tiers) num_ids += is_size(one.num_slots) ? one.num_slots : kForever / 4;
-    return num_ids <= kUnlimited && spec.most_ahead >= 0 && spec.num_blocks >= 2 && is_size(spec.num_blocks) &&
-           num_groups >= 1 && num_groups <= kMaxGroups && is_size(spec.max_model_len) &&
+    const bool splits = spec.blocks_per_state > 0 && spec.num_blocks % spec.blocks_per_state == 0 &&
+                        (spec.blocks_per_state == 1 || spec.num_blocks / spec.blocks_per_state >= 2);
+    return splits && num_ids <= kUnlimited && spec.most_ahead >= 0 && spec.num_blocks >= 2 &&
+           is_size(spec.num_blocks) && num_groups >= 1 && num_groups <= kMaxGroups && is_size(spec.max_model_len) &&
            is_size(spec.hash_block_size) && is_size(spec.scheduler_block_size) && spec.digest_size > 0 &&
            spec.policy >= kLru && spec.policy <= kHazard && std::all_of(spec.groups.begin(), spec.groups.end(), fits);
 }
@@ -72,7 +74,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                &spec.policy,
                                &spec.hint_values,
                                &spec.most_ahead,
-                               &spec.checkpoint_percent};
+                               &spec.checkpoint_percent,
+                               &spec.blocks_per_state};
         Check(values.size() == std::size(fields));
         for (size_t at = 0; at < values.size(); ++at) *fields[at] = values[at];
         for (const Column& group : groups) {
@@ -264,11 +267,17 @@ PyObject* Dump(PyObject*, PyObject* arguments) {
         Owned state(PyDict_New());
         const Dumper dump{state.get()};
         VisitState(dump, core.replica);
-        dump("num_first", core.replica.blocks.pool.free.CountFirst());
-        dump("domains", core.replica.blocks.pool.pairs.Names());
+        BlockPool& pool = core.replica.blocks.pool;
+        dump("num_first", pool.free.CountFirst());
+        dump("is_unused", Int{pool.IsUnused()});
+        dump("stamped", pool.stamped);
+        const SplitList* const split = pool.split.get();
+        dump.Set("split", split ? Tuple(ToPy(split->num_bare()), ToPy(split->num_cached()), ToPy(split->has_state()))
+                                : Py_NewRef(Py_None));
+        dump("domains", pool.pairs.Names());
         dump.Set("tiers", DumpTiers(core.replica.blocks.tiers));
         dump.Set("managers", DumpManagers(core.replica));
-        HazardPolicy* const learnt = core.replica.blocks.pool.hazard.get();
+        HazardPolicy* const learnt = pool.hazard.get();
         dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
         return state.Release();
     });
@@ -295,8 +304,7 @@ PyObject* DumpFree(PyObject*, PyObject* arguments) {
         const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
         const Int after = Number(At(arguments, 1)), count = Number(At(arguments, 2));
         Check(after >= 0 && after < pool.num_blocks && count >= 0 && count <= pool.num_blocks);
-        const Block from = after ? static_cast<Block>(after) : pool.free.Start();
-        return BytesOf(pool.free.Behind(from, static_cast<size_t>(count)));
+        return BytesOf(pool.FreeBehind(static_cast<Block>(after), static_cast<size_t>(count)));
     });
 }
 
@@ -313,7 +321,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
             LoadedTiers(replica).Load(load.Get("tiers"));
             LoadedState(replica).Check();
             replica.blocks.requests.InvalidateAllFastPaths();
-            replica.blocks.pool.ForgetStamped();
+            LoadStamped(load, replica.blocks.pool);
             return Py_NewRef(Py_None);
         });
     });

@@ -5,6 +5,7 @@
 #include "freelist.h"
 #include "keys.h"
 #include "policies.h"
+#include "split.h"
 #include "stamps.h"
 
 namespace kvplane {
@@ -20,7 +21,7 @@ class BlockPool {
     BlockPool(const Spec& spec)
         : spec_(spec),
           num_blocks(spec.num_blocks),
-          free(spec.num_blocks, static_cast<Policy>(spec.policy), !spec.tiers.empty()),
+          free(spec.blocks_per_state > 1 ? 1 : spec.num_blocks, static_cast<Policy>(spec.policy), !spec.tiers.empty()),
           references(spec.num_blocks),
           key_step(spec.num_blocks),
           stamp(spec.num_blocks),
@@ -34,20 +35,43 @@ class BlockPool {
           evicted_keys(spec.groups.size()),
           is_stamped_(static_cast<size_t>(spec.num_blocks)) {
         if (spec.policy == kHazard) hazard = std::make_unique<HazardPolicy>(spec);
+        if (spec.blocks_per_state == 1) return;
+        split = std::make_unique<SplitList>(num_blocks, spec.blocks_per_state);
+        for (Block block = 1; block < spec.blocks_per_state; ++block) {  // a launch may write the null state
+            reserved.push_back(block);
+            references[block] = 1;
+        }
     }
 
     // -- blocks ------------------------------------------------------------------------------------------------------
 
-    Int num_free() const { return free.count(); }
+    Int num_free() const { return split ? split->count() : free.count(); }
     bool HasKey(Block block) const { return records[block].key.pair != 0; }
     Int KeyTokens(Block block) const { return records[block].tokens; }
 
-    void Take(Int count, BlockList* into) {
-        const Int now = age_base + step;
+    // `after`: the last block of the same table.
+    void Take(Int count, BlockList* into, Block after = kNullBlock) {
         const size_t first = into->size();
+        if (split) {
+            split->PopBehind(*this, count, after, into);
+            return HandOut(into, first, first);
+        }
         if (hazard) hazard->PutBefore(free, count, [&](Block block) { return KeyTokens(block); });
         const Int before = free.Pop(count, into);
-        const size_t let_go = first + (hazard ? 0 : static_cast<size_t>(before));
+        HandOut(into, first, first + (hazard ? 0 : static_cast<size_t>(before)));
+    }
+
+    // Does what `Take` does, for states.
+    void TakeStates(Int count, BlockList* into) {
+        if (!split) return Take(count, into);
+        const size_t first = into->size();
+        for (; count > 0; --count) into->push_back(split->PopWhole(*this));
+        HandOut(into, first, first);
+    }
+
+    // Gives blocks that left the free list their first reference, those before `let_go` because the policy let them go.
+    void HandOut(BlockList* into, size_t first, size_t let_go) {
+        const Int now = age_base + step;
         for (size_t i = first; i < into->size(); ++i) __builtin_prefetch(&records[(*into)[i]]);
         for (size_t i = first; i < into->size(); ++i) {
             if (const size_t next = i + kAhead; next < into->size() && HasKey((*into)[next]))
@@ -66,7 +90,7 @@ class BlockPool {
         if (block == kNullBlock) return;
         const Int now = age_base + step;
         if (references[block] == 0) {
-            free.Remove(block);
+            split ? split->Remove(*this, block) : free.Remove(block);
             num_evictable -= HasKey(block);
         }
         ++references[block];
@@ -85,6 +109,11 @@ class BlockPool {
             if (block == kNullBlock) continue;
             Require(references[block] > 0, "a block without references is released");
             if (--references[block] == 0) (HasKey(block) ? keyed_ : unkeyed_).push_back(block);
+        }
+        if (split) {
+            num_evictable += static_cast<Int>(keyed_.size());
+            split->Prepend(*this, unkeyed_);
+            return split->Append(*this, keyed_);
         }
         if (!unkeyed_.empty()) free.Prepend(unkeyed_);
         if (!keyed_.empty()) {
@@ -105,23 +134,23 @@ class BlockPool {
 
     Int LastUse(const std::set<Block>& blocks) const {
         Int latest = 0;
-        for (const Block block : blocks) latest = std::max(latest, last_use_[block]);
+        const auto note = [&](Block block) { latest = std::max(latest, last_use_[block]); };
+        for (const Block block : blocks) split ? split->ForEachOverlapping(block, note) : note(block);
         latest -= age_base;
         return latest > executed_through ? latest : 0;
     }
 
     bool IsUnused() const {
+        if (split) return split->num_held() == static_cast<Int>(busy.size());
         return num_free() == num_blocks - 1 - static_cast<Int>(reserved.size()) - static_cast<Int>(busy.size());
     }
 
-    void ReleaseBusy(const Column& blocks) {
-        BlockList given;
-        for (const Int block : blocks) {
-            busy.erase(static_cast<Block>(block));
-            given.push_back(static_cast<Block>(block));
-        }
-        Release(given);
+    // Up to `count` free blocks behind this one, or the first ones behind the null block, in eviction order.
+    BlockList FreeBehind(Block block, size_t count) const {
+        if (split) return split->Behind(block, count);
+        return free.Behind(block ? block : free.Start(), count);
     }
+    BlockList FreeOrder() const { return FreeBehind(kNullBlock, static_cast<size_t>(num_blocks)); }
 
     bool IsPrivate(Block block) const { return block != kNullBlock && references[block] == 1 && !HasKey(block); }
 
@@ -155,6 +184,20 @@ class BlockPool {
         BlockList found;
         for (const uint32_t record : RecordsOf(key)) found.push_back(BlockOf(record));
         return found;
+    }
+
+    // The records of a key, in order of registration.
+    std::vector<uint32_t> RecordsOf(const Key& key) const {
+        std::vector<uint32_t> found;
+        const uint32_t last = index.Find(records, key);
+        if (last == kNoRecord) return found;
+        for (uint32_t at = records[last].next; at != last; at = records[at].next) found.push_back(at);
+        found.push_back(last);
+        return found;
+    }
+
+    Block BlockOf(uint32_t record) const {
+        return record < num_blocks ? record : further_blocks_[record - static_cast<uint32_t>(num_blocks)];
     }
 
     bool HasThisKey(Block block, const Key& key) const {
@@ -204,7 +247,7 @@ class BlockPool {
             }
             more_keys.erase(further);
         }
-        free.Forget(block);
+        split ? split->Forget(block) : free.Forget(block);
         key_step[block] = 0;
         num_evictable -= references[block] == 0;
         return true;
@@ -261,10 +304,12 @@ class BlockPool {
 
     void Restamp(Block block) {
         stamp[block] = Draw();
-        if (!is_stamped_[block]) {
-            is_stamped_[block] = true;
-            stamped.push_back(block);
-        }
+        NoteStamped(block);
+    }
+    void NoteStamped(Block block) {
+        if (is_stamped_[block]) return;
+        is_stamped_[block] = true;
+        stamped.push_back(block);
     }
 
     // Begins an engine life: stamps contain its number from now on, and steps count from 1. Remaining keys count as
@@ -278,17 +323,7 @@ class BlockPool {
         step = executed_through = 0;
         residency = {};
         ForgetStamped();
-    }
-
-    // Holds blocks that a load of an earlier engine life may still write, without their keys.
-    void HoldBusy(const BlockList& blocks) {
-        for (const Block block : blocks) {
-            const bool is_reserved = std::find(reserved.begin(), reserved.end(), block) != reserved.end();
-            if (busy.contains(block) || is_reserved) continue;
-            DropKeys(block, kUnverified);
-            Touch(block);
-            busy.insert(block);
-        }
+        if (split) split->ForgetStates(*this);
     }
 
     void Reserve(Int count) {
@@ -301,21 +336,6 @@ class BlockPool {
     void ForgetStamped() {
         BlockList unused;
         TakeStamped(&unused);
-    }
-
-    // Puts the blocks of a key, which all have it, into this order of registration.
-    void Reorder(const Key& key, const BlockList& blocks) {
-        const std::vector<uint32_t> ring = RecordsOf(key);
-        std::vector<uint32_t> wanted;
-        for (const Block block : blocks) {
-            const auto found =
-                std::find_if(ring.begin(), ring.end(), [&](uint32_t one) { return BlockOf(one) == block; });
-            Require(found != ring.end(), "a block does not have a shared key");
-            wanted.push_back(*found);
-        }
-        Require(wanted.size() == ring.size() && !ring.empty(), "a shared key has other blocks");
-        index.Replace(records, ring.back(), wanted.back());
-        for (size_t at = 0; at < wanted.size(); ++at) records[wanted[at]].next = wanted[(at + 1) % wanted.size()];
     }
 
     void TakeStamped(BlockList* blocks) {
@@ -335,6 +355,7 @@ class BlockPool {
         std::swap(further_blocks_, other.further_blocks_);
         std::swap(stamp, other.stamp);
         std::swap(free, other.free);
+        std::swap(split, other.split);
         num_evictable = other.num_evictable;
     }
 
@@ -384,6 +405,7 @@ class BlockPool {
     Int num_blocks;
     FreeList free;
     std::unique_ptr<HazardPolicy> hazard;  // only with HAZARD
+    std::unique_ptr<SplitList> split;      // only with split pages, instead of `free`
     std::vector<uint32_t> references;
     Column key_step;
     std::vector<uint64_t> stamp;
@@ -405,6 +427,8 @@ class BlockPool {
     BlockList stamped;
 
   private:
+    friend class SplitList;
+
     void Evict(Block block, RemoveReason reason) {
         removed_.clear();
         Unregister(block, &removed_);
@@ -431,20 +455,6 @@ class BlockPool {
             further_blocks_[record - static_cast<uint32_t>(num_blocks)] = block;
         }
         return record;
-    }
-
-    Block BlockOf(uint32_t record) const {
-        return record < num_blocks ? record : further_blocks_[record - static_cast<uint32_t>(num_blocks)];
-    }
-
-    // The records of a key, in order of registration.
-    std::vector<uint32_t> RecordsOf(const Key& key) const {
-        std::vector<uint32_t> found;
-        const uint32_t last = index.Find(records, key);
-        if (last == kNoRecord) return found;
-        for (uint32_t at = records[last].next; at != last; at = records[at].next) found.push_back(at);
-        found.push_back(last);
-        return found;
     }
 
     // Makes the record the last one of its key.

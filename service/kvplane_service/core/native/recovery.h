@@ -31,6 +31,8 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
         Require(block < spec.num_blocks && found.pair[row] < pairs.size(), "a recovered key is beyond the pool");
         const Key key{pairs[found.pair[row]], Digest(found.digests.data() + row * size, size)};
         pool->AddKey(block, key, found.key_tokens[block]);
+        if (pool->split && spec.groups[static_cast<size_t>(found.names[found.pair[row]].second)].is_state())
+            pool->split->NameState(block);
     }
     for (const auto& [block, name] : found.further) {
         Require(block < spec.num_blocks && name.first < pairs.size(), "a recovered key is beyond the pool");
@@ -43,6 +45,10 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
     for (Block at = found.following[sentinel]; at != sentinel; at = found.following[at]) {
         Require(at != kNullBlock && at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
         order.push_back(at);
+    }
+    if (pool->split) {
+        pool->split->Replace(order);
+        return pool;
     }
     const auto first_keyed = std::find_if(order.begin(), order.end(), [&](Block one) { return pool->HasKey(one); });
     pool->free.Rebuild(order, static_cast<size_t>(first_keyed - order.begin()));

@@ -69,11 +69,11 @@ class Replica {
         BlockList under_load = tracker.Close();
         if (memory_is_new) {
             under_load.clear();
-            pool.ReleaseBusy(Column(pool.busy.begin(), pool.busy.end()));
+            ReleaseBusy(pool, Column(pool.busy.begin(), pool.busy.end()));
         }
         pool.BeginEpoch(static_cast<uint64_t>(epoch));
-        pool.HoldBusy(under_load);
-        pool.HoldBusy(busy);
+        under_load.insert(under_load.end(), busy.begin(), busy.end());
+        HoldBusy(pool, under_load);
         blocks.tiers.BeginEpoch(epoch, memory_is_new);
         seq = 0;
     }

@@ -33,13 +33,12 @@ POLICIES = {EvictionPolicy.LRU: 0, EvictionPolicy.WINDOW_TAIL: 1, EvictionPolicy
 
 def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
     """Return the fields of a spec, in the order of `New` in module.cpp."""
-    assert spec.blocks_per_state == 1, "the compiled core has no split pages"
     return [
         spec.num_blocks, spec.max_model_len, spec.hash_block_size, spec.scheduler_block_size, int(spec.enable_caching),
         spec.kept_every, int(spec.partial_hits), spec.watermark_blocks, int(spec.commit is CommitRule.SAFE),
         spec.prefill_lookahead, int(spec.keep_divergence_boundary), int(spec.events), digest_size,
         spec.hash_lookahead_tokens, spec.align.block_size, spec.align.chunk_limit, int(spec.align.stop_at_tail),
-        POLICIES[spec.eviction], spec.hint_values, most_ahead(spec), spec.checkpoint_percent,
+        POLICIES[spec.eviction], spec.hint_values, most_ahead(spec), spec.checkpoint_percent, spec.blocks_per_state,
     ]  # fmt: skip
 
 

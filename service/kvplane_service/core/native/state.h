@@ -217,6 +217,32 @@ inline void AddLoadedKey(BlockPool& pool, Block block, const Key& key, Int num_t
     pool.AddKey(block, key, num_tokens);
 }
 
+// The stamps that the next part orders, in their order.
+inline void LoadStamped(const Loader& load, BlockPool& pool) {
+    BlockList stamped;
+    load("stamped", stamped);
+    pool.ForgetStamped();
+    for (const Block block : stamped) {
+        Check(block < pool.num_blocks);
+        pool.NoteStamped(block);
+    }
+}
+
+// Puts the blocks of a key, which all have it, into this order of registration.
+inline void Reorder(BlockPool& pool, const Key& key, const BlockList& blocks) {
+    const std::vector<uint32_t> ring = pool.RecordsOf(key);
+    std::vector<uint32_t> wanted;
+    for (const Block block : blocks) {
+        const auto found =
+            std::find_if(ring.begin(), ring.end(), [&](uint32_t one) { return pool.BlockOf(one) == block; });
+        Require(found != ring.end(), "a block does not have a shared key");
+        wanted.push_back(*found);
+    }
+    Require(wanted.size() == ring.size() && !ring.empty(), "a shared key has other blocks");
+    pool.index.Replace(pool.records, ring.back(), wanted.back());
+    for (size_t at = 0; at < wanted.size(); ++at) pool.records[wanted[at]].next = wanted[(at + 1) % wanted.size()];
+}
+
 // Adds the keys to an empty pool.
 inline void LoadKeys(const Loader& load, Replica& replica) {
     BlockPool& pool = replica.blocks.pool;
@@ -235,7 +261,15 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
     Int num_first = 0;
     load("num_first", num_first);
     Check(num_first >= 0 && num_first <= static_cast<Int>(order.size));
-    pool.free.Rebuild(BlockList(order.data, order.data + order.size), static_cast<size_t>(num_first));
+    const BlockList free(order.data, order.data + order.size);
+    if (pool.split) {
+        PyObject* const split = load.Get("split");
+        std::vector<uint8_t> has_state;
+        FromPy(At(split, 2), &has_state);
+        Check(pool.split->Load(free, Number(At(split, 0)), Number(At(split, 1)), has_state, pool.references));
+    } else {
+        pool.free.Rebuild(free, static_cast<size_t>(num_first));
+    }
     const Int num_evictable = pool.num_evictable;
     const Column steps = pool.key_step;
     size_t row = 0, byte = 0;
@@ -250,7 +284,7 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
         Check(block < num_blocks && pool.HasKey(block));
         for (const auto& [key, count] : mine) AddLoadedKey(pool, block, key, count);
     }
-    for (const auto& [key, blocks] : shared) pool.Reorder(key, blocks);
+    for (const auto& [key, blocks] : shared) Reorder(pool, key, blocks);
     pool.num_evictable = num_evictable;
     pool.key_step = steps;
     pool.SetStampBase();

@@ -290,8 +290,11 @@ class StepApplier {
         if (wanted < (late ? 0 : start ? min_new : std::max<Int>(1, min_new))) return kNoRoom;
         if (!blocks_.HitIsReady(hit)) return kDeferred;
         const Admission admission = AdmissionOf(row, wanted, flags, &hit);
-        if (blocks_.FreeWanted(admission) > blocks_.pool.num_free())
+        if (const Int wanted_free = blocks_.FreeWanted(admission); wanted_free > blocks_.pool.num_free()) {
+            // With a shorter hit, if the row permits it.
+            if (wanted_free >= kForever && blocks_.pool.IsUnused() && blocks_.GiveUp(hit)) return TryAdmit(row, at);
             return Refusal(slot, Entry(rows.encoder_tokens, row, 0));
+        }
         blocks_.Admit(admission, &fresh_);
         requests_.Start(slot);
         requests_.computed[slot] = start + wanted;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array as arrays
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +19,7 @@ from kvplane_service.core.native import _native, tiers
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.resume import ImagePool, Resumption
+from kvplane_service.core.setup import smallest
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -68,6 +68,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("pool.key_step", _column(_U64, dump["key_step"])),
         ("pool.stamp", _column(_U64, dump["stamp"])),
         *([("tiers", tiers.entry_of(dump["tiers"], key))] if spec.tiers else []),
+        *([("split", list(dump["split"]))] if dump["split"] else []),
         ("free", _column(_U32, dump["free"])),
     ]
     if spec.eviction is not EvictionPolicy.LRU:
@@ -151,9 +152,11 @@ def loaded_copy(core: NativeReplica) -> Replica:
     Another thread than that of the steps may call this, if it drops what it got of a core that changed meanwhile.
     """
     replica, entries = Replica(core.spec), dict[str, list[Any]]()
-    for name, value in core.state_entries():
+    dump = dump_of(core.core, core.spec.num_blocks)
+    for name, value in entries_of(core, dump, with_statistics=True):
         entries.setdefault(name, []).append(value)
     state.load_entries(replica, entries)
+    replica.coordinator.pool.stamped = dict.fromkeys(dump["stamped"])
     return replica
 
 
@@ -168,10 +171,9 @@ def check_image(core: NativeReplica, step: Step, shown: Sequence[int]) -> None:
         for slot, (joined, size) in enumerate(dump["content"])
     ]
     state.load_requests(requests, entries, core._scheme)
-    spec, reserved, is_unused = core.spec, dump["reserved"], core.block_counts.held == len(dump["reserved"])
-    pool = ImagePool(spec.num_blocks, core.epoch, reserved, set(dump["busy"]), is_unused)
-    least = len(reserved) + 2
-    Resumption(Coordinator(replace(spec, num_blocks=least), requests), shown, pool).check_requests(step)
+    spec, reserved = core.spec, dump["reserved"]
+    pool = ImagePool(spec.num_blocks, core.epoch, reserved, set(dump["busy"]), bool(dump["is_unused"]))
+    Resumption(Coordinator(smallest(spec), requests), shown, pool).check_requests(step)
 
 
 def _column(code: str, raw: bytes) -> arrays.array[int]:
@@ -300,6 +302,8 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
         ],
         "shared": [(pack(key), list(blocks)) for key, blocks in entries["shared"][0]],
         "free": entries["free"][0],
+        "stamped": [],
+        "split": tuple(entries["split"][0]) if "split" in entries else None,
         "num_first": num_first,
         "hit_end": list(hit_end.items()),
         "superseded": list(own[0].items()) if policy == EvictionPolicy.TURN_TAIL.value else [],
@@ -322,9 +326,7 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
     packed |= {name: requests[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
     packed |= {"held_slots" if name == "held" else name: requests[name] for name in FLAGS}
     packed |= {name: [0] * len(requests["live"]) for name in BOUNDS}
-    packed["tiers"] = tiers.packed_of(entries, num_groups, pack)
-    packed["domains"] = list(domains)
-    return packed
+    return packed | {"tiers": tiers.packed_of(entries, num_groups, pack), "domains": list(domains)}
 
 
 def _packed_tracker(tracker: dict[str, Any], pack: Callable[[Key], tuple[int, bytes]]) -> dict[str, Any]:

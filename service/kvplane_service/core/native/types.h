@@ -172,6 +172,7 @@ struct Spec {
     Int hash_lookahead_tokens, align_block_size, align_chunk_limit, align_stop_at_tail, policy, hint_values;
     Int most_ahead;  // blocks that are looked at for saves
     Int checkpoint_percent;
+    Int blocks_per_state;
     std::vector<GroupSpec> groups;
     std::vector<TierSpec> tiers;
 

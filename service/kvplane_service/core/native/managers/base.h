@@ -303,9 +303,10 @@ class GroupManager {
         pool.Release(rest);
     }
 
-    void Take(Int count, BlockList* into) {
+    // `after`: the last block of the same table.
+    void Take(Int count, BlockList* into, Block after = kNullBlock) {
         allocated += count;
-        pool.Take(count, into);
+        spec.is_state() ? pool.TakeStates(count, into) : pool.Take(count, into, after);
     }
 
     void CopyIntoTable(Int slot, Int index, Block source, Block target) {
@@ -370,7 +371,7 @@ class GroupManager {
 
     void Extend(Int slot, Int count, BlockList* fresh) {
         const size_t first = fresh->size();
-        Take(count, fresh);
+        Take(count, fresh, table[slot].empty() ? kNullBlock : table[slot].back());
         table[slot].insert(table[slot].end(), fresh->begin() + static_cast<std::ptrdiff_t>(first), fresh->end());
         if (spec.zero_new_blocks) {
             for (size_t i = first; i < fresh->size(); ++i) OrderZero((*fresh)[i]);
