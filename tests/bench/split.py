@@ -6,6 +6,7 @@ and split on equal memory; and their slack, the free blocks that have no key and
 
 Both come from the replay engine in process. *Running*: a backlog of prompts that share nothing, of 1,024 to 3,072
 tokens with their output, so that the pool is always full; mean number of requests that run, after a third of all steps.
+*CPU*: the median time of the core for a step of it, divided by the running requests, split / reference.
 *Hits*: the multi-turn chat of `tests.bench.fine_hits`, where the reference plan has its `prefix_match_unit`.
 """
 
@@ -13,22 +14,24 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from kvplane.base.groups import MambaMode, Planner, ReplicaSpec
 from kvplane.base.layers import Layer
 from kvplane.base.sources import LayerSource
+from kvplane.base.step import Part
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
 from kvplane_replay.engine import Engine
 from kvplane_replay.plan import CostModel, EngineConfig
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
-from kvplane_service.core.split import SplitPool
 from kvplane_service.models.catalogue import model_layers
 from kvplane_service.models.shapes import ModelOptions
+from kvplane_service.replicas import cores
 from kvplane_service.rpc.sources import plan_source
 from tests.bench import fine_hits
 from tests.bench.machine import machine_line
@@ -77,16 +80,23 @@ class Run:
         self.engine = Engine(self.session, EngineConfig(max_running=most_running), CostModel())
         self.running: list[int] = []
         self.slack: list[float] = []
+        self.cpu_us: list[float] = []  # of a step, by running request
+        self.session.submit, self._submit = self._timed, self.session.submit  # type: ignore[method-assign]
+
+    def _timed(self, *parts: Part) -> int:
+        began = time.process_time_ns()
+        seq = self._submit(*parts)
+        self.cpu_us.append((time.process_time_ns() - began) / 1000 / max(1, self.engine.num_running))
+        return seq
 
     def play(self, trace: Iterator[TraceRequest], most_queued: int) -> None:
         """Serve all requests of the trace."""
-        engine, pool = self.engine, self.session.replica.reference().coordinator.pool
+        engine, replica = self.engine, self.session.replica
         for request in trace:
             while engine.num_waiting + engine.num_running >= most_queued:
                 engine.step()
                 self.running.append(engine.num_running)
-                if isinstance(pool, SplitPool):
-                    self.slack.append(pool.free.bare.count / pool.num_blocks)
+                self.slack.append(replica.block_counts.slack / replica.spec.num_blocks)
             engine.submit(request)
         assert not engine.refusals, engine.refusals[0]
 
@@ -101,7 +111,7 @@ def running_requests(spec: ReplicaSpec, count: int, seed: int) -> Run:
     run = Run(spec, most_running=4096)
     run.play(backlog(count, seed), most_queued=4096 if count > 4096 else count // 2)
     start = len(run.running) // 3
-    run.running, run.slack = run.running[start:], run.slack[start:]
+    run.running, run.slack, run.cpu_us = run.running[start:], run.slack[start:], run.cpu_us[start:]
     return run
 
 
@@ -133,9 +143,9 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     options = parser.parse_args()
     lines = [
-        "| model | blocks per state | running: reference | split | gain | preempted | slack, mean / most % "
+        "| model | blocks per state | running: reference | split | gain | preempted | slack, mean / most % | CPU "
         "| hits: reference | split | slack, mean / most % |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (layers, unit) in models().items():
         if options.models and name not in options.models:
@@ -152,12 +162,14 @@ def main() -> None:
             f"{split / reference - 1:+.1%}",
         ]
         cells += [f"{full[0].preempted} / {full[1].preempted}", slack_of(full[1])]
+        cells.append(f"{median(full[1].cpu_us) / median(full[0].cpu_us):.2f}")
         cells += [f"{share(chats[0]):.1f}", f"{share(chats[1]):.1f}", slack_of(chats[1])]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     print("\n".join(lines))
     if not options.no_write:
-        RESULTS.write_text("\n".join([__doc__.strip(), "", *lines, "", machine_line(), ""]))
+        core = f"core {cores.describe()}"
+        RESULTS.write_text("\n".join([__doc__.strip(), "", *lines, "", f"{machine_line()}, {core}", ""]))
 
 
 if __name__ == "__main__":

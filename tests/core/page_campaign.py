@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import sys
 from collections import Counter
+from functools import partial
 
 from tests.core.permissions import LEAST, Cell, Cells, cells
 from tests.core.test_page_contents import ALL_MIXES, SPLIT_MIXES, run
@@ -18,8 +19,8 @@ from tests.twins import weakened
 FULL = 20_000  # runs of a whole campaign
 MOST_SEEDS = 300
 # Planted in the rules of split pages: found in longer lives with more deaths of engines and services.
-SPLIT_PLANTED = ("keys under a state", "stamps under a state", "stamp of a divided state", "stamps of an ended life")
-LONG = {"steps": 60, "deaths": 15}
+SPLIT_PLANTED = ("keys under a state", "stamps under a state", "stamp of a divided state")
+long_lives = partial(run, steps=60, deaths=15)
 PLANTED = (
     "state of rejected drafts",
     "checkpoint of rejected drafts",
@@ -53,12 +54,12 @@ def run_seeds(seeds: range) -> tuple[Counter[Cell], list[str]]:
 
 def seeds_until_found(twin: str, base: int = 1) -> int:
     """Seeds, from `base` on, until some mix breaks a rule; 0 = none did."""
-    mixes, life = (SPLIT_MIXES, LONG) if twin in SPLIT_PLANTED else (ALL_MIXES, {})
+    mixes, play = (SPLIT_MIXES, long_lives) if twin in SPLIT_PLANTED else (ALL_MIXES, run)
     with weakened(twin):
         for count in range(1, MOST_SEEDS + 1):
             for mix in mixes:
                 try:
-                    run(mix, base + count - 1, **life)
+                    play(mix, base + count - 1)
                 except AssertionError:
                     return count
     return 0

@@ -43,6 +43,9 @@ FIRST_SEED = {
     "load concurrent with launches of the previous life": 5,
     "owner epoch ignored": 17,
     "idle check over a change": 1,
+    "keys under a state": 2,
+    "stamps under a state": 7,
+    "stamp of a divided state": 32,
 }
 
 # The same for runs with a mirrored engine.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context
 from copy import copy
@@ -20,6 +21,7 @@ from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
 from tests.core.save_rules import with_checkpoints
+from tests.core.test_page_contents import SPLIT_MIXES
 from tests.core.tier_engine import small_pools
 from tests.sim import history, rules
 from tests.sim.chaos import Chaos
@@ -39,7 +41,7 @@ _SETTLED_S = 10.0  # after the last fault
 _LAST_WORDS_S = 0.01  # tasks of killed processes end
 LONGEST_S = 600.0  # of virtual time: a longer run is stuck
 
-MIXES: tuple[tuple[tuple[GroupSpec, ...], dict[str, Any]], ...] = (
+MIXES: tuple[tuple[Sequence[GroupSpec], dict[str, Any]], ...] = (
     ((window(6), full()), {"retention_interval": 0}),
     ((chunked(8), full(lookup_class=5)), {}),
     ((state(), full()), {"align": AlignSpec(4, 4096)}),
@@ -66,19 +68,21 @@ class Site:
         is_mirrored: its engines decide themselves.
     """
 
-    def __init__(self, name: str, rng: Random, is_mirrored: bool, has_tiers: bool) -> None:
-        groups, changes = rng.choice(MIXES)
+    def __init__(
+        self, name: str, rng: Random, is_mirrored: bool = False, has_tiers: bool = False, has_split_pages: bool = False
+    ) -> None:
+        groups, changes = rng.choice([*SPLIT_MIXES.values()] if has_split_pages else MIXES)
         if has_tiers:
             changes = {**changes, "tiers": draw_tiers(rng)}
         blocks = rng.choice([20, 26] if has_tiers else [24, 32, 48]) * (2 if len(groups) > 3 else 1)
         self.name, self.is_mirrored = name, is_mirrored
         self.spec: ReplicaSpec = replica_spec(
-            *groups, num_blocks=blocks, max_model_len=64, max_in_flight_tokens=256, **changes
+            *groups, **{"num_blocks": blocks, "max_model_len": 64, "max_in_flight_tokens": 256, **changes}
         )
         if has_tiers:
             self.spec = with_checkpoints(self.spec, copy(rng))  # a copy: the rest of the run of a seed stays as it was
         self.usable = new_replica(self.spec).free_blocks
-        self.most_drafts = 2 if any(group.is_draft for group in groups) else 0
+        self.most_drafts = 2 if any(group.is_draft or group.speculative_blocks for group in groups) else 0
         self.plan = plan_of(self.spec)
         self.texts = Texts(self.spec)
         self.memories: list[RankMemory] = []
@@ -196,7 +200,11 @@ class World:
         self.store = WildStore(self.rng, self.loop.clock_ns)
         self.processes = Processes()
         self.history = history.History()
-        self.sites = {name: Site(name, self.rng, mirrors and name == "b", tiers) for name in ("a", "b")}
+        splits = seed % 5 == 2 and not (mirrors or tiers)
+        self.sites = {
+            "a": Site("a", self.rng, has_tiers=tiers),
+            "b": Site("b", self.rng, mirrors, tiers, splits),
+        }
         self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
         self.steps = self.num_services = self.num_loaded = 0
         self.is_finishing = self._has_hit_across = False

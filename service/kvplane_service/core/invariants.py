@@ -128,11 +128,12 @@ def check_split(pool: SplitPool, is_free: bytearray) -> Slices:
                 if key is not None and (key[1] in groups) != bool(free.has_state[number]):
                     raise BrokenInvariant("superblocks", f"block {block} has a key of another kind than its superblock")
             if free.has_state[number]:
-                wrong = [block for block in others if pool.references[block] or pool.key[block] is not None]
+                held_others = (block for block in others if block not in pool.busy and pool.references[block])
+                wrong = [*held_others, *(block for block in others if pool.key[block] is not None)]
                 if wrong:
                     raise BrokenInvariant("superblocks", f"blocks {wrong[:9]} are under a state and in use")
             for block in others if held and free.has_state[number] else blocks if not held else ():
-                is_free[block] = True
+                is_free[block] = not pool.references[block]
         yield
     if free.count != free.bare.count + free.cached.count + free.whole.count * pool.size:
         raise BrokenInvariant("superblocks", f"{free.count} is not the number of free blocks")

@@ -114,15 +114,18 @@ class SplitPool(BlockPool):
         return super().last_use(overlapping)
 
     def hold_busy(self, blocks: Iterable[int]) -> None:
-        """As in `BlockPool`. A block alone in its superblock may be a state: then no other of it is handed out.
+        """As in `BlockPool`. The first block of a superblock may be a state, also if another load writes others of it:
+        none of them is handed out before the load of the first one has ended.
 
-        The other blocks get another stamp: those that the ended life gave them may be in no memory.
+        Their blocks without a key get other stamps: those that the ended life gave them may be in no memory.
         """
-        fresh = [block for block in blocks if not self.references[block]]
-        for block in fresh:
+        fresh = {block for block in blocks if not self.references[block]} - {NULL_BLOCK}
+        for block in sorted(fresh):
             self.drop_keys(block, RemoveReason.UNVERIFIED)
-        self.assume(fresh)
-        super().hold_busy(fresh)
+        for number in sorted({block // self.size for block in fresh}):
+            if not self.free.held[number]:  # else it stays what it is
+                self._make(number, is_state=number * self.size in fresh)
+        super().hold_busy(sorted(fresh))
         for number in sorted({block // self.size for block in self.busy}):
             for block in self.free.blocks(number):
                 if self.key[block] is None:
@@ -147,7 +150,7 @@ class SplitPool(BlockPool):
                 self.restamp(block)
 
     def assume(self, blocks: Sequence[int]) -> None:
-        """Prepare to hold blocks of earlier engine lives, each of which may be a state or not.
+        """Prepare to hold blocks of an image, each of which may be a state or not.
 
         The first block of a superblock counts as a state if nothing else of the superblock has a key or is among them.
         """
@@ -163,16 +166,23 @@ class SplitPool(BlockPool):
     def assign(self, blocks: Iterable[int], is_state: bool) -> None:
         """Prepare to hold blocks of earlier engine lives that are states, or are not."""
         for block in blocks:
-            number, first = block // self.size, block - block % self.size
+            number = block // self.size
             if block == NULL_BLOCK or bool(self.free.has_state[number]) == is_state:
                 continue
             if self.free.held[number]:
                 assert not is_state, f"block {block} is held as a block of attention"
                 self.free.recut(number)
-                continue
-            for other in range(first, first + self.size):  # what the memory cannot be any more has no key and no proof
-                if not self.drop_keys(other, RemoveReason.DROPPED) and other != first:
-                    self.restamp(other)
+            else:
+                self._make(number, is_state)
+
+    def _make(self, number: int, is_state: bool) -> None:
+        """Let a whole superblock have a state, or blocks of attention: what it cannot be any more has no key and no
+        proof.
+        """
+        if bool(self.free.has_state[number]) != is_state:
+            for block in self.free.blocks(number):
+                if not self.drop_keys(block, RemoveReason.DROPPED) and block % self.size:
+                    self.restamp(block)
             self.free.has_state[number] = is_state
 
     def name_states(self, table: KeyTable) -> None:
@@ -292,14 +302,14 @@ class SplitList(FreeList):
     # -- blocks that are held again, or released ---------------------------------------------------------------------
 
     def remove(self, block: int) -> None:
-        """Remove this block, which must be free: it is held again."""
+        """Remove this block, which must be free, or under a state of an earlier engine life: it is held again."""
         number, of_state = block // self._size, self.has_state[block // self._size]
-        assert not of_state or not block % self._size, f"block {block} is under a state"
-        if self.held[number]:
-            self._remove(block)
-        else:
+        if not self.held[number]:
             self.whole.remove(number)
-            if not of_state:
+        if not of_state:
+            if self.held[number]:
+                self._remove(block)
+            else:
                 self._add([other for other in self.blocks(number) if other != block])
         self.held[number] += 1
         self._count()
@@ -307,7 +317,7 @@ class SplitList(FreeList):
     def recut(self, number: int) -> None:
         """Make the blocks behind the first one free: it turned out that no state holds the superblock."""
         self.has_state[number] = False
-        self._add(self.blocks(number)[1:])
+        self._add([block for block in self.blocks(number)[1:] if not self._pool.references[block]])
         self._count()
 
     def prepend(self, blocks: Sequence[int]) -> None:
@@ -329,8 +339,14 @@ class SplitList(FreeList):
 
     def _release(self, block: int, joins: FreeList) -> None:
         number = block // self._size
+        if self._list_of[block] is not None:  # it is released together with the first block, which came before it
+            self._remove(block)
         self.held[number] -= 1
-        if self.held[number]:
+        if self.held[number] and self.has_state[number]:  # a load of an earlier life, and others wrote the same memory
+            if block % self._size == 0:
+                self.recut(number)
+                self._put(block, joins)
+        elif self.held[number]:
             self._put(block, joins)
         else:
             blocks = self.blocks(number)

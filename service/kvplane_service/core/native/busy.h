@@ -10,11 +10,13 @@ inline void HoldBusy(BlockPool& pool, const BlockList& blocks) {
     if (pool.split) {
         std::set<Block> fresh;
         for (const Block block : blocks) {
-            if (pool.references[block]) continue;
-            pool.DropKeys(block, kUnverified);
-            fresh.insert(block);
+            if (block != kNullBlock && !pool.references[block]) fresh.insert(block);
         }
-        pool.split->Assume(pool, std::move(fresh));
+        for (const Block block : fresh) pool.DropKeys(block, kUnverified);
+        pool.split->PrepareBusy(pool, fresh);
+        for (const Block block : fresh) pool.Touch(block);
+        pool.busy.insert(fresh.begin(), fresh.end());
+        return pool.split->RestampAround(pool, pool.busy);
     }
     for (const Block block : blocks) {
         const bool is_reserved = std::find(pool.reserved.begin(), pool.reserved.end(), block) != pool.reserved.end();
@@ -23,7 +25,6 @@ inline void HoldBusy(BlockPool& pool, const BlockList& blocks) {
         pool.Touch(block);
         pool.busy.insert(block);
     }
-    if (pool.split) pool.split->RestampAround(pool, pool.busy);
 }
 
 // Releases them: their loads have ended, or belong to a request of this engine life.

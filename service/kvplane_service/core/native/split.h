@@ -78,14 +78,12 @@ class SplitList {
     template <typename Pool>
     void Remove(const Pool& pool, Block block) {
         const Block number = block / size_, first = number * size_;
-        Require(!has_state_[number] || block == first, "a block under a state is held");
-        if (held_[number]) {
-            RemoveLoose(block);
-        } else {
-            whole_.Remove(number);
-            for (Block other = first; !has_state_[number] && other < first + size_; ++other) {
+        if (!held_[number]) whole_.Remove(number);
+        if (!has_state_[number]) {  // else the block is under a state of an earlier life, or is the state
+            for (Block other = first; !held_[number] && other < first + size_; ++other) {
                 if (other != block) Put(other, pool.HasKey(other) ? kCached : kBare);
             }
+            if (held_[number]) RemoveLoose(block);
         }
         Hold(number);
     }
@@ -110,17 +108,17 @@ class SplitList {
 
     // -- blocks of earlier engine lives ------------------------------------------------------------------------------
 
-    // Prepares to hold these blocks, each of which may be a state or not, see `assume` and `assign`.
+    // Prepares to hold these blocks, of which the first ones of superblocks may be states, see `hold_busy`.
     template <typename Pool>
-    void Assume(Pool& pool, std::set<Block> given) {
-        given.erase(kNullBlock);
-        for (const Block block : given) {
-            const Block first = block / size_ * size_;
-            if (pool.references[block] || (block == first && pool.HasKey(block))) continue;
-            bool shared = false;
-            for (Block other = first + 1; other < first + size_; ++other)
-                shared |= given.contains(other) || pool.references[other] || pool.HasKey(other);
-            Assign(pool, block, block == first && !shared);
+    void PrepareBusy(Pool& pool, const std::set<Block>& fresh) {
+        for (const Block block : fresh) {
+            const Block number = block / size_, first = number * size_;
+            const bool is_state = fresh.contains(first);
+            if (held_[number] || (has_state_[number] != 0) == is_state) continue;
+            for (Block other = first; other < first + size_; ++other) {
+                if (!pool.DropKeys(other, kDropped) && other != first) pool.Restamp(other);
+            }
+            has_state_[number] = is_state;
         }
     }
 
@@ -265,30 +263,22 @@ class SplitList {
     void Release(const Pool& pool, Block block, Place place) {
         const Block number = block / size_, first = number * size_;
         Require(held_[number] > 0, "a block of a whole superblock is released");
+        if (place_[block] != kNowhere) RemoveLoose(block);  // it is released with the first block, which came before it
         --num_held_;
-        if (--held_[number]) return Put(block, place);
+        if (--held_[number]) {
+            if (!has_state_[number]) return Put(block, place);
+            if (block != first) return;  // a load of an earlier life, and that of the first block wrote the same memory
+            has_state_[number] = 0;
+            for (Block other = first + 1; other < first + size_; ++other) {
+                if (!pool.references[other]) Put(other, pool.HasKey(other) ? kCached : kBare);
+            }
+            return Put(block, place);
+        }
         for (Block other = first; !has_state_[number] && other < first + size_; ++other) {
             if (other != block) RemoveLoose(other);
         }
         one_.assign(1, number);
         HasAnyKey(first, [&](Block other) { return pool.HasKey(other); }) ? whole_.Append(one_) : whole_.Prepend(one_);
-    }
-
-    // Prepares to hold a block of an earlier engine life that is a state, or is not.
-    template <typename Pool>
-    void Assign(Pool& pool, Block block, bool is_state) {
-        const Block number = block / size_, first = number * size_;
-        if ((has_state_[number] != 0) == is_state) return;
-        if (!held_[number]) {
-            for (Block other = first; other < first + size_; ++other) {
-                if (!pool.DropKeys(other, kDropped) && other != first) pool.Restamp(other);
-            }
-            has_state_[number] = is_state;
-            return;
-        }
-        Require(!is_state, "a state is held as a block of attention");
-        has_state_[number] = 0;  // no state holds the superblock: its blocks behind the first one are free
-        for (Block other = first + 1; other < first + size_; ++other) Put(other, pool.HasKey(other) ? kCached : kBare);
     }
 
     template <typename HasKey>
