@@ -238,9 +238,10 @@ def tuned(**changes: Any) -> SchedulerConfig:
 
 
 FULL = AttentionLayer(kv_heads=2, block_size=16)
-# As Jamba and Qwen3-Next, with fewer layers.
+# As Jamba, Qwen3-Next and Kimi Linear, with fewer layers.
 JAMBA = ScanLayer(channels=24, state_size=4, rank=4, block_size=16)
 QWEN3_NEXT = DeltaLayer(key_heads=2, heads=4, key_size=8, value_size=4, block_size=16)
+KIMI = DeltaLayer(key_heads=4, heads=4, key_size=8, value_size=8, block_size=16, gates_of_keys=True)
 # A state as large as four blocks of 16 tokens, which is the block of attention with split pages.
 LARGE_STATE = StateLayer(heads=4, head_size=16, state_size=32, block_size=64)
 WIDE = AttentionLayer(kv_heads=4, block_size=64)
@@ -266,6 +267,7 @@ MIXES = (
     Mix("known, late", Pool(EVEN, num_blocks=150, batches=4), tuned(report_lag=3), wrong=0.3),
     Mix("restarts", Pool(num_blocks=160, batches=4, **DENSE), tuned(report_lag=3), restart_every=3, max_open=5),
     Mix("delta rule on ranks", Pool(ModelConfig((QWEN3_NEXT, FULL)), num_blocks=80)),
+    Mix("gates of keys on ranks", Pool(ModelConfig((KIMI, FULL, KIMI)), num_blocks=80), wrong=0.3),
     Mix("selective scan", Pool(ModelConfig((JAMBA, FULL), num_ranks=1), num_blocks=80)),
     Mix("split pages", Pool(HYBRID, num_blocks=128, **SPLIT)),
     Mix("split, dense states", Pool(HYBRID, num_blocks=160, **DENSE, **SPLIT), tuned(chunk_tokens=24), wrong=0.3),
@@ -298,6 +300,7 @@ KINDS = (
     of_kind("states", STATE, FULL),
     of_kind("selective scans", JAMBA, FULL),
     of_kind("gated delta rule", QWEN3_NEXT, FULL),
+    of_kind("delta rule with gates of keys", KIMI, FULL),
     of_kind("latents", LATENT_ROWS, LATENT_ROWS),
     of_kind("e4m3: full and window", FULL, WINDOW, cache_dtype=DType.FLOAT8_E4M3FN),
     of_kind("e5m2: chunk and states", CHUNK, STATE, cache_dtype=DType.FLOAT8_E5M2),

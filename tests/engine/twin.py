@@ -187,14 +187,18 @@ def channel_scan(weights: ScanWeights, x: Tensor) -> Tensor:
 
 
 def delta_rule(weights: DeltaWeights, x: Tensor) -> Tensor:
-    """S[t] = exp(g[t]) S[t - 1] (1 - beta[t] k[t] k[t]^T) + beta[t] v[t] k[t]^T from S = 0, then y[t] = S[t] q[t]."""
+    """S[t] = S[t - 1] exp(g[t]) (1 - beta[t] k[t] k[t]^T) + beta[t] v[t] k[t]^T from S = 0, then y[t] = S[t] q[t].
+
+    exp(g) is a number, or a diagonal matrix.
+    """
     q, k, v = (
         silu(causal_convolution(torch.einsum("tw,whs->ths", x, part), taps))
         for part, taps in ((weights.q, weights.conv_q), (weights.k, weights.conv_k), (weights.v, weights.conv_v))
     )
     heads, size = v.shape[1], k.shape[2]
     q, k = unit_rms(q) / size, unit_rms(k) / math.sqrt(size)
-    decay = torch.exp(weights.a * torch.log1p(torch.exp(x @ weights.decay + weights.decay_bias)))
+    gates = torch.einsum("tw,whg->thg", x, weights.decay) + weights.decay_bias
+    decay = torch.exp(weights.a * torch.log1p(torch.exp(gates))).expand(-1, -1, size)
     beta = 1 / (1 + torch.exp(-x @ weights.beta))
     y = torch.zeros_like(v)
     for head in range(heads):
@@ -202,7 +206,7 @@ def delta_rule(weights: DeltaWeights, x: Tensor) -> Tensor:
         state = torch.zeros(v.shape[2], size, dtype=x.dtype)
         for t in range(x.shape[0]):
             erased = torch.eye(size, dtype=x.dtype) - beta[t, head] * torch.outer(key[t], key[t])
-            state = decay[t, head] * state @ erased + beta[t, head] * torch.outer(v[t, head], key[t])
+            state = (state * decay[t, head]) @ erased + beta[t, head] * torch.outer(v[t, head], key[t])
             y[t, head] = state @ q[t, head // (heads // k.shape[1])]
     y = unit_rms(y) * silu(torch.einsum("tw,whs->ths", x, weights.gate))
     return torch.einsum("ths,hsw->tw", y, weights.out)

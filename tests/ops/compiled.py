@@ -276,15 +276,17 @@ def selective_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
         yield f"{name}, {what}, {tokens // rows} tokens per row", launch
 
 
-def delta_launches(tokens: int, chip: Chip) -> Iterator[tuple[str, Launch]]:
-    """Four rows of a layer with the gated delta rule, as Qwen3-Next has it, with 4 heads per rank."""
-    heads, key_heads, size, rows = 4, 2, 128, 4
+def delta_launches(tokens: int, by_key: bool, chip: Chip) -> Iterator[tuple[str, Launch]]:
+    """Four rows of a layer with the gated delta rule, with 4 heads per rank, as Qwen3-Next or Kimi Linear has it."""
+    heads, key_heads, size, rows = 4, 4 if by_key else 2, 128, 4
     k, v = torch.zeros((tokens, key_heads, size)).bfloat16(), torch.zeros((tokens, heads, size)).bfloat16()
-    ints, gate = torch.zeros(max(tokens, rows + 1), dtype=torch.int32), torch.zeros((tokens, heads))
-    inputs = DeltaInputs(ints[: rows + 1], ints[:rows], ints[:tokens], k, k, v, gate, gate)
+    ints, beta = torch.zeros(max(tokens, rows + 1), dtype=torch.int32), torch.zeros((tokens, heads))
+    gates = torch.zeros((tokens, heads, size)) if by_key else beta
+    inputs = DeltaInputs(ints[: rows + 1], ints[:rows], ints[:tokens], k, k, v, gates, beta)
     for launch in delta_rule.launches(torch.zeros((5, heads, size, size)), inputs, chip)[1]:
         if launch.kernel.__name__ != "hold_states":
-            yield f"{launch.kernel.__name__.replace('_', ' ')}, {tokens // rows} tokens per row", launch
+            name = f"{launch.kernel.__name__.replace('_', ' ')}{' by key' * by_key}"
+            yield f"{name}, {tokens // rows} tokens per row", launch
 
 
 def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
@@ -308,8 +310,9 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
     yield from state_launches(4, chip)
     yield from selective_launches(2048, chip)
     yield from selective_launches(4, chip)
-    yield from delta_launches(2048, chip)
-    yield from delta_launches(4, chip)
+    for by_key in (False, True):
+        yield from delta_launches(2048, by_key, chip)
+        yield from delta_launches(4, by_key, chip)
 
 
 def matrix(arch: int) -> Iterator[Compiled]:

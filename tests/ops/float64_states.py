@@ -109,13 +109,14 @@ def gated_delta_rule(states: np.ndarray, rows: Rows, tokens: dict[str, np.ndarra
     """
     group = states.shape[1] // tokens["k"].shape[1]
     q, k = (np.repeat(tokens[name], group, axis=1) for name in ("q", "k"))
-    v, decay, beta = tokens["v"], np.exp(tokens["g"]), tokens["beta"]
+    v, beta, decay = tokens["v"], tokens["beta"], np.exp(tokens["g"])
+    decay = decay[:, :, None, :] if decay.ndim == 3 else decay[:, :, None, None]
 
     def step(state: np.ndarray, bound: np.ndarray, t: int) -> tuple[np.ndarray, np.ndarray]:
         by = beta[t][:, None, None]
-        state = decay[t][:, None, None] * state
+        state = decay[t] * state
         norm = np.linalg.norm(k[t], axis=-1)[:, None, None]
-        most = decay[t][:, None, None] * np.maximum(1, np.abs(1 - by * norm**2))
+        most = decay[t].max(-1, keepdims=True) * np.maximum(1, np.abs(1 - by * norm**2))
         size = np.linalg.norm(state, axis=-1, keepdims=True)
         rounded = by * norm * (np.abs(v[t])[..., None] + norm * size)
         new = by * (v[t][..., None] - state @ k[t][..., None])

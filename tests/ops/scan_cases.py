@@ -158,7 +158,9 @@ class DeltaCase:
 
 
 def gated_delta_rule(rng: np.random.Generator, forms: tuple[Format, ...]) -> DeltaCase:
-    """Draw a gated delta rule with normalised keys and queries, which are sometimes all nearly the same."""
+    """Draw a gated delta rule, with a gate per head or per element of a key; with normalised keys and queries, which
+    are sometimes all nearly the same.
+    """
     form = draw_form(rng, forms)
     rows, num_blocks = draw_rows(rng)
     key_heads, group = int(rng.choice([1, 2])), int(rng.choice([1, 1, 2, 3]))
@@ -170,13 +172,17 @@ def gated_delta_rule(rng: np.random.Generator, forms: tuple[Format, ...]) -> Del
     if rng.random() < 0.3:
         k = k[:1] + 0.1 * k
     q, k = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (q, k))
-    gates = rng.standard_normal((2, rows.count, heads))
+    g = -np.exp(rng.standard_normal((rows.count, heads, *[key_size][: rng.integers(0, 2)]))) * 0.3
+    if rng.random() < 0.5:  # some gates forget everything
+        strong = np.maximum(g * rng.choice([30.0, 300.0, 1e4]), -6e4)
+        g = np.where(rng.random(g.shape) < rng.choice([0.1, 0.5, 0.9]), strong, g)
+    beta = 2 / (1 + np.exp(-rng.standard_normal((rows.count, heads))))
     tokens = {
         "q": Array(form, form.encode(q), bool(rng.random() < 0.3)),
         "k": Array(form, form.encode(k), bool(rng.random() < 0.3)),
         "v": Array.draw(rng, (rows.count, heads, value_size), form),
-        "g": Array(of_gates, of_gates.encode(-np.exp(gates[0]) * 0.3), bool(rng.random() < 0.3)),
-        "beta": Array(of_gates, of_gates.encode(2 / (1 + np.exp(-gates[1]))), bool(rng.random() < 0.3)),
+        "g": Array(of_gates, of_gates.encode(g), bool(rng.random() < 0.3)),
+        "beta": Array(of_gates, of_gates.encode(beta), bool(rng.random() < 0.3)),
     }
     return DeltaCase(states, rows, tokens)
 

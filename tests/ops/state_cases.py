@@ -114,7 +114,11 @@ def state_step(rng: np.random.Generator, forms: tuple[Format, ...]) -> StateCase
     weights = draw_weights(rng, shape, FLOAT64 if form is FLOAT64 else FLOAT32 if rng.random() < 0.5 else form)
     total = rows.count
     dt = Array.draw(rng, (total, shape.heads), form if rng.random() < 0.5 or form is FLOAT64 else FLOAT32)
-    dt = Array(dt.form, dt.form.encode(np.exp(dt.values) * 0.5), dt.is_view)
+    steps = np.exp(dt.values) * 0.5
+    if rng.random() < 0.3:  # some tokens forget everything, others nearly nothing
+        steps = np.where(rng.random(steps.shape) < 0.5, steps, steps * 1e-3)
+        weights["a"] = Array(weights["a"].form, weights["a"].form.encode(weights["a"].values * 1e3), is_view=False)
+    dt = Array(dt.form, dt.form.encode(steps), dt.is_view)
     x = Array.draw(rng, (total, shape.channels), form)
     case = StateCase(shape, memory, layer, rows, x, dt, weights)
     for part, part_form in zip(case.parts(), (shape.conv_form, shape.ssm_form), strict=True):

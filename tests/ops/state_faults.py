@@ -158,6 +158,27 @@ def _(original, states, inputs):
     return original(states, replace(inputs, g=torch.zeros_like(inputs.g)))
 
 
+@plant("all elements of a key have the first one's gate", "gated_delta_rule")
+def _(original, states, inputs):
+    return original(states, replace(inputs, g=inputs.g[..., :1].expand_as(inputs.g)) if inputs.g.dim() == 3 else inputs)
+
+
+@plant("elements of a key have each other's gates", "gated_delta_rule")
+def _(original, states, inputs):
+    return original(states, replace(inputs, g=inputs.g.flip(2)) if inputs.g.dim() == 3 else inputs)
+
+
+@plant("a gate that forgets everything is limited", "gated_delta_rule")
+def _(original, states, inputs):
+    return original(states, replace(inputs, g=inputs.g.clamp(min=-5)))
+
+
+@plant("a weak gate after strong ones loses its digits", "gated_delta_rule")
+def _(original, states, inputs):
+    total = inputs.g.cumsum(0)
+    return original(states, replace(inputs, g=torch.diff(total, dim=0, prepend=total[:1] * 0).clamp(max=0)))
+
+
 @plant("the state decays after the value was added", "gated_delta_rule")
 def _(original, states, inputs):
     later = torch.cat([inputs.g[1:], inputs.g[:1]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -87,15 +89,16 @@ def mamba_1(ops: PagedOps, lengths: list[int]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("lengths", [[67], [1, 40, 12, 2], [1, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("are_alike", [False, True], ids=["any keys", "equal keys"])
-def test_gated_delta_rule_of_long_rows_equals_torch(lengths, are_alike):
+@pytest.mark.parametrize("by_key", [False, True], ids=["gates of heads", "gates of keys"])
+def test_gated_delta_rule_of_long_rows_equals_torch(lengths, are_alike, by_key):
     """Also where all keys are nearly equal: products of inverses in powers would lose all digits."""
     interpreter.quicken()
-    found, wanted = (delta_rule_step(ops, lengths, are_alike) for ops in (TritonOps(), TorchOps()))
+    found, wanted = (delta_rule_step(ops, lengths, are_alike, by_key) for ops in (TritonOps(), TorchOps()))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def delta_rule_step(ops: PagedOps, lengths: list[int], are_alike: bool) -> tuple[torch.Tensor, ...]:
+def delta_rule_step(ops: PagedOps, lengths: list[int], are_alike: bool, by_key: bool) -> tuple[torch.Tensor, ...]:
     """Result and states after a step of four heads that share queries and keys of two."""
     (_, inputs, _), drawn = step(lengths), torch.Generator().manual_seed(1)
     count = len(inputs.x)
@@ -106,18 +109,19 @@ def delta_rule_step(ops: PagedOps, lengths: list[int], are_alike: bool) -> tuple
     q, k = (normalize(normal(count, 2, 20), dim=2) for _ in range(2))
     if are_alike:
         k = normalize(k[:1] + 0.01 * k, dim=2)
-    states, gate = normal(BLOCKS, 4, 10, 20), normal(count, 4)
-    tokens = q, k, normal(count, 4, 10), -0.1 * gate.exp(), 2 * gate.sigmoid()
+    states, gate = normal(BLOCKS, 4, 10, 20), normal(count, 4, *[20] * by_key)
+    tokens = q, k, normal(count, 4, 10), -0.1 * gate.exp(), 2 * normal(count, 4).sigmoid()
     y = ops.gated_delta_rule(states, DeltaInputs(inputs.query_start, inputs.read_block, inputs.write_block, *tokens))
     assert not getattr(ops, "fallbacks", {})
     return y, states
 
 
+@pytest.mark.parametrize("by_key", [False, True], ids=["gates of heads", "gates of keys"])
 @pytest.mark.parametrize(("count", "names"), [(4, "hold advance"), (8192, "hold invert advance")])
-def test_a_gated_delta_rule_is_at_most_three_launches_and_its_depth_is_tokens_over_64(count, names):
+def test_a_gated_delta_rule_is_at_most_three_launches_and_its_depth_is_tokens_over_64(count, names, by_key):
     with torch.device("meta"):
         ints, k, v = torch.zeros(count, dtype=torch.int32), torch.zeros(count, 2, 128), torch.zeros(count, 4, 128)
-        inputs = DeltaInputs(ints[:5], ints[:4], ints, k, k, v, v[..., 0], v[..., 0])
+        inputs = DeltaInputs(ints[:5], ints[:4], ints, k, k, v, v if by_key else v[..., 0], v[..., 0])
         y, launches = delta_rule.launches(torch.zeros(BLOCKS, 4, 128, 128), inputs, H200)
         run = list(launches)
     assert " ".join(launch.kernel.__name__.split("_")[0] for launch in run) == names
@@ -152,6 +156,16 @@ def test_a_step_is_four_launches_and_reads_nothing_from_the_device(count):
     assert y.shape == (count, HEADS, SIZE)
     assert kernels["scan_rows"].grid == (4, HEADS, 1)
     assert kernels["scan_rows"].constants["S"].chunk == (64 if count > 64 else 16), "the depth is tokens / chunk"
+
+
+def test_tokens_of_one_head_whose_elements_are_apart_are_left_to_torch():
+    ints, k, v, gate = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 8), torch.zeros(2, 1, 4), torch.zeros(2, 1)
+    inputs = DeltaInputs(ints, ints[:1], ints, k, k, v, k, gate)
+    states = torch.zeros(2, 1, 4, 8)
+    assert delta_rule.refusal(states, inputs) == ""
+    for name in ("q", "k", "g"):
+        apart = replace(inputs, **{name: torch.zeros(2, 1, 16)[..., ::2]})
+        assert delta_rule.refusal(states, apart) == "the elements of a token are not contiguous"
 
 
 @pytest.mark.parametrize(("channels", "size"), [(1, 8), (16, 1)])

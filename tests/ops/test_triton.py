@@ -18,7 +18,7 @@ SEEDS = {
     "state_step": (30, 15),
     "convolve": (30, 15),
     "selective_scan": (30, 15),
-    "gated_delta_rule": (30, 15),
+    "gated_delta_rule": (60, 30),
     "copy_pages": (60, 35),
     "zero_pages": (60, 35),
     "gather": (60, 35),

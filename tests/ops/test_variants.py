@@ -27,9 +27,9 @@ def test_random_walk_of_batches_needs_only_the_kernels_of_the_warm_up():
         "keep_inputs": 2,
         "scan_rows": 2,
         "scan_channels": 2,
-        "invert_chunks": 1,
-        "advance_heads": 2,
-    }, "of Mamba-2, of Mamba-1 and the delta rule, and of convolutions before these; for decodes and for chunks"
+        "invert_chunks": 2,
+        "advance_heads": 4,
+    }, "of Mamba-2, Mamba-1, the delta rule with either kind of gates, convolutions before these; decodes and chunks"
     assert found["worker"] == {"move_pages": 8}, "copy, zero, two sums, gather and scatter, and these for the host link"
     assert found["compiled"] == {name: found["planned"][name] for name in ("write_tokens", "move_pages")}
     assert found["late"] == [{}, {"move_pages": 1}], "one kernel is compiled after the warm-up"

@@ -15,6 +15,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def state_layers() -> list[LayerStates]:
     conv = torch.zeros((8, 3, 768), dtype=torch.bfloat16).mT
     ssm = {"state_step": torch.zeros((8, 8, 64, 128)), "selective_scan": torch.zeros((8, 768, 16))}
     ssm["gated_delta_rule"] = torch.zeros((8, 2, 128, 128))
-    return [LayerStates(StatePages(conv, states), torch.bfloat16, operation) for operation, states in ssm.items()]
+    layers = [LayerStates(StatePages(conv, states), torch.bfloat16, operation) for operation, states in ssm.items()]
+    return [*layers, replace(layers[-1], gates_of_keys=True)]
 
 
 def state_steps(count: int, seed: int) -> Iterator[Launch]:

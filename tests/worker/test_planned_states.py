@@ -5,12 +5,14 @@ Tests of the service compare these plans with what vLLM plans for the same model
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.functional import normalize
 
 from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_rank_plan
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions
+from kvplane_service.models.catalogue import MODELS
+from kvplane_service.models.hf_config import model_of
+from kvplane_service.models.shapes import Model, ModelOptions
 from kvplane_worker.ops.interface import DeltaInputs, ScanInputs, StatePages, StateRows
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import delta_rule, selective_scan, states
@@ -20,9 +22,24 @@ TOKENS, WRITTEN = 5, 3
 OPS = TorchOps()
 
 
-def planned(model: str) -> StatePages:
+KIMI_LINEAR = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4],
+        "num_heads": 32,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+def planned(model: Model) -> StatePages:
     """The states of a model's first layer on one of 8 ranks."""
-    layers = model_layers(model, ModelOptions(tensor_parallel=8))
+    layers = model.layers(ModelOptions(tensor_parallel=8))
     plan = to_rank_plan(plan_cache([Worker(layers)], PlanOptions(num_blocks=24, max_model_len=512)))
     return PageBuffers.allocate(plan).state(layers[0].name)
 
@@ -47,7 +64,7 @@ def assert_stored(pages: StatePages) -> None:
 
 
 def test_jamba_runs_on_its_plan():
-    pages = planned("jamba-v0.1")
+    pages = planned(MODELS["jamba-v0.1"])
     rows, u = convolved(pages)
     _, channels, size = pages.ssm.shape
     assert (channels, size) == (8192 // 8, 16)
@@ -59,15 +76,20 @@ def test_jamba_runs_on_its_plan():
     assert_stored(pages)
 
 
-def test_qwen3_next_runs_on_its_plan():
-    pages = planned("qwen3-next-80b")
+@pytest.mark.parametrize(
+    ("model", "key_heads", "gates"),
+    [(MODELS["qwen3-next-80b"], 2, ()), (model_of(KIMI_LINEAR), 4, (128,))],
+    ids=["Qwen3-Next", "Kimi Linear"],
+)
+def test_gated_delta_rules_run_on_their_plans(model, key_heads, gates):
+    """Kimi Linear has a gate per element of a key."""
+    pages = planned(model)
     rows, u = convolved(pages)
     _, heads, value_size, key_size = pages.ssm.shape
     assert (heads, value_size, key_size) == (32 // 8, 128, 128)
-    q, k, v = torch.split(u, [2 * key_size, 2 * key_size, heads * value_size], dim=1)
-    q, k = (normalize(part.view(TOKENS, 2, key_size), dim=2) for part in (q, k))
-    gate = torch.rand(TOKENS, heads)
-    tokens = q, k, v.view(TOKENS, heads, value_size), -gate, gate
+    q, k, v = torch.split(u, [key_heads * key_size, key_heads * key_size, heads * value_size], dim=1)
+    q, k = (normalize(part.view(TOKENS, key_heads, key_size), dim=2) for part in (q, k))
+    tokens = q, k, v.view(TOKENS, heads, value_size), -torch.rand(TOKENS, heads, *gates), torch.rand(TOKENS, heads)
     inputs = DeltaInputs(rows.query_start, rows.read_block, rows.write_block, *tokens)
     assert delta_rule.refusal(pages.ssm, inputs) == ""
     assert OPS.gated_delta_rule(pages.ssm, inputs).isfinite().all()

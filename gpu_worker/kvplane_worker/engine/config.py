@@ -92,12 +92,13 @@ class ScanLayer:
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayer:
-    """The configuration of a layer with the gated delta rule, as Qwen3-Next has it.
+    """The configuration of a layer with the gated delta rule, as Qwen3-Next and Kimi Linear have it.
 
     Attributes:
         key_heads, heads: numbers of heads of queries and keys, and of values, over all ranks.
         key_size, value_size: a head's state has the shape [value_size, key_size].
         block_size, conv_width: as in `StateLayer`.
+        gates_of_keys: whether there is a gate per element of a head's keys (Kimi Linear), not one per head.
     """
 
     key_heads: int
@@ -106,6 +107,7 @@ class DeltaLayer:
     value_size: int
     block_size: int
     conv_width: int = 4
+    gates_of_keys: bool = False
 
 
 RecurrentLayer = StateLayer | ScanLayer | DeltaLayer

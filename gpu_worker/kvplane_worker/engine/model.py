@@ -77,8 +77,9 @@ class RankModel:
     def _use(self, number: int, layer: LayerConfig) -> LayerUse:
         name, dtype = layer_name(number), self._product_dtype
         if isinstance(layer, RecurrentLayer):
-            operation = OPERATIONS[type(layer)]
-            return LayerStates(self._pages.state(name), TORCH_DTYPES[self._config.dtype], operation)
+            by_key = isinstance(layer, DeltaLayer) and layer.gates_of_keys
+            pages, element = self._pages.state(name), TORCH_DTYPES[self._config.dtype]
+            return LayerStates(pages, element, OPERATIONS[type(layer)], by_key)
         heads = self._config.q_heads // self._config.num_ranks
         if isinstance(layer, LatentLayer):
             return LayerLatents(self._pages.latent(name), heads, dtype, layer.value_size)
@@ -162,7 +163,8 @@ class RankModel:
         u = self._ops.convolve(pages.conv, rows, mixed, taps, torch.zeros_like(taps[:, 0]))
         sizes = [part.shape[1] * part.shape[2] for part in parts]
         q, k, v = (one.view_as(part) for one, part in zip(torch.split(u, sizes, dim=1), parts, strict=True))
-        g = weights.a * softplus(x @ weights.decay + weights.decay_bias)
+        g = weights.a * softplus(torch.einsum("tw,whg->thg", x, weights.decay) + weights.decay_bias)
+        g = g if g.shape[2] > 1 else g[..., 0]
         beta = torch.sigmoid(x @ weights.beta)
         size = q.shape[2]  # a normalised vector has the RMS norm 1, and the norm size ** 0.5
         inputs = DeltaInputs(launch.query_start, read, write, normalise(q) / size, normalise(k) / size**0.5, v, g, beta)

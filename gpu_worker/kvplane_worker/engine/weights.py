@@ -115,8 +115,9 @@ class DeltaWeights:
         q, k: [width, key_heads, key_size]; v, gate: [width, heads, value_size], projections to the values and to what
             gates the output.
         conv_q, conv_k, conv_v: the same axes after the first, and [conv_width]; the bias is 0.
-        decay, beta: [width, heads]; decay_bias: [heads]; a: [heads], negative: the logarithm of the decay is a x
-            softplus(x decay + decay_bias).
+        decay: [width, heads, gates], with one gate per head or per element of a key; decay_bias: [heads, gates]; a:
+            [heads, 1], negative: the logarithm of the decay is a x softplus(x decay + decay_bias).
+        beta: [width, heads].
         out: [heads, value_size, width], projection back to the residual stream.
     """
 
@@ -256,7 +257,7 @@ class _Draw:
         )
 
     def delta(self, layer: DeltaLayer) -> DeltaWeights:
-        width, heads = self._config.width, layer.heads
+        width, heads, gates = self._config.width, layer.heads, layer.key_size if layer.gates_of_keys else 1
         of_keys, of_values = (layer.key_heads, layer.key_size), (heads, layer.value_size)
         return DeltaWeights(
             q=self.matrix(width, *of_keys),
@@ -266,10 +267,10 @@ class _Draw:
             conv_q=self.uniform(-1.0, 1.0, *of_keys, layer.conv_width),
             conv_k=self.uniform(-1.0, 1.0, *of_keys, layer.conv_width),
             conv_v=self.uniform(-1.0, 1.0, *of_values, layer.conv_width),
-            decay=self.matrix(width, heads, gain=0.5),
+            decay=self.matrix(width, heads, gates, gain=0.5),
             beta=self.matrix(width, heads),
-            decay_bias=self.uniform(-2.0, 0.0, heads),
-            a=-self.uniform(0.1, 1.0, heads),
+            decay_bias=self.uniform(-2.0, 0.0, heads, gates),
+            a=-self.uniform(0.1, 1.0, heads, 1),
             out=self.back(*of_values),
         )
 

@@ -246,8 +246,8 @@ def check_scan(states: Tensor, inputs: ScanInputs, a: Tensor, d: Tensor) -> None
 
 
 def check_delta_rule(states: Tensor, inputs: DeltaInputs) -> None:
-    """Raise InvalidArgument unless states and tokens of a gated delta rule fit together, and heads are a multiple of
-    the keys' heads.
+    """Raise InvalidArgument unless states and tokens of a gated delta rule fit together, with a gate per head or per
+    element of a key, and heads are a multiple of the keys' heads.
     """
     expect("states", states, (ANY,) * 4, FLOATS, states)
     heads, value_size, key_size = states.shape[1:]
@@ -259,8 +259,9 @@ def check_delta_rule(states: Tensor, inputs: DeltaInputs) -> None:
     if not key_heads or heads % key_heads:
         refuse("inputs.k", f"{heads} heads are not a multiple of {key_heads} heads of keys", "give a divisor of heads")
     expect("inputs.q", inputs.q, tuple(inputs.k.shape), FLOATS, states)
-    for name in ("g", "beta"):
-        expect(f"inputs.{name}", getattr(inputs, name), (tokens, heads), FLOATS, states)
+    of_keys = (key_size,) if inputs.g.dim() == 3 else ()
+    expect("inputs.g", inputs.g, (tokens, heads, *of_keys), FLOATS, states)
+    expect("inputs.beta", inputs.beta, (tokens, heads), FLOATS, states)
 
 
 def check_group(group: GroupPages) -> None:

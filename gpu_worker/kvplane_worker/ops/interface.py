@@ -200,11 +200,13 @@ class LayerStates:
         pages: the pages of one of these layers.
         dtype: element type of new tokens and weights.
         operation: the operation of `StateOps` that advances the states; all but `state_step` follow `convolve`.
+        gates_of_keys: whether a gated delta rule has a gate per element of a key.
     """
 
     pages: StatePages
     dtype: torch.dtype
     operation: str = "state_step"
+    gates_of_keys: bool = False
 
 
 LayerUse = LayerAttention | LayerLatents | LayerStates
@@ -277,8 +279,8 @@ class DeltaInputs(StateRows):
         q, k: [tokens, key_heads, key_size]; the caller normalises keys and queries, and scales queries. Heads are
             grouped: heads is a multiple of key_heads.
         v: [tokens, heads, value_size].
-        g: [tokens, heads]: logarithms of decays, not above 0; one per head, not one per element of a key (as Kimi
-            Linear has).
+        g: logarithms of decays, finite and not above 0: [tokens, heads], one per head; or [tokens, heads, key_size],
+            one per element of a key (KDA, Kimi Linear).
         beta: [tokens, heads]: strengths of writing, from 0 to 2.
     """
 
@@ -379,7 +381,8 @@ class StateOps(Protocol):
         in the type of v.
 
         For each token and head, S [value_size, key_size] = exp(g) S; S = S + beta (v - S k) k^T; y = S q (Yang et al.,
-        "Gated Delta Networks", 2025). states is `StatePages.ssm`. All states are read before any is written.
+        "Gated Delta Networks", 2025); exp(g) is one number per head, or one per column of S ("Kimi Linear", 2025).
+        states is `StatePages.ssm`. All states are read before any is written.
         """
 
 

@@ -32,7 +32,8 @@ def state_trials(device: torch.device) -> list[Trial]:
         Trial("state_step", "float32", partial(stepped, device), 300),
         Trial("convolve", "float32", partial(convolved, device), 30),
         Trial("selective_scan", "float32", partial(scanned, device), 300),
-        Trial("gated_delta_rule", "float32", partial(corrected, device), 300),
+        Trial("gated_delta_rule", "float32", partial(corrected, device, False), 300),
+        Trial("gated_delta_rule", "float32, gates of keys", partial(corrected, device, True), 300),
     ]
 
 
@@ -91,12 +92,14 @@ def scanned(device: torch.device, ops: PagedOps) -> Outcome:
     return outcome(ops.selective_scan(states, inputs, a.to(device), d.to(device)), states)
 
 
-def corrected(device: torch.device, ops: PagedOps) -> Outcome:
-    """Run a gated delta rule, in which two heads share queries and keys of one."""
+def corrected(device: torch.device, gates_of_keys: bool, ops: PagedOps) -> Outcome:
+    """Run a gated delta rule, in which two heads share queries and keys of one; one gate of four forgets everything."""
     source, (heads, key_heads, value_size, key_size) = Source.of(device, 14), (4, 2, 24, 40)
     states, rows, count = states_of(source, heads, value_size, key_size), state_rows(source), sum(STATE_LENGTHS)
     q, k = (normalize(source.normal(count, key_heads, key_size), dim=2) for _ in range(2))
-    v, g, beta = source.normal(count, heads, value_size), source.normal(count, heads), source.normal(count, heads)
-    on_device = (part.to(device) for part in (q, k, v, -0.2 * g.exp(), beta.sigmoid()))
+    v, beta = source.normal(count, heads, value_size), source.normal(count, heads)
+    g = -0.2 * source.normal(count, heads, *[key_size] * gates_of_keys).exp()
+    g[:, 1:] *= torch.where(source.normal(*g[:, 1:].shape) < -0.67, 1000, 1)
+    on_device = (part.to(device) for part in (q, k, v, g, beta.sigmoid()))
     inputs = DeltaInputs(rows.query_start, rows.read_block, rows.write_block, *on_device)
     return outcome(ops.gated_delta_rule(states, inputs), states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ def states(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
     """Steps of layers with states: decodes move states; prompts move tokens, since states stay on chip or in caches."""
     for count in (1, sizes.context // 16):
         rows, blocks = state_rows(sizes.rows, count, clock.device), sizes.rows + 1
-        for make in (mamba_2, mamba_1, gated_delta_rule):
+        for make in (mamba_2, mamba_1, partial(gated_delta_rule, False), partial(gated_delta_rule, True)):
             name, moved, work = make(rows, blocks, sizes, clock.device)
             rate = moved / clock.seconds(work)
             what = f"{name}: {sizes.rows} rows of {count} tokens"
@@ -207,13 +207,16 @@ def mamba_1(rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) ->
     return f"states of Mamba-1, {channels} channels x {size}", moved, work
 
 
-def gated_delta_rule(rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) -> Work:
-    """A convolution and a gated delta rule, without the normalisation between them."""
+def gated_delta_rule(by_key: bool, rows: StateRows, blocks: int, sizes: Sizes, device: torch.device) -> Work:
+    """A convolution and a gated delta rule, with a gate per head or per element of a key, without the normalisation
+    between them.
+    """
     heads, key_heads, size, tokens = 4 * sizes.kv_heads, 2 * sizes.kv_heads, 128, len(rows.write_block)
     channels, states = (2 * key_heads + heads) * size, torch.randn((blocks, heads, size, size), device=device)
     conv = torch.randn((blocks, 3, channels), device=device).bfloat16().mT
     x, weight = torch.randn((tokens, channels), device=device).bfloat16(), torch.randn((channels, 4), device=device)
-    g, beta = -torch.rand((tokens, heads), device=device), torch.rand((tokens, heads), device=device)
+    g = -torch.rand((tokens, heads, *[size] * by_key), device=device)
+    beta = torch.rand((tokens, heads), device=device)
     q, k = (torch.randn((tokens, key_heads, size), device=device) for _ in range(2))
     q, k = (functional.normalize(part, dim=2).bfloat16() for part in (q, k))
     ops = TritonOps()
@@ -224,8 +227,9 @@ def gated_delta_rule(rows: StateRows, blocks: int, sizes: Sizes, device: torch.d
         inputs = DeltaInputs(rows.query_start, rows.read_block, rows.write_block, q, k, v, g, beta)
         return ops.gated_delta_rule(states, inputs)
 
-    moved = 8 * (blocks - 1) * heads * size**2 + 2 * tokens * (3 * channels + heads * size)
-    return f"states of a gated delta rule, {heads} heads of {size} x {size}", moved, work
+    moved = 8 * (blocks - 1) * heads * size**2 + 2 * tokens * (3 * channels + heads * size) + 4 * g.numel()
+    gates = ", gates of keys" * by_key
+    return f"states of a gated delta rule{gates}, {heads} heads of {size} x {size}", moved, work
 
 
 def host(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:

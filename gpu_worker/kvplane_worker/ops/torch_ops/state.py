@@ -80,10 +80,11 @@ def gated_delta_rule(states: Tensor, inputs: DeltaInputs) -> Tensor:
     """Advance the states of the gated delta rule; for the shapes see `interface.StateOps.gated_delta_rule`."""
     sums, group = sums_of(inputs.v), states.shape[1] // inputs.k.shape[1]
     q, k = (part.to(sums).repeat_interleave(group, dim=1)[..., None] for part in (inputs.q, inputs.k))
-    v, beta, decay = inputs.v.to(sums)[..., None], inputs.beta.to(sums)[..., None, None], inputs.g.to(sums).exp()
+    v, beta = inputs.v.to(sums)[..., None], inputs.beta.to(sums)[..., None, None]
+    decay = (inputs.g[..., None, :] if inputs.g.dim() == 3 else inputs.g[..., None, None]).to(sums).exp()
 
     def advance(state: Tensor, tokens: Tensor) -> Tensor:
-        state.mul_(decay[tokens, :, None, None])
+        state.mul_(decay[tokens])
         state.add_(beta[tokens] * (v[tokens] - state @ k[tokens]) @ k[tokens].mT)
         return (state @ q[tokens])[..., 0]
 

@@ -193,8 +193,9 @@ def calls_of(layer: LayerStates, rows: StateRows, chip: Chip) -> Iterator[Launch
             yield from selective_scan.launches(ssm, scanned, empty(channels, ssm.shape[2]), one, chip)[1]
     if layer.operation == "gated_delta_rule":
         _, heads, value_size, key_size = ssm.shape
-        k, gate = empty(count, (channels - heads * value_size) // (2 * key_size), key_size), empty(count, heads)
-        corrected = DeltaInputs(*blocks, k, k, empty(count, heads, value_size), gate, gate)
+        k, beta = empty(count, (channels - heads * value_size) // (2 * key_size), key_size), empty(count, heads)
+        gates = empty(count, heads, key_size) if layer.gates_of_keys else beta
+        corrected = DeltaInputs(*blocks, k, k, empty(count, heads, value_size), gates, beta)
         if not delta_rule.refusal(ssm, corrected):
             yield from delta_rule.launches(ssm, corrected, chip)[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ INTERPRETED = 16, 8, 3
 VALUE_TILE, VALUE_TILE_OF_DECODES, PART = 16, 32, 32
 # The same where warp groups multiply: twice as fast, in spite of some accesses of local memory.
 VALUE_TILE_OF_GROUPS, PART_OF_GROUPS = 64, 64
+# Columns of keys that are multiplied at once where each has a gate, whose sums take registers too.
+PART_OF_GATES = 16
 WARPS, WARPS_OF_DECODES = 4, 8
 
 
@@ -35,13 +38,16 @@ def shape_of(states: Tensor, inputs: DeltaInputs, chip: Chip) -> DeltaShape:
     _, heads, value_size, key_size = states.shape
     chunk, strip, short = INTERPRETED if chip.interpreted else (CHUNK, STRIP, SHORT)
     is_decode = inputs.v.shape[0] <= inputs.read_block.shape[0] + short
-    tile, columns = (VALUE_TILE_OF_GROUPS, PART_OF_GROUPS) if chip.has_warp_groups else (VALUE_TILE, PART)
+    by_key, tile, columns = inputs.g.dim() == 3, VALUE_TILE, PART
+    if chip.has_warp_groups and not by_key:
+        tile, columns = VALUE_TILE_OF_GROUPS, PART_OF_GROUPS
     is_exact = all(one.dtype != torch.float32 for one in (inputs.q, inputs.k))
     return DeltaShape(
         heads=heads,
         group=heads // inputs.k.shape[1],
         value_size=value_size,
         key_size=key_size,
+        by_key=by_key,
         padded_v=min(VALUE_TILE_OF_DECODES if is_decode else tile, power_of_two(value_size)),
         padded_k=power_of_two(key_size),
         part_k=min(columns, power_of_two(key_size)),
@@ -70,7 +76,8 @@ def launches(states: Tensor, inputs: DeltaInputs, chip: Chip) -> tuple[Tensor, I
         yield shared.hold(inputs, memory, held)
         if shape.chunk:
             grid = (count // shape.chunk + rows, shape.heads)
-            yield Launch(kernels.invert_chunks, grid, (blocks, tokens, chunks, rows), constants, WARPS)
+            narrow = {"S": replace(shape, part_k=PART_OF_GATES)} if shape.by_key else constants
+            yield Launch(kernels.invert_chunks, grid, (blocks, tokens, chunks, rows), narrow, WARPS)
         tiles = -(-shape.value_size // shape.padded_v)
         given = (blocks, tokens, memory, chunks, y)
         warps = WARPS if shape.chunk else WARPS_OF_DECODES

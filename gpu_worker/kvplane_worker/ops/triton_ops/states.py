@@ -57,7 +57,7 @@ def refused_types(states: Tensor, *inputs: Tensor) -> str:
         return f"no kernel advances states of {states.dtype} by {', '.join(sorted(map(str, types)))}"
     if not states[0].is_contiguous():
         return "the states of a block are not contiguous"
-    if any(one.shape[1] > 1 and not one[:1].is_contiguous() for one in inputs if len(one)):
+    if not all(one[:1].is_contiguous() for one in inputs):
         return "the elements of a token are not contiguous"
     return ""
 

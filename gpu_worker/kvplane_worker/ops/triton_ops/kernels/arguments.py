@@ -345,6 +345,7 @@ class DeltaShape(Constants):
 
     Attributes:
         heads, value_size, key_size: see `StatePages`; group: heads per head of keys and queries.
+        by_key: whether a gate is one number per element of a key; otherwise one per head.
         padded_v: elements of a value per program; padded_k: elements of a key, padded to a power of two; part_k:
             columns of a state that one product takes.
         chunk: tokens of a step of the scan; 0 = tokens are taken one by one. strip: rows of an inverse that are
@@ -360,6 +361,7 @@ class DeltaShape(Constants):
     group: int
     value_size: int
     key_size: int
+    by_key: bool
     padded_v: int
     padded_k: int
     part_k: int

@@ -1,7 +1,7 @@
 """Recurrent states: copies of those that a step reads, the convolution, and the scan of Mamba-2, by matrix products.
 
 The scan goes through a row chunk by chunk, S.chunk tokens each. Within a chunk the recurrence is written as products
-(Dao and Gu, "Transformers are SSMs", 2024): with s[i] = the sum of dt a up to token i,
+(Dao and Gu, "Transformers are SSMs", 2024): with s[i] = the sum of dt a up to token i, whose differences are summed,
 
     y[i]    = sum over j <= i of (C[i] . B[j]) exp(s[i] - s[j]) dt[j] v[j]  +  exp(s[i]) h C[i]  +  d v[i]
     h after = exp(s[n]) h + sum over j <= n of exp(s[n] - s[j]) dt[j] v[j] B[j]^T
@@ -154,11 +154,30 @@ def rounded(state, S: tl.constexpr):
 
 
 @triton.jit
-def grown(state, v, b, step, decay, until, last, index, S: tl.constexpr):
-    """Return the state after the chunk's tokens up to index `last`, where the decay is `until`."""
-    weight = tl.where(index <= last, tl.exp2(tl.minimum(until - decay, 0.0) * LOG2_E) * step, 0.0)
+def sums_until(g):
+    """Return sums of logarithms of decays up to each token of a chunk, in two parts: multiples of 1/64, which are
+    exact, and what is left, up to 1 for 64 tokens. So a difference of two sums keeps the digits of weak decays after
+    strong ones. A decay of less than exp(-2048) is as good as 0.
+    """
+    g = tl.maximum(g, -2048.0)
+    whole = tl.floor(g * 64.0) / 64.0
+    return tl.cumsum(whole, axis=0), tl.cumsum(g - whole, axis=0)
+
+
+@triton.jit
+def decay_between(is_before, total, until):
+    """Return the decay from tokens with the sums `total` to one with the sums `until`; 0 unless they are before it."""
+    between = (until[0] - total[0]) + (until[1] - total[1])
+    return tl.exp2(tl.where(is_before, between, float("-inf")) * LOG2_E)
+
+
+@triton.jit
+def grown(state, v, b, step, total, last, index, S: tl.constexpr):
+    """Return the state after the chunk's tokens up to index `last`; `total` is the result of `sums_until`."""
+    until = at(total[0], index, last), at(total[1], index, last)
+    weight = decay_between(index <= last, total, until) * step
     more = tl.dot((v * weight[:, None]).T, b, input_precision=S.precision)
-    return state * tl.exp2(until * LOG2_E) + more
+    return state * tl.exp2((until[0] + until[1]) * LOG2_E) + more
 
 
 @triton.jit
@@ -190,7 +209,7 @@ def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
         in_v = real[:, None] & (part < S.head_size)[None, :]
         values = line + (head * S.head_size + part)[None, :]
         step = tl.load(tokens.dt + token.to(tl.int64) * tokens.dt_stride + head, mask=real, other=0).to(tl.float32)
-        decay = tl.cumsum(step * a, axis=0)
+        total = sums_until(step * a)
         block = tl.load(tokens.write + token, mask=real, other=0)
         wanted = (block != 0) | ((index == S.chunk - 1) & (start + S.chunk < end))
         is_running = is_shared | (start > begin)
@@ -213,7 +232,7 @@ def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
             kept = next_kept(wanted, index, -1, S)
             while kept < S.chunk:
                 v = tl.load(values, mask=in_v, other=0)
-                new = grown(state, v, b, step, decay, at(decay, index, kept), kept, index, S)
+                new = grown(state, v, b, step, total, kept, index, S)
                 target = at(block, index, kept)
                 if target != 0:
                     store = pages.ssm + target.to(tl.int64) * pages.ssm_stride + place
@@ -221,11 +240,11 @@ def scan_rows(tokens, weights, inputs, pages, held, y, S: tl.constexpr):
                 if kept == S.chunk - 1:
                     tl.store(running + place, new, mask=inside)
                 kept = next_kept(wanted, index, kept, S)
-        between = tl.where(index[:, None] >= index[None, :], decay[:, None] - decay[None, :], float("-inf"))
-        weight = tl.exp2(between * LOG2_E) * step[None, :]
+        before, after = (total[0][None, :], total[1][None, :]), (total[0][:, None], total[1][:, None])
+        weight = decay_between(index[:, None] >= index[None, :], before, after) * step[None, :]
         v = tl.load(values, mask=in_v, other=0)
         mixed = tl.dot(scores * weight, v, input_precision=S.precision_y)
-        mixed += old * tl.exp2(decay * LOG2_E)[:, None] + d * v
+        mixed += old * tl.exp2((total[0] + total[1]) * LOG2_E)[:, None] + d * v
         out = y + (token.to(tl.int64)[:, None] * S.heads + head) * S.head_size + part[None, :]
         tl.store(out, mixed, mask=in_v)
         tl.debug_barrier()  # the next chunk reads what other threads stored
