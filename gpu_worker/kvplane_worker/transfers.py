@@ -6,17 +6,24 @@ not the expected one or changed during the operation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.ops.interface import PageOps
 
 MAX_BLOCKS_PER_CALL = 65536
+MAX_NAMED = 16  # pages in a message
+
+Column = NDArray[Any]
 
 
 class TransferKind(Enum):
@@ -84,27 +91,27 @@ class Outcome:
 def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
     """Carry out a transfer. Raises the errors of `check_transfer`, before any page is copied or zeroed."""
     check_transfer(holdings, order)
-    before = _stamps(holdings, order.blocks)
-    chosen = [at for at, stamp in enumerate(before) if not order.expected_stamps or stamp == order.expected_stamps[at]]
-    if holdings.buffers.group(order.group).layers and chosen:
+    blocks = _column(order.blocks)
+    before = _stamps(holdings, blocks)
+    is_chosen = before == _column(order.expected_stamps, np.uint64) if order.expected_stamps else blocks >= 0
+    if holdings.buffers.group(order.group).layers and is_chosen.any():
         try:
-            _move(holdings, ops, order, chosen)
+            _move(holdings, ops, order, np.flatnonzero(is_chosen))
         finally:
             _wait(holdings)  # also after a failure: part of the move may still run on the device
-    after = _stamps(holdings, order.blocks)
-    kept = {at for at in chosen if before[at] == after[at]}
-    return Outcome(before, tuple(at for at in range(len(before)) if at not in kept))
+    is_kept = is_chosen & (before == _stamps(holdings, blocks))
+    return Outcome(tuple(before.tolist()), _positions(~is_kept))
 
 
 def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]) -> Outcome:
     """Return checksums of pages. Raises InvalidArgument if the group or a page does not exist."""
     _check_pages(holdings, group, "blocks", blocks, lowest=0)
     pages = holdings.buffers.group(group)
-    before = _stamps(holdings, blocks)
+    column = _column(blocks)
+    before = _stamps(holdings, column)
     sums = ops.checksum(pages, blocks).tolist() if pages.layers and blocks else [0] * len(blocks)
-    after = _stamps(holdings, blocks)
-    discarded = tuple(at for at in range(len(before)) if before[at] != after[at])
-    return Outcome(before, discarded, tuple(sums))
+    discarded = _positions(before != _stamps(holdings, column))
+    return Outcome(tuple(before.tolist()), discarded, tuple(sums))
 
 
 def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
@@ -135,7 +142,7 @@ def check_transfer(holdings: Holdings, order: Transfer) -> None:
     writes = order.kind in (TransferKind.ZERO, TransferKind.SCATTER)
     _check_pages(holdings, order.group, "blocks", order.blocks, lowest=1 if writes else 0)
     if order.kind is TransferKind.SCATTER and len(set(order.blocks)) != len(order.blocks):
-        twice = sorted({block for block in order.blocks if order.blocks.count(block) > 1})
+        twice = sorted(block for block, count in Counter(order.blocks).items() if count > 1)[:MAX_NAMED]
         raise InvalidArgument(f"the pages {twice} are listed twice", field="blocks", remedy="list each page once")
     copies = len(order.blocks) if order.kind is TransferKind.COPY else 0
     if len(order.dst_blocks) != copies:
@@ -178,16 +185,15 @@ def _check_pages(holdings: Holdings, group: int, field: str, blocks: Sequence[in
         )
 
 
-def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: list[int]) -> None:
+def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Column) -> None:
     """Copy or zero only the pages at the given positions of the transfer's lists. Staging rows and pages at other
     positions do not change.
     """
     pages = holdings.buffers.group(order.group)
-    blocks = [order.blocks[at] for at in chosen]
     if order.kind is TransferKind.ZERO:
-        ops.zero_pages(pages, blocks)
+        ops.zero_pages(pages, _at(order.blocks, chosen))
     elif order.kind is TransferKind.COPY:
-        ops.copy_pages(pages, blocks, [order.dst_blocks[at] for at in chosen])
+        ops.copy_pages(pages, _at(order.blocks, chosen), _at(order.dst_blocks, chosen))
     else:
         rows = holdings.staging_rows(order.group, order.first_row, len(order.blocks))
         act = ops.gather if order.kind is TransferKind.GATHER else ops.scatter
@@ -195,17 +201,29 @@ def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: list[int]) 
             act(pages, order.blocks[start:end], rows[start:end])
 
 
-def _runs(chosen: list[int]) -> list[tuple[int, int]]:
+def _runs(chosen: Column) -> list[tuple[int, int]]:
     """Return the runs of consecutive positions, as (first, last + 1)."""
-    runs: list[tuple[int, int]] = []
-    for at in chosen:
-        start = runs.pop()[0] if runs and runs[-1][1] == at else at
-        runs.append((start, at + 1))
-    return runs
+    last = np.flatnonzero(np.diff(chosen, append=-1) != 1)
+    first = np.append(0, last[:-1] + 1)
+    return list(zip(chosen[first].tolist(), (chosen[last] + 1).tolist(), strict=True))
 
 
-def _stamps(holdings: Holdings, blocks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(holdings.stamps.read(block) for block in blocks)
+def _at(values: Sequence[int], chosen: Column) -> Sequence[int]:
+    return values if len(chosen) == len(values) else _column(values)[chosen].tolist()
+
+
+def _column(values: Sequence[int], dtype: type = np.int64) -> Column:
+    """Return numbers as a column, without a statement of Python per number."""
+    return np.fromiter(values, dtype, len(values))
+
+
+def _positions(is_listed: Column) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(is_listed).tolist())
+
+
+def _stamps(holdings: Holdings, blocks: Column) -> Column:
+    """Return a copy of the stamps of blocks, uint64 [blocks]."""
+    return np.frombuffer(holdings.stamps.words, np.uint64)[blocks]
 
 
 def _wait(holdings: Holdings) -> None:

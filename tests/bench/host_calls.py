@@ -2,6 +2,8 @@
 
     python -m tests.bench.host_calls        a line per call: microseconds as called, prepared, and their ratio
 
+Also checks of the stamps of 4,096 pages by a worker, before and after a transfer: page by page, and in columns.
+
 No device takes part: kernels are compiled for an absent chip, and their launch by the driver is left out of both sides.
 "As called" is what each call cost before launches were prepared: all checks, arguments, and Triton's binder. The sides
 alternate, and each figure is a median of process time. Needs a process without TRITON_INTERPRET.
@@ -16,19 +18,26 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
 from triton.compiler import CompiledKernel
 
+from kvplane.base.stamp_table import StampTable
+from kvplane_worker import transfers
 from kvplane_worker.ops import checks
 from kvplane_worker.ops.interface import AttentionRule, Batch
 from kvplane_worker.ops.triton_ops import attention, backend, launch, writes
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops.compiled import CHIPS, NoDevice, keys_values
 
+if TYPE_CHECKING:
+    from kvplane_worker.lending.holdings import Holdings
+
 ARCH, ROWS, BLOCKS, HEADS, GROUP, SIZE = 90, 64, 512, 8, 8, 128
-ROUNDS, CALLS = 9, 200
+ROUNDS, CALLS, STAMPED = 9, 200, 4096
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,20 @@ def sides() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         assert k.refusal() + v.refusal() == ""
         writes.write_launch(k, v, slots, chip).run()
 
+    column = list(range(1, STAMPED + 1))
+    holdings = cast("Holdings", SimpleNamespace(stamps=StampTable.create(bytearray(65536), STAMPED + 1, 1)))
+
+    def one_by_one() -> list[int]:
+        before = [holdings.stamps.read(block) for block in column]
+        after = [holdings.stamps.read(block) for block in column]
+        return [at for at in range(STAMPED) if before[at] != after[at]]
+
+    def in_columns() -> tuple[int, ...]:
+        blocks = transfers._column(column)
+        return transfers._positions(transfers._stamps(holdings, blocks) != transfers._stamps(holdings, blocks))
+
     return {
+        f"stamps of {STAMPED} pages": (one_by_one, in_columns),
         "decode": (attends(decode), lambda: ops.decode_attention(query, pages, decode, rule)),
         "drafts": (attends(drafts), lambda: ops.prefill_attention(query, pages, drafts, rule)),
         "write": (written, lambda: ops.write_kv(pages, new, new, slots)),
@@ -103,7 +125,7 @@ def costs(rounds: int) -> list[Cost]:
         times = [[seconds(side) for side in pair] for _ in range(rounds + 1)][1:]  # the first round compiles
         called, prepared = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))
         found.append(Cost(name, called, prepared))
-    layer = found[0], found[-1]
+    layer = found[1], found[-1]
     found.append(Cost("a layer: decode and write", sum(c.called for c in layer), sum(c.prepared for c in layer)))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kvplane_service.core.planner import Layout, to_rank_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.transfers import Transfer, TransferKind, checksum, transfer
+from kvplane_worker.transfers import MAX_BLOCKS_PER_CALL, Outcome, Transfer, TransferKind, checksum, transfer
 from tests.core.planner_layers import full, named, plan, window
 from tests.worker.rig import refusal
 
@@ -105,6 +106,27 @@ def test_page_with_an_unexpected_stamp_is_not_moved(held: Holdings, kind):
         assert rows == [before[0], b"\5" * len(before[1]), *before[2:]]
     else:
         assert all(one != other for at, (one, other) in enumerate(zip(before, after, strict=True)) if at != 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_pages_with_the_expected_stamps_are_moved_and_all_others_discarded(held: Holdings, seed):
+    """Random stamps, expected or not, and pages listed twice: staging rows of discarded pages keep their bytes."""
+    drawn = random.Random(seed)
+    blocks = tuple(drawn.choices(range(1, BLOCKS), k=drawn.randrange(9)))
+    expected = tuple(100 + block if drawn.random() < 0.6 else 2**64 - 1 for block in blocks)
+    held.staging[:] = 7
+    outcome = transfer(held, OPS, Transfer(GATHER, 0, blocks, expected_stamps=expected))
+    wrong = [at for at, block in enumerate(blocks) if expected[at] != 100 + block]
+    assert outcome == Outcome(tuple(100 + block for block in blocks), tuple(wrong) if expected else ())
+    for at, block in enumerate(blocks):
+        row = bytes(held.staging_rows(0, at, 1)[0].tolist())
+        assert row == (bytes([7]) * len(row) if at in wrong else page(held, 0, block))
+
+
+def test_a_page_listed_many_times_is_named_once_and_at_once(held: Holdings):
+    """Counting each page of a list that names one 65,536 times took four billion comparisons."""
+    refused = refusal(transfer, held, OPS, Transfer(SCATTER, 0, (3,) * MAX_BLOCKS_PER_CALL))
+    assert "the pages [3] are listed twice" in str(refused)
 
 
 def test_checksums_differ_between_pages_and_discard_changed_ones(held: Holdings):

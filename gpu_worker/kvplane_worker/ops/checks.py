@@ -7,6 +7,7 @@ once, when pages are set up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -308,5 +309,5 @@ def check_staging(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> 
 def check_named_once(blocks: Sequence[int]) -> None:
     """Raise InvalidArgument if a block is listed twice."""
     if len(set(blocks)) != len(blocks):
-        twice = next(block for block in blocks if list(blocks).count(block) > 1)
+        twice = Counter(blocks).most_common(1)[0][0]
         refuse("blocks", f"block {twice} is listed more than once", "list each block once")

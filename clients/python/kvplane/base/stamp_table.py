@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, StaleEpoch
 from kvplane.base.groups import MAX_BLOCKS, NULL_BLOCK
@@ -40,6 +42,7 @@ _MOVING = 35  # from this bit on: number of steps, ending with the last one, who
 _MOST_MOVING = (1 << 29) - 1
 _BELOW_MOVING = (1 << _MOVING) - 1
 _MAX_SEQ = (1 << 64) - 1
+_exhaust = deque[object](maxlen=0).extend  # of an iterator, without a statement of Python per element
 
 
 def table_bytes(num_blocks: int) -> int:
@@ -80,8 +83,11 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
         )
     last_reset = max((reading.stamps[NULL_BLOCK] for reading in readings), key=in_time)
     before = in_time(last_reset)
-    blocks = zip(*(reading.stamps for reading in readings), strict=True)
-    agreed = (each[0] if each.count(each[0]) == len(each) else 0 for each in blocks)
+    first, *others = (reading.stamps for reading in readings)
+    if any(other != first for other in others):
+        blocks = zip(first, *others, strict=True)
+        first = [each[0] if each.count(each[0]) == len(each) else 0 for each in blocks]
+    agreed = iter(first)
     stamps = (stamp if stamp and in_time(stamp) > before else 0 for stamp in agreed) if last_reset else agreed
     next(stamps)  # the null block's
     return (last_reset, *stamps)
@@ -300,21 +306,26 @@ class StampTable:
         """Write the stamps (version numbers of the pages' contents) of blocks. A stamp written for the null block
         records a reset of the cache. The blocks must be in the pool.
         """
-        entries = self._stamps
-        for block, stamp in zip(blocks, stamps, strict=True):
-            entries[block] = stamp
+        assert len(blocks) == len(stamps)
+        _exhaust(map(self._stamps.__setitem__, blocks, stamps))
 
     def invalidate(self, blocks: Sequence[int]) -> None:
         """Record that no further orders of this epoch are accepted, then set the stamps (version numbers of the pages'
         contents) of these blocks to 0, unknown content. The blocks must be in the pool.
         """
         self._words[_PART] |= _BUSY
-        for block in blocks:
-            self._stamps[block] = 0
+        _exhaust(map(self._stamps.__setitem__, blocks, repeat(0)))
 
     def read(self, block: int) -> int:
         """Return the stamp of a block: the version number of its page's content, 0 = unknown."""
         return self._stamps[block]
+
+    @property
+    def words(self) -> memoryview:
+        """The stamps of all blocks in place, u64 each, read-only: for checks of many blocks at once. Keep no reference
+        to it: the memory could not be unmapped.
+        """
+        return self._stamps.toreadonly()
 
     def read_all(self) -> tuple[int, ...]:
         """Return the stamps of all blocks: the version number of each page's content, 0 = unknown."""
