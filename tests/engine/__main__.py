@@ -12,8 +12,9 @@ import time
 
 import torch
 
+from kvplane_worker.engine.config import HALVES
 from tests.engine.backends import Place, default_backend, lender
-from tests.engine.stress import KINDS, MIXES, Report, run_mix
+from tests.engine.stress import KINDS, MIXES, Report, in_pages_of, run_mix
 
 
 def line(name: str, report: Report, seconds: float) -> str:
@@ -35,11 +36,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="device of the engine; the dense model runs on the CPU")
     parser.add_argument("--backend", help="of operations on pages (default: torch on the CPU, triton on a GPU)")
+    halves = {dtype.value: dtype for dtype in HALVES}
+    parser.add_argument("--dtype", choices=halves, help="16-bit pages and queries, where a mix has no 8-bit pages")
     parser.add_argument("--kinds", action="store_true", help="a model per kind of cache group, with long requests")
     parser.add_argument("--only", nargs="*", default=[], help="names of mixes or kinds")
     given = parser.parse_args()
     backend = given.backend or default_backend(given.device)
     mixes = [mix for mix in (KINDS if given.kinds else MIXES) if not given.only or mix.name in given.only]
+    mixes = [in_pages_of(halves[given.dtype], mix) for mix in mixes] if given.dtype else mixes
     torch.set_num_threads(1)
     total, began = Report(), time.monotonic()
     with lender() as other:

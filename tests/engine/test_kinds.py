@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_worker.engine.config import EIGHT_BIT, LATENT, MIXED, ModelConfig, StateLayer
+from kvplane.base.layer_spec import DType
+from kvplane_worker.engine.config import EIGHT_BIT, HALVES, LATENT, MIXED, ModelConfig, StateLayer
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.engine.backends import Place, lender
-from tests.engine.stress import FULL, JAMBA, KINDS, QWEN3_NEXT, TOLERANCE_8BIT, run_mix
+from tests.engine.stress import (
+    FULL,
+    JAMBA,
+    KINDS,
+    QWEN3_NEXT,
+    TOLERANCE_8BIT,
+    TOLERANCE_16BIT,
+    in_pages_of,
+    run_mix,
+)
 from tests.engine.twin import Twin
 from tests.engine.world import SAMPLES, Pool, World
 
@@ -30,6 +40,21 @@ def test_engine_on_triton_equals_the_dense_model(mix):
     assert report.requests == report.counts.completed == REQUESTS
     assert report.long
     assert 0 < report.worst < (TOLERANCE_8BIT if mix.pool.model.cache_dtype else 1e-4), "sums have another order"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", ["window", "latents"])
+def test_engine_with_pages_of_16_bits_equals_the_dense_model_but_for_near_ties(name, dtype):
+    (mix,) = (in_pages_of(dtype, mix) for mix in KINDS if mix.name == name)
+    report = run_mix(mix, REQUESTS, seed=1, place=Place(backend="triton"))
+    assert report.complaints == []
+    assert report.requests == report.counts.completed == REQUESTS
+    assert 0 < report.worst < TOLERANCE_16BIT[dtype]
+
+
+def test_pages_of_other_elements_are_refused():
+    with pytest.raises(InvalidArgument, match=r"cache_dtype: pages cannot be of DType.INT8 \(give a type of 8 or 16"):
+        ModelConfig((FULL,), cache_dtype=DType.INT8)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvplane_worker.engine.config import AttentionLayer, LatentLayer, ModelConfig, layer_name
+from kvplane_worker.engine.config import EIGHT_BIT, AttentionLayer, LatentLayer, ModelConfig, layer_name
 from kvplane_worker.engine.weights import (
     AttentionWeights,
     DeltaWeights,
@@ -26,7 +26,7 @@ from kvplane_worker.engine.weights import (
 )
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
-from tests.ops.formats import FLOAT16, FORMATS
+from tests.ops.formats import FORMATS
 
 MASKED = -math.inf
 FORM_OF = {form.torch_dtype: form for form in FORMATS}
@@ -34,7 +34,7 @@ FORM_OF = {form.torch_dtype: form for form in FORMATS}
 
 class Twin:
     """Logits of every position of a sequence. With 8-bit pages, keys and values are rounded with the scales of `pages`,
-    by rank; without `pages` they are exact.
+    by rank; without `pages` they are exact. With pages of 16 bits they are rounded, as queries and results are.
 
     Attributes:
         largest: by layer, the largest absolute keys and values per head so far, or latent rows [1]; not rounded.
@@ -102,8 +102,8 @@ class Twin:
         """Keys and values [heads, tokens, size], or latent rows, as a read of 8-bit pages returns them."""
         found = tuple(part.abs().amax((1, 2)) for part in parts)
         self.largest[number] = tuple(map(torch.maximum, self.largest.get(number, found), found))
-        if not self._config.cache_dtype or not self._pages:
-            return parts
+        if self._config.cache_dtype not in EIGHT_BIT or not self._pages:
+            return tuple(map(self._narrowed, parts))
         form = FORM_OF[TORCH_DTYPES[self._config.cache_dtype]]
         return tuple(
             torch.from_numpy(form.rounded((self._narrowed(part) / scale).numpy())) * scale
@@ -124,10 +124,10 @@ class Twin:
         return [torch.cat(scales)[:, None, None] for scales in whole]
 
     def _narrowed(self, x: Tensor) -> Tensor:
-        """Round x as kernels multiply it with 8-bit elements: to float16 where the model has float32."""
+        """Round x as kernels multiply it: to 16 bits where pages have 16 or 8 bits and the model float32."""
         if self._config.product_dtype is self._config.dtype:
             return x
-        return torch.from_numpy(FLOAT16.rounded(x.numpy()))
+        return torch.from_numpy(FORM_OF[TORCH_DTYPES[self._config.product_dtype]].rounded(x.numpy()))
 
 
 def as_float64(weights: Any) -> Any:

@@ -28,7 +28,7 @@ from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.rpc.sources import plan_source
 from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import BOS, MIXED, ModelConfig
+from kvplane_worker.engine.config import BOS, EIGHT_BIT, MIXED, ModelConfig
 from kvplane_worker.engine.engine import Engine, LaunchFailed
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
@@ -184,7 +184,7 @@ class World:
         buffers = [one.pages for one in self.memory]
         model = LossyModel(self.pool.model, self.weights, buffers, self.ops)
         model.lose_every = self.lose_every
-        if self.pool.model.cache_dtype:
+        if self.pool.model.cache_dtype in EIGHT_BIT:
             model.calibrate(SAMPLES)
         return self.fault.engine(self.open_session, self.memory, model, self.config)
 

@@ -14,6 +14,7 @@ BOS = NUM_BYTES  # begins every prompt
 EOS = NUM_BYTES + 1  # ends an output
 VOCABULARY = NUM_BYTES + 2
 EIGHT_BIT = (DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2)
+HALVES = (DType.BFLOAT16, DType.FLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ class ModelConfig:
         max_drafts: most draft tokens per step; this number of states is stored in addition to the state of the last
             accepted token.
         dtype: element type of weights, activations and pages.
-        cache_dtype: 8-bit element type of keys, values and latent rows in pages, whose scales `Model.calibrate` sets;
-            None = `dtype`.
+        cache_dtype: element type of keys, values and latent rows in pages: of 16 bits, then also of the queries and
+            results of attention; or of 8 bits, whose scales `Model.calibrate` sets. None = `dtype`.
         seed: seed of the random weights.
     """
 
@@ -145,9 +146,9 @@ class ModelConfig:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        if self.cache_dtype not in (None, *EIGHT_BIT):
-            remedy = "give float8_e4m3fn or float8_e5m2, or None for pages of `dtype`"
-            raise InvalidArgument(f"pages of {self.cache_dtype} have no scales", field="cache_dtype", remedy=remedy)
+        if self.cache_dtype not in (None, *EIGHT_BIT, *HALVES):
+            remedy = "give a type of 8 or 16 bits, or None for pages of `dtype`"
+            raise InvalidArgument(f"pages cannot be of {self.cache_dtype}", field="cache_dtype", remedy=remedy)
         counts = {"q_heads": self.q_heads, "hidden": self.hidden}
         for number, layer in enumerate(self.layers):
             if isinstance(layer, ScanLayer) and self.num_ranks > 1:
@@ -182,9 +183,11 @@ class ModelConfig:
 
     @property
     def product_dtype(self) -> DType:
-        """The element type of queries, and of keys and values before they are written: kernels multiply 8-bit elements
-        with queries of two bytes.
+        """The element type of queries, and of keys and values before they are written: that of pages of 16 bits;
+        kernels multiply 8-bit elements with queries of two bytes.
         """
+        if self.cache_dtype in HALVES:
+            return self.cache_dtype
         return DType.FLOAT16 if self.cache_dtype and self.dtype is DType.FLOAT32 else self.dtype
 
     def _format(self, layer: LayerConfig) -> LayerSpec:

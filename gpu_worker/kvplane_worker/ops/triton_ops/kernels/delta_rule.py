@@ -251,6 +251,17 @@ def part_of_state(pages, held, row, read, is_running, place, inside, S: tl.const
 
 
 @triton.jit
+def store_part(pages, held, row, block, kept, place, after, inside, S: tl.constexpr):
+    """Store elements of a state after token `kept` of a chunk: in its block, and in `held` after the last token."""
+    size: tl.constexpr = S.heads * S.value_size * S.key_size
+    if block != 0:
+        store = pages.ssm + block.to(tl.int64) * pages.ssm_stride + place
+        tl.store(store, rounded(after, S), mask=inside)
+    if kept == S.chunk - 1:
+        tl.store(held.ssm + row.to(tl.int64) * size + place, after, mask=inside)
+
+
+@triton.jit
 def grown_by_key(state, new, k, gates, last, index, S: tl.constexpr):
     """Return the state after the chunk's tokens up to index `last`, where columns have their own gates."""
     total = sums_until(gates)
@@ -269,7 +280,6 @@ def scan_chunks(tokens, inputs, pages, held, y, begin, end, read, is_shared, S: 
     part = tl.program_id(2) * S.padded_v + tl.arange(0, S.padded_v)
     n = tl.arange(0, S.part_k)
     key_start = (head // S.group) * S.key_size
-    size: tl.constexpr = S.heads * S.value_size * S.key_size
     in_v = part < S.value_size
     for start in range(begin, end, S.chunk):
         token = start + index
@@ -326,12 +336,7 @@ def scan_chunks(tokens, inputs, pages, held, y, begin, end, read, is_shared, S: 
                     after = grown_by_key(state, new, k, gates, kept, index, S)
                 else:
                     after = grown(state, new, k, 1.0, total, kept, index, S)
-                block_kept = at(block, index, kept)
-                if block_kept != 0:
-                    store = pages.ssm + block_kept.to(tl.int64) * pages.ssm_stride + place
-                    tl.store(store, rounded(after, S), mask=inside)
-                if kept == S.chunk - 1:
-                    tl.store(held.ssm + row.to(tl.int64) * size + place, after, mask=inside)
+                store_part(pages, held, row, at(block, index, kept), kept, place, after, inside, S)
                 kept = next_kept(wanted, index, kept, S)
         tl.debug_barrier()  # the next chunk reads what other threads stored
 
