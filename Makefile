@@ -108,17 +108,8 @@ SEED_BASE ?= 1
 # Number of processes; empty: one per core.
 JOBS ?=
 
-tiers: $(DEV)  ## figures N1 to N10 of tiers, damaged slots, planted faults, simulated and real faults, an engine against its model (REQUESTS=60 CASES=10000 FAULTS=12)
-	@$(PYTHON) -m pytest -q tests/service/test_tier_rows.py
-	@echo "N1 bytes that loads read: as computed, for 6 models at 4 lengths"
-	@$(PYTHON) -m tests.bench.tier_moves
-	@$(PYTHON) -m tests.bench.tier_figures
-	@$(PYTHON) -m tests.bench.tier_costs
-	@$(PYTHON) -m tests.worker.corruption --cases $(or $(CASES),10000)
-	@$(PYTHON) -m tests.core.tier_campaign --twins
-	@$(PYTHON) -m tests.sim --tiers --seeds $(or $(SEEDS_OF_TIERS),8)
-	@$(PYTHON) -m tests.engine.tiers --requests $(or $(REQUESTS),60)
-	@$(PYTHON) -m tests.faults --tiers --faults $(or $(FAULTS),12)
+tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, planted, simulated and real faults, an engine against its model (15 minutes; REQUESTS=60 CASES=10000 SEEDS_OF_TIERS=8 FAULTS=12)
+	@$(PYTHON) -m tests.bench.tier_goals --requests $(or $(REQUESTS),60) --cases $(or $(CASES),10000) --seeds $(or $(SEEDS_OF_TIERS),8) --faults $(or $(FAULTS),12)
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
 	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))

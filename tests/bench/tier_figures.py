@@ -1,8 +1,8 @@
 """`python -m tests.bench.tier_figures`: figures of tiers, each with its reference measured in the same run.
 
-disk     a verified load from the file to pages, compared with bare preadv of the same slots (goal 0.85 of its speed)
-look-up  the union of device and tiers for 128K tokens in 7 groups, compared with the device alone (goal 2x)
-restart  a million slots: the index read by a worker, and verified entries of a store in the service (goal 2 s)
+N5   a verified load from the file to pages, compared with bare preadv of the same slots (goal 0.85 of its speed)
+N7   the union of device and tiers for 128K tokens in 7 groups, compared with the device alone (goal 2x)
+N9   a million slots: the index read by a worker, and verified entries of a store in the service (goal 2 s)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
+import sys
 import tempfile
 import time
 from array import array
@@ -30,6 +31,7 @@ from kvplane_worker.tiers.kept import Kept, read_index, write_index
 from kvplane_worker.tiers.movers import NUM_THREADS
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES
+from tests.bench.goals import goal
 from tests.core.builders import Engine, full, replica_spec, window
 
 ROUNDS = 9
@@ -58,7 +60,7 @@ def _each(threads: ThreadPoolExecutor, act: Callable[[int], None], pieces: range
         pass
 
 
-def disk() -> str:
+def disk() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         slots = DiskSlots(TierSpec(TierKind.DISK, SLOTS), SLOT_BYTES, Path(folder), "bench")
         noise = torch.randint(0, 256, (1, SLOT_BYTES), dtype=torch.uint8)
@@ -85,11 +87,11 @@ def disk() -> str:
             mine, other = median_s(load_all, read_all, time.perf_counter)
         slots.close()
     rate = SLOTS * SLOT_BYTES / 1e9
-    speeds = f"verified load {rate / mine:.2f} GB/s, bare preadv {rate / other:.2f} GB/s"
-    return f"disk: {speeds}: {other / mine:.2f} (goal 0.85)"
+    text = f"verified load from the disk {rate / mine:.2f} GB/s, bare preadv {rate / other:.2f} GB/s"
+    return goal("N5", text, other / mine, least=0.85)
 
 
-def look_up() -> str:
+def look_up() -> bool:
     groups = (full(BLOCK), *(window(1024, BLOCK, lookup_class=number) for number in range(5, 11)))
     blocks = TOKENS // BLOCK
     text = "".join(chr(97 + at % 23 + at // 23 % 3) for at in range(TOKENS))
@@ -113,11 +115,11 @@ def look_up() -> str:
     host.install((slot, key, slot + 1) for slot, key in enumerate(keys))
     pool.index.clear()  # nothing is found on the device any more
     union = cpu_s(on(coordinator.union))
-    ratio = f"{union / device:.2f}x (goal 2x)"
-    return f"look-up of {TOKENS} tokens, 7 groups: device {device * 1e3:.1f} ms, tiers {union * 1e3:.1f} ms: {ratio}"
+    text = f"look-up of {TOKENS:,} tokens, 7 groups: tiers {union * 1e3:.1f} ms, the device {device * 1e3:.1f} ms"
+    return goal("N7", text, union / device, most=2)
 
 
-def restart() -> str:
+def restart() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         path, identity = Path(folder) / "index", bytes(16)
         versions = array("Q", range(1, MILLION + 1))
@@ -142,15 +144,15 @@ def restart() -> str:
     assert len(replica.tiers.each[0].key) == MILLION
     total = index_s + verified_s + installed_s
     parts = f"index {index_s:.2f}, verified {verified_s:.2f}, installed {installed_s:.2f}"
-    return f"restart with {MILLION} slots, seconds of CPU time: {parts}: {total:.2f} (goal 2)"
+    return goal("N9", f"restart with {MILLION:,} slots, seconds of CPU time: {parts}", total, most=2)
 
 
-def main() -> None:
-    """Print the figures."""
+def main() -> int:
+    """Print the figures; returns whether one misses its goal."""
     torch.set_num_threads(1)
-    for figure in (disk, look_up, restart):
-        print(figure(), flush=True)
+    reached = [figure() for figure in (disk, look_up, restart)]
+    return not all(reached)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.torch_ops import TorchOps, pages
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import HostSlots, MoverMemory, Movers
+from tests.bench.goals import goal
 from tests.service.tier_rows import Rows, plan_with, rows_of_hit
 
 SHAPES = (("gpt-oss-20b", 16_384, 1), ("gemma-3-27b", 4_096, 4))
@@ -99,7 +101,7 @@ class Bench:
         return done
 
 
-def partial(model: str, length: int, tensor_parallel: int, runs: int) -> None:
+def partial(model: str, length: int, tensor_parallel: int, runs: int) -> bool:
     rows = rows_of_hit(model, length, tensor_parallel=tensor_parallel)
     bench = Bench(rows, plan_with(model, length, rows.everything.total() + 99, tensor_parallel))
     bench.save_all()
@@ -110,15 +112,15 @@ def partial(model: str, length: int, tensor_parallel: int, runs: int) -> None:
     bench.movers.close()
     sizes = [rows.num_bytes(some) for some in (rows.everything, rows.needed)]
     by_bytes, by_time = sizes[0] / sizes[1], median(times["everything"]) / median(times["needed"])
-    print(
-        f"N2 {model}, {length:,} tokens: {sizes[0] / 2**20:.1f} MiB and {sizes[1] / 2**20:.1f} MiB, {by_bytes:.2f}x;"
+    text = (
+        f"{model}, {length:,} tokens: {sizes[0] / 2**20:.1f} MiB and {sizes[1] / 2**20:.1f} MiB, {by_bytes:.2f}x;"
         f" CPU time {median(times['everything']):.3f} s and {median(times['needed']):.3f} s, {by_time:.2f}x;"
-        f" {by_time / by_bytes:.2f} of the ratio of bytes (>= 0.95)",
-        flush=True,
+        " as a share of the ratio of bytes"
     )
+    return goal("N2", text, by_time / by_bytes, least=0.95)
 
 
-def copies(page_bytes: int, runs: int) -> None:
+def copies(page_bytes: int, runs: int) -> bool:
     """Compare gather, scatter and checksum of random blocks with one copy of the same bytes, which bypasses the caches,
     and with copies of as many pieces of a page, which use them.
     """
@@ -146,25 +148,23 @@ def copies(page_bytes: int, runs: int) -> None:
             act()
             times[name].append(time.process_time() - began)
     speed = {name: flat.numel() / median(values) / 1e9 for name, values in times.items()}
-    names = ("gather", "scatter", "pieces")
-    shares = ", ".join(f"{name} {speed[name] / speed['one copy']:.2f}" for name in names)
-    print(
-        f"N4 {page_bytes:,} byte pages: one copy {speed['one copy']:.1f} GB per CPU second, {shares} of it (>= 0.7);"
-        f" checksum {speed['checksum']:.2f} GB per CPU second (>= 1)",
-        flush=True,
+    one, bound = speed["one copy"], speed["pieces"] / speed["one copy"]
+    text = (
+        f"pages of {page_bytes:,} bytes, of one copy, {one:.1f} GB per CPU second; copies of pieces reach {bound:.2f}"
     )
+    reached = [goal("N4", f"{name}, {text}", speed[name] / one, least=0.7) for name in ("gather", "scatter")]
+    return all([*reached, goal("N4", "checksum of them, GB per CPU second", speed["checksum"], least=1)])
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.tier_moves", description=__doc__)
     parser.add_argument("--runs", type=int, default=9)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for model, length, tensor_parallel in SHAPES:
-        partial(model, length, tensor_parallel, given.runs)
-    for page_bytes in PAGE_BYTES:
-        copies(page_bytes, given.runs)
+    reached = [partial(model, length, tensor_parallel, given.runs) for model, length, tensor_parallel in SHAPES]
+    reached += [copies(page_bytes, given.runs) for page_bytes in PAGE_BYTES]
+    return not all(reached)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

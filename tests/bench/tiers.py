@@ -1,7 +1,9 @@
 """Hits by the size of tiers, on public traces: `KVPLANE_WORKLOADS=FOLDER python -m tests.bench.tiers`.
 
-Prints a table and writes results/tiers.md (10 minutes); `--limit 500 --no-write` for less; `--policies` for the table
-of when tiers save. Each cell is a replay of a whole trace (of Weka, 120 sessions) on one core with its own managers:
+Prints a table and writes results/tier_sizes.md (10 minutes); `--limit 500 --no-write` for less; `--policies` for the
+table of when tiers save; `--goals` for the figures N10.
+
+Each cell is a replay of a whole trace (of Weka, 120 sessions) on one core with its own managers:
 full attention alone, eight requests at a time, in chunks of 8,192 tokens, with one generated token; movers end each job
 two steps after its order. The last column is one pool of as many blocks as device and tiers have together, in which
 nothing is in two places.
@@ -22,12 +24,14 @@ from kvplane.base.groups import SavePolicy, TierKind, TierSpec
 from kvplane_replay.engine import Engine
 from kvplane_replay.fleet import Fleet
 from kvplane_replay.plan import CostModel, EngineConfig
+from tests.bench.goals import goal
 from tests.bench.machine import machine_line
 from tests.bench.policies import CHUNK, FULL_ONLY, TRACES, CoreSession, replica_of, requests_of
 from tests.conftest import workloads_folder, workloads_line
 
 RESULTS = Path(__file__).parent / "results"
 RUNNING, MOVER_STEPS = 8, 2
+LATE = (1, 2, 3, 4)  # steps until a job ends, of N10
 POOLS = {"conversation": (2000, 10_000), "synthetic": (2000, 10_000), "Weka": (500, 2000)}
 SHARES = ((0, 0), (1, 0), (2, 0), (4, 0), (1, 4), (0, 4))  # slots of host and disk, in pools
 BEHIND, THROUGH, REUSE = SavePolicy
@@ -50,6 +54,7 @@ class Cell:
     disk: int
     host_save: SavePolicy = BEHIND
     disk_save: SavePolicy = BEHIND
+    mover_steps: int = MOVER_STEPS  # until a job ends
 
     @property
     def tiers(self) -> tuple[TierSpec, ...]:
@@ -76,9 +81,8 @@ def hits_of(cell: Cell, folder: Path, limit: int) -> Hits:
     """Replay a cell."""
     spec = replica_of(FULL_ONLY, TRACES[cell.trace][1], cell.pool, tiers=cell.tiers)
     session = CoreSession(spec)
-    engine = Engine(
-        session, EngineConfig(RUNNING, CHUNK, max_output=1, mover_steps=MOVER_STEPS), CostModel(10**9, 0, 0)
-    )
+    config = EngineConfig(RUNNING, CHUNK, max_output=1, mover_steps=cell.mover_steps)
+    engine = Engine(session, config, CostModel(10**9, 0, 0))
     with ExitStack() as files:
         fleet = Fleet([engine], requests_of(folder, cell.trace, limit, files))
         while fleet.run_step():
@@ -106,10 +110,10 @@ def replayed(cells: Iterable[Cell], given: argparse.Namespace, folder: Path) -> 
 def rows_of_policies(given: argparse.Namespace, folder: Path) -> list[str]:
     """Return the rows of the table of policies."""
     cells = [
-        Cell(trace, pool, host * pool, disk * pool, *saves)
+        Cell(trace, pool, host * pool, disk * pool, host_save, disk_save)
         for trace in given.traces
         for pool in POOLS[trace]
-        for host, disk, *saves in POLICIES
+        for host, disk, host_save, disk_save in POLICIES
     ]
     lines = []
     for cell, hits in replayed(cells, given, folder).items():
@@ -140,6 +144,20 @@ def rows(given: argparse.Namespace, folder: Path) -> list[str]:
     return lines
 
 
+def goals(given: argparse.Namespace, folder: Path) -> int:
+    """Print N10, for movers that end a job after 1 to 4 steps; returns whether a goal is missed."""
+    cells = [Cell("conversation", pool, 2 * pool, 0, mover_steps=steps) for pool in (2000, 10_000) for steps in LATE]
+    alone = {cell: Cell(cell.trace, 3 * cell.pool, 0, 0) for cell in cells}
+    found, reached = replayed(dict.fromkeys([*cells, *alone.values()]), given, folder), []
+    for cell in cells:
+        mine, one = found[cell], found[alone[cell]]
+        where = f"pool of {cell.pool:,} blocks, host tier of twice as many, jobs end after {cell.mover_steps} steps"
+        shares = f"{mine.share:.1f} % of the tokens hit, in one pool of three times {one.share:.1f} %"
+        reached.append(goal("N10", f"{where}: {shares}", mine.share / one.share, least=0.95))
+        reached.append(goal("N10", f"{where}: saves that were discarded, in percent", 100 * mine.discarded, most=2))
+    return not all(reached)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.tiers", description=__doc__)
@@ -148,16 +166,19 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--policies", action="store_true", help="the table of policies, not that of sizes")
+    parser.add_argument("--goals", action="store_true", help="the figures N10 alone")
     given = parser.parse_args()
     folder = workloads_folder()
     if folder is None:
         print(workloads_line(), file=sys.stderr)
         return 1
+    if given.goals:
+        return goals(given, folder)
     if given.policies:
         head = [*HEAD_OF_POLICIES, machine_line(), "", *COLUMNS_OF_POLICIES]
         return show("tier_policies.md", [*head, *rows_of_policies(given, folder), ""], given)
     head = [
-        "# Tiers",
+        "# Sizes of tiers",
         "",
         "Percentage of the prompts' tokens that hit, by blocks of the device and slots of its tiers:",
         "`python -m tests.bench.tiers`. *from* is what loads from a tier added to the hits of the device, by the",
@@ -169,14 +190,14 @@ def main() -> int:
         "| trace | device | host | disk | hit | from host | from disk | one pool | waited |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    return show("tiers.md", [*head, *rows(given, folder), ""], given)
+    return show("tier_sizes.md", [*head, *rows(given, folder), ""], given)
 
 
 HEAD_OF_POLICIES = (
     "# When tiers save",
     "",
-    "As [the sizes of tiers](tiers.md), by when host and disk save: `python -m tests.bench.tiers --policies`. *to* is",
-    "how many blocks were copied into a tier per hundred blocks that were computed; *discarded* is the percentage of",
+    "As [the sizes of tiers](tier_sizes.md), by when host and disk save: `python -m tests.bench.tiers --policies`.",
+    "*to* is how many blocks were copied into a tier per hundred that were computed; *discarded* is the percentage of",
     "these whose source was used again first.",
     "",
 )

@@ -7,8 +7,12 @@ from random import Random
 
 import pytest
 
+from kvplane.base.groups import Medium
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import (
+    LOAD_COLUMNS,
+    MOVE_COLUMNS,
+    SAVE_COLUMNS,
     Admit,
     Blocks,
     CacheEvent,
@@ -64,6 +68,14 @@ def result(rng):
             setattr(part, name, blocks(rng))
     if rng.random() < 0.5:
         part.orders = Orders(stamp_block=column(rng, 3), stamp=column(rng, 3, 1 << 64, "Q"), zero_block=[1])
+        for names in (LOAD_COLUMNS, SAVE_COLUMNS, MOVE_COLUMNS):
+            rows = rng.choice((0, 0, 1, 3))
+            for name in names:
+                is_wide = name.endswith(("job", "stamp", "version"))
+                setattr(part.orders, name, column(rng, rows, 1 << 64 if is_wide else 1 << 32, "IQ"[is_wide]))
+    for name, code in (("admit_load_after", "Q"), ("admit_job", "Q"), ("admit_tier_tokens", "I")):
+        if rng.random() < 0.3:
+            setattr(part, name, column(rng, 2, 1 << 32, code))
     if rng.random() < 0.2:
         part.events, part.hashed_facts, part.taken_back = [], [b"made"], 2
     return part
@@ -85,7 +97,8 @@ def test_answers_are_written_as_protobuf_writes_them():
     "fields",
     [
         {"peek_hit": [1]}, {"events": [CacheEvent(EventKind.CLEARED)]}, {"reset_done": True}, {"last_hash": [b""]},
-        {"orders": Orders(load_job=[1])}, {"granted": [1 << 32]}, {"granted": [-1]}, {"granted": array("Q", [1])},
+        {"orders": Orders(load_job=[-1])}, {"tier_events": [CacheEvent(EventKind.STORED, tier=Medium.HOST)]},
+        {"granted": [1 << 32]}, {"granted": [-1]}, {"granted": array("Q", [1])},
         {"granted": None}, {"free_blocks": "many"}, {"new_blocks": object()},
     ],
 )  # fmt: skip

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvplane.base.hashing import native
 from kvplane.base.packed_ints import PackedInts
-from kvplane.base.step import Blocks, Orders, PartResult, StepResult
+from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Blocks, Orders, PartResult, StepResult
 from kvplane.v1.allocation_pb2 import SessionResponse
-from kvplane.wire.result import encode_result
+from kvplane.wire.result import _WIDE, encode_result
 from kvplane.wire.stream import decoded, taken
 from tests.client.test_wire import results, u32, u64
 
@@ -27,7 +27,7 @@ def compiled():
 
 @st.composite
 def usual_parts(draw):
-    """What a step of an engine without drafts, loads and tiers is answered with."""
+    """What a step of an engine without drafts is answered with."""
     part = PartResult(free_blocks=draw(u32), granted=draw(st.lists(u32, max_size=5)))
     for blocks in (part.new_blocks, part.tables):
         for row, ids in enumerate(draw(st.lists(st.lists(u32, max_size=3), max_size=4))):
@@ -42,6 +42,13 @@ def usual_parts(draw):
         *[[one[at] for one in copies] for at in range(3)],
         *[[one[at] for one in zeroes] for at in range(2)],
     )
+    for names in (LOAD_COLUMNS, SAVE_COLUMNS, MOVE_COLUMNS):
+        rows = draw(st.lists(st.tuples(*[u64 if name in _WIDE else u32 for name in names]), max_size=3))
+        for at, name in enumerate(names):
+            setattr(part.orders, name, [row[at] for row in rows])
+    for name, number in (("admit_load_after", u64), ("admit_job", u64), ("admit_tier_tokens", u32)):
+        if draw(st.booleans()):
+            setattr(part, name, [draw(number) for _ in admitted])
     return part
 
 

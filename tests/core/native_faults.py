@@ -145,7 +145,11 @@ FAULTS = [
           "replica.kept_every && !replica.checkpoint_percent", "replica.kept_every != 0"),
     Fault("a load evicts what it reads", "tiers/tier.h", "++pins[At(slot)];", ""),
     Fault("shadows are evicted last", "tiers/tier.h", "queue == SlotState::kShadow ? kShadows : kRecents", "kRecents"),
-    Fault("keys that are being written are written again", "tiers/tier.h", "writing_.count() > 0", "false"),
+    Fault("keys that are being written are written again", "tiers/behind.h",
+          "if (!behind.HasOrWrites(key)) wanted", "if (behind.Find(key) == kNoSlot) wanted"),
+    Fault("events of tiers are packed as those of the device", "pack.h", "scalar(12, 7);", ""),
+    Fault("a job ends in another's place", "tiers/tiers.h", "found->number == number && found->is_there",
+          "found->is_there"),
     Fault("all tiers are searched, however slow", "tiers/tiers.h", "number < static_cast<size_t>(depth)",
           "number < each.size()"),
     Fault("a reset of the cache leaves versions", "tiers/tiers.h", "InTime(version) > last_reset", "true"),
@@ -181,7 +185,7 @@ FAULTS = [
           "for (const Block block : on_device) pool_.Touch(block);", ";"),
     Fault("loads of failed requests keep their keys", "tiers/loads.h", "tiers_.Drop(row.key);", ""),
     Fault("a load begins before the last use of its pages", "tiers/loads.h",
-          "const Int after = pool_.LastUse(std::set<Block>(filled.begin(), filled.end()));", "const Int after = 0;"),
+          "const Int after = pool_.LastUse(filled);", "const Int after = 0;"),
     Fault("a load is done before it could start", "tiers/checks.h", "load->second.after <= executed_through", "true"),
     Fault("pins of a loaded state are lost", "tiers/entries.h",
           "++TierAt(row.source.tier).pins[static_cast<size_t>(row.source.slot)];", ""),
@@ -303,6 +307,7 @@ def checks() -> Iterator[tuple[str, object]]:
     with packed_twins():
         for mix, seed in product(test_packed_twins.MIXES_OF_TWINS, range(2)):
             yield f"packing of {mix}, seed {seed}", partial(run, mix, seed)
+        yield "packing of tiers", partial(test_tier_contents.run, "window and full", 0)
     for number, program in enumerate(steps.seeds()):
         yield f"program {number} of tests/fuzz", lambda program=program: steps.run(program)
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvplane.base.step import CacheEvent, Step, StepResult
+from kvplane.base.step import PartResult, Step, StepResult
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.twin import TwinReplica
 from kvplane_service.decisions.log import without_tokens
 from kvplane_service.decisions.packing import pack_decision
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.events import Batch, PublicationHold
-from tests.core import page_engine
+from tests.core import page_engine, test_tier_contents
 from tests.core.test_page_contents import CACHED_MIXES, run
 from tests.service.test_packing import finish
 
@@ -31,7 +31,7 @@ class PackedTwins(TwinReplica):
 
     def __init__(self, spec) -> None:
         super().__init__(Replica(spec), native.NativeReplica.of)
-        self.packed = self.published = self.read = 0
+        self.packed = self.published = self.read = self.of_tiers = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -52,17 +52,24 @@ class PackedTwins(TwinReplica):
             assert raw == finish(pack_decision(without_tokens(step), result, of_parts, AT_NS, TOOK_NS))
         made = [[getattr(part, name) for part in result.parts] for name in ("hashed_facts", "hashed_news")]
         assert made == [[getattr(part, name) for part in other.parts] for name in ("hashed_facts", "hashed_news")]
-        self._publish(step, [part.events for part in result.parts], [part.events for part in other.parts])
+        self._publish(step, result.parts, other.parts)
 
-    def _publish(self, step: Step, first: Sequence[Sequence[CacheEvent]], second: Sequence[Sequence[CacheEvent]]):
+    def _publish(self, step: Step, first: Sequence[PartResult], second: Sequence[PartResult]) -> None:
         at = step.seq, step.executed_through
-        shown = self._of_first.step(*at, first)
-        shares = self._of_second.step_packed(*at, second)
+        shown = self._of_first.step(*at, [part.events for part in first])
+        shares = self._of_second.step_packed(*at, [part.events for part in second])
         if shares is None:
             self.read += 1
-            others = self._of_second.step(*at, second)
+            others = self._of_second.step(*at, [part.events for part in second])
             assert finish(Batch(0, 0, others).pack()) == finish(Batch(0, 0, shown).pack())
-        elif shares:
+            return
+        for part, of_second in zip(first, second, strict=True):
+            if part.tier_events:
+                shown += part.tier_events
+                assert isinstance(of_second.tier_events, native.views.NativeTierEvents)
+                shares += of_second.tier_events.shares()
+                self.of_tiers += 1
+        if shares:
             self.published += 1
             raw = shares[0][0].pack(bytes(9), shares)
             assert raw == bytes(9) + finish(Batch(0, 0, shown).pack())[9:]
@@ -101,6 +108,14 @@ def test_decisions_and_events_are_packed_and_published_alike(made, mix):
         run(mix, seed)
     assert sum(one.packed for one in made) > 50
     assert sum(one.published for one in made) > 0
+
+
+@pytest.mark.parametrize("mix", ["window and full", "states and full"])
+def test_jobs_and_events_of_tiers_are_packed_and_published_alike(made, mix):
+    for seed in range(4):
+        test_tier_contents.run(mix, seed)
+    assert sum(one.packed for one in made) > 50
+    assert sum(one.of_tiers for one in made) > 50
 
 
 def test_events_that_concern_held_ones_are_played(made):

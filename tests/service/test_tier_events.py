@@ -54,6 +54,15 @@ def test_a_key_that_is_not_trusted_leaves_the_tiers_too():
     assert (EventKind.REMOVED, RemoveReason.DROPPED) in served.of(Medium.HOST)
 
 
+def test_an_engine_that_asks_for_no_events_gets_none_of_tiers():
+    served, events = Served(), list[CacheEvent]()
+    for fill in range(60):
+        served.serve(fill)
+        events += served.step().tier_events
+    assert served.of(Medium.DISK)
+    assert events == []
+
+
 def test_a_reset_is_one_event():
     served = Served()
     for fill in range(12):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from kvplane.base.decode_rows import rows_of
 from kvplane.base.step import AdmitStatus, CacheEvent, End, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
-from kvplane.base.when_read import PACKED
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions.log import Decision, Entry
 
@@ -114,13 +113,13 @@ class Tally:
             return
         self.step_times.add(entry)
         for part, result, events in zip(entry.step.parts, entry.result.parts, entry.events, strict=True):
-            given = vars(result)  # what is missing is empty, unless it is packed
-            if ("admit_status" in given or PACKED in given) and result.admit_status:
+            given = vars(result)  # what is missing is empty
+            if given.get("admit_status"):
                 self._count_refusals(result)
             if events:
                 self._count_removals(events)
             is_rows = rows_of(part) is not None  # no request ends
-            if ("preempted" in given or PACKED in given or not is_rows) and (result.preempted or part.facts.end):
+            if given.get("preempted") or (not is_rows and part.facts.end):
                 self._count_preemptions(part, result)
 
     def _count_refusals(self, result: PartResult) -> None:

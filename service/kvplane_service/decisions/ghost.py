@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from kvplane.base.decode_rows import DecodeRows, rows_of
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
-from kvplane.base.when_read import PACKED
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.contents import HashedRows
 from kvplane_service.decisions.log import Decision, hashed_part
@@ -112,16 +111,15 @@ class GhostLru:
         if rows.hashes:
             self._appended(rows.slots, rows.num_hashes, rows.hashes)
         given = vars(result)
-        made = result.hashed_facts if "hashed_facts" in given or PACKED in given else ()
+        made = given.get("hashed_facts", ())
         if isinstance(made, HashedRows):
             counts, joined = made.counts, made.joined
         else:
             counts, joined = [len(one) // self._digest_size for one in made], b"".join(made)
         if joined:
             self._appended(rows.slots, counts, joined)
-        if "preempted" in given or PACKED in given:
-            for slot in result.preempted:
-                self._use(slot)
+        for slot in given.get("preempted", ()):
+            self._use(slot)
 
     def curve(self, replica: ReplicaCore) -> MissCurve | None:
         """Return the hits of pools of the SIZES; None if the replica has no group that keeps whole prefixes, or nothing

@@ -29,9 +29,6 @@ from kvplane.base.declined import Declined
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.step import (
-    LOAD_COLUMNS,
-    MOVE_COLUMNS,
-    SAVE_COLUMNS,
     Admit,
     Blocks,
     Budget,
@@ -351,23 +348,16 @@ _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's fram
 
 
 def layouts() -> tuple[Any, ...]:
-    """Return what a compiled core must know of this form (`pack_with` of core/native). It leaves decisions with fields
-    of tiers, and with extra keys or traces of requests, to this module.
+    """Return what a compiled core must know of this form (`pack_with` of core/native). It leaves decisions with extra
+    keys or traces of requests, and with prefetches, to this module.
     """
-    of_tiers = {*(f"orders.{name}" for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)), *_OF_TIERS}
     of_part = _PART.layout(
         {"news.extra_keys", "news.traceparent", *(f"prefetch.{one.name}" for one in fields(Prefetch))}
     )
     assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
-    return of_part, _RESULT.layout(of_tiers), _OF_RESULT, _OF_EVENTS, _FLAT
+    return of_part, _RESULT.layout(), _OF_RESULT, _OF_EVENTS, _FLAT
 
 
-_OF_TIERS = (
-    "admit_job",
-    "admit_tier_tokens",
-    *(f"declined.{one.name}" for one in fields(Declined)),
-    *(f"prefetched.{one.name}" for one in fields(Prefetched)),
-)
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
 
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, PartResult, RowFlag, Step, StepResult
-from kvplane.base.when_read import PACKED
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
+
+if TYPE_CHECKING:
+    from kvplane_service.core.native.views import NativeTierEvents
 
 # Units of effort: one is a block that is allocated and registered, about 4 us. The estimate is a sum over columns and
 # tends to be too high; it only decides whether a step may hold the event loop.
@@ -180,19 +183,23 @@ class Applying:
         packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
         self._decisions.append(Decision(without_tokens(step), result, events, at_ns, took_ns), packed)
         # What is in a tier was executed before it was saved, so it waits for nothing.
-        of_tiers = [event for part in result.parts for event in _made(part, "tier_events")]
-        shares = None if of_tiers else self._hold.step_packed(step.seq, step.executed_through, events)
+        of_tiers = [of_part for part in result.parts if (of_part := _made(part, "tier_events"))]
+        are_packed = all(hasattr(of_part, "shares") for of_part in of_tiers)
+        shares = self._hold.step_packed(step.seq, step.executed_through, events) if are_packed else None
         if shares is not None:
+            for of_part in of_tiers:
+                shares += cast("NativeTierEvents", of_part).shares()
             self._events.publish_packed(step.epoch, shares)
             return result
-        self._events.publish(step.epoch, self._hold.step(step.seq, step.executed_through, events) + of_tiers)
+        shown = self._hold.step(step.seq, step.executed_through, events)
+        self._events.publish(step.epoch, chain(shown, *of_tiers))
         return result
 
 
 def _made(part: PartResult, name: str) -> Sequence[CacheEvent]:
     """Return events of a part, without making an empty list of them part of it."""
-    given = vars(part)
-    return getattr(part, name) if name in given or PACKED in given else []
+    given: Mapping[str, Sequence[CacheEvent]] = vars(part)
+    return given.get(name, [])
 
 
 def effort(step: Step, replica: ReplicaCore) -> int:

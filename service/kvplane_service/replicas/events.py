@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvplane_service.core.native.views import NativeEvents
 
 Wake = Callable[[], None]
+Share: TypeAlias = "tuple[NativeEvents, int, int]"  # see `NativeEvents.pack`
 _EVER = 1 << 63  # above every step number
 _HEAD = struct.Struct("<BQ")  # head of a packed batch: flags and epoch
 _GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
@@ -143,9 +144,7 @@ class PublicationHold:
                 self._packed.append((seq, cast("NativeEvents", events)))
         return shown
 
-    def step_packed(
-        self, seq: int, executed_through: int, parts: Iterable[Sequence[CacheEvent]]
-    ) -> list[tuple[NativeEvents, int]] | None:
+    def step_packed(self, seq: int, executed_through: int, parts: Iterable[Sequence[CacheEvent]]) -> list[Share] | None:
         """Process the events of the parts of a step as `step` does, without reading them, where a compiled core has
         marked that this is enough: no event of the step concerns a held one. Returns what to publish, as
         `NativeEvents.pack` takes it, or None and changes nothing.
@@ -158,10 +157,10 @@ class PublicationHold:
                 return None
         self._has_others, shown, waiting = False, [], self._packed
         while waiting and waiting[0][0] <= executed_through:
-            shown.append((waiting.popleft()[1], _STORED_EVENTS))
+            shown.append((waiting.popleft()[1], _STORED_EVENTS, 0))
         for events in packed:
             if events.marks & _OTHER_EVENTS:
-                shown.append((events, _OTHER_EVENTS))
+                shown.append((events, _OTHER_EVENTS, 0))
             if events.marks & _STORED_EVENTS:
                 waiting.append((seq, events))
         return shown
@@ -314,7 +313,7 @@ class EventLog(PackedLog[Batch, bytes]):
         if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
 
-    def publish_packed(self, epoch: int, shares: Sequence[tuple[NativeEvents, int]]) -> None:
+    def publish_packed(self, epoch: int, shares: Sequence[Share]) -> None:
         """Append a batch with events that stay packed, see `NativeEvents.pack`; does nothing if there are none."""
         self._epoch = epoch
         if shares:

@@ -133,8 +133,9 @@ class Turn:
             self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
         if not self.with_events:
             for part in result.parts:
-                if "events" in vars(part):
-                    part.events = []
+                for name in ("events", "tier_events"):
+                    if name in vars(part):
+                        setattr(part, name, [])
         self.order.record(self.step, self.rows, self.fingerprint, result)
         return result
 

@@ -59,9 +59,16 @@ void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
 }
 #define ENTRIES(object, from, name) SetColumn<uint32_t>(object, NAME(#name), (from).name)
 
+// Columns of jobs: every third one, of jobs, versions and stamps, is of u64, the others of u32.
 template <size_t N>
 void SetColumns(PyObject* object, PyObject* const (&names)[N], const std::array<JobOrders::Values, N>& columns) {
-    for (size_t at = 0; at < N; ++at) SetColumn<uint64_t>(object, names[at], columns[at]);
+    for (size_t at = 0; at < N; ++at) {
+        if (at % 3 == 0) {
+            SetColumn<uint64_t>(object, names[at], columns[at]);
+        } else {
+            SetColumn<uint32_t>(object, names[at], columns[at]);
+        }
+    }
 }
 
 inline void SetJobs(PyObject* made, const JobOrders& jobs) {
@@ -173,7 +180,7 @@ inline void SetTiers(PyObject* part, TierAnswer& tiers) {
     for (auto& [medium, events] : tiers.events) Append(runs, Tuple(ToPy(medium), EventsToPy(std::move(events))));
     PyObject* packed = NewObject(answers.tier_events);
     SLOT(packed, _runs, runs.Release());
-    SLOT(part, _packed, packed);
+    SLOT(part, tier_events, packed);
 }
 
 inline PyObject* ToPy(const Hashed& hashed) {

@@ -27,7 +27,7 @@ inline PyObject* TiersOf(PyObject*, PyObject* arguments) {
         for (const Int* count : tiers.counters.All()) counters.push_back(*count);
         const Jobs& jobs = tiers.jobs;
         return Tuple(each.Release(), ToPy(counters),
-                     ToPy(std::vector<size_t>{jobs.loads.size(), jobs.saves.size(), jobs.moves.size()}),
+                     ToPy(Column{static_cast<Int>(jobs.loads.size()), jobs.saves.size(), jobs.moves.size()}),
                      ToPy(tiers.last_job));
     });
 }

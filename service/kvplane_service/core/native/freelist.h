@@ -59,7 +59,7 @@ class FreeList {
         if (!place_.empty()) place_[block] = kHeld;
     }
 
-    // blocks[0] is evicted next.
+    // Blocks without a key; blocks[0] is evicted next.
     void Prepend(const BlockList& blocks) {
         Insert(sentinel_, blocks);
         seen_.EnterFirst(blocks);
@@ -153,7 +153,7 @@ class FreeList {
         return found == most + 1 && has_divider == is_divided_;
     }
 
-    // Visits the first `most` blocks, as `Seen::Visit` does.
+    // Visits the first `most` blocks, as `Seen::Visit` does; those that `Prepend` puts before seen ones are seen.
     template <typename F>
     void VisitNew(Int most, F&& visit) {
         seen_.Visit(*this, most, visit);
@@ -162,6 +162,8 @@ class FreeList {
 
     BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
     Block Start() const { return sentinel_; }
+    // The block behind this one, the null block if it is the last one.
+    Block After(Block block) const { return Following(block) == sentinel_ ? kNullBlock : Following(block); }
 
     // Up to `count` blocks behind this one, or behind `Start`.
     BlockList Behind(Block block, size_t count) const {

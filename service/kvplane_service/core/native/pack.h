@@ -25,13 +25,18 @@ class Frame {
             return Hashes{one.bytes.data(), one.size};
         });
     }
+    void Add(uint32_t number, const std::vector<Hashes>& parts) {
+        if (!parts.empty()) AddJoined(number, parts, [](const Hashes& one) { return one; });
+    }
     // The digests of a row are one value.
     void Add(uint32_t number, const Hashed& hashed) {
         const uint8_t* at = hashed.hashes.data();
-        if (!hashed.num_hashes.empty()) AddJoined(number, hashed.num_hashes, [&](Int count) {
+        std::vector<Hashes> rows;
+        for (const Int count : hashed.num_hashes) {
             const size_t size = static_cast<size_t>(count) * hashed.digest_size;
-            return Hashes{std::exchange(at, at + size), size};
-        });
+            rows.push_back({std::exchange(at, at + size), size});
+        }
+        Add(number, rows);
     }
 
     template <typename T>
@@ -58,14 +63,19 @@ class Frame {
     template <typename Values, typename BytesOf>
     void AddJoined(uint32_t number, const Values& values, BytesOf&& bytes_of) {
         const size_t begin = body_.size(), count = values.size();
+        size_t total = 0;
+        for (const auto& value : values) total += bytes_of(value).size;
         Word(static_cast<uint32_t>(count));
-        size_t length_at = body_.size();
-        body_.resize(body_.size() + 4 * count);
+        body_.resize(body_.size() + 4 * count + total);
+        uint8_t* length_at = body_.data() + begin + 4;
+        uint8_t* at = length_at + 4 * count;
         for (const auto& value : values) {
             const Hashes bytes = bytes_of(value);
             const auto size = static_cast<uint32_t>(bytes.size);
-            std::memcpy(body_.data() + std::exchange(length_at, length_at + 4), &size, sizeof size);
-            body_.insert(body_.end(), bytes.data, bytes.data + bytes.size);
+            std::memcpy(length_at, &size, sizeof size);
+            if (size) std::memcpy(at, bytes.data, size);
+            length_at += sizeof size;
+            at += size;
         }
         heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(body_.size() - begin)});
     }
@@ -83,6 +93,7 @@ class Frame {
             const auto* const bytes = static_cast<const uint8_t*>(data);
             into->insert(into->end(), bytes, bytes + size);
         };
+        into->reserve(into->size() + size());
         append(&count, sizeof count);
         append(heads_.data(), 4 * heads_.size());
         append(body_.data(), body_.size());
@@ -169,6 +180,16 @@ class Packer {
     PACK_FIELD(PartResult, name.row), PACK_FIELD(PartResult, name.group), PACK_FIELD(PartResult, name.count), \
         PACK_FIELD(PartResult, name.ids)
 
+// What a result has only with tiers.
+#define PACK_TIERS(name, path)                                                \
+    {#name, [](const PartResult& from, uint32_t number, Frame& frame) {       \
+         if (from.tiers != nullptr) frame.Add(number, from.tiers->path);      \
+     }}
+#define PACK_JOBS(kind, at, name)                                             \
+    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) { \
+         if (from.tiers != nullptr) frame.Add(number, from.tiers->orders.kind[at]); \
+     }}
+
 inline void ReadLayouts(PyObject* of_part, PyObject* of_result) {
     static constexpr Packer::Scalar<Part> part_scalars[] = {
         PACK_SCALAR(Part, cache.reset),        PACK_SCALAR(Part, cache.jobs_before),
@@ -222,6 +243,19 @@ inline void ReadLayouts(PyObject* of_part, PyObject* of_result) {
         PACK_FIELD(PartResult, orders.copy_group), PACK_FIELD(PartResult, orders.zero_block),
         PACK_FIELD(PartResult, orders.zero_group),
         PACK_FIELD(PartResult, hashed_facts),  PACK_FIELD(PartResult, hashed_news),
+        PACK_TIERS(admit_job, admit_job),      PACK_TIERS(admit_tier_tokens, admit_tier_tokens),
+        PACK_TIERS(declined.row, declined[0]), PACK_TIERS(declined.why, declined[1]),
+        PACK_TIERS(declined.tier, declined[2]), PACK_TIERS(declined.hit, declined[3]),
+        PACK_TIERS(declined.load_ns, declined[4]), PACK_TIERS(declined.compute_ns, declined[5]),
+        PACK_TIERS(prefetched.hit, prefetched[0]), PACK_TIERS(prefetched.blocks, prefetched[1]),
+        PACK_TIERS(prefetched.outcome, prefetched[2]),
+        PACK_JOBS(load, 0, load_job),          PACK_JOBS(load, 1, load_tier),   PACK_JOBS(load, 2, load_slot),
+        PACK_JOBS(load, 3, load_version),      PACK_JOBS(load, 4, load_block),  PACK_JOBS(load, 5, load_group),
+        PACK_JOBS(load, 6, load_stamp),        PACK_JOBS(save, 0, save_job),    PACK_JOBS(save, 1, save_block),
+        PACK_JOBS(save, 2, save_group),        PACK_JOBS(save, 3, save_stamp),  PACK_JOBS(save, 4, save_tier),
+        PACK_JOBS(save, 5, save_slot),         PACK_JOBS(move, 0, move_job),    PACK_JOBS(move, 1, move_tier),
+        PACK_JOBS(move, 2, move_slot),         PACK_JOBS(move, 3, move_version), PACK_JOBS(move, 4, move_to_tier),
+        PACK_JOBS(move, 5, move_to_slot),
     };
     Packer::Read(of_part, part_scalars, part_fields, &Packer::part);
     Packer::Read(of_result, result_scalars, result_fields, &Packer::result);
@@ -233,10 +267,13 @@ enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };
 // The columns of events, in the order of the fields of `CacheEvent`.
 class EventColumns {
   public:
-    void Add(const CacheEvents& events, Share share) {
+    // `medium`: that of the tier; 0 = the device.
+    void Add(const CacheEvents& events, Share share, Int medium = 0) {
         auto hash = events.hashes.begin();
         auto block = events.blocks.begin();
         auto start = events.starts.begin();
+        hashes_.reserve(hashes_.size() + events.hashes.size());
+        blocks_.reserve(blocks_.size() + events.blocks.size());
         for (const CacheEvents::Row& row : events.rows) {
             const auto count = static_cast<std::ptrdiff_t>(row.count);
             const bool has_starts = row.kind == kStored && !events.starts.empty();
@@ -246,11 +283,11 @@ class EventColumns {
                 start += has_starts ? count : 0;
                 continue;
             }
-            AddScalars(row);
+            AddScalars(row, medium);
             parents_.push_back(row.parent_size ? Digest((hash++)->data(), row.parent_size) : Digest());
             domains_.push_back(row.kind == kCleared ? std::string() : events.names[row.name]);
             num_hashes_.push_back(count);
-            for (std::ptrdiff_t at = 0; at < count; ++at) hashes_.emplace_back((hash++)->data(), row.hash_size);
+            for (std::ptrdiff_t at = 0; at < count; ++at) hashes_.push_back({(hash++)->data(), row.hash_size});
             blocks_.insert(blocks_.end(), block, block + count);
             block += count;
             num_starts_.push_back(has_starts ? count : 0);
@@ -287,17 +324,19 @@ class EventColumns {
             frame.Add(10 + Packer::flat, starts_);
         }
         scalar(11, 6);
+        scalar(12, 7);
         return frame;
     }
 
   private:
-    void AddScalars(const CacheEvents::Row& row) {
-        const Int values[] = {row.kind, row.group, row.block_size, row.slot, row.start, row.end, row.reason};
+    void AddScalars(const CacheEvents::Row& row, Int medium) {
+        const Int values[] = {row.kind, row.group, row.block_size, row.slot, row.start, row.end, row.reason, medium};
         for (size_t at = 0; at < std::size(values); ++at) scalars_[at].push_back(values[at]);
     }
 
-    std::array<Column, 7> scalars_;
-    std::vector<Digest> hashes_, parents_;
+    std::array<Column, 8> scalars_;
+    std::vector<Hashes> hashes_;  // in the memory of the events
+    std::vector<Digest> parents_;
     std::vector<std::string> domains_;
     BlockList blocks_;
     Column num_hashes_, num_starts_, starts_;
@@ -324,9 +363,9 @@ inline bool CanPack(const Part& part, const PartResult& result) {
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
-    return result.tiers == nullptr && part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() &&
-           !part.news.num_extra_keys && !part.news.num_traceparents &&
-           hashes + 4 * blocks <= kMostBytes;
+    const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
+    return part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() && !part.news.num_extra_keys &&
+           !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
 }
 
 // pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where
@@ -370,14 +409,14 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
     });
 }
 
-// pack_events(head, [(events, share)]) -> `head`, and those events behind it, packed
+// pack_events(head, [(events, share, medium)]) -> `head`, and those events behind it, packed
 inline PyObject* PackEvents(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         std::vector<uint8_t> raw;
         FromPy(At(arguments, 0), &raw);
         EventColumns columns;
         ForEach(At(arguments, 1), [&](PyObject* one) {
-            columns.Add(EventsOf(At(one, 0)), static_cast<Share>(Number(At(one, 1))));
+            columns.Add(EventsOf(At(one, 0)), static_cast<Share>(Number(At(one, 1))), Number(At(one, 2)));
         });
         Check(Packer::is_ready);
         columns.Packed().AppendTo(&raw);

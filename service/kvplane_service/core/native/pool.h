@@ -132,7 +132,8 @@ class BlockPool {
         }
     }
 
-    Int LastUse(const std::set<Block>& blocks) const {
+    template <typename Blocks>
+    Int LastUse(const Blocks& blocks) const {
         Int latest = 0;
         const auto note = [&](Block block) { latest = std::max(latest, last_use_[block]); };
         for (const Block block : blocks) split ? split->ForEachOverlapping(block, note) : note(block);

@@ -31,10 +31,12 @@ class Seen {
         if (Has(entry)) changed_.insert({number_[entry], entry});
     }
 
+    // Entries that need no visit.
     void EnterFirst(std::span<const uint32_t> entries) {
         if (count_ == 0) return;
         front_ -= static_cast<Int>(entries.size());
-        for (size_t at = 0; at < entries.size(); ++at) Enter(entries[at], front_ + static_cast<Int>(at));
+        for (size_t at = 0; at < entries.size(); ++at) number_[entries[at]] = front_ + static_cast<Int>(at);
+        count_ += static_cast<Int>(entries.size());
     }
     // At the end of the first part.
     void EnterMiddle(std::span<const uint32_t> entries) {

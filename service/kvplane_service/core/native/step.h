@@ -151,6 +151,9 @@ struct JobOrders {
     Values stamp;
 
     bool empty() const { return load[0].empty() && save[0].empty() && move[0].empty() && stamp.empty(); }
+    size_t num_values() const {
+        return load.size() * load[0].size() + save.size() * save[0].size() + move.size() * move[0].size();
+    }
 
     template <size_t N>
     static void AddRow(std::array<Values, N>* columns, const std::array<Int, N>& row) {

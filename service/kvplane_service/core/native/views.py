@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple, cast, overload
 
@@ -178,20 +178,53 @@ class NativeEvents(CacheEvents):
         return _native.removals(self._packed)
 
     @staticmethod
-    def pack(head: bytes, shares: Sequence[tuple[NativeEvents, int]]) -> bytes:
-        """Return events packed behind `head`: of each the STORED ones for 1, the others for 2."""
-        return _native.pack_events(head, [(events._packed, share) for events, share in shares])
+    def pack(head: bytes, shares: Sequence[tuple[NativeEvents, int, int]]) -> bytes:
+        """Return events packed behind `head`: of each the STORED ones for 1, the others for 2, all for 0. The third
+        number is the medium of the tier that they are of; 0 = the device.
+        """
+        return _native.pack_events(head, [(events._packed, share, medium) for events, share, medium in shares])
 
 
-class PackedTierEvents:
-    """The events of tiers in a part, which become Python objects when they are read (see `kvplane.base.when_read`)."""
+class NativeTierEvents(Sequence[CacheEvent]):
+    """The events of tiers in a part, which become Python objects when they are read. There is at least one; never
+    modified.
+    """
 
-    def __init__(self, runs: list[tuple[int, object]]) -> None:
-        self._runs = runs
+    __slots__ = ("_made", "_runs")
+    __hash__ = None  # type: ignore[assignment]
+    _runs: list[tuple[int, object]]
 
-    def unpacked(self) -> dict[str, object]:
-        """Return the field of the part that has them."""
-        return {"tier_events": tier_events_of(self._runs)}
+    def shares(self) -> list[tuple[NativeEvents, int, int]]:
+        """Return them as `NativeEvents.pack` takes them."""
+        return [(NativeEvents(packed), 0, medium) for medium, packed in self._runs]
+
+    def __getattr__(self, name: str) -> list[CacheEvent]:
+        if name != "_made":
+            raise AttributeError(name)
+        self._made = tier_events_of(self._runs)
+        return self._made
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, at: int) -> CacheEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[CacheEvent]: ...
+    def __getitem__(self, at: int | slice) -> CacheEvent | list[CacheEvent]:
+        return self._made[at]
+
+    def __iter__(self) -> Iterator[CacheEvent]:
+        return iter(self._made)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._made == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._made)
 
 
 def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
@@ -203,5 +236,5 @@ def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
 # Numbers of kinds and reasons are their places.
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
-    NativeEvents, PackedInts, PackedTierEvents, Declined, Prefetched, DecodeRows, HashedRows,
+    NativeEvents, PackedInts, NativeTierEvents, Declined, Prefetched, DecodeRows, HashedRows,
 )  # fmt: skip

@@ -66,8 +66,9 @@ class Fields {
     const uint8_t *at_, *end_;
 };
 
-// A column: its name, its field, the bytes of an element, and how many entries it has.
-enum Entries { kAny, kAsBefore, kAsBeforeOrNone };
+// A column: its name, its field, the bytes of an element, and how many entries it has. Columns of a message are in the
+// order of their fields.
+enum Entries { kAny, kAsBefore, kAsBeforeOrNone, kAsStatus };
 struct Column {
     const char* name;
     uint32_t number;
@@ -82,14 +83,24 @@ constexpr Column kOrders[] = {
     {"stamp_block", 1, 4, kAny},   {"stamp", 2, 8, kAsBefore},      {"copy_src", 3, 4, kAny},
     {"copy_dst", 4, 4, kAsBefore}, {"copy_group", 5, 4, kAsBefore}, {"zero_block", 6, 4, kAny},
     {"zero_group", 7, 4, kAsBefore},
+    {"load_job", 8, 8, kAny},          {"load_block", 9, 4, kAsBefore},    {"load_group", 10, 4, kAsBefore},
+    {"load_stamp", 11, 8, kAsBefore},  {"load_tier", 12, 4, kAsBefore},    {"load_slot", 13, 4, kAsBefore},
+    {"load_version", 14, 8, kAsBefore}, {"save_job", 15, 8, kAny},         {"save_block", 16, 4, kAsBefore},
+    {"save_group", 17, 4, kAsBefore},  {"save_stamp", 18, 8, kAsBefore},   {"save_tier", 19, 4, kAsBefore},
+    {"save_slot", 20, 4, kAsBefore},   {"move_job", 22, 8, kAny},          {"move_tier", 23, 4, kAsBefore},
+    {"move_slot", 24, 4, kAsBefore},   {"move_version", 25, 8, kAsBefore}, {"move_to_tier", 26, 4, kAsBefore},
+    {"move_to_slot", 27, 4, kAsBefore},
 };
 constexpr Column kPart[] = {
     {"granted", 1, 4, kAny},        {"preempted", 2, 4, kAny},          {"admit_status", 3, 4, kAny},
     {"admit_hit", 4, 4, kAsBefore}, {"admit_granted", 5, 4, kAsBefore},
     {"admit_single_group_hit", 6, 4, kAsBeforeOrNone},
+    {"admit_load_after", 18, 8, kAsStatus}, {"admit_tier_tokens", 20, 4, kAsStatus}, {"admit_job", 21, 8, kAsStatus},
 };
 constexpr size_t kNumBlocks = sizeof kBlocks / sizeof kBlocks[0], kNumOrders = sizeof kOrders / sizeof kOrders[0];
 constexpr size_t kNumPart = sizeof kPart / sizeof kPart[0];
+constexpr size_t kNumFirst = 6;  // columns before the fields that are no columns
+constexpr size_t kStatus = 2;  // in kPart
 constexpr uint32_t kHighestStatus = 7;
 
 // Whether each column has its number of entries.
@@ -97,18 +108,28 @@ bool AreWhole(const Span* found, const Column* columns, size_t count) {
     for (size_t i = 0; i < count; ++i) {
         const size_t entries = found[i].size / columns[i].width;
         if (found[i].size % columns[i].width) return false;
-        if (columns[i].entries == kAny || (columns[i].entries == kAsBeforeOrNone && entries == 0)) continue;
-        if (entries != found[i - 1].size / columns[i - 1].width) return false;
+        if (columns[i].entries == kAny || (columns[i].entries != kAsBefore && entries == 0)) continue;
+        const size_t other = columns[i].entries == kAsStatus ? kStatus : i - 1;
+        if (entries != found[other].size / columns[other].width) return false;
     }
     return true;
+}
+
+// Take the field that was read last as a column; false if none has its number.
+bool Take(Fields* fields, const Column* columns, size_t count, Span* found) {
+    for (size_t i = 0; i < count; ++i) {
+        if (columns[i].number != fields->number) continue;
+        found[i] = fields->Bytes();
+        return true;
+    }
+    return false;
 }
 
 // Read the columns of a section. Returns false unless it has no other fields and each has its number of entries.
 bool ReadColumns(Span section, const Column* columns, size_t count, Span* found) {
     Fields fields(section);
     while (fields.Next()) {
-        if (fields.number > count) return false;
-        found[fields.number - 1] = fields.Bytes();
+        if (!Take(&fields, columns, count, found)) return false;
     }
     return fields.ok && AreWhole(found, columns, count);
 }
@@ -134,13 +155,11 @@ bool ReadPart(Span message, Answer* answer) {
             case 8: is_read = ReadBlocks(fields.Bytes(), answer->tables); break;
             case 15: is_read = ReadColumns(fields.Bytes(), kOrders, kNumOrders, answer->orders); break;
             case 16: answer->free_blocks = fields.Number(32); break;
-            default:
-                is_read = fields.number <= kNumPart && fields.number != 2;
-                if (is_read) answer->columns[fields.number - 1] = fields.Bytes();
+            default: is_read = fields.number != 2 && Take(&fields, kPart, kNumPart, answer->columns);
         }
         if (!is_read) return false;
     }
-    const Span& statuses = answer->columns[2];
+    const Span& statuses = answer->columns[kStatus];
     if (!fields.ok || !AreWhole(answer->columns, kPart, kNumPart)) return false;
     for (size_t at = 0; at < statuses.size; at += 4) {
         if (Read<uint32_t>(statuses.at + at) > kHighestStatus) return false;
@@ -148,7 +167,7 @@ bool ReadPart(Span message, Answer* answer) {
     return true;
 }
 
-// Read the result of a step of one part, which has nothing but grants, admissions, blocks and orders for pages.
+// Read the result of a step of one part, which has nothing but grants, admissions, blocks and orders.
 bool ReadResult(Span message, Answer* answer) {
     Fields outer(message);
     if (!outer.Next() || outer.number != 2) return false;

@@ -2,6 +2,9 @@
 // `encode_result` in kvplane/wire/result.py, which specifies it.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+
 #include "answers.h"
 
 namespace {
@@ -117,56 +120,58 @@ bool AddColumns(Bytes* into, const Column* columns, size_t count, PyObject** nam
 }
 
 // What a result has for the service alone.
-bool IsKept(PyObject* name) {
-    static PyObject* names[4];
-    static const char* const kept[] = {"hashed_facts", "hashed_news", "taken_back", "went_back"};
-    for (size_t i = 0; i < 4; ++i) {
-        if (PyUnicode_Compare(name, Interned(kept[i], &names[i])) == 0) return true;
-    }
-    return false;
-}
+constexpr const char* kKept[] = {"hashed_facts", "hashed_news", "taken_back", "went_back"};
 
-// Whether all entries of a dict besides those with these names are empty, or are not sent.
-bool OthersAreEmpty(PyObject* given, const char* const* known, size_t count) {
+bool IsNamed(PyObject* name, const char* other) { return PyUnicode_CompareWithASCIIString(name, other) == 0; }
+
+// Whether all entries of a dict are empty or not sent, but these columns, and others that `is_other` knows by name.
+template <typename F>
+bool OthersAreEmpty(PyObject* given, const Column* columns, size_t count, F&& is_other) {
     PyObject *name, *value;
     Py_ssize_t at = 0;
     while (PyDict_Next(given, &at, &name, &value)) {
-        bool is_known = IsKept(name);
-        for (size_t i = 0; i < count && !is_known; ++i)
-            is_known = PyUnicode_CompareWithASCIIString(name, known[i]) == 0;
+        bool is_known = is_other(name);
+        for (size_t i = 0; i < count && !is_known; ++i) is_known = IsNamed(name, columns[i].name);
         if (!is_known && PyObject_IsTrue(value) != 0) return false;
     }
     return true;
 }
 
-bool AddPart(Bytes* part, PyObject* given) {
-    static PyObject *of_part[kNumPart], *of_blocks[kNumBlocks], *of_orders[kNumOrders], *others[4];
-    static const char* const known[] = {"granted",   "preempted", "admit_status", "admit_hit", "admit_granted",
-                                        "admit_single_group_hit", "new_blocks", "tables", "orders", "free_blocks"};
+bool AddOrders(Bytes* part, PyObject* orders) {
+    static PyObject* names[kNumOrders];
+    Bytes inner;
     Py_ssize_t count = 0;
-    if (!AddColumns(part, kPart, kNumPart, of_part, given, &count)) return false;
+    PyObject* const given = PyObject_GenericGetDict(orders, nullptr);
+    const bool is_added = given != nullptr && AddColumns(&inner, kOrders, kNumOrders, names, given, &count);
+    const bool is_all = is_added && (PyDict_Size(given) == count ||
+                                     OthersAreEmpty(given, kOrders, kNumOrders, [](PyObject*) { return false; }));
+    Py_XDECREF(given);
+    if (is_all && inner.size() > 0) part->Field(15, inner);
+    return is_all;
+}
+
+bool AddPart(Bytes* part, PyObject* given) {
+    static PyObject *of_part[kNumPart], *of_blocks[kNumBlocks], *others[4];
+    Py_ssize_t count = 0;
+    if (!AddColumns(part, kPart, kNumFirst, of_part, given, &count)) return false;
     PyObject* const blocks = PyDict_GetItemWithError(given, Interned("new_blocks", &others[0]));
     if (blocks != nullptr && !AddObject(part, 7, kBlocks, kNumBlocks, of_blocks, blocks)) return false;
     PyObject* const tables = PyDict_GetItemWithError(given, Interned("tables", &others[1]));
     if (tables != nullptr && !AddObject(part, 8, kBlocks, kNumBlocks, of_blocks, tables)) return false;
     PyObject* const orders = PyDict_GetItemWithError(given, Interned("orders", &others[2]));
-    if (orders != nullptr) {
-        Bytes inner;
-        Py_ssize_t num_columns = 0;
-        PyObject* const columns = PyObject_GenericGetDict(orders, nullptr);
-        const bool is_added =
-            columns != nullptr && AddColumns(&inner, kOrders, kNumOrders, of_orders, columns, &num_columns);
-        static const char* const names[] = {"stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block",
-                                            "zero_group"};
-        const bool is_all = is_added && (PyDict_Size(columns) == num_columns || OthersAreEmpty(columns, names, 7));
-        Py_XDECREF(columns);
-        if (!is_all) return false;
-        if (inner.size() > 0) part->Field(15, inner);
-    }
+    if (orders != nullptr && !AddOrders(part, orders)) return false;
     PyObject* const free_blocks = PyDict_GetItemWithError(given, Interned("free_blocks", &others[3]));
     if (free_blocks != nullptr) part->Number(16, PyLong_AsUnsignedLong(free_blocks));
+    constexpr size_t kNumLast = kNumPart - kNumFirst;
+    if (!AddColumns(part, kPart + kNumFirst, kNumLast, of_part + kNumFirst, given, &count)) return false;
     count += (blocks != nullptr) + (tables != nullptr) + (orders != nullptr) + (free_blocks != nullptr);
-    return !PyErr_Occurred() && (PyDict_Size(given) == count || OthersAreEmpty(given, known, 10));
+    if (PyErr_Occurred()) return false;
+    return PyDict_Size(given) == count || OthersAreEmpty(given, kPart, kNumPart, [](PyObject* name) {
+        static const char* const known[] = {"new_blocks", "tables", "orders", "free_blocks"};
+        const auto is_name = [&](const char* one) { return IsNamed(name, one); };
+        return std::any_of(std::begin(known), std::end(known), is_name) ||
+               std::any_of(std::begin(kKept), std::end(kKept), is_name);
+    });
 }
 
 // write_answer(seq, part, published_through, fields of the part by name) -> the message, or None for a part that has

@@ -57,7 +57,10 @@ class SaveBehind {
             }
             return stops ? Visited::kStop : Visited::kSeen;
         };
-        pool_.free.VisitNew(ahead, visit);
+        pool_.free.VisitNew(ahead, [&](Block block) {
+            if (const Block next = pool_.free.After(block); pool_.HasKey(next)) Fetch(pool_.records[next].key);
+            return visit(block);
+        });
         if (next_victim < 0) return room;
         Int count = ahead - pool_.num_free();
         for (const auto& one : blocks_.managers) {
@@ -69,6 +72,11 @@ class SaveBehind {
             }
         }
         return room;
+    }
+
+    // Fetches what it takes to know whether a tier has the key.
+    void Fetch(const Key& key) const {
+        for (const Tier& one : tiers_.each) one.Prefetch(key);
     }
 
     // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
@@ -101,7 +109,7 @@ class SaveBehind {
         if (slot == kNoSlot) return false;
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
         const uint64_t stamp = pool_.stamp[block];
-        tiers_.jobs.saves.emplace(job, Save{key, block, stamp, 0, slot});
+        tiers_.jobs.saves.Add(job, Save{key, block, stamp, 0, slot});
         JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
         tiers_.behind.Add(block);
         return true;
@@ -121,8 +129,9 @@ class SaveBehind {
         Column wanted;
         tier.VisitNew(ahead, [&](Int slot) {
             if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
+            if (const Int next = tier.Next(slot); next != kNoSlot) behind.Prefetch(tier.KeyOf(next));
             const Key& key = tier.KeyOf(slot);
-            if (!behind.IsWritten(key) && behind.Find(key) == kNoSlot) wanted.push_back(slot);
+            if (!behind.HasOrWrites(key)) wanted.push_back(slot);
             return Visited::kSeen;
         });
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
@@ -141,7 +150,7 @@ class SaveBehind {
             wanted.RemoveFirst();
             if (static_cast<uint64_t>(tier.VersionOf(slot)) != version) continue;
             const Key& key = tier.KeyOf(slot);
-            if (behind.IsWritten(key) || behind.Find(key) != kNoSlot) continue;
+            if (behind.HasOrWrites(key)) continue;
             if (!tiers_.OrderMove(tier, slot, behind)) return room;
             --room;
         }

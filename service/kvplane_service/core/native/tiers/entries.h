@@ -65,13 +65,13 @@ inline PyObject* DumpTiers(Tiers& tiers) {
         Append(loads, Tuple(ToPy(job), ToPy(load.request), ToPy(load.serial), ToPy(load.num_tokens), ToPy(load.after),
                             ToList(load.rows)));
     }
-    for (const auto& [job, save] : tiers.jobs.saves) {
+    tiers.jobs.saves.ForEach([&](Int job, const Save& save) {
         Append(saves,
                Tuple(ToPy(job), ToPy(save.key), ToPy(save.block), ToPy(save.stamp), ToPy(save.tier), ToPy(save.slot)));
-    }
-    for (const auto& [job, move] : tiers.jobs.moves) {
+    });
+    tiers.jobs.moves.ForEach([&](Int job, const Move& move) {
         Append(moves, Tuple(ToPy(job), ToPy(move.key), ToPy(move.source), ToPy(move.tier), ToPy(move.slot)));
-    }
+    });
     std::vector<std::pair<Int, std::pair<Int, Int>>> waits;  // when it was added, slot, job
     for (const auto& [slot, load] : tiers.loading) waits.push_back({load.second, {slot, load.first}});
     std::sort(waits.begin(), waits.end());
@@ -142,7 +142,7 @@ class LoadedTiers {
     void Write(Tier& tier, Int slot, const Key& key) const {
         Check(slot >= 0 && slot < tier.num_used() && tier.state[static_cast<size_t>(slot)] == SlotState::kNoKey);
         Check(std::find(tier.free.begin(), tier.free.end(), static_cast<uint32_t>(slot)) == tier.free.end());
-        Check(!tier.IsWritten(key));
+        Check(!tier.HasOrWrites(key));
         tier.MarkWritten(slot, key);
     }
     void Source(const Location& source) const {
@@ -229,7 +229,8 @@ class LoadedTiers {
         FromPy(At(state, 3), &save.stamp);
         Check(save.block < spec_.num_blocks);
         Write(TierAt(save.tier), save.slot, save.key);
-        tiers_.jobs.saves.emplace(job, save);
+        Check(tiers_.jobs.saves.IsNext(job));
+        tiers_.jobs.saves.Add(job, save);
     }
 
     void LoadMove(PyObject* state) {
@@ -238,7 +239,8 @@ class LoadedTiers {
         FromPy(At(state, 2), &move.source);
         Source(move.source);
         Write(TierAt(move.tier), move.slot, move.key);
-        tiers_.jobs.moves.emplace(job, move);
+        Check(tiers_.jobs.moves.IsNext(job));
+        tiers_.jobs.moves.Add(job, move);
     }
 
     void LoadLoading(PyObject* rows) {

@@ -213,7 +213,7 @@ class TierLoads {
 
     Int Order(Int slot, const LoadPlan& plan, const BlockList& filled) {
         const Int job = tiers_.NextJob();
-        const Int after = pool_.LastUse(std::set<Block>(filled.begin(), filled.end()));
+        const Int after = pool_.LastUse(filled);
         Load load{slot, requests_.serial[slot], plan.hit.num_tokens, after, {}};
         for (size_t row = 0; row < filled.size(); ++row) {
             const Missing& one = plan.missing[row];
@@ -266,15 +266,12 @@ class TierLoads {
 
     Column JobsBefore(Int number) const {
         std::set<Int> before;
-        const auto add = [&](const auto& jobs) {
-            for (const auto& [job, of_job] : jobs) {
-                if (job >= number) break;
-                before.insert(job);
-            }
+        const auto add = [&](Int job, const auto&) {
+            if (job < number) before.insert(job);
         };
-        add(tiers_.jobs.loads);
-        add(tiers_.jobs.saves);
-        add(tiers_.jobs.moves);
+        for (const auto& [job, load] : tiers_.jobs.loads) add(job, load);
+        tiers_.jobs.saves.ForEach(add);
+        tiers_.jobs.moves.ForEach(add);
         return Column(before.begin(), before.end());
     }
 
@@ -282,12 +279,12 @@ class TierLoads {
         Jobs& jobs = tiers_.jobs;
         if (auto load = jobs.loads.extract(job)) {
             EndLoad(job, load.mapped(), is_done, result);
-        } else if (auto save = jobs.saves.extract(job)) {
-            const Save& write = save.mapped();
+        } else if (const auto save = jobs.saves.Take(job)) {
+            const Save& write = *save;
             const bool is_good = is_done && pool_.stamp[write.block] == write.stamp;
             EndWrite(job, write.tier, write.slot, is_done, is_good, &tiers_.counters.saved);
-        } else if (auto move = jobs.moves.extract(job)) {
-            const Move& write = move.mapped();
+        } else if (const auto move = jobs.moves.Take(job)) {
+            const Move& write = *move;
             const bool is_good = is_done && tiers_.IsIntact(write.source);
             EndWrite(job, write.tier, write.slot, is_done, is_good, &tiers_.counters.moved);
         }

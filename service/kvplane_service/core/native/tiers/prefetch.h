@@ -74,9 +74,9 @@ class Prefetcher {
     // The tier that each copy into the first one reads, of those in flight.
     Column Copies() const {
         Column tiers;
-        for (const auto& [job, move] : tiers_.jobs.moves) {
+        tiers_.jobs.moves.ForEach([&](Int, const Move& move) {
             if (move.tier == 0) tiers.push_back(move.source.tier);
-        }
+        });
         return tiers;
     }
 

@@ -54,8 +54,7 @@ class Tier {
           pairs_(all_behind.pool.pairs),
           behind_(all_behind),
           nearer_(nearer),
-          held_(static_cast<size_t>(spec.num_slots)),
-          writing_(kMaxJobs) {
+          index_(static_cast<size_t>(spec.num_slots)) {
         const auto most = static_cast<size_t>(num_slots);
         records.reserve(most);  // pages of memory that no slot has used are not in use either
         version.reserve(most);
@@ -69,13 +68,20 @@ class Tier {
 
     // The slot that has the key, or kNoSlot.
     Int Find(const Key& key) const {
-        const uint32_t slot = held_.Find(records, key);
-        return slot == kNoRecord ? kNoSlot : Int{slot};
+        const uint32_t slot = index_.Find(records, key);
+        return slot == kNoRecord || state[slot] == SlotState::kWritten ? kNoSlot : Int{slot};
     }
-    bool IsWritten(const Key& key) const { return writing_.count() > 0 && writing_.Find(records, key) != kNoRecord; }
+    // Whether a slot has the key, or a job writes it into one.
+    bool HasOrWrites(const Key& key) const { return index_.Find(records, key) != kNoRecord; }
+    bool IsWritten(const Key& key) const {
+        const uint32_t slot = index_.Find(records, key);
+        return slot != kNoRecord && state[slot] == SlotState::kWritten;
+    }
+    // Fetches what a look-up of the key will read.
+    void Prefetch(const Key& key) const { index_.Prefetch(key); }
 
     Int num_used() const { return static_cast<Int>(records.size()); }
-    Int num_held() const { return static_cast<Int>(held_.count()); }
+    Int num_held() const { return static_cast<Int>(index_.count()) - num_written_; }
     Int num_free() const { return static_cast<Int>(free.size()) + num_slots - num_used(); }
     bool HasKey(Int slot) const { return state[At(slot)] >= SlotState::kRecent; }
     bool IsShadow(Int slot) const { return state[At(slot)] == SlotState::kShadow; }
@@ -110,11 +116,14 @@ class Tier {
     void EndWrite(Int slot, bool is_good, Int job) {
         Require(state[At(slot)] == SlotState::kWritten, "a slot is not being written");
         const Key key = records[At(slot)].key;
-        writing_.Remove(records, static_cast<uint32_t>(slot));
-        SetKey(slot, Key(), SlotState::kNoKey);
+        --num_written_;
         if (is_good) {
-            Store(key, slot, job);
+            Settle(slot, job, SlotState::kRecent);
+            ++UseOf(key).stored;
+            if (spec_.events) Report(slot, key, kStored, kNoReason);
         } else {
+            index_.Remove(records, static_cast<uint32_t>(slot));
+            SetKey(slot, Key(), SlotState::kNoKey);
             Forget(key);
             free.push_back(static_cast<uint32_t>(slot));
         }
@@ -156,7 +165,7 @@ class Tier {
         Require(HasKey(slot), "a slot has no key");
         const Key key = records[At(slot)].key;
         Forget(key);
-        held_.Remove(records, static_cast<uint32_t>(slot));
+        index_.Remove(records, static_cast<uint32_t>(slot));
         Unlink(slot);
         num_shadows -= IsShadow(slot);
         SetKey(slot, Key(), SlotState::kNoKey);
@@ -196,18 +205,13 @@ class Tier {
         seen_.Resize(links_.size());
     }
     void MarkWritten(Int slot, const Key& key) {
-        SetKey(slot, key, SlotState::kWritten);
-        const uint32_t other = writing_.FindOrAdd(records, static_cast<uint32_t>(slot));
-        Require(other == kNoRecord, "a key is written into two slots");
+        Enter(slot, key);
+        ++num_written_;
     }
     // Gives a slot without a key this one, which is evicted last of its queue.
     void Hold(Int slot, const Key& key, Int of_version, SlotState queue) {
-        SetKey(slot, key, SlotState::kNoKey);
-        const uint32_t other = held_.FindOrAdd(records, static_cast<uint32_t>(slot));
-        Require(other == kNoRecord, "a tier has the key in two slots");
-        version[At(slot)] = of_version;
-        Insert(slot, queue);
-        ++UseOf(key).held;
+        Enter(slot, key);
+        Settle(slot, of_version, queue);
     }
     GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
 
@@ -261,6 +265,18 @@ class Tier {
         if (const Int slot = nearer_->Find(key); slot != kNoSlot) nearer_->VisitAgain(slot);
     }
 
+    void Enter(Int slot, const Key& key) {
+        SetKey(slot, key, SlotState::kWritten);
+        const uint32_t other = index_.FindOrAdd(records, static_cast<uint32_t>(slot));
+        Require(other == kNoRecord, "a tier has the key in two slots, or a job writes it into one");
+    }
+    // The slot has the key that was entered, in this version, and is evicted last of its queue.
+    void Settle(Int slot, Int of_version, SlotState queue) {
+        version[At(slot)] = of_version;
+        Insert(slot, queue);
+        ++UseOf(records[At(slot)].key).held;
+    }
+
     void SetKey(Int slot, const Key& key, SlotState to) {
         records[At(slot)].key = key;
         state[At(slot)] = to;
@@ -276,17 +292,18 @@ class Tier {
             while (victim != kNoSlot && pins[At(victim)]) victim = Next(victim);
             if (victim == kNoSlot) return kNoSlot;
             DropSlot(victim, kEvicted);
+            if (const Int next = Next(kNoSlot); next != kNoSlot) FetchAhead(KeyOf(next));
         }
         const Int slot = free.back();
         free.pop_back();
         return slot;
     }
 
-    void Store(const Key& key, Int slot, Int job) {
-        Require(Find(key) == kNoSlot, "a tier has the key in two slots");
-        Hold(slot, key, job, SlotState::kRecent);
-        ++UseOf(key).stored;
-        if (spec_.events) Report(slot, key, kStored, kNoReason);
+    // Fetches what the eviction of the key will read.
+    void FetchAhead(const Key& key) const {
+        Prefetch(key);
+        behind_.pool.index.Prefetch(key);
+        if (nearer_ != nullptr) nearer_->Prefetch(key);
     }
 
     void DropLastSlot() {
@@ -336,7 +353,8 @@ class Tier {
     const Pairs& pairs_;
     BehindBlocks& behind_;
     Tier* nearer_;
-    Index held_, writing_;     // from keys to slots
+    Index index_;              // from keys to the slots that have them, or that jobs write them into
+    Int num_written_ = 0;      // of the latter
     std::vector<Link> links_;  // the queues of eviction
     Seen seen_;
     Run run_;                  // the last event

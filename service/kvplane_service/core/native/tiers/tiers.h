@@ -57,13 +57,69 @@ struct TierCounters {
     }
 };
 
+// Values by number, which are added in ascending order, and mostly removed in it.
+template <typename T>
+class InOrder {
+  public:
+    struct Entry {
+        Int number;
+        T value;
+        bool is_there = true;
+    };
+
+    Int size() const { return size_; }
+    bool IsNext(Int number) const { return entries_.empty() || entries_.back().number < number; }
+    bool contains(Int number) const {
+        const auto found = At(number);
+        return found != entries_.end() && found->number == number && found->is_there;
+    }
+    void Add(Int number, const T& value) {
+        Require(IsNext(number), "numbers of jobs ascend");
+        entries_.push_back({number, value});
+        ++size_;
+    }
+    std::optional<T> Take(Int number) {
+        if (!contains(number)) return {};
+        const auto found = entries_.begin() + (At(number) - entries_.cbegin());
+        const std::optional<T> taken = found->value;
+        found->is_there = false;
+        --size_;
+        while (!entries_.empty() && !entries_.front().is_there) entries_.pop_front();
+        if (static_cast<Int>(entries_.size()) > 2 * size_ + kMaxJobs) std::erase_if(entries_, IsGone);
+        return taken;
+    }
+    void clear() {
+        entries_.clear();
+        size_ = 0;
+    }
+
+    // Visits (number, value) in order.
+    template <typename F>
+    void ForEach(F&& visit) const {
+        for (const Entry& one : entries_) {
+            if (one.is_there) visit(one.number, one.value);
+        }
+    }
+
+  private:
+    static bool IsGone(const Entry& one) { return !one.is_there; }
+    auto At(Int number) const {
+        if (!entries_.empty() && entries_.front().number == number) return entries_.begin();
+        return std::lower_bound(entries_.begin(), entries_.end(), number,
+                                [](const Entry& one, Int other) { return one.number < other; });
+    }
+
+    std::deque<Entry> entries_;
+    Int size_ = 0;
+};
+
 // The jobs in flight, by number.
 struct Jobs {
     std::map<Int, Load> loads;
-    std::map<Int, Save> saves;
-    std::map<Int, Move> moves;
+    InOrder<Save> saves;
+    InOrder<Move> moves;
 
-    Int size() const { return static_cast<Int>(loads.size() + saves.size() + moves.size()); }
+    Int size() const { return static_cast<Int>(loads.size()) + saves.size() + moves.size(); }
 };
 
 class Tiers {
@@ -106,8 +162,7 @@ class Tiers {
     }
     // Whether a tier has the key, or a job in flight writes it into one.
     bool Has(const Key& key) const {
-        return std::any_of(each.begin(), each.end(),
-                           [&](const Tier& one) { return one.IsWritten(key) || one.Find(key) != kNoSlot; });
+        return std::any_of(each.begin(), each.end(), [&](const Tier& one) { return one.HasOrWrites(key); });
     }
     // Whether the slot has had this version without interruption.
     bool IsIntact(const Location& source) const {
@@ -177,7 +232,7 @@ class Tiers {
         const Int to = BeginWrite(target, key);
         if (to == kNoSlot) return false;
         const Int job = NextJob();
-        jobs.moves.emplace(job, Move{key, source, target.number, to});
+        jobs.moves.Add(job, Move{key, source, target.number, to});
         JobOrders::AddRow<6>(&orders.move, {job, source.tier, slot, source.version, target.number, to});
         return true;
     }
@@ -293,8 +348,8 @@ class Tiers {
         last_job = std::max(last_job, epoch << kJobBits);
         waits_in = 0;
         if (!memory_is_new) return;
-        for (const auto& [job, save] : jobs.saves) EndWrite(0, save.tier, save.slot, false, true);
-        for (const auto& [job, move] : jobs.moves) EndWrite(0, move.tier, move.slot, false, false);
+        jobs.saves.ForEach([&](Int, const Save& save) { EndWrite(0, save.tier, save.slot, false, true); });
+        jobs.moves.ForEach([&](Int, const Move& move) { EndWrite(0, move.tier, move.slot, false, false); });
         jobs.saves.clear();
         jobs.moves.clear();
     }
