@@ -15,6 +15,7 @@ from kvplane.base.step import (
     SAVE_COLUMNS,
     Admit,
     Blocks,
+    Cache,
     CacheEvent,
     EventKind,
     Facts,
@@ -127,9 +128,23 @@ def test_decode_steps_are_read_as_protobuf_reads_them(hashed):
         assert SessionRequest(step=encode_step(read)).SerializeToString() == raw
 
 
+def test_jobs_that_are_done_stay_with_the_rows_of_a_decode_step():
+    builder = StepBuilder([3, 5, 8])
+    builder.tokens[:] = array("I", [1, 2, 3])
+    part = builder.part()
+    part.cache = Cache(jobs_done=[7 << 32, 1])
+    raw = SessionRequest(step=encode_step(Step(7, 2, [part], executed_through=1))).SerializeToString()
+    read = stream.rows_step(raw, 32)
+    assert read is not None
+    assert "_packed" in vars(read.parts[0])
+    assert SessionRequest(step=encode_step(read)).SerializeToString() == raw
+
+
 @pytest.mark.parametrize(
     "step",
     [
+        Step(1, 1, [Part(run=Run([1]), cache=Cache(jobs_done=[1], jobs_failed=[2]))]),
+        Step(1, 1, [Part(run=Run([1]), cache=Cache(jobs_before=2))]),
         Step(1, 1, [Part()]),
         Step(1, 1, [Part(run=Run([1])), Part()]),
         Step(1, 1, [Part(run=Run([1]), admit=Admit([2]))]),

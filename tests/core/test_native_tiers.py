@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from inspect import signature
@@ -10,9 +11,11 @@ from random import Random
 
 import pytest
 
+from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Admit, Cache, Part, RowFlag, Step
+from kvplane.base.when_read import made_of
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state, load_state
@@ -66,9 +69,9 @@ def test_random_engines_and_movers_get_equal_answers(twins):
         engine = run(mix, seed, STEPS)
         counters = engine.replica.tiers.counters
         seen.update(saved=counters.saved, moved=counters.moved, loads=counters.loads, failed=counters.loads_failed)
-        seen.update(lives=engine.epoch)
+        seen.update(lives=engine.epoch, prefetched=counters.prefetched)
     assert len(twins) >= len(MIXES) * len(SEEDS)
-    assert not [name for name in ("saved", "moved", "loads", "failed", "lives") if seen[name] < 3], seen
+    assert not [name for name in ("saved", "moved", "loads", "failed", "lives", "prefetched") if seen[name] < 3], seen
 
 
 def loading(**changes):
@@ -98,6 +101,18 @@ def test_the_state_survives_the_way_through_the_compiled_core():
         first.epoch, first.seq + 1, [Part(cache=Cache(jobs_done=first.tiers.jobs.numbers()))], 0, True, first.seq
     )
     assert native.NativeReplica.of(first).apply(end).parts == first.apply(end).parts
+
+
+def test_jobs_end_that_come_with_the_packed_rows_of_a_decode_step(twins):
+    engine = Mover(full())
+    engine.save(TEXT)
+    engine.admit(2, "xy")
+    (job,) = engine.ask(3, TEXT + "z").result.admit_job
+    message = array("I", builders.tokens("q")).tobytes()
+    rows = DecodeRows(array("I", [2]), message, True, 0, 1, 0, jobs_done=array("Q", [job]))
+    assert engine.step(made_of(Part, rows))[0].granted == [1]
+    assert not engine.tiers.jobs.loads
+    assert engine.run(3).granted == [1]
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["stamps", "no stamps"])

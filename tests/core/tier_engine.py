@@ -20,7 +20,7 @@ from typing import Any
 
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import ReplicaSpec, TierKind
-from kvplane.base.prefetch import Prefetch
+from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
 from kvplane_service.core.tiers import behind
@@ -140,10 +140,24 @@ class TierScheduler(RandomScheduler):
     def _parts(self) -> list[Part]:
         parts = super()._parts()
         rng = copy(self.rng)  # a copy: the run of a seed stays as it was
-        if len(self.spec.tiers) > 1 and rng.random() < 0.3:
-            slots = [slot for slot in parts[-1].peek.slot if rng.random() < 0.7]
-            parts[-1].prefetch = Prefetch(slots, within_ns=[rng.choice([0, 0, 1, 10**9]) for _ in slots])
+        if len(self.spec.tiers) > 1 and rng.random() < 0.5:
+            parts[-1].prefetch = self._prefetch(rng)
         return parts
+
+    def _prefetch(self, rng: Random) -> Prefetch:
+        """Requests that wait, and prompts that none has yet."""
+        waiting = [slot for slot, one in self.requests.items() if not one.running and not one.is_held]
+        slots = [slot for slot in waiting if rng.random() < 0.7]
+        rows = Prefetch(slots, [0] * len(slots), domain=[""] * len(slots))
+        known = list(self.digests.items())
+        for (_, domain), digests in rng.sample(known, min(2, len(known))):
+            count = rng.randint(1, len(digests))
+            rows.slot.append(NO_REQUEST)
+            rows.num_hashes.append(count)
+            rows.hashes += b"".join(digests[:count])
+            rows.domain.append(domain)
+        rows.within_ns = [rng.choice([0, 0, 1, 10**9]) for _ in rows.slot]
+        return rows
 
     def jobs_over(self, numbers: Container[int], before: int = 0) -> None:
         """The next step reports the ends of these jobs, and of all with lower numbers than `before`."""

@@ -34,7 +34,7 @@ from kvplane_worker.tiers.seal import UNSEALED, Content
 from tests.engine.__main__ import line
 from tests.engine.faults import Fault
 from tests.engine.stress import DENSE, FULL, LATENT_ROWS, STATE, Mix, Report, run_mix, tuned
-from tests.engine.workload import Returning
+from tests.engine.workload import Returning, in_laps
 from tests.engine.world import SOUND, Pool
 
 HOST = (TierSpec(TierKind.HOST, 900),)
@@ -53,7 +53,7 @@ def tiered(name: str, layers: tuple[LayerConfig, ...], num_blocks: int, **change
         **changes.pop("pool", {}),
     )
     config = tuned(token_budget=160, admit_flags=RowFlag.LOAD, **changes.pop("config", {}))  # type: ignore[arg-type]
-    return Mix(name, pool, config, requests=Returning, **{"max_open": 4, **changes})  # type: ignore[arg-type]
+    return Mix(name, pool, config, **{"requests": Returning, "max_open": 4, **changes})  # type: ignore[arg-type]
 
 
 WINDOW = AttentionLayer(kv_heads=2, block_size=16, window=40)
@@ -85,7 +85,18 @@ DISKS = (
     tiered("all kinds, on disk", (STATE, FULL, *EVEN.layers[::3]), 170, tiers=HOST_AND_DISK, pool=DENSE),
     tiered("disk alone", (WINDOW, FULL), 110, tiers=(TierSpec(TierKind.DISK, 900),)),
 )
-MIXES = (*KINDS, *OTHERS, *DISKS)
+SMALL_HOST = (TierSpec(TierKind.HOST, 20), TierSpec(TierKind.DISK, 900))
+# What comes back has just left its place, in part: its windows or states alone, or some of its blocks.
+EDGES = (
+    tiered("full, at the edge", (FULL, FULL), 70, tiers=SMALL_HOST, requests=in_laps(5, 6, 7)),
+    tiered("window and full, at the edge", (WINDOW, FULL), 110, requests=in_laps(6, 7)),
+    tiered("chunk and full, at the edge", (CHUNK, FULL), 110, requests=in_laps(6, 7)),
+    tiered("states and full, at the edge", (STATE, FULL), 120, pool=DENSE, requests=in_laps(8, 9, 10)),
+    tiered("windows on disk, at the edge", (WINDOW, FULL), 110, tiers=SMALL_HOST, requests=in_laps(6, 7)),
+    tiered("states on disk, at the edge", (STATE, FULL), 120, tiers=SMALL_HOST, pool=DENSE, requests=in_laps(8, 9, 10)),
+    tiered("latents, at the edge", (LATENT_ROWS, LATENT_ROWS), 70, tiers=SMALL_HOST, requests=in_laps(5, 6, 7)),
+)
+MIXES = (*KINDS, *OTHERS, *DISKS, *EDGES)
 
 
 @dataclass
@@ -357,7 +368,7 @@ def main() -> int:
     parser.add_argument("--mix", help="this one only")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    failed = 0
+    failed, causes, requests = 0, Counter[str](), 0
     for mix, fault in [*((mix, SOUND_TIERS) for mix in MIXES), *((of(fault.mix), fault) for fault in BORNE)]:
         if given.mix not in (None, mix.name, fault.name):
             continue
@@ -374,6 +385,9 @@ def main() -> int:
             flush=True,
         )
         failed += bool(report.complaints)
+        causes.update(loads.causes)
+        requests += report.requests
+    print(f"{requests:,} requests; {', '.join(f'{cause} {count:,}' for cause, count in causes.items())}")
     return 1 if failed else 0
 
 

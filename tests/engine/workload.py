@@ -121,6 +121,27 @@ class Returning(Requests):
         return [BOS, *self._text(self._rng.randrange(self._max_len // 2, 3 * self._max_len // 4))]
 
 
+def in_laps(*counts: int) -> type[Returning]:
+    """Conversations of which in each lap the first of these numbers come back, so that the distance at which they do
+    changes: about as far as a pool reaches.
+    """
+
+    class InLaps(Returning):
+        CONVERSATIONS = max(counts)
+        _left, _lap = 0, 0
+
+        def next(self) -> Request:
+            if not self._left:
+                self._lap, self._left = self._rng.choice(counts), 2 * max(counts)
+            self._left -= 1
+            self._at %= self._lap
+            request = super().next()
+            self._at %= self._lap
+            return request
+
+    return InLaps
+
+
 class Answers(Requests):
     """Triples: a prompt, the same prompt in another domain, and the next turn of the second.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run
 from kvplane_service.core.replica import Replica
 
@@ -99,7 +100,21 @@ class StepSource:
             part.peek.limit = self._column(part.peek.slot, 20, lambda: draw.below(70))
         if draw.chance(40):
             part.budget = Budget(draw.pick([5, 12, 40]), draw.pick([12, 24, 60]), draw.pick([0, 2]))
+        if len(replica.spec.tiers) > 1 and draw.chance(30):
+            part.prefetch = self._prefetch(draw.some(coming), replica)
         return part
+
+    def _prefetch(self, slots: list[int], replica: Replica) -> Prefetch:
+        """Requests, and one or two prompts that are given by their hashes."""
+        draw, rows = self.source, Prefetch(slots, [0] * len(slots))
+        for _ in range(1 + draw.below(2)):
+            digests = self._digests(-1, 0, 1 + draw.below(9), replica)
+            rows.slot.append(NO_REQUEST)
+            rows.num_hashes.append(len(digests))
+            rows.hashes += b"".join(digests)
+        rows.domain = [draw.pick(DOMAINS) for _ in rows.slot] if draw.chance(20) else []
+        rows.within_ns = self._column(rows.slot, 30, lambda: draw.pick([0, 1, 50, 10**9]))
+        return rows
 
     def _column(self, rows: Sequence[int], percent: int, value: Any) -> list[int]:
         """A column with a value per row, or none."""

@@ -93,7 +93,7 @@ class Program:
         self.counts = dict.fromkeys(
             (
                 *("steps", "refused", "broken", "strange", "lives", "recoveries", "questions", "admitted"),
-                *("with tiers", "saves", "jobs done", "saved", "loaded", "moved"),
+                *("with tiers", "saves", "jobs done", "saved", "loaded", "moved", "prefetches"),
             ),
             0,
         )
@@ -179,6 +179,7 @@ class Program:
         self.counts["jobs done"] += sum(len(part.cache.jobs_done) for part in step.parts if self.spec.tiers)
         for part in result.parts:
             self.counts["saves"] += len(part.orders.save_job)
+            self.counts["prefetches"] += len(part.prefetched.hit)
         if _is_plain(step):
             _equal("fall-backs", fallbacks, self.second.fallbacks)
             if self.spec.commit is CommitRule.SAFE:

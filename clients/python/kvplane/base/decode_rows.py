@@ -28,6 +28,7 @@ class DecodeRows:
         num_extra: entries of `extra`; 0 = it is 0 in all rows.
         num_hashes: of each row, of an engine that gives hashes; empty = none is given.
         hashes: of the blocks that the tokens complete, joined.
+        jobs_done: of the section `cache`, which has nothing else.
     """
 
     slots: array[int]
@@ -38,6 +39,7 @@ class DecodeRows:
     num_extra: int
     num_hashes: array[int] = field(default_factory=partial(array, "I"))
     hashes: bytes = b""
+    jobs_done: array[int] = field(default_factory=partial(array, "Q"))
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -54,18 +56,20 @@ class DecodeRows:
     def without_tokens(self) -> DecodeRows:
         """Return the rows without the ids of tokens, for a log. Their `message` is no message."""
         extra = self.message[len(self.message) - 4 * self.num_extra :]
-        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra, self.num_hashes, self.hashes)
+        given = self.num_hashes, self.hashes, self.jobs_done
+        return DecodeRows(self.slots, extra, self.appended, 0, 0, self.num_extra, *given)
 
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
-        from kvplane.base.step import Facts, Run  # which imports this module
+        from kvplane.base.step import Cache, Facts, Run  # which imports this module
 
-        run = Run(self.slots[:], self.extra_tokens())
-        if not self.appended:
-            return {"run": run}
-        ones, tokens = array("I", [1]) * len(self.slots), self.appended_tokens()
-        facts = Facts(self.slots[:], [], ones, tokens, self.num_hashes[:], self.hashes)
-        return {"facts": facts, "run": run}
+        made: dict[str, object] = {"run": Run(self.slots[:], self.extra_tokens())}
+        if self.appended:
+            ones, tokens = array("I", [1]) * len(self.slots), self.appended_tokens()
+            made["facts"] = Facts(self.slots[:], [], ones, tokens, self.num_hashes[:], self.hashes)
+        if self.jobs_done:
+            made["cache"] = Cache(jobs_done=self.jobs_done.tolist())
+        return made
 
 
 def rows_of(part: object) -> DecodeRows | None:

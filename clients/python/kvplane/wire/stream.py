@@ -77,11 +77,11 @@ def rows_step(raw: bytes, digest_size: int) -> Step | None:
     read = _rows_reader()
     if read is None or (found := read(raw)) is None:
         return None
-    epoch, seq, part, last, executed_through, message, slots, appended, *_, counts, hashes = found
+    epoch, seq, part, last, executed_through, message, slots, appended, *_, counts, hashes, jobs = found
     num_hashes = array("I", counts)
     if len(hashes) != digest_size * sum(num_hashes):
         return None
-    rows = DecodeRows(array("I", slots), message, appended, *found[8:11], num_hashes, hashes)
+    rows = DecodeRows(array("I", slots), message, appended, *found[8:11], num_hashes, hashes, array("Q", jobs))
     return Step(epoch, seq, [made_of(Part, rows)], part, last, executed_through)
 
 

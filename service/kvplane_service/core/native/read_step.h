@@ -181,6 +181,7 @@ inline void ReadRows(PyObject* object, Part* part) {
         COLUMN(object, facts, num_hashes);
         ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts.hashes);
     }
+    COLUMN(object, part->cache, jobs_done);
     run.extra.resize(num_extra);
     const uint8_t* const extra = message.data + message.size - 4 * num_extra;
     for (size_t row = 0; row < num_extra; ++row) {

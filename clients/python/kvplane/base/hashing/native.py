@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvplane.base.hashing.algorithms import BlockDigest
 
 Fields: TypeAlias = dict[str, Any]
-Rows: TypeAlias = tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int, bytes, bytes]
+Rows: TypeAlias = tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int, bytes, bytes, bytes]
 ReadRows: TypeAlias = Callable[[bytes], Rows | None]
 
 VARIABLE = "KVPLANE_NATIVE"

@@ -7,7 +7,7 @@ namespace {
 
 struct Rows {
     uint64_t epoch = 0, seq = 0, part = 0, more = 0, executed_through = 0;
-    Span message, slots, tokens, num_hashes, hashes, extra;  // the part, and the columns in it
+    Span message, slots, tokens, num_hashes, hashes, jobs, extra;  // the part, and the columns in it
     bool appended = false;
 };
 
@@ -54,6 +54,14 @@ bool ReadRun(Span section, Rows* rows) {
            (rows->extra.size == 0 || (rows->extra.size == slots.size && is_last));
 }
 
+// The section has jobs that are done, and nothing else.
+bool ReadJobs(Span section, Rows* rows) {
+    Fields fields(section);
+    if (!fields.Next() || fields.number != 7) return false;
+    rows->jobs = fields.Bytes();
+    return !fields.Next() && fields.ok && rows->jobs.size > 0 && rows->jobs.size % 8 == 0;
+}
+
 bool ReadRowsOf(Span message, Rows* rows) {
     Fields kinds(message);
     if (!kinds.Next() || kinds.number != 2) return false;
@@ -74,6 +82,7 @@ bool ReadRowsOf(Span message, Rows* rows) {
     Fields sections(rows->message);
     bool is_read = sections.Next();
     if (is_read && sections.number == 1) is_read = ReadFacts(sections.Bytes(), rows) && sections.Next();
+    if (is_read && sections.number == 2) is_read = ReadJobs(sections.Bytes(), rows) && sections.Next();
     is_read = is_read && sections.number == 4 && ReadRun(sections.Bytes(), rows);
     return is_read && !sections.Next() && sections.ok;
 }
@@ -90,12 +99,12 @@ PyObject* ReadRows(PyObject*, PyObject* raw) {
     Rows rows;
     if (!ReadRowsOf({reinterpret_cast<const uint8_t*>(data), static_cast<size_t>(size)}, &rows)) Py_RETURN_NONE;
     const Py_ssize_t tokens_at = rows.tokens.size ? rows.tokens.at - rows.message.at : 0;
-    return Py_BuildValue("(KKKOKNNOnnnNN)", static_cast<unsigned long long>(rows.epoch),
+    return Py_BuildValue("(KKKOKNNOnnnNNN)", static_cast<unsigned long long>(rows.epoch),
                          static_cast<unsigned long long>(rows.seq), static_cast<unsigned long long>(rows.part),
                          rows.more ? Py_False : Py_True, static_cast<unsigned long long>(rows.executed_through),
                          AsBytes(rows.message), AsBytes(rows.slots), rows.appended ? Py_True : Py_False, tokens_at,
                          static_cast<Py_ssize_t>(rows.tokens.size / 4), static_cast<Py_ssize_t>(rows.extra.size / 4),
-                         AsBytes(rows.num_hashes), AsBytes(rows.hashes));
+                         AsBytes(rows.num_hashes), AsBytes(rows.hashes), AsBytes(rows.jobs));
 }
 
 }  // namespace
