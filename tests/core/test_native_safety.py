@@ -275,7 +275,7 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
 
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])
 def test_a_state_that_is_read_in_slices_is_the_whole_state(monkeypatch, blocks):
-    core = native.NativeReplica.of(with_tiers("window and full", 0).replica.reference())
+    core = native.NativeReplica.of(with_tiers("window and full", 1).replica.reference())
     whole = native.dump_of(core.core, core.spec.num_blocks)
     assert whole["free"]
     assert whole["digests"]
