@@ -331,7 +331,7 @@ def main() -> int:
     print("\n".join(lines), f"lowest gain of a cell: {lowest}", sep="\n\n")
     if not options.no_write:
         head = "Percentage of the prompts' tokens that hit: `make policies`, see `tests/bench/policies.py`."
-        took = f"{(monotonic() - began) / 60:.1f} minutes with {options.jobs} processes; {machine_line()}"
+        took = f"{machine_line()}; {(monotonic() - began) / 60:.1f} minutes with {options.jobs} processes"
         text = ["# Eviction policies", "", head, took, "", *lines, ""]
         text += [f"Lowest gain of a cell in points: {lowest}.", ""]
         notes = "".join(RESULTS.read_text().partition("\n## ")[1:])
