@@ -1,6 +1,8 @@
 // The state of a core as dicts of Python values, and back. `transfer.py` makes the entries of the exported state of it.
 #pragma once
 
+#include <utility>
+
 #include "loaded.h"
 #include "read_step.h"
 
@@ -270,7 +272,7 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
     } else {
         pool.free.Rebuild(free, static_cast<size_t>(num_first));
     }
-    const Int num_evictable = pool.num_evictable;
+    const Int num_evictable = std::exchange(pool.num_evictable, 0);  // not checked yet: counting on could overflow
     const Column steps = pool.key_step;
     size_t row = 0, byte = 0;
     for (Block block = 0; block < num_blocks; ++block) {

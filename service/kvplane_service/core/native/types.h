@@ -111,7 +111,7 @@ struct Digest {
         Require(count <= kDigestBytes, "a hash has more than 32 bytes");
         if (count == kDigestBytes) {
             std::memcpy(bytes.data(), data, kDigestBytes);
-        } else {
+        } else if (count > 0) {  // nothing may be at a null pointer
             std::memcpy(bytes.data(), data, count);
         }
     }

@@ -11,7 +11,9 @@ struct Rows {
     bool appended = false;
 };
 
-bool Equal(Span one, Span other) { return one.size == other.size && std::memcmp(one.at, other.at, one.size) == 0; }
+bool Equal(Span one, Span other) {
+    return one.size == other.size && (one.size == 0 || std::memcmp(one.at, other.at, one.size) == 0);
+}
 
 // Each request got one token, or hashes of blocks: its column has a 1 for each slot.
 bool ReadFacts(Span section, Rows* rows) {
