@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from array import array
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import native_build
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, block_digest, native, pack_tokens
+from kvplane.base.hashing import tokens as tokens_of
 from kvplane.base.hashing.algorithms import python_digest
 from kvplane.base.hashing.native import FORMS, NativeDigest
 from kvplane.base.step import ExtraKeys
@@ -67,6 +69,34 @@ def test_runs_equal_pythons(compiled, algorithm, blocks, block_size, parent):
     assert native_of(algorithm, compiled).hash_run(parent, packed, block_size) == expected
     for portable in (False, True):
         assert compiled.hash_run(FORMS[algorithm], parent, packed, block_size, portable) == expected
+
+
+@given(ids=st.lists(tokens | st.sampled_from([True, -1, 2**32, 2**64, 1.0, None]), max_size=20))
+def test_ids_of_a_list_are_packed_as_an_array_packs_them_or_are_left_to_python(compiled, ids):
+    try:
+        expected = array("I", ids).tobytes()
+    except (OverflowError, TypeError):
+        expected = None
+    if all(type(one) is int for one in ids):
+        assert compiled.pack_ids(ids) == expected
+    else:
+        assert compiled.pack_ids(ids) is None
+    assert compiled.pack_ids(tuple(ids)) is compiled.pack_ids(range(3)) is None
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_token_ids_are_packed_with_and_without_the_compiled_module(monkeypatch, choice):
+    monkeypatch.setenv(native.VARIABLE, choice if native._COMPILED is not None else "off")
+    tokens_of._compiled.cache_clear()
+    try:
+        for ids in (EDGES, tuple(EDGES), [], [True, 5], array("I", EDGES), range(9)):
+            assert pack_tokens(ids) == array("I", ids).tobytes()
+        for wrong in (-1, 2**32, 2**70, 1.5, "5"):
+            with pytest.raises(InvalidArgument, match="not a token id") as caught:
+                pack_tokens([7, wrong])  # type: ignore[list-item]
+            assert caught.value.field == "tokens[1]"
+    finally:
+        tokens_of._compiled.cache_clear()
 
 
 @given(numbers=st.lists(st.integers(0, 2**32 - 1)))

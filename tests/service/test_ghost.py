@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -163,6 +163,40 @@ def test_ghost_keeps_domains_apart_and_forgets_at_a_reset():
     followed.ghost.add(Life(3, (), [], 0))
     followed.serve((1, 2), "a")
     assert followed.hits() == 4
+
+
+def test_ghost_follows_packed_steps_as_it_follows_others():
+    rng, slots = Random(3), [0, 1, 2, 3]
+    packed, plain = Followed(64), Followed(64)
+    builder, compared = StepBuilder(slots), 0
+
+    def report(one: Followed, part: Part, result: PartResult) -> None:
+        one.ghost.add(Decision(Step(1, 1, [part]), StepResult(1, 0, [result]), ((),), 0, 0))
+
+    def begin(slot: int) -> None:
+        news = News([slot], [2 * BLOCK + 1], num_hashes=[2], hashes=rng.randbytes(2 * DIGEST))
+        for one in (packed, plain):
+            one.report(Part(news=news, admit=Admit([slot])), AdmitStatus.GRANTED)
+
+    for slot in slots:
+        begin(slot)
+    for _ in range(300):
+        counts = [rng.randrange(2) for _ in slots]
+        hashes, gone = rng.randbytes(DIGEST * sum(counts)), [slot for slot in slots if rng.random() < 0.01]
+        ends = list(accumulate(counts, lambda end, count: end + count * DIGEST, initial=0))
+        made = [hashes[start:end] for start, end in pairwise(ends)]
+        report(packed, builder.part(), PartResult(hashed_facts=made, preempted=gone))
+        facts = Facts(slots, appended=[1] * len(slots), num_hashes=counts, hashes=hashes)
+        report(plain, Part(facts=facts), PartResult(preempted=gone))
+        if rng.random() < 0.1:
+            slot = rng.choice(slots)
+            for one in (packed, plain):
+                one.report(Part(facts=Facts([slot], end=[int(End.FREE)])))
+            begin(slot)
+            assert list(packed.ghost._stack._age.items()) == list(plain.ghost._stack._age.items())
+            compared += 1
+    assert compared > 20
+    assert packed.curve == plain.curve
 
 
 @pytest.mark.parametrize("packed", [False, True])

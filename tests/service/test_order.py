@@ -6,7 +6,7 @@ import pytest
 
 from kvplane.base.errors import SequenceError
 from kvplane.base.step import Facts, Part, Peek, Step, StepResult
-from kvplane_service.replicas.step_order import StepOrder, count_rows
+from kvplane_service.replicas.step_order import StepOrder, size_of
 
 
 def step(seq: int, part: int = 0, parts: int = 1, last: bool = True) -> Step:
@@ -82,4 +82,4 @@ def test_answers_of_old_steps_are_dropped(order):
 
 def test_rows_are_counted_over_sections_and_a_bare_part_is_one():
     part = Part(facts=Facts(slot=[1, 2]), peek=Peek(slot=[3]))
-    assert count_rows(Step(1, 1, [part, Part(), part])) == 7
+    assert size_of(Step(1, 1, [part, Part(), part])) == (7, 0)

@@ -36,6 +36,7 @@ REFUSALS = {
     AdmitStatus.STALE_HIT: "stale_hit",
     AdmitStatus.NO_ROOM: "no_room",
 }
+REASONS = tuple(RemoveReason)  # by number
 REMOVALS = {reason: reason.name.lower() for reason in RemoveReason if reason is not RemoveReason.NONE}
 
 
@@ -130,7 +131,7 @@ class Tally:
         counts = events.removals() if isinstance(events, CacheEvents) else CacheEvents(events).removals()
         for reason, count in enumerate(counts):
             if count:
-                self.removals[RemoveReason(reason)] += count
+                self.removals[REASONS[reason]] += count
 
     def _count_preemptions(self, part: Part, result: PartResult) -> None:
         self.preemptions[Preemption.TAKEN_BACK] += result.taken_back - result.went_back

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ _MOST_KEYS = 1 << 13
 _AGES = 1 << 9  # steps of a distance
 _UNIT = 1 << 16  # of the histogram, which is halved
 _KEPT_POOLS = 32  # look-ups after which earlier ones count half, in pools
+_MOST_LATE = 16  # decode steps whose hashes are added together, which costs little more than those of one
 
 
 class SizeHits(NamedTuple):
@@ -86,12 +87,14 @@ class GhostLru:
         self._requests: dict[int, _Request] = {}
         self._half_after = _KEPT_POOLS * depth // DEPTH
         self._num_blocks = self._num_tokens = self._num_sampled = 0
+        self._late: list[tuple[Sequence[int], Sequence[int], bytes]] = []  # what `_appended` is given, of decode steps
 
     def add(self, entry: Entry) -> None:
         """Follow one entry of the decision log."""
         if self._is_off:
             return
         if not isinstance(entry, Decision):
+            self._late.clear()
             self._requests.clear()
             if any(run.kind is EventKind.CLEARED for run in runs_of(entry.events)):
                 self._stack.clear()
@@ -108,16 +111,17 @@ class GhostLru:
 
     def _rows(self, rows: DecodeRows, result: PartResult) -> None:
         """Follow a decode step whose rows are packed: requests get hashes, and some are preempted."""
-        if rows.hashes:
-            self._appended(rows.slots, rows.num_hashes, rows.hashes)
         given = vars(result)
         made = given.get("hashed_facts", ())
         if isinstance(made, HashedRows):
             counts, joined = made.counts, made.joined
         else:
             counts, joined = [len(one) // self._digest_size for one in made], b"".join(made)
-        if joined:
-            self._appended(rows.slots, counts, joined)
+        for column, hashes in ((rows.num_hashes, rows.hashes), (counts, joined)):
+            if hashes:
+                self._late.append((rows.slots, column, hashes))
+        if len(self._late) >= _MOST_LATE or "preempted" in given:
+            self._catch_up()
         for slot in given.get("preempted", ()):
             self._use(slot)
 
@@ -144,6 +148,7 @@ class GhostLru:
         return MissCurve(self._num_tokens, tuple(sizes))
 
     def _part(self, part: Part, result: PartResult) -> None:
+        self._catch_up()
         if part.facts.hashes or part.facts.end:
             self._facts(part.facts)
         if result.reset_done:
@@ -164,12 +169,21 @@ class GhostLru:
                 if end != End.PREEMPTED:
                     self._requests.pop(slot, None)
 
-    def _appended(self, slots: Sequence[int], counts: Sequence[int], hashes: bytes) -> None:
+    def _catch_up(self) -> None:
+        """Add the hashes of decode steps to their requests."""
+        if self._late:
+            slots, counts, hashes = zip(*self._late, strict=True)
+            self._late = []
+            self._appended(np.concatenate(slots), np.concatenate(counts, dtype=np.int64), b"".join(hashes))
+
+    def _appended(
+        self, slots: Sequence[int] | npt.NDArray[Any], counts: Sequence[int] | npt.NDArray[np.int64], hashes: bytes
+    ) -> None:
         words, at = self._sampled(hashes)
         if len(at):
             rows = np.searchsorted(np.cumsum(counts), at, side="right").tolist()
             for row, word in zip(rows, words.tolist(), strict=True):
-                request = self._requests.get(slots[row])
+                request = self._requests.get(int(slots[row]))
                 if request is not None:
                     request.keys.append(word ^ request.domain)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, PartResult, RowFlag, Step, StepResult
+from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
 from kvplane_service.replicas.engine_lives import Clock, Opening
@@ -179,12 +179,16 @@ class Applying:
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
         took_ns = self._clock() - at_ns
-        events = tuple([_made(part, "events") for part in result.parts])
+        events: list[Sequence[CacheEvent]] = []
+        of_tiers: list[Sequence[CacheEvent]] = []  # was executed before it was saved: waits for nothing
+        for part in result.parts:
+            given: Mapping[str, Sequence[CacheEvent]] = vars(part)  # no empty list is made part of it
+            events.append(given.get("events", ()))
+            if of_part := given.get("tier_events"):
+                of_tiers.append(of_part)
         packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
-        self._decisions.append(Decision(without_tokens(step), result, events, at_ns, took_ns), packed)
-        # What is in a tier was executed before it was saved, so it waits for nothing.
-        of_tiers = [of_part for part in result.parts if (of_part := _made(part, "tier_events"))]
-        are_packed = all(hasattr(of_part, "shares") for of_part in of_tiers)
+        self._decisions.append(Decision(without_tokens(step), result, tuple(events), at_ns, took_ns), packed)
+        are_packed = not of_tiers or all(hasattr(of_part, "shares") for of_part in of_tiers)
         shares = self._hold.step_packed(step.seq, step.executed_through, events) if are_packed else None
         if shares is not None:
             for of_part in of_tiers:
@@ -194,12 +198,6 @@ class Applying:
         shown = self._hold.step(step.seq, step.executed_through, events)
         self._events.publish(step.epoch, chain(shown, *of_tiers))
         return result
-
-
-def _made(part: PartResult, name: str) -> Sequence[CacheEvent]:
-    """Return events of a part, without making an empty list of them part of it."""
-    given: Mapping[str, Sequence[CacheEvent]] = vars(part)
-    return given.get(name, [])
 
 
 def effort(step: Step, replica: ReplicaCore) -> int:

@@ -273,6 +273,9 @@ class PublicationHold:
 class EventLog(PackedLog[Batch, bytes]):
     """The last event batches of one replica, and their subscribers. Batches are stored packed, within a
     memory budget.
+
+    Attributes:
+        is_withdrawn: whether the replica's keys must not be used, as the newest batches state; read only.
     """
 
     def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
@@ -281,7 +284,7 @@ class EventLog(PackedLog[Batch, bytes]):
         self._subscribers: dict[Subscription, None] = {}
         self._last_seq = 0
         self._epoch = 0
-        self._withdrawn = False
+        self.is_withdrawn = False
         self._withdrawn_before = False  # state before the oldest kept batch
         self.num_withdrawals = 0
         self.closed: KvplaneError | None = None
@@ -290,11 +293,6 @@ class EventLog(PackedLog[Batch, bytes]):
     def last_seq(self) -> int:
         """Number of the newest batch; 0 before the first batch."""
         return self._last_seq
-
-    @property
-    def is_withdrawn(self) -> bool:
-        """Whether the replica's keys must not be used, as its newest batches state."""
-        return self._withdrawn
 
     @property
     def num_subscribers(self) -> int:
@@ -323,15 +321,15 @@ class EventLog(PackedLog[Batch, bytes]):
 
     def withdraw(self) -> None:
         """Publish that the lease of the replica's session has lapsed; does nothing if this was published already."""
-        if not self._withdrawn:
-            self._withdrawn = True
+        if not self.is_withdrawn:
+            self.is_withdrawn = True
             self.num_withdrawals += 1
             self._append(Batch(self._last_seq + 1, self._epoch, withdrawn=True))
 
     def restore(self) -> None:
         """Publish that the replica is live again; does nothing unless `withdraw` was published last."""
-        if self._withdrawn:
-            self._withdrawn = False
+        if self.is_withdrawn:
+            self.is_withdrawn = False
             self._append(Batch(self._last_seq + 1, self._epoch, restored=True))
 
     def subscribe(self, after_seq: int | None, wake: Wake) -> Subscription:
@@ -385,7 +383,7 @@ class EventLog(PackedLog[Batch, bytes]):
     def _opening(self, after_seq: int | None) -> Batch:
         """Return the first batch for a new subscriber; the next batch of the log has the number after it."""
         if after_seq is None:
-            return Batch(self._last_seq, self._epoch, withdrawn=self._withdrawn)
+            return Batch(self._last_seq, self._epoch, withdrawn=self.is_withdrawn)
         if after_seq < self.oldest_resumable:
             return Batch(self.oldest_resumable, self._epoch, gap=True, withdrawn=self._withdrawn_before)
         return Batch(after_seq, self._epoch)

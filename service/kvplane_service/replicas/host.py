@@ -429,13 +429,15 @@ class ReplicaHost(HostState):
             raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
         session.deadline_ns, session.broken = self._deadline_ns(), False
         mirror = self.mirror
-        if self.events.is_withdrawn or self._lives.is_opening or mirror.wants_image or mirror.hidden is not None:
+        is_opening = self._lives.opening is not None
+        if is_opening or self.events.is_withdrawn or mirror.is_attached or mirror.hidden is not None:
             self.show_or_hide()  # else the state is LIVE, and published as such
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
         """Return the stored answer of a repeated step, or the permission to apply the next step. Raises as `step`."""
-        session = self._renew(nonce)
+        self._check_sound()
+        session = self._renew_lease(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")
         answer = self._order.find(step, fingerprint)

@@ -35,7 +35,7 @@ from kvplane_service.core.state import load_state
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.cache_requests import CacheRequests
-from kvplane_service.replicas.step_order import count_rows
+from kvplane_service.replicas.step_order import size_of
 from kvplane_service.runtime.executors import Offload
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Mirror:
 
     async def _apply(self, one: Mirrored, offload: Offload) -> None:
         host, step = self._host, one.step
-        rows = count_rows(step)
+        rows, _ = size_of(step)
         if rows > self._max_rows:
             raise self.cut_off(LimitExceeded(f"step {step.seq} has {rows} rows, {self._max_rows} are allowed"))
         if step.seq != host.seq + 1 or step.epoch != host.epoch:

@@ -162,29 +162,20 @@ def check_step(step: Step, order: StepOrder, executed_through: int, config: Conf
             field="executed_through",
             remedy=f"wait for execution: at most {config.max_steps_in_flight} steps may be in flight",
         )
-    rows = count_rows(step)
+    rows, num_tokens = size_of(step)
     if order.rows + rows > config.max_rows_per_step:
         raise LimitExceeded(
             f"step {step.seq} has {order.rows + rows} rows",
             field="parts",
             remedy=f"send at most {config.max_rows_per_step} rows per step",
         )
-    _check_tokens(step, config.max_tokens_per_message)
-    return rows
-
-
-def _check_tokens(step: Step, most: int) -> None:
-    """Refuse a step with more than `most` token ids: hashing them could delay other replicas."""
-    num_tokens = 0
-    for part in step.parts:
-        rows = rows_of(part)
-        num_tokens += rows.num_tokens if rows is not None else len(part.facts.tokens) + len(part.news.tokens)
-    if num_tokens > most:
+    if num_tokens > config.max_tokens_per_message:  # hashing them could delay other replicas
         raise LimitExceeded(
             f"{num_tokens} token ids in one message",
             field="parts",
-            remedy=f"send hashes, or at most {most} tokens per message",
+            remedy=f"send hashes, or at most {config.max_tokens_per_message} tokens per message",
         )
+    return rows
 
 
 def part_that_ends_all(requests: RequestColumns) -> Part:
@@ -198,15 +189,19 @@ def part_that_ends_all(requests: RequestColumns) -> Part:
     return Part(facts=Facts(slot=free, end=[End.FREE] * len(free)), cache=Cache(released=held))
 
 
-def count_rows(step: Step) -> int:
-    """Count the rows of a step. A part without rows counts as one, so that the number of parts is limited too."""
-    total = 0
+def size_of(step: Step) -> tuple[int, int]:
+    """Count the rows and the token ids of a step. A part without rows counts as one, so that the number of parts is
+    limited too.
+    """
+    num_rows = num_tokens = 0
     for part in step.parts:
         if (rows := rows_of(part)) is not None:
-            total += max(1, len(rows.slots) * (1 + rows.appended))
+            num_rows += max(1, len(rows.slots) * (1 + rows.appended))
+            num_tokens += rows.num_tokens
             continue
         sections = (part.facts, part.news, part.run, part.admit, part.peek, part.prefetch)
         others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
         resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0
-        total += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))
-    return total
+        num_rows += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))
+        num_tokens += len(part.facts.tokens) + len(part.news.tokens)
+    return num_rows, num_tokens

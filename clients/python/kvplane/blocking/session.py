@@ -126,7 +126,8 @@ class Session(SessionView):
         try:
             if self._machine.ended is not None:
                 self._machine.check()
-            self._machine.state.require_idle()
+            if (state := self._machine.state).waiting:
+                state.require_idle()
             self._send(parts, True, executed_through)
             return self._receive()
         finally:

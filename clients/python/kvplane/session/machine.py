@@ -201,7 +201,8 @@ class SessionMachine:
         state = self._state or self.state
         step = state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
-        if state.holds_back(step, moving and self._can_revive) or self._is_new_life:
+        holds = (moving or state.num_unsent > 0) and state.holds_back(step, moving and self._can_revive)
+        if holds or self._is_new_life:
             return step, None
         return step, state.numbers.to_service(step) if state.numbers.has_restarted else step
 

@@ -102,7 +102,9 @@ class SessionState:
         if last is not True:
             check(last, bool, "last")
         rows = vars(parts[0]).get(PACKED) if len(parts) == 1 else None
-        step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through), "", rows)
+        is_alone = executed_through is None and not part and not unanswered
+        executed = seq - 1 if is_alone else self._executed(seq, part, executed_through)
+        step = Step(self.epoch, seq, list(parts), part, last, executed, "", rows)
         self.waiting.append(step)
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
         return step

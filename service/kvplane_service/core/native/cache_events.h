@@ -42,6 +42,17 @@ class CacheEvents {
         starts.push_back(start);
     }
 
+    // Makes room for `count` further keys.
+    void MakeRoom(size_t count) {
+        const auto reserve = [&](auto& column) {
+            const size_t size = column.size() + count;
+            if (size > column.capacity()) column.reserve(std::max(size, 2 * column.capacity()));
+        };
+        reserve(hashes);
+        reserve(blocks);
+        reserve(starts);
+    }
+
     // Returns the events, and makes room for as many.
     CacheEvents Take() {
         CacheEvents fresh;

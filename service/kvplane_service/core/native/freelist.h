@@ -31,20 +31,20 @@ class FreeList {
         Require(count <= count_, "more blocks are taken than are free");
         Block block = next_[sentinel_];
         Int taken = 0, before = is_divided_ ? count : 0;
+        into->resize(into->size() + static_cast<size_t>(count));
+        const auto popped = std::span(*into).last(static_cast<size_t>(count));
         for (; taken < count; block = next_[block]) {
             Require(block != sentinel_, "the free list is shorter than its count");
             if (block == divider_) {
                 before = taken;
             } else {
-                into->push_back(block);
-                ++taken;
+                popped[static_cast<size_t>(taken++)] = block;
             }
         }
         const bool is_passed = is_divided_ && before < count;
         if (is_passed) Join(sentinel_, divider_);
         Join(is_passed ? divider_ : sentinel_, block);
         count_ -= count;
-        const auto popped = std::span(*into).last(static_cast<size_t>(count));
         if (seen_.count()) {
             for (const Block one : popped) seen_.Remove(one, sentinel_);
         }

@@ -37,10 +37,8 @@ class HeldBlocks {
             const auto end = at + static_cast<std::ptrdiff_t>(row.count);
             if (row.kind == kStored) {
                 events->has_stored = true;
-                for (; at != end; ++at) {
-                    is_held_[*at] = true;
-                    stored.push_back(*at);
-                }
+                stored.insert(stored.end(), at, end);
+                for (; at != end; ++at) is_held_[*at] = true;
             } else {
                 events->has_others = true;
                 events->needs_hold |= row.kind == kCleared;

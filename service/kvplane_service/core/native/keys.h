@@ -61,6 +61,7 @@ class Pairs {
 
 constexpr uint32_t kUnknownDomain = 0x00FFFFFF;  // no key has it
 constexpr uint32_t kNoRecord = 0xFFFFFFFF;
+constexpr size_t kAhead = 8;  // keys whose index entries are fetched while others are worked on
 
 // One key of one block. Records of one key are a ring in order of registration: the first one follows the last one.
 struct KeyRecord {
@@ -70,8 +71,8 @@ struct KeyRecord {
 };
 
 // Open addressing over the last records of all rings, with linear probing and deletion by shifting back. An entry is a
-// record and, in the bits that numbers of records leave, how far the entry is from the place of its key, so that few
-// look-ups and no removals read the records of other keys.
+// record and, in the bits that numbers of records leave, how far the entry is from the place of its key, and above that
+// some bits of the key's hash, its tag, so that hardly any look-up or removal reads the records of other keys.
 class Index {
   public:
     explicit Index(size_t num_keys)
@@ -87,21 +88,21 @@ class Index {
         const Spot spot = Locate(records, records[record].key);
         const uint32_t entry = entries_[spot.at];
         if (entry != kNoRecord) return RecordOf(entry);
-        entries_[spot.at] = EntryOf(record, spot.distance);
+        entries_[spot.at] = EntryOf(record, spot);
         ++count_;
         return kNoRecord;
     }
     void Replace(const std::vector<KeyRecord>& records, uint32_t before, uint32_t after) {
         MakeRoom(records, after);
         const Spot spot = At(records, before);
-        entries_[spot.at] = EntryOf(after, spot.distance);
+        entries_[spot.at] = EntryOf(after, spot);
     }
     void Remove(const std::vector<KeyRecord>& records, uint32_t record) {
         size_t hole = At(records, record).at;
         for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
             const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
             if (distance >= gap) {
-                entries_[hole] = EntryOf(RecordOf(entries_[at]), distance - gap);
+                entries_[hole] = EntryOf(RecordOf(entries_[at]), {hole, distance - gap, TagOf(entries_[at])});
                 hole = at;
             }
         }
@@ -116,13 +117,15 @@ class Index {
     size_t Mask() const { return entries_.size() - 1; }
     // Clients choose digests, and must not choose where they collide: every bit of the place depends on all bytes and
     // on secrets of this index.
-    size_t Place(const Key& key) const {
+    size_t Place(const Key& key) const { return static_cast<size_t>(Hash(key)) & Mask(); }
+    uint64_t Hash(const Key& key) const {
         uint64_t word[kDigestBytes / sizeof(uint64_t)];
         std::memcpy(word, key.digest.bytes.data(), sizeof word);
         const uint64_t mixed = Fold(word[0] ^ secrets_[0], word[1] ^ secrets_[1]) ^
                                Fold(word[2] ^ secrets_[2], word[3] ^ secrets_[3]);
-        return static_cast<size_t>(Fold(mixed ^ secrets_[4], key.pair ^ secrets_[5])) & Mask();
+        return Fold(mixed ^ secrets_[4], key.pair ^ secrets_[5]);
     }
+
     // The two halves of the product, as one number.
     static uint64_t Fold(uint64_t a, uint64_t b) {
         const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
@@ -137,17 +140,22 @@ class Index {
 
     struct Spot {
         size_t at, distance;
+        uint32_t tag;
     };
+    Spot Begin(const Key& key) const {
+        const uint64_t hash = Hash(key), tags = uint64_t{kNoRecord} >> TagAt();
+        return {static_cast<size_t>(hash) & Mask(), 0, static_cast<uint32_t>(hash >> 32 & tags)};
+    }
     // Where the key is; where it would be added if it is nowhere.
     Spot Locate(const std::vector<KeyRecord>& records, const Key& key) const {
-        Spot spot{Place(key), 0};
+        Spot spot = Begin(key);
         for (uint32_t entry; (entry = entries_[spot.at]) != kNoRecord; Next(&spot)) {
-            if (entry >> bits_ == Kept(spot.distance) && records[RecordOf(entry)].key == key) break;
+            if (EntryOf(RecordOf(entry), spot) == entry && records[RecordOf(entry)].key == key) break;
         }
         return spot;
     }
     Spot At(const std::vector<KeyRecord>& records, uint32_t record) const {
-        Spot spot{Place(records[record].key), 0};
+        Spot spot = Begin(records[record].key);
         for (; entries_[spot.at] == kNoRecord || RecordOf(entries_[spot.at]) != record; Next(&spot))
             Require(entries_[spot.at] != kNoRecord, "a key is not in the index");
         return spot;
@@ -157,17 +165,20 @@ class Index {
         ++spot->distance;
     }
     size_t DistanceOf(const std::vector<KeyRecord>& records, size_t at) const {
-        const size_t kept = entries_[at] >> bits_;
+        const size_t kept = entries_[at] >> bits_ & Longest();
         return kept < Longest() ? kept : (at - Place(records[RecordOf(entries_[at])].key)) & Mask();
     }
 
     static uint32_t BitsOf(size_t num_records) { return static_cast<uint32_t>(std::bit_width(num_records)); }
+    // Where the tag of an entry begins, if it has one.
+    uint32_t TagAt() const { return std::min(bits_ + kDistanceBits, kEntryBits); }
     // The longest distance that entries have; it stands for longer ones too.
-    size_t Longest() const { return kNoRecord >> bits_; }
-    size_t Kept(size_t distance) const { return std::min(distance, Longest()); }
+    size_t Longest() const { return (size_t{1} << (TagAt() - bits_)) - 1; }
     uint32_t RecordOf(uint32_t entry) const { return entry & ((uint32_t{1} << bits_) - 1); }
-    uint32_t EntryOf(uint32_t record, size_t distance) const {
-        return static_cast<uint32_t>(Kept(distance)) << bits_ | record;
+    uint32_t TagOf(uint32_t entry) const { return static_cast<uint32_t>(uint64_t{entry} >> TagAt()); }
+    uint32_t EntryOf(uint32_t record, const Spot& spot) const {
+        const auto distance = static_cast<uint32_t>(std::min(spot.distance, Longest()));
+        return static_cast<uint32_t>(uint64_t{spot.tag} << TagAt()) | distance << bits_ | record;
     }
 
     // Grows where one more key would fill half of the table, or the record has more bits than entries have for it.
@@ -183,9 +194,11 @@ class Index {
         for (const uint32_t entry : before) {
             if (entry == kNoRecord) continue;
             const Spot spot = Locate(records, records[entry & mask].key);
-            entries_[spot.at] = EntryOf(entry & mask, spot.distance);
+            entries_[spot.at] = EntryOf(entry & mask, spot);
         }
     }
+
+    static constexpr uint32_t kEntryBits = 32, kDistanceBits = 4;
 
     std::vector<uint32_t> entries_;
     uint32_t bits_;  // of a record in an entry

@@ -7,6 +7,12 @@ namespace kvplane {
 
 class Frame {
   public:
+    // With the memory that most frames need.
+    Frame() {
+        heads_.reserve(96);
+        body_.reserve(2048);
+    }
+
     // Adds a column in the smallest type that has all numbers.
     template <typename T>
     void Add(uint32_t number, const std::vector<T>& values) {
@@ -30,27 +36,22 @@ class Frame {
     }
     // The digests of a row are one value.
     void Add(uint32_t number, const Hashed& hashed) {
-        const uint8_t* at = hashed.hashes.data();
-        std::vector<Hashes> rows;
-        for (const Int count : hashed.num_hashes) {
-            const size_t size = static_cast<size_t>(count) * hashed.digest_size;
-            rows.push_back({std::exchange(at, at + size), size});
-        }
-        Add(number, rows);
+        if (hashed.num_hashes.empty()) return;
+        AddLengths(number, hashed.num_hashes.size(), hashed.hashes.data(), hashed.hashes.size(), [&](size_t at) {
+            return static_cast<size_t>(hashed.num_hashes[at]) * hashed.digest_size;
+        });
     }
 
     template <typename T>
     void AddColumn(uint32_t number, const std::vector<T>& values) {
-        uint64_t most = 0;
-        int64_t least = 0;
-        for (const T value : values) {
-            if constexpr (std::is_signed_v<T>) least = std::min<int64_t>(least, value);
-            most = std::max(most, static_cast<uint64_t>(std::max<T>(value, 0)));
-        }
-        if (least == 0 && most <= 0xff) return Store<uint8_t>('B', number, values);
-        if (least == 0 && most <= 0xffffffff) return Store<uint32_t>('I', number, values);
-        if (least >= INT32_MIN && most <= INT32_MAX) return Store<int32_t>('i', number, values);
-        if (least == 0) return Store<uint64_t>('Q', number, values);
+        uint64_t bits = 0;  // of all values; a negative one has the highest
+        for (const T value : values) bits |= static_cast<uint64_t>(value);
+        if (bits <= 0xff) return Store<uint8_t>('B', number, values);
+        if (bits <= 0xffffffff) return Store<uint32_t>('I', number, values);
+        if (!std::is_signed_v<T> || bits <= INT64_MAX) return Store<uint64_t>('Q', number, values);
+        const auto [least, most] = std::minmax_element(values.begin(), values.end());
+        if (std::in_range<int32_t>(*least) && std::in_range<int32_t>(*most))
+            return Store<int32_t>('i', number, values);
         Store<int64_t>('q', number, values);
     }
 
@@ -59,7 +60,24 @@ class Frame {
         body_.insert(body_.end(), data, data + size);
     }
 
-    // Adds byte strings: their number, their lengths, their bytes.
+    // Adds `count` byte strings, which follow each other from `data` on: their number, their lengths, their bytes.
+    template <typename SizeOf>
+    void AddLengths(uint32_t number, size_t count, const uint8_t* data, size_t size, SizeOf&& size_of) {
+        const size_t begin = body_.size();
+        body_.resize(begin + 4 * (1 + count) + size);
+        uint8_t* into = body_.data() + begin;
+        const auto add = [&](size_t value) {
+            const auto word = static_cast<uint32_t>(value);
+            std::memcpy(into, &word, sizeof word);
+            into += sizeof word;
+        };
+        add(count);
+        for (size_t at = 0; at < count; ++at) add(size_of(at));
+        if (size) std::memcpy(into, data, size);
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(body_.size() - begin)});
+    }
+
+    // Adds byte strings in the same way.
     template <typename Values, typename BytesOf>
     void AddJoined(uint32_t number, const Values& values, BytesOf&& bytes_of) {
         const size_t begin = body_.size(), count = values.size();
@@ -89,6 +107,7 @@ class Frame {
 
     void AppendTo(std::vector<uint8_t>* into) const {
         const auto count = static_cast<uint32_t>(heads_.size() / 3);
+        into->reserve(into->size() + size());
         const auto append = [&](const void* data, size_t size) {
             const auto* const bytes = static_cast<const uint8_t*>(data);
             into->insert(into->end(), bytes, bytes + size);
@@ -152,6 +171,7 @@ class Packer {
     static Frame Pack(const Layout<Of>& layout, const Of& value) {
         Frame frame;
         Column scalars;
+        scalars.reserve(layout.scalars.size());
         for (const auto& read : layout.scalars) scalars.push_back(read(value));
         frame.Add(0, scalars);
         for (const auto& [number, add] : layout.fields) add(value, number, frame);
@@ -269,6 +289,7 @@ class EventColumns {
   public:
     // `medium`: that of the tier; 0 = the device.
     void Add(const CacheEvents& events, Share share, Int medium = 0) {
+        Reserve(events);
         auto hash = events.hashes.begin();
         auto block = events.blocks.begin();
         auto start = events.starts.begin();
@@ -329,6 +350,17 @@ class EventColumns {
     }
 
   private:
+    // Makes room for events, so that adding them does not.
+    void Reserve(const CacheEvents& events) {
+        const size_t rows = num_hashes_.size() + events.rows.size();
+        for (Column& column : scalars_) column.reserve(rows);
+        for (Column* column : {&num_hashes_, &num_starts_}) column->reserve(rows);
+        parents_.reserve(rows);
+        domains_.reserve(rows);
+        blocks_.reserve(blocks_.size() + events.blocks.size());
+        hashes_.reserve(hashes_.size() + events.blocks.size());
+    }
+
     void AddScalars(const CacheEvents::Row& row, Int medium) {
         const Int values[] = {row.kind, row.group, row.block_size, row.slot, row.start, row.end, row.reason, medium};
         for (size_t at = 0; at < std::size(values); ++at) scalars_[at].push_back(values[at]);

@@ -10,8 +10,6 @@
 
 namespace kvplane {
 
-constexpr size_t kAhead = 8;  // blocks whose index entries are fetched while others are worked on
-
 struct Residency {
     std::array<Int, 65> lifetime{}, idle_before_evict{}, reuse_gap{};
 };
@@ -102,14 +100,17 @@ class BlockPool {
     // `left_window`: where the policy puts such blocks.
     template <typename Iterator>
     void Release(Iterator first, Iterator last, bool left_window = false) {
-        unkeyed_.clear();
-        keyed_.clear();
+        unkeyed_.resize(static_cast<size_t>(last - first));
+        keyed_.resize(unkeyed_.size());
+        auto unkeyed = unkeyed_.begin(), keyed = keyed_.begin();
         for (; first != last; ++first) {
             const Block block = *first;
             if (block == kNullBlock) continue;
             Require(references[block] > 0, "a block without references is released");
-            if (--references[block] == 0) (HasKey(block) ? keyed_ : unkeyed_).push_back(block);
+            if (--references[block] == 0) *(HasKey(block) ? keyed : unkeyed)++ = block;
         }
+        unkeyed_.erase(unkeyed, unkeyed_.end());
+        keyed_.erase(keyed, keyed_.end());
         if (split) {
             num_evictable += static_cast<Int>(keyed_.size());
             split->Prepend(*this, unkeyed_);

@@ -371,6 +371,7 @@ PyObject* HashRun(PyObject*, PyObject* arguments) {
 
 PyMethodDef kMethods[] = {
     {"hash_run", HashRun, METH_VARARGS, "Return the digests of consecutive whole blocks."},
+    {"pack_ids", PackIds, METH_O, "Return the u32 values of a list of token ids, None for anything else."},
     {"unpack_varints", UnpackVarints, METH_O, "Return packed varints as little-endian u32 values."},
     {"step_message", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(StepMessage)), METH_FASTCALL,
      "Return the bytes of the message with a step of one part."},

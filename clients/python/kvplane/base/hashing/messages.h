@@ -1,4 +1,4 @@
-// The token ids of a protobuf message, and the message of a decode step.
+// Token ids of a list and of a protobuf message, and the message of a decode step.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -45,6 +45,26 @@ bool DecodeVarints(const uint8_t* at, const uint8_t* end, uint8_t* out) {
         out = Write(out, value);
     }
     return true;
+}
+
+// pack_ids(ids) -> the u32 values of a list of ids; None for anything else, and for what is no id
+PyObject* PackIds(PyObject*, PyObject* ids) {
+    if (!PyList_CheckExact(ids)) Py_RETURN_NONE;
+    const Py_ssize_t count = PyList_Size(ids);
+    PyObject* const result = PyBytes_FromStringAndSize(nullptr, 4 * count);
+    if (result == nullptr) return nullptr;
+    auto* out = reinterpret_cast<uint8_t*>(PyBytes_AsString(result));
+    for (Py_ssize_t at = 0; at < count; ++at) {  // runs no Python code, which could change the list
+        PyObject* const id = PyList_GetItem(ids, at);
+        const long value = PyLong_CheckExact(id) ? PyLong_AsLong(id) : -1;
+        if (value < 0 || value > UINT32_MAX) {
+            PyErr_Clear();
+            Py_DECREF(result);
+            Py_RETURN_NONE;
+        }
+        out = Write(out, static_cast<uint32_t>(value));
+    }
+    return result;
 }
 
 PyObject* UnpackVarints(PyObject*, PyObject* argument) {

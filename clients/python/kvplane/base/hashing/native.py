@@ -4,7 +4,7 @@ The Python functions of algorithms.py are the specification and take over withou
 KVPLANE_NATIVE selects: `auto` (default), `on` or `off`. `auto` takes the compiled hashes if the processor has
 instructions for SHA-256 that the module uses (SHA-NI), because OpenSSL's SHA-256, which Python uses, is faster than
 portable code. What needs no such instructions is compiled wherever the module is installed: the xxhash forms, the token
-ids of long messages, and the messages of decode steps with what their answers change.
+ids of prompts and of long messages, and the messages of decode steps with what their answers change.
 """
 
 from __future__ import annotations
@@ -103,6 +103,14 @@ def with_native(algorithm: HashAlgorithm, python: BlockDigest) -> BlockDigest:
     if compiled is None:
         return python
     return NativeDigest(python, FORMS[algorithm], compiled.hash_run, compiled.MAX_BLOCK)
+
+
+def pack_ids() -> Callable[[object], bytes | None] | None:
+    """Return a function that returns a list of token ids as u32 values, little-endian, and None for anything else. None
+    where it is not used.
+    """
+    found: Callable[[object], bytes | None] | None = _function("pack_ids")
+    return found
 
 
 def varints() -> Callable[[memoryview], bytes] | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 
 from kvplane.base.errors import InvalidArgument
 
@@ -26,12 +27,22 @@ def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
     """
     if isinstance(tokens, array) and tokens.typecode == "I":
         return _little_endian(tokens[:]).tobytes()
+    compiled = _compiled()
+    if compiled is not None and (packed := compiled(tokens)) is not None:
+        return packed
     ids = list(tokens)
     try:
         column = array("I", ids)
     except (OverflowError, TypeError):
         raise _bad_token(ids, field) from None
     return _little_endian(column).tobytes()
+
+
+@cache
+def _compiled() -> Callable[[object], bytes | None] | None:
+    from kvplane.base.hashing.native import pack_ids  # which imports this module
+
+    return pack_ids()
 
 
 def unpack_tokens(packed: bytes, field: str = "tokens") -> list[int]:

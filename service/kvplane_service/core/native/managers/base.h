@@ -39,7 +39,8 @@ class GroupManager {
           requests(all),
           orders(step_orders),
           block_size(spec.block_size),
-          hash_size(replica_spec.hash_block_size) {
+          hash_size(replica_spec.hash_block_size),
+          hashes_per_block_(block_size / hash_size) {
         for (const GroupSpec& one : replica.groups) {
             if (one.lookup_class == spec.lookup_class) drops_last_block |= one.drops_last_block != 0;
         }
@@ -188,6 +189,7 @@ class GroupManager {
             if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
             if (pool.KeyTokens(block) != (index + 1) * block_size) registered_.push_back(index);
         }
+        pool.registered.reserve(pool.registered.size() + registered_.size());
         for (size_t at = 0; at < registered_.size(); ++at) {
             if (at + kAhead < registered_.size())
                 pool.Expect(Key{pair, DigestOf(digests, registered_[at + kAhead])});
@@ -196,6 +198,7 @@ class GroupManager {
             pool.Register(blocks[index], Key{pair, DigestOf(digests, index)}, num_tokens);
         }
         if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
+        pool.events.MakeRoom(registered_.size() + 1);
         AddStored(slot, block_size, start * block_size, end * block_size,
                   start ? DigestOf(digests, start - 1) : Digest());
         for (const Int index : registered_)
@@ -342,7 +345,7 @@ class GroupManager {
     }
 
     Digest DigestOf(const Digests& digests, Int index) const {
-        return digests.at((index + 1) * (block_size / hash_size) - 1);
+        return digests.at((index + 1) * hashes_per_block_ - 1);
     }
 
     // Looks a digest up in all groups of the query; appends the blocks, one per group. False if some group has none.
@@ -390,6 +393,8 @@ class GroupManager {
     }
 
   private:
+    const Int hashes_per_block_;
+
     void AddStored(Int slot, Int tokens_per_hash, Int start, Int end, const Digest& parent) {
         const CacheEvents::Row event{
             .kind = kStored, .group = group, .block_size = tokens_per_hash, .slot = slot, .start = start, .end = end};
