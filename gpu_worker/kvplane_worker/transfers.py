@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from itertools import compress, count, pairwise
+from operator import eq, ne
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_worker.lending.holdings import Holdings
@@ -22,8 +21,6 @@ from kvplane_worker.ops.interface import PageOps
 
 MAX_BLOCKS_PER_CALL = 65536
 MAX_NAMED = 16  # pages in a message
-
-Column = NDArray[Any]
 
 
 class TransferKind(Enum):
@@ -91,27 +88,28 @@ class Outcome:
 def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
     """Carry out a transfer. Raises the errors of `check_transfer`, before any page is copied or zeroed."""
     check_transfer(holdings, order)
-    blocks = _column(order.blocks)
-    before = _stamps(holdings, blocks)
-    is_chosen = before == _column(order.expected_stamps, np.uint64) if order.expected_stamps else blocks >= 0
-    if holdings.buffers.group(order.group).layers and is_chosen.any():
+    before, everywhere = _stamps(holdings, order.blocks), range(len(order.blocks))
+    chosen: Sequence[int] = everywhere
+    if order.expected_stamps:
+        chosen = list(compress(everywhere, map(eq, before, order.expected_stamps)))
+    if holdings.buffers.group(order.group).layers and chosen:
         try:
-            _move(holdings, ops, order, np.flatnonzero(is_chosen))
+            _move(holdings, ops, order, chosen)
         finally:
             _wait(holdings)  # also after a failure: part of the move may still run on the device
-    is_kept = is_chosen & (before == _stamps(holdings, blocks))
-    return Outcome(tuple(before.tolist()), _positions(~is_kept))
+    discarded = set(_changed(before, _stamps(holdings, order.blocks)))
+    if len(chosen) < len(before):
+        discarded.update(set(everywhere).difference(chosen))
+    return Outcome(before, tuple(sorted(discarded)))
 
 
 def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]) -> Outcome:
     """Return checksums of pages. Raises InvalidArgument if the group or a page does not exist."""
     _check_pages(holdings, group, "blocks", blocks, lowest=0)
     pages = holdings.buffers.group(group)
-    column = _column(blocks)
-    before = _stamps(holdings, column)
+    before = _stamps(holdings, blocks)
     sums = ops.checksum(pages, blocks).tolist() if pages.layers and blocks else [0] * len(blocks)
-    discarded = _positions(before != _stamps(holdings, column))
-    return Outcome(tuple(before.tolist()), discarded, tuple(sums))
+    return Outcome(before, _changed(before, _stamps(holdings, blocks)), tuple(sums))
 
 
 def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
@@ -185,7 +183,7 @@ def _check_pages(holdings: Holdings, group: int, field: str, blocks: Sequence[in
         )
 
 
-def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Column) -> None:
+def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Sequence[int]) -> None:
     """Copy or zero only the pages at the given positions of the transfer's lists. Staging rows and pages at other
     positions do not change.
     """
@@ -201,29 +199,23 @@ def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Column) -> 
             act(pages, order.blocks[start:end], rows[start:end])
 
 
-def _runs(chosen: Column) -> list[tuple[int, int]]:
+def _runs(chosen: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive positions, as (first, last + 1)."""
-    last = np.flatnonzero(np.diff(chosen, append=-1) != 1)
-    first = np.append(0, last[:-1] + 1)
-    return list(zip(chosen[first].tolist(), (chosen[last] + 1).tolist(), strict=True))
+    ends = [at for at, (one, after) in enumerate(pairwise(chosen), 1) if after != one + 1]
+    return [(chosen[first], chosen[last - 1] + 1) for first, last in zip([0, *ends], [*ends, len(chosen)], strict=True)]
 
 
-def _at(values: Sequence[int], chosen: Column) -> Sequence[int]:
-    return values if len(chosen) == len(values) else _column(values)[chosen].tolist()
+def _at(values: Sequence[int], chosen: Sequence[int]) -> Sequence[int]:
+    return values if len(chosen) == len(values) else list(map(values.__getitem__, chosen))
 
 
-def _column(values: Sequence[int], dtype: type = np.int64) -> Column:
-    """Return numbers as a column, without a statement of Python per number."""
-    return np.fromiter(values, dtype, len(values))
+def _changed(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Return the positions whose stamps differ, without a statement of Python per page."""
+    return tuple(compress(count(), map(ne, before, after)))
 
 
-def _positions(is_listed: Column) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(is_listed).tolist())
-
-
-def _stamps(holdings: Holdings, blocks: Column) -> Column:
-    """Return a copy of the stamps of blocks, uint64 [blocks]."""
-    return np.frombuffer(holdings.stamps.words, np.uint64)[blocks]
+def _stamps(holdings: Holdings, blocks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(holdings.stamps.words.__getitem__, blocks))
 
 
 def _wait(holdings: Holdings) -> None:

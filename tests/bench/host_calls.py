@@ -98,8 +98,7 @@ def sides() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         return [at for at in range(STAMPED) if before[at] != after[at]]
 
     def in_columns() -> tuple[int, ...]:
-        blocks = transfers._column(column)
-        return transfers._positions(transfers._stamps(holdings, blocks) != transfers._stamps(holdings, blocks))
+        return transfers._changed(transfers._stamps(holdings, column), transfers._stamps(holdings, column))
 
     return {
         f"stamps of {STAMPED} pages": (one_by_one, in_columns),

@@ -271,9 +271,14 @@ class Service:
         site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.reference().coordinator.pool
         readings = site.readings_of(life.incarnation)
         shown = agreed_stamps(readings)
+        size, busy = host.replica.spec.blocks_per_state, pool.busy
 
         def proven(blocks: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            return tuple(sorted((block, stamp) for block, stamp in blocks if shown[block] == stamp))
+            return tuple(sorted((block, stamp) for block, stamp in blocks if shown[block] == stamp and is_whole(block)))
+
+        def is_whole(block: int) -> bool:
+            """With split pages, what a load may still write to the first block of a superblock may be a state."""
+            return block % size == 0 or block - block % size not in busy
 
         knows_memory = life.incarnation == seen.incarnation and bool(life.stamp_table)
         due = proven(seen.published) if knows_memory else ()

@@ -39,7 +39,7 @@ def test_equal_seeds_give_equal_runs():
     assert run(7).digest == run(7).digest != run(8).digest
 
 
-@pytest.mark.parametrize("seed", [2, 7])
+@pytest.mark.parametrize("seed", [2, 6])
 def test_runs_do_not_depend_on_the_core(monkeypatch, seed):
     """Idle checks read a compiled core's state in a thread, so they do so with every core. Only the order in which a
     life's keys are published at its beginning, at one time, is that of each core's index.
