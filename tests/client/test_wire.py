@@ -25,6 +25,7 @@ from kvplane.base.groups import (
 )
 from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.requests import Content
+from kvplane.base.retain import Retain, Retained
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import (
     STEP_VERSION,
@@ -201,6 +202,20 @@ def prefetches(draw):
     )
 
 
+@st.composite
+def retains(draw):
+    rows = draw(st.integers(0, 3))
+    _, _, num_hashes, hashes = draw(contents(rows))
+    return Retain(
+        num_hashes=num_hashes,
+        hashes=hashes,
+        now_ns=draw(st.lists(u64, max_size=1)),
+        **{name: draw(column(len(num_hashes), names)) for name in ("domain", "owner")},
+        **{name: draw(column(len(num_hashes), u32)) for name in ("priority", "percent")},
+        until_ns=draw(column(len(num_hashes), u64)),
+    )
+
+
 parts = st.builds(
     Part,
     facts=facts(),
@@ -213,6 +228,7 @@ parts = st.builds(
     admit=admits(),
     peek=peeks(),
     prefetch=prefetches(),
+    retain=retains(),
     budget=st.builds(Budget, tokens=u32, input=u32, overhead=u32),
     with_tables=st.booleans(),
 )
@@ -297,6 +313,7 @@ def part_results(draw):
         orders=draw(orders()),
         free_blocks=draw(u32),
         prefetched=Prefetched(*([draw(u32), draw(u32)] for _ in range(3))),
+        retained=Retained(*([draw(u32), draw(u32)] for _ in range(4))),
         events=draw(st.lists(events, max_size=2)),
         tier_events=draw(st.lists(of_tiers, max_size=2)),
     )

@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "evict_blocks": ("r", [1, 2], At()),
     "reset_prefix_cache": ("r", At()),
     "prefetch": ("r", Content(token_ids=[1]), 1.0, At()),
+    "retain": ("r", Content(token_ids=[1]), 1.0, 3, At()),
     "snapshot": ("r",),
     "list_requests": ("r", 5),
     "explain": ("r", "a"),

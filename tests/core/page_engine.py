@@ -10,6 +10,7 @@ launch; the launch. Transfers write between any two of them, and continue after 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from random import Random
 
 from kvplane.base.groups import ReplicaSpec
@@ -21,6 +22,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.managers.full import FullAttentionManager
 from kvplane_service.core.managers.mamba import AlignedStateManager
+from tests.core import retain_rows
 from tests.core.builders import new_replica, tokens
 from tests.core.follower import Followed
 from tests.core.page_memory import Launch, Memory, Page
@@ -45,6 +47,7 @@ class RandomEngine(RandomScheduler):
     ends_loads_by_rows = True
     deaths = 0  # percent of steps
     launches = 60  # percent of strides after a step
+    retains = True  # draws the section `retain`
     cells: Cells | None = None  # of a campaign
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
@@ -86,6 +89,13 @@ class RandomEngine(RandomScheduler):
 
     def _begin_epoch(self) -> None:
         self.replica.begin_epoch(self.epoch, self.memory.stamps)
+
+    def _parts(self) -> list[Part]:
+        parts = super()._parts()
+        rng = copy(self.rng)  # a copy: the run of a seed stays as it was
+        if self.retains and self.spec.blocks_per_state == 1 and rng.random() < 0.3:
+            parts[-1].retain = retain_rows.drawn(self.replica, rng, self.seq)
+        return parts
 
     def step(self) -> None:
         """Send a step, then let some launches run."""

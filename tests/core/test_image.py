@@ -45,6 +45,7 @@ def drain(engine: RandomEngine) -> None:
     engine.executed_through = engine.launched
     (result,) = engine.apply([Part(cache=Cache(evicted=evicted(engine)))])
     engine.replica = engine.replica.reference()  # a twin does not see the changes that follow
+    engine.replica.coordinator.pool.retained.clear()  # no image has it
     engine.memory.stamp(result.orders)
     engine.launched = engine.stamped = engine.moved = engine.seq
     requests, coordinator = engine.replica.requests, engine.replica.coordinator
@@ -101,7 +102,7 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
     # These choices depend on the numbers of steps, which differ after an image.
     engine._has_rare_in_flight = lambda: False  # type: ignore[method-assign]
     engine._is_rare = lambda slot: False  # type: ignore[method-assign]
-    engine.lags = False
+    engine.lags = engine.retains = False
     for _ in range(steps):
         engine.step()
     return given

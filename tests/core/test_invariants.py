@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvplane.base.groups import AlignSpec, TierKind, TierSpec
-from kvplane.base.step import End, RowFlag
+from kvplane.base.step import End, Part, RowFlag
 from kvplane_service.core import invariants
 from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, prompt_and_window, state, window
+from tests.core.test_retain import rows_for
 
 NAME = re.compile(r'BrokenInvariant\(\s*"(\w+)"')
 
@@ -31,6 +32,13 @@ def plain():
     engine.admit(1, "zzz")
     engine.end(1, how=End.HELD)
     engine.serve(2, "ccccdddd")
+    return engine
+
+
+def retained():
+    """As `plain`; blocks 5 and 6 are retained."""
+    engine = plain()
+    engine.step(Part(retain=rows_for(engine, "ccccdddd")))
     return engine
 
 
@@ -206,6 +214,10 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("stamps", plain, lambda engine: engine.pool.stamp.__setitem__(1, engine.pool.stamp[2]), "blocks 1 and 2"),
     ("tentative_keys", in_flight, lambda engine: tracker(engine).tentative.clear(), "its key waits for step 1"),
     ("evictable_count", plain, lambda engine: setattr(engine.pool, "num_evictable", 1), "2 free blocks carry a key"),
+    ("retained", retained, lambda engine: engine.pool.retained.used.clear(), "have {} keys, counted \\[2\\]"),
+    ("retained", retained, lambda engine: setattr(engine.pool.retained, "num_free", 9), "counted 9"),
+    ("retained", retained, lambda engine: engine.pool.retained.of_key.clear(), "do not lead to the name"),
+    ("retained", retained, lambda engine: engine.pool.retained.remove(5), "retained, expected"),
     ("running_count", plain, lambda engine: setattr(requests(engine), "num_running", 2), "1 run, the count says 2"),
     ("partial_hits", plain, lambda engine: manager(engine).partial_hit.__setitem__(0, (9, 3)), "is not at index 9"),
     ("state_positions", states, lambda engine: manager(engine).num_retired.__setitem__(0, 9), "group 0 recorded"),

@@ -275,10 +275,11 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
 
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])
 def test_a_state_that_is_read_in_slices_is_the_whole_state(monkeypatch, blocks):
-    core = native.NativeReplica.of(with_tiers("window and full", 1).replica.reference())
+    core = native.NativeReplica.of(with_tiers("window and full", 5).replica.reference())
     whole = native.dump_of(core.core, core.spec.num_blocks)
     assert whole["free"]
     assert whole["digests"]
+    assert all(whole["retained"])
     assert any(len(keys) > 8 for _, _, _, *both, _, _, _ in whole["tiers"][2] for keys in both)
     for function in (native.dump_of, native.tiers.keys_of):
         monkeypatch.setattr(sys.modules[function.__module__], "SLICE_BLOCKS", blocks)

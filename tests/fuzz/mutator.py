@@ -33,6 +33,7 @@ _MORE: dict[str, list[Message]] = {
     ],
     "ListRequests": [admin_pb2.ListRequestsRequest(replica="r", limit=1)],
     "Record": [admin_pb2.RecordRequest(replica="r"), admin_pb2.RecordRequest(replica="r", from_now=True)],
+    "Retain": [allocation_pb2.RetainRequest(header={"replica": "r"}, content={"token_ids": PROMPT}, ttl_ms=9)],
     "Prefetch": [allocation_pb2.PrefetchRequest(header={"replica": "r"}, content={"token_ids": PROMPT}, within_ms=9)],
     "Status": [admin_pb2.StatusRequest()],
     "DeregisterWorker": [plan_pb2.DeregisterWorkerRequest(replica="r", worker_id=5)],

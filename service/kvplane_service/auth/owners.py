@@ -54,6 +54,7 @@ class OwnerLimits(BaseModel):
     concurrent_calls: Count | None = None  # including open sessions and subscriptions
     replicas: Count | None = None
     blocks: Count | None = None  # summed over the pools of its replicas
+    retained_percent: Annotated[int, Field(ge=0, le=100)] = 25  # of the blocks of each pool, by Retain
 
 
 class Owner(BaseModel):

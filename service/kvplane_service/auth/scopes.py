@@ -59,6 +59,7 @@ METHODS: Mapping[str, Rule] = {
         EvictBlocks=_CHANGE,
         ResetPrefixCache=_CHANGE,
         Prefetch=_ALLOCATE,
+        Retain=_ALLOCATE,
         Session=_ALLOCATE,
     ),
     **service_rules("Events", Subscribe=Rule(Scope.EVENTS)),

@@ -37,6 +37,7 @@ COMMANDS = {
     "evict": "kvplane_service.cli.query.changes",
     "reset": "kvplane_service.cli.query.changes",
     "prefetch": "kvplane_service.cli.query.changes",
+    "retain": "kvplane_service.cli.query.changes",
     "deregister": "kvplane_service.cli.query.changes",
     "doctor": "kvplane_service.cli.query.service",
     "health": "kvplane_service.cli.query.service",

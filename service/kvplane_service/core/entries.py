@@ -65,7 +65,7 @@ def every_id(pool: BlockPool, tiers: Tiers, blocks: Iterable[int] | None) -> Ite
     """Return these blocks; for None, the free blocks in eviction order, the other blocks, and the slots of tiers."""
     if blocks is not None:
         return blocks
-    free, is_free = list(pool.free), bytearray(pool.num_blocks)
+    free, is_free = [*pool.free, *pool.retained], bytearray(pool.num_blocks)
     for block in free:
         is_free[block] = True
     return chain(free, [block for block in range(1, pool.num_blocks) if not is_free[block]], tiers.ids)

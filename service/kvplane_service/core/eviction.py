@@ -81,9 +81,7 @@ def renew_states(managers: Sequence[GroupManager], slot: int) -> None:
         pool, count = manager.pool, _last_state(manager, slot) // manager.hash_size
         if 0 < count <= len(manager.requests.content[slot].digests):
             resting = [block for block in pool.blocks_of(manager.key(slot, count)) if not pool.references[block]]
-            for block in resting:
-                pool.free.remove(block)
-            pool.free.append(resting)
+            pool.retained.renew(resting)
 
 
 def _last_state(manager: GroupManager, slot: int) -> int:

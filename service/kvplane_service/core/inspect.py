@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import check_in_slices
@@ -78,7 +79,7 @@ def take_snapshot(core: ReplicaCore) -> Snapshot:
     return Snapshot(
         digest=digest(replica),
         num_free_blocks=pool.num_free,
-        free_blocks=pool.free,
+        free_blocks=chain(pool.free, pool.retained),
         distinct_keys=pool.count_keys(),
         keys=_keys(replica),
         requests=_requests(replica),

@@ -52,6 +52,10 @@ def check_in_slices(replica: Replica) -> Slices:
     pool = replica.coordinator.pool
     is_free = bytearray(pool.num_blocks)
     yield from check_split(pool, is_free) if isinstance(pool, SplitPool) else check_free_list(pool.free, is_free)
+    for fault in pool.retained.faults(is_free):
+        if fault:
+            raise BrokenInvariant("retained", fault)
+        yield
     holders = array(U32)
     for start in range(0, pool.num_blocks, _ZEROS):
         holders.extend(zeros(U32, min(_ZEROS, pool.num_blocks - start)))

@@ -19,6 +19,7 @@ from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, DigestMap, Key, new_map
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.refusals import Refusals
+from kvplane_service.core.retained import RetainedBlocks
 
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see tentative keys
 
@@ -38,6 +39,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.with_events = with_events
         self.free = FreeList(num_blocks)
+        self.retained = RetainedBlocks(self)  # the free blocks that are evicted after those of `free`
         self.references = [0] * num_blocks
         self.key: list[Key | None] = [None] * num_blocks  # the primary key or LAZY_KEY, see `key_of`
         self.key_tokens = zeros(U32, num_blocks)  # tokens of the primary key's prefix; 0: no key
@@ -72,7 +74,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that can be allocated now; blocks that have a key but no reference are included."""
-        return self.free.count
+        return self.free.count + self.retained.num_free
 
     @property
     def is_unused(self) -> bool:
@@ -85,7 +87,7 @@ class BlockPool:
         `after`: the last block of the same table, for a `SplitPool`.
         """
         del after
-        return self._hand_out(self.free.pop(count))
+        return self._hand_out(self.retained.next_victims(count))
 
     def take_states(self, count: int) -> list[int]:
         """Do what `take` does, for states."""
@@ -126,7 +128,7 @@ class BlockPool:
             if block == NULL_BLOCK:
                 continue
             if references[block] == 0:
-                self.free.remove(block)
+                self.retained.leave_free(block)
                 key = self.key[block]
                 self.num_evictable -= key is not None
                 if block in self.refusals.by_block:
@@ -158,7 +160,7 @@ class BlockPool:
             self.num_evictable += len(keyed)
             if self.refusals.by_block:
                 self.refusals.forget_blocks(keyed)
-            (self.free.append_left_window if left_window else self.free.append)(keyed)
+            (self.free.append_left_window if left_window else self.free.append)(self.retained.enter(keyed))
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
         """Record that launches or copies up to this step may still use the blocks; a request releases them now."""
@@ -327,6 +329,8 @@ class BlockPool:
         if self.refusals.by_digest:
             self.refusals.forget_keys(keys)
         self.free.forget((block,))
+        if self.retained.of_key:
+            self.retained.note_lost(block, keys)
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
@@ -374,10 +378,7 @@ class BlockPool:
             by_digest[digest] = entry[0]
 
     def drop_keys(self, block: int, reason: RemoveReason) -> bool:
-        """Remove all keys of a block that is not being allocated; emits REMOVED and changes its stamp (version).
-
-        Returns False, and changes nothing, if the block has no key.
-        """
+        """Remove all keys of a block that is not being allocated; emits REMOVED and changes its stamp. False: none."""
         keys = self.unregister(block)
         if not keys:
             return False
@@ -405,6 +406,7 @@ class BlockPool:
         """Remove all keys, emit CLEARED, keep the eviction order. False, and no change, if a request holds a block."""
         if not self.is_unused:
             return False
+        self.retained.clear()
         self.clear()
         # Recovery accepts no stamp from before this one: a store may have keys that this pool does not have.
         self.restamp(NULL_BLOCK)

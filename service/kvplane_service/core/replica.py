@@ -1,7 +1,7 @@
 """The cache of one engine instance: applies steps, which change what blocks requests have, and answers reads.
 
 apply(step):  validate -> executed_through -> for each part:
-              facts -> cache -> news -> resume -> run -> admit -> peek -> prefetch -> result
+              facts -> cache -> news -> resume -> run -> admit -> peek -> prefetch -> retain -> result
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, install, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
+from kvplane_service.core.retaining import retain
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.split import SplitPool
 from kvplane_service.core.state_entries import copy_entries
@@ -129,6 +130,7 @@ class Replica:
         """
         pool = self._pool
         yield from self.tracker.abandon()
+        pool.retained.suspend()
         if pool.has_keys:
             if not stamp_table and self._keeps_keys:
                 self._keeps_keys = False
@@ -154,6 +156,7 @@ class Replica:
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
         self.tiers.begin_epoch(epoch, memory_is_new)
+        self._pool.retained.resume()
         self.seq = 0
         self._shown = stamp_table[: self.spec.num_blocks]  # a copy: the caller may reuse its array
         return self._pool.count_keys()
@@ -317,6 +320,11 @@ class Replica:
         return BlockCounts.of(self.spec, len(pool.busy), pool.num_free, pool.num_evictable, slack)
 
     @property
+    def retained_counts(self) -> tuple[int, int]:
+        """Number of retained prefixes, and of the keys of blocks that they name."""
+        return len(self._pool.retained.each), len(self._pool.retained.of_key)
+
+    @property
     def digest_size(self) -> int:
         """Bytes of a block hash."""
         return self._scheme.digest.size
@@ -406,6 +414,8 @@ class Replica:
         if part.prefetch.slot:
             loads = TierLoads(self.coordinator, self.tracker)
             order_prefetch(self.coordinator, loads, part.prefetch, result.prefetched)
+        if part.retain.num_hashes or part.retain.now_ns:
+            retain(self.coordinator, part.retain, result.retained)
         if part.with_tables:
             self._add_all_tables(part, result)
         self.counters.unaligned_chunks += applier.unaligned_chunks
@@ -421,6 +431,8 @@ class Replica:
 
     def complete_part(self, result: PartResult) -> None:
         """Count the refusals of a part; add its orders and events, and the number of free blocks, to its result."""
+        if self._pool.retained.lost:
+            self._pool.retained.forget_lost()
         self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
         result.orders = self.coordinator.take_orders()
         self.tiers.demand_now += len(result.orders.stamp_block)

@@ -15,6 +15,8 @@ by slot or by group; a set or dict is keyed by one of these.
     eviction    only with another policy than LRU: its name, number of free blocks before the divider, `hit_end` of the
                 requests, and for TURN_TAIL the superseded blocks, for HAZARD what it has learnt
     split       only of a split pool: number of free blocks of cut superblocks, and which superblocks had a state last
+    retained    only if a prefix is: owner, domain, hash, priority, end and keys of each; the free blocks that are
+                evicted after those of `free`, by priority
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
     tiers       only with tiers: slots, keys, jobs in flight

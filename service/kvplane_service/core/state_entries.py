@@ -77,6 +77,8 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         before.append(("tiers", copy_tiers(tiers)))
     if isinstance(pool, SplitPool):
         before.append(("split", pool.free.state()))
+    if pool.retained.each:
+        before.append(("retained", pool.retained.state()))
     free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
@@ -251,6 +253,8 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
         if isinstance(entry, int) or sorted(entry) != sorted(blocks):
             raise ValueError("blocks of a shared key")
         entry[:] = blocks
+    for retained in entries.get("retained", ()):
+        pool.retained.load(retained)
 
 
 def keys_of(runs: Iterable[list[Any]], num_blocks: int) -> list[Key | None]:

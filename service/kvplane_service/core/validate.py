@@ -15,6 +15,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.hashing import block_digest
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
+from kvplane.base.retain import MAX_PRIORITY, Retain
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -33,11 +34,13 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.policies import check_hints
 from kvplane_service.core.requests import MAX_SLOTS, Requests
+from kvplane_service.core.retaining import check_retain
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.tiers.checks import MAX_WITHIN_NS, OrderedJobs, check_jobs, check_load_rows, check_prefetch
 from kvplane_service.core.value_checks import ValueChecks
 
 MAX_LOOKAHEAD = 4096
+MAX_NS = (1 << 62) - 1  # of a time
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
@@ -130,6 +133,8 @@ class StepValidator(ValueChecks):
             self._live(part.peek.slot, "peek.slot")
         if part.prefetch != _EMPTY.prefetch:
             self._prefetch(part.prefetch)
+        if part.retain != _EMPTY.retain:
+            self._retain(part.retain)
         if part.budget != _EMPTY.budget:
             for name in ("tokens", "input", "overhead"):
                 self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
@@ -412,6 +417,18 @@ class StepValidator(ValueChecks):
         self._range(rows.within_ns, 0, MAX_WITHIN_NS, "prefetch.within_ns")
         check_prefetch(rows, self._spec, self._where)
         self._live([slot for slot in rows.slot if slot != NO_REQUEST], "prefetch.slot")
+
+    def _retain(self, rows: Retain) -> None:
+        self._columns(rows, ("domain", "owner", "priority", "until_ns", "percent"), "retain")
+        self._digest_size(rows.hashes, rows.num_hashes, "retain")
+        for name in ("domain", "owner"):
+            is_text = all(isinstance(one, str) for one in getattr(rows, name))
+            self._require(is_text, f"retain.{name}", "every entry must be a text")
+        self._range(rows.priority, 0, MAX_PRIORITY, "retain.priority")
+        self._range(rows.percent, 0, 100, "retain.percent")
+        self._range([*rows.now_ns, *rows.until_ns], 0, MAX_NS, "retain.until_ns")
+        self._require(len(rows.now_ns) < 2, "retain.now_ns", "give one time, or none")
+        check_retain(rows, self._spec, self._where)
 
     # -- checks of values --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from operator import or_
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import MAX_TOKEN_ID
 from kvplane.base.prefetch import Prefetch
+from kvplane.base.retain import Retain
 from kvplane.base.step import Admit, Facts, News, Peek, RowFlag, Run
 
 
@@ -18,9 +19,11 @@ class ValueChecks:
 
     _where = ""
 
-    def _columns(self, section: Facts | News | Run | Admit | Peek | Prefetch, names: Sequence[str], where: str) -> None:
+    def _columns(
+        self, section: Facts | News | Run | Admit | Peek | Prefetch | Retain, names: Sequence[str], where: str
+    ) -> None:
         """Require that each of these columns has one entry per row, or no entry."""
-        rows = len(section.slot)
+        rows = len(section.num_hashes if isinstance(section, Retain) else section.slot)
         for name in names:
             column = getattr(section, name)
             if column and len(column) != rows:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvplane.base.decode_rows import rows_of
+from kvplane.base.retain import RetainOutcome
 from kvplane.base.step import AdmitStatus, CacheEvent, End, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_service.core.cache_events import CacheEvents
@@ -95,6 +96,7 @@ class Tally:
         removals: cache keys (hashes of block contents) removed from their block, by RemoveReason. Keys removed by a
             reset of the cache are not counted.
         preemptions: preempted requests, by reason.
+        retentions: prefixes that were to be retained or released, by RetainOutcome.
         lives: number of engine lives (times of one epoch, in which one engine owns the page memory) begun.
         step_times: time of the core per decision.
     """
@@ -103,6 +105,7 @@ class Tally:
         self.refusals: dict[AdmitStatus, int] = dict.fromkeys(REFUSALS, 0)
         self.removals: dict[RemoveReason, int] = dict.fromkeys(REMOVALS, 0)
         self.preemptions = dict.fromkeys(Preemption, 0)
+        self.retentions = dict.fromkeys(RetainOutcome, 0)
         self.lives = 0
         self.step_times = StepTimes()
 
@@ -117,6 +120,9 @@ class Tally:
             given = vars(result)  # what is missing is empty
             if given.get("admit_status"):
                 self._count_refusals(result)
+            if "retained" in given:
+                for outcome in result.retained.outcome:
+                    self.retentions[RetainOutcome(outcome)] += 1
             if events:
                 self._count_removals(events)
             is_rows = rows_of(part) is not None  # no request ends

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvplane.base.declined import Declined, WhyDeclined
 from kvplane.base.prefetch import NO_REQUEST, Prefetch, Prefetched, PrefetchOutcome
+from kvplane.base.retain import Retain, Retained, RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, End, Orders, Part, PartResult, Step, StepResult
 
 _SHOWN = 8  # numbers of a list in a line
@@ -60,6 +61,7 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     yield from (f"preempted slot {slot}" for slot in result.preempted)
     yield from (f"peek slot {slot}: hit {hit}" for slot, hit in zip(part.peek.slot, result.peek_hit, strict=True))
     yield from _prefetch_lines(part.prefetch, result.prefetched)
+    yield from _retain_lines(part.retain, result.retained)
     yield f"{result.free_blocks} blocks free"
 
 
@@ -69,6 +71,16 @@ def _prefetch_lines(asked: Prefetch, done: Prefetched) -> Iterator[str]:
         name = f"{asked.num_hashes[row]} hashes" if slot == NO_REQUEST else f"slot {slot}"
         why = PrefetchOutcome(outcome).name.lower().replace("_", " ")
         yield f"prefetch {name}: hit {hit}, {blocks} blocks to the first tier ({why})"
+
+
+def _retain_lines(asked: Retain, done: Retained) -> Iterator[str]:
+    rows = zip(asked.num_hashes, done.hit, done.blocks, done.left, done.outcome, strict=True)
+    for row, (count, hit, blocks, left, outcome) in enumerate(rows):
+        owner = asked.owner[row] if asked.owner else ""
+        why = RetainOutcome(outcome).name.lower().replace("_", " ")
+        yield f"retain {count} hashes for {owner!r}: hit {hit}, {blocks} blocks, {left} left ({why})"
+    if done.next_end_ns:
+        yield f"what is retained ends at {done.next_end_ns[0]} ns first"
 
 
 def _declined_lines(slots: Sequence[int], declined: Declined) -> Iterator[str]:

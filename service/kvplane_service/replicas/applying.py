@@ -210,9 +210,9 @@ def _of_part(part: Part, replica: ReplicaCore) -> int:
         return int(of_rows(packed))
     facts, news = part.facts, part.news
     rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
-    rows += len(part.prefetch.slot)
+    rows += len(part.prefetch.slot) + len(part.retain.num_hashes)
     tokens = len(facts.tokens) + len(news.tokens)
-    digests = len(facts.hashes) + len(news.hashes) + len(part.prefetch.hashes)
+    digests = len(facts.hashes) + len(news.hashes) + len(part.prefetch.hashes) + len(part.retain.hashes)
     units = rows * _ROW + tokens // _TOKENS_HASHED + digests // replica.digest_size // _DIGESTS_READ
     return units + _of_tables(part, replica) + _of_cache(part, replica)
 
@@ -232,6 +232,7 @@ def _of_tables(part: Part, replica: ReplicaCore) -> int:
     ended = [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end]
     seen = waiting + _sum(known, part.peek.slot) + _sum(computed, ended) + dropped
     seen += _sum(known, part.prefetch.slot) + sum(part.prefetch.num_hashes) * replica.spec.hash_block_size
+    seen += sum(part.retain.num_hashes) * replica.spec.hash_block_size
     units = needed = 0
     for group in replica.groups:
         dense = 1 if group.is_downward_closed() else _SPARSE_BLOCKS

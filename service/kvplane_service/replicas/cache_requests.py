@@ -1,7 +1,7 @@
 """Changes of the prefix cache of a replica with a session: a caller asks for them, the engine's steps carry them out.
 
-    mirror   EvictBlocks, ResetPrefixCache -> ask -> the engine, in a step of its own -> carried_out -> the answer
-    others   the same, and Prefetch        -> ask -> merged into the engine's next step -> carried_out -> the answer
+    mirror   EvictBlocks, ResetPrefixCache  -> ask -> the engine, in a step of its own -> carried_out -> the answer
+    others   the same, Prefetch, and Retain -> ask -> merged into the engine's next step -> carried_out -> the answer
 
 A mirror may carry both out twice, so a request that may be lost is sent to it again.
 
@@ -20,6 +20,7 @@ from itertools import chain, count
 
 from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane.base.prefetch import Prefetch, Prefetched
+from kvplane.base.retain import Retain, Retained
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import Part, PartResult, Step, StepResult
 from kvplane_service.runtime.executors import Busy
@@ -33,6 +34,7 @@ class CacheRequests:
 
     Attributes:
         send: sends a request to the engine of a mirror; None while it has no stream, and for other engines.
+        next_end_ns: the earliest end of a retained prefix, on the host's clock; 0 = none is retained.
     """
 
     def __init__(self) -> None:
@@ -40,12 +42,13 @@ class CacheRequests:
         # A random start: a step may carry out a request of a service that was connected before.
         self._numbers = count(secrets.randbits(62) + 1)
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
-        self._prefetches: dict[int, Prefetch] = {}  # by number of their request
+        self._rows: dict[int, Part] = {}  # prefixes to prefetch or retain, by number of their request
+        self.next_end_ns = 0
 
     async def ask(self, name: str, part: Part) -> StepResult:
-        """Return the result of the step in which the engine of replica `name` does what the sections `cache` and
-        `prefetch` of this part say: it evicts blocks, resets its cache, or copies what a prompt needs. In the result,
-        `prefetched` has this prompt alone.
+        """Return the result of the step in which the engine of replica `name` does what the sections `cache`,
+        `prefetch` and `retain` of this part say: it evicts blocks, resets its cache, copies what a prompt needs, or
+        retains a prefix. In the result, `prefetched` and `retained` have this prompt alone.
 
         Raises:
             Unavailable: the engine has not carried it out in time (a mirror may do so later); or it has left.
@@ -54,8 +57,8 @@ class CacheRequests:
         if len(self._waiting) >= MOST_WAITING:
             raise Busy(f"{MOST_WAITING} requests wait for the engine of {name}", field="replica", remedy="retry")
         request = CacheRequest(next(self._numbers), tuple(part.cache.evicted), part.cache.reset)
-        if part.prefetch.slot:
-            self._prefetches[request.number] = part.prefetch
+        if part.prefetch.slot or part.retain.num_hashes:
+            self._rows[request.number] = part
         answer: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         self._waiting[request] = answer
         if self.send is not None:
@@ -66,6 +69,7 @@ class CacheRequests:
         except TimeoutError:
             why = "only its ranks can write the stamps that make this final"
             why = "only its movers can copy" if part.prefetch.slot else why
+            why = "only its steps change what is evicted" if part.retain.num_hashes else why
             late = "nothing was changed" if self.send is None else "it may still do so"
             raise Unavailable(
                 f"the engine of {name} has run no step within {TIMEOUT_S:g} s, and {why}; {late}",
@@ -74,28 +78,33 @@ class CacheRequests:
             ) from None
         finally:
             del self._waiting[request]
-            self._prefetches.pop(request.number, None)
+            self._rows.pop(request.number, None)
 
-    def merged(self, step: Step) -> tuple[Step, list[tuple[int, bool]]]:
-        """Return the step with all waiting changes in the cache section of its first part, and the prompts to prefetch
-        behind the engine's own; and their numbers, each with whether it is a prefetch.
+    def is_due(self, clock: Callable[[], int]) -> bool:
+        """Whether the time of a retained prefix has come; the clock is read only if there is one."""
+        return self.next_end_ns > 0 and clock() >= self.next_end_ns
+
+    def merged(self, step: Step, now_ns: int) -> tuple[Step, list[tuple[int, Part]]]:
+        """Return the step with all waiting changes in the cache section of its first part, the prompts to prefetch
+        behind the engine's own, and the prefixes to retain; and their numbers, each with its part.
 
         The engine gets the orders and events of these changes with the answer to its step. A step without parts stays
         as it is.
         """
-        asked = [request for request, answer in self._waiting.items() if not answer.done()] if step.parts else []
-        if not asked:
+        if not step.parts:
             return step, []
+        asked = [request for request, answer in self._waiting.items() if not answer.done()]
         first, *others = step.parts
         cache = replace(
             first.cache,
             evicted=[*first.cache.evicted, *chain.from_iterable(request.blocks for request in asked)],
             reset=first.cache.reset or any(request.reset for request in asked),
         )
-        prompts = [self._prefetches[request.number] for request in asked if request.number in self._prefetches]
+        numbers = [(request.number, self._rows.get(request.number, Part())) for request in asked]
+        prompts = [rows.prefetch for _, rows in numbers if rows.prefetch.slot]
         prefetch = _joined([first.prefetch, *prompts]) if prompts else first.prefetch
-        numbers = [(request.number, request.number in self._prefetches) for request in asked]
-        return replace(step, parts=[replace(first, cache=cache, prefetch=prefetch), *others]), numbers
+        retain = _retained([rows.retain for _, rows in numbers if rows.retain.num_hashes], now_ns)
+        return replace(step, parts=[replace(first, cache=cache, prefetch=prefetch, retain=retain), *others]), numbers
 
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
@@ -103,17 +112,26 @@ class CacheRequests:
             if request.number == number and not answer.done():
                 answer.set_result(result)
 
-    def all_carried_out(self, asked: Iterable[tuple[int, bool]], result: StepResult) -> None:
+    def all_carried_out(self, asked: Iterable[tuple[int, Part]], result: StepResult) -> None:
         """A step with this result has carried out these requests, as `merged` returned them."""
-        asked, done = list(asked), result.parts[0].prefetched
-        row = len(done.hit) - sum(is_prefetch for _, is_prefetch in asked)
-        for number, is_prefetch in asked:
-            if not is_prefetch:
-                self.carried_out(number, result)
-                continue
-            alone = Prefetched([done.hit[row]], [done.blocks[row]], [done.outcome[row]])
-            self.carried_out(number, replace(result, parts=[PartResult(prefetched=alone)]))
-            row += 1
+        asked, done, kept = list(asked), result.parts[0].prefetched, result.parts[0].retained
+        self.note_ends(kept)
+        copied = count(len(done.hit) - sum(len(rows.prefetch.slot) for _, rows in asked))
+        retained = count()
+        for number, rows in asked:
+            part = result.parts[0]
+            if rows.prefetch.slot:
+                at = next(copied)
+                part = PartResult(prefetched=Prefetched([done.hit[at]], [done.blocks[at]], [done.outcome[at]]))
+            elif rows.retain.num_hashes:
+                at = next(retained)
+                alone = Retained([kept.hit[at]], [kept.blocks[at]], [kept.left[at]], [kept.outcome[at]])
+                part = PartResult(retained=alone)
+            self.carried_out(number, replace(result, parts=[part, *result.parts[1:]]))
+
+    def note_ends(self, done: Retained) -> None:
+        """Record when what is retained ends, from the result of a part with a time."""
+        self.next_end_ns = done.next_end_ns[0] if done.next_end_ns else 0
 
     def send_again(self) -> None:
         """Send every request that waits: the engine has a new stream, or its image hides which step carried it out."""
@@ -142,3 +160,10 @@ def _joined(sections: Sequence[Prefetch]) -> Prefetch:
         domain=[name for one in sections for name in one.domain or [""] * len(one.slot)],
         within_ns=[time for one in sections for time in one.within_ns or [0] * len(one.slot)],
     )
+
+
+def _retained(sections: Sequence[Retain], now_ns: int) -> Retain:
+    """Return the rows of all sections, in order, at this time."""
+    columns = ("num_hashes", "domain", "owner", "priority", "until_ns", "percent")
+    rows = {name: list(chain.from_iterable(getattr(one, name) for one in sections)) for name in columns}
+    return Retain(hashes=b"".join(one.hashes for one in sections), now_ns=[now_ns], **rows)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter
+from kvplane.base.retain import Retain
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import CacheEvent, Part, Step, StepResult
 from kvplane_service.config import Config
@@ -318,18 +319,25 @@ class ReplicaHost(HostState):
             InvalidArgument, LimitExceeded: as `check_step`.
         """
         self.check_unary(at)
-        order = self._order
+        order, requests = self._order, self.mirror.requests
+        if requests.is_due(self._clock) and not parts[0].retain.now_ns:
+            parts = [replace(parts[0], retain=Retain(now_ns=[self._clock()])), *parts[1:]]
         executed_through = order.seq if at.executed_through is None else at.executed_through
         step = order.make_next(self.epoch, parts, executed_through, not at.more, CURRENT.get())
         return Turn(order, step, check_step(step, order, self.replica.executed_through, self._config))
 
     def apply_unary(self, turn: Turn) -> StepResult:
         """Apply the step of a unary call. Raises KvplaneError if the core refuses its content."""
-        return turn.advance(self.steps.apply(turn.step))
+        return self._advanced(turn, self.steps.apply(turn.step))
 
     async def apply_unary_by(self, offload: Offload, turn: Turn) -> StepResult:
         """Apply the step on a thread of `offload`; run this in `steps.aside`. Raises as `apply_unary`, and Busy."""
-        return turn.advance(await self.steps.apply_by(offload, turn.step))
+        return self._advanced(turn, await self.steps.apply_by(offload, turn.step))
+
+    def _advanced(self, turn: Turn, result: StepResult) -> StepResult:
+        if turn.step.parts[0].retain.now_ns:
+            self.mirror.requests.note_ends(result.parts[0].retained)
+        return turn.advance(result)
 
     # ---- the end
 
@@ -443,11 +451,12 @@ class ReplicaHost(HostState):
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
+        _check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests = self.mirror.requests
-        if requests.is_empty:
+        if requests.is_empty and not requests.is_due(self._clock):
             return Turn(self._order, step, rows, fingerprint, session.with_events)
-        step, asked = requests.merged(step)
+        step, asked = requests.merged(step, self._clock())
         return Turn(self._order, step, rows, fingerprint, session.with_events, partial(requests.all_carried_out, asked))
 
     def _last_step(self) -> Step:
@@ -460,3 +469,11 @@ class ReplicaHost(HostState):
         self._order.advance(step, 0)
         self._leave_epoch()
         self.events.withdraw()
+
+
+def _check_retains_nothing(step: Step) -> None:
+    """Raise InvalidArgument if an engine sends the section `retain`, whose times would be those of another clock."""
+    for number, part in enumerate(step.parts):
+        if "retain" in vars(part) and part.retain != Retain():
+            what, remedy = "an engine's step retains nothing itself", "call Retain"
+            raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)

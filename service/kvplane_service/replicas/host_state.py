@@ -138,6 +138,11 @@ class HostState:
         """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""
         return max(0, self._clock() - at_ns)
 
+    @property
+    def now_ns(self) -> int:
+        """The time of the clock by which prefixes are retained."""
+        return self._clock()
+
     async def idle(self) -> None:
         """Wait until no long work is running. None starts before the caller awaits something else."""
         await self.steps.idle()

@@ -202,6 +202,7 @@ def size_of(step: Step) -> tuple[int, int]:
         sections = (part.facts, part.news, part.run, part.admit, part.peek, part.prefetch)
         others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
         resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0
+        resumed += len(part.retain.num_hashes)
         num_rows += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))
         num_tokens += len(part.facts.tokens) + len(part.news.tokens)
     return num_rows, num_tokens

@@ -21,7 +21,7 @@ from kvplane_service.rpc.sources import Planned, names_policy, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.store.ownership import Durable, OwnerUnknown
-from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall
+from kvplane_service.unary.calls import EvictCall, PrefetchCall, ResetCall, RetainCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
@@ -164,6 +164,14 @@ class AllocationServicer:
         content = decode.decode_content(request.content, entry.host.scheme)
         call = PrefetchCall(content, request.within_ms * 1_000_000)
         return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_prefetched)
+
+    async def Retain(self, request: pb.RetainRequest, raw: bytes) -> bytes:  # noqa: N802
+        """Retain the cached prefix of a prompt for a time, or release it."""
+        entry, owner = self._entry(request.header), CALL.get().owner
+        content = decode.decode_content(request.content, entry.host.scheme)
+        share = owner.limits.retained_percent
+        call = RetainCall(content, request.ttl_ms * 1_000_000, request.priority, owner.name, share)
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_retained)
 
     async def Session(self, context: Context) -> None:  # noqa: N802
         """Serve the bidirectional stream on which an engine sends its steps and gets the answers."""

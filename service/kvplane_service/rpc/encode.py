@@ -132,6 +132,15 @@ def encode_prefetched(step: StepResult) -> bytes:
     return message.SerializeToString()
 
 
+def encode_retained(step: StepResult) -> bytes:
+    """Return the serialized RetainResponse, from the result of the step that retained or released a prefix."""
+    done = step.parts[0].retained
+    message = pb.RetainResponse(
+        seq=step.seq, retained_tokens=done.hit[0], retained_blocks=done.blocks[0], left_blocks=done.left[0]
+    )
+    return message.SerializeToString()
+
+
 def encode_reset(step: StepResult) -> bytes:
     """Return the serialized ResetPrefixCacheResponse, from the result of the step that reset the cache."""
     message = pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done)
@@ -173,6 +182,9 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
         tier_counts=tier_counts(replica),
+        retained_prefixes=replica.retained_counts[0],
+        retained_blocks=replica.retained_counts[1],
+        retain_counts={outcome.name.lower(): count for outcome, count in tally.retentions.items() if count},
     )
 
 

@@ -203,6 +203,20 @@ _FAMILIES = (
         ("reason",),
         lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
     ),
+    _gauge("kvplane_retained_prefixes", "Prefixes that are retained.", lambda host: host.replica.retained_counts[0]),
+    _gauge(
+        "kvplane_retained_blocks",
+        "Keys of blocks that retained prefixes name.",
+        lambda host: host.replica.retained_counts[1],
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_retentions",
+        "Prefixes that were to be retained or released: retained (or renewed), released, over_budget, too_many, "
+        "other_owner.",
+        ("outcome",),
+        lambda host: [((outcome.name.lower(),), count) for outcome, count in host.tally.retentions.items()],
+    ),
     Family(
         CounterMetricFamily,
         "kvplane_idle_checks",

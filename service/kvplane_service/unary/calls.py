@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from kvplane.base.errors import InvalidArgument
+from kvplane.base.errors import InvalidArgument, LimitExceeded, PermissionDenied
 from kvplane.base.hashing import HashTail
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
+from kvplane.base.retain import MAX_RETAINED, Retain, RetainOutcome
 from kvplane.base.step import (
     ANY_HIT,
     NO_EXTRA_KEYS,
@@ -300,6 +301,51 @@ class PrefetchCall(UnaryCall[StepResult]):
             raise InvalidArgument(what, field="content", remedy="prefetch longer prompts alone")
         rows = Prefetch([NO_REQUEST], [given.num_hashes], given.hashes, [given.domain], [self.within_ns])
         return Plan(Part(prefetch=rows), _itself)
+
+
+@dataclass(frozen=True, slots=True)
+class RetainCall(UnaryCall[StepResult]):
+    """One Retain call: retains the cached prefix of a prompt for `owner` and `ttl_ns`, or releases it if that is 0.
+
+    `percent`: of the blocks of the pool that may be retained for the owner.
+    """
+
+    content: Content
+    ttl_ns: int
+    priority: int
+    owner: str
+    percent: int
+
+    async def prepare(self, unary: UnaryCalls) -> Self:
+        """Hash the tokens."""
+        return replace(self, content=await unary.hash_content(self.content))
+
+    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+        """Plan a row of the section `retain`."""
+        given, now_ns = self.content, unary.host.now_ns
+        if not given.num_hashes:
+            what = f"a prompt of {given.num_tokens} tokens has no full block"
+            raise InvalidArgument(what, field="content", remedy="retain longer prefixes alone")
+        until_ns = now_ns + self.ttl_ns if self.ttl_ns else 0
+        rows = Retain([given.num_hashes], given.hashes, [given.domain], [self.owner], [self.priority], [until_ns])
+        rows.percent, rows.now_ns = [self.percent], [now_ns]
+        return Plan(Part(retain=rows), self._answered)
+
+    def _answered(self, step: StepResult) -> StepResult:
+        """Raise the refusal of the row, which changed nothing."""
+        done = step.parts[0].retained
+        blocks, left, outcome = done.blocks[0], done.left[0], done.outcome[0]
+        if outcome == RetainOutcome.OVER_BUDGET:
+            what = f"the prefix needs {blocks} blocks, and of the owner's {self.percent} % of the pool {left} are left"
+            remedy = "release a prefix, retain a shorter one, or raise retained_percent in the owner's limits"
+            raise InvalidArgument(what, field="content", remedy=remedy)
+        if outcome == RetainOutcome.TOO_MANY:
+            what = f"the replica retains {MAX_RETAINED} prefixes"
+            raise LimitExceeded(what, field="header.replica", remedy="release one, or wait until one ends")
+        if outcome == RetainOutcome.OTHER_OWNER:
+            what = "the prefix is retained for other owners alone"
+            raise PermissionDenied(what, field="content", remedy="let its owner release it, or wait for its end")
+        return step
 
 
 def _itself(result: StepResult) -> StepResult:

@@ -47,6 +47,7 @@ from kvplane_service.unary.calls import (
     Plan,
     PrefetchCall,
     ResetCall,
+    RetainCall,
     UnaryCall,
 )
 from kvplane_service.unary.fields import unary_fields
@@ -115,6 +116,15 @@ class UnaryCalls:
                     remedy="connect an engine with a session and movers, or let the engine prefetch",
                 )
             return await self._ask_engine(header, await call.prepare(self), encode)
+        if isinstance(call, RetainCall):
+            if host.mirror.is_attached or host.has_left:
+                raise FailedPrecondition(
+                    f"the engine of {host.name} decides itself what is evicted, or has left",
+                    field="replica",
+                    remedy="connect an engine with a session, for which the service decides",
+                )
+            if has_engine:
+                return await self._ask_engine(header, await call.prepare(self), encode)
         if isinstance(call, EvictCall | ResetCall) and has_engine:
             return await self._ask_engine(header, call, encode)
         prepared: UnaryCall[_Answer] | None = None

@@ -3,8 +3,8 @@
 One scheduler iteration of an engine is one Step: what happened to requests, which requests are new, and what to run, in
 the order of the engine's priorities. A step consists of parts, a part of sections (such as `facts`), a section of rows:
 usually one row per request. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek ->
-prefetch, each section in row order, and each row completely before the next one. So a step has the same result whether
-it is sent whole or one row per part. Only `resume` is applied as a whole, before any other row of an engine life runs.
+prefetch -> retain, each section in row order, and each row completely before the next one. So a step has the same
+result whether it is sent whole or one row per part. Only `resume` is applied as a whole, before the rows of its life.
 
 A column is a list with one entry per row, or an empty list if every row has the default that the column's comment
 states. On the wire a column is packed little-endian u32 (i32 if it may be negative, u64 where noted); see
@@ -21,6 +21,7 @@ from kvplane.base.declined import Declined
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetch, Prefetched
+from kvplane.base.retain import Retain, Retained
 from kvplane.base.typed import check
 from kvplane.base.when_read import made_when_read
 
@@ -302,6 +303,7 @@ class Part:
     admit: Admit = field(default_factory=Admit)
     peek: Peek = field(default_factory=Peek)
     prefetch: Prefetch = field(default_factory=Prefetch)
+    retain: Retain = field(default_factory=Retain)
     budget: Budget = Budget()
     with_hashes: bool = False  # answer with the block hashes of facts and news rows, for checks
     with_tables: bool = False  # answer with the full block tables of all run and admit rows, for debugging
@@ -314,8 +316,7 @@ class Step:
     Attributes:
         epoch: epoch of the engine life that sends the step.
         seq: step number; the first step is 1, the step after this one is seq + 1.
-        parts: the parts, in order.
-        part: number of parts[0] within the step.
+        parts: the parts, in order; `part` is the number of parts[0] within the step.
         last: whether these are the last parts of the step.
         executed_through: number of a step; it and all earlier steps have finished on all ranks.
         traceparent: W3C trace context of the engine's step, see kvplane.base.trace; "" = none.
@@ -473,13 +474,13 @@ class PartResult:
     events: Sequence[CacheEvent] = field(default_factory=list)  # of the device
     hashed_facts: Sequence[bytes] = field(default_factory=list, compare=False)  # not sent: digests of each row's tokens
     hashed_news: Sequence[bytes] = field(default_factory=list, compare=False)
-    # Requests in preempted that lost their blocks before the run section; those set back before a state or window:
-    taken_back: int = field(default=0, compare=False)
-    went_back: int = field(default=0, compare=False)
+    taken_back: int = field(default=0, compare=False)  # requests in preempted without blocks before the run rows
+    went_back: int = field(default=0, compare=False)  # those of them that were set back before a state or window
     admit_job: MutableSequence[int] = field(default_factory=list)  # u64, default 0: loads the hit; run rows follow it
     admit_tier_tokens: MutableSequence[int] = field(default_factory=list)  # default 0: hit beyond that of the device
     declined: Declined = field(default_factory=Declined)  # hits of tiers that are not loaded
     prefetched: Prefetched = field(default_factory=Prefetched)
+    retained: Retained = field(default_factory=Retained)
     tier_events: Sequence[CacheEvent] = field(default_factory=list)  # of the tiers, apart: their `blocks` are slots
 
 
@@ -488,8 +489,7 @@ class StepResult:
     """The service's answer to a Step.
 
     Attributes:
-        seq: number of the step.
-        part: number of parts[0] within the step.
+        seq, part: number of the step, and of parts[0] within the step.
         parts: the results of the parts, in order.
         published_through: the keys that steps up to this number registered are visible to other requests.
     """

@@ -232,6 +232,14 @@ class Client:
         """
         return self._do(calls.prefetch(replica, content, within_s, at))
 
+    def retain(
+        self, replica: str, content: Content, *, ttl_s: float, priority: int = 0, at: At = HERE
+    ) -> allocation_pb2.RetainResponse:
+        """Let the blocks of a cached prefix be evicted after all that are not retained, for `ttl_s` seconds, 7 days at
+        most; those of lower `priority` (0 to 100) first. Nothing is held. 0 seconds release the prefix.
+        """
+        return self._do(calls.retain(replica, content, ttl_s, priority, at))
+
     def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
         """Remove every key of the prefix cache. Does nothing while a request holds a block; the answer states whether
         the keys were removed.

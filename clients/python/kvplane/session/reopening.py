@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 
 from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult, Resume, Step, StepResult
 
@@ -236,6 +237,7 @@ def _nothing_granted(part: Part, free_blocks: int) -> PartResult:
         peek_hit=[0] * len(part.peek.slot),
         peek_single_group_hit=[0] * len(part.peek.slot),
         prefetched=Prefetched(*([0] * len(part.prefetch.slot) for _ in range(3))),
+        retained=Retained(*([0] * len(part.retain.num_hashes) for _ in range(4))),
         num_hashes=[0] * known,
         last_hash=[b""] * known,
         free_blocks=free_blocks,

@@ -175,6 +175,15 @@ def prefetch(replica: str, content: Content, within_s: float, at: At) -> Call[al
 
 
 @checked
+def retain(replica: str, content: Content, ttl_s: float, priority: int, at: At) -> Call[allocation_pb2.RetainResponse]:
+    """Build the call that retains the cached prefix of a prompt for a time, or releases it."""
+    fields = {"content": wire.encode_content(content), "ttl_ms": round(ttl_s * 1000), "priority": priority}
+    fields["header"] = _header(replica, at)
+    request = build(allocation_pb2.RetainRequest, "request", fields)
+    return Call(f"/{ALLOCATION}/Retain", request, allocation_pb2.RetainResponse)
+
+
+@checked
 def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
     """Build the call for the state of a replica's allocator."""
     request = build(admin_pb2.SnapshotRequest, "request", {"replica": replica, "summary": summary})

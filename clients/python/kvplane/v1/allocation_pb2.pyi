@@ -190,7 +190,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "slack_blocks")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks", "mirror", "miss_curve", "core", "tiers", "tier_jobs", "tier_counts", "retained_prefixes", "retained_blocks", "retain_counts", "slack_blocks")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,13 @@ class DescribeReplicaResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RetainCountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +259,9 @@ class DescribeReplicaResponse(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     TIER_JOBS_FIELD_NUMBER: _ClassVar[int]
     TIER_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     SLACK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
@@ -279,8 +289,11 @@ class DescribeReplicaResponse(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
     tier_jobs: _containers.ScalarMap[str, int]
     tier_counts: _containers.ScalarMap[str, int]
+    retained_prefixes: int
+    retained_blocks: int
+    retain_counts: _containers.ScalarMap[str, int]
     slack_blocks: int
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("kind", "num_blocks", "held_blocks", "shadow_blocks", "free_blocks", "hit_tokens", "groups")
@@ -698,6 +711,30 @@ class PrefetchResponse(_message.Message):
     copied_blocks: int
     outcome: PrefetchOutcome
     def __init__(self, seq: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., outcome: _Optional[_Union[PrefetchOutcome, str]] = ...) -> None: ...
+
+class RetainRequest(_message.Message):
+    __slots__ = ("header", "content", "ttl_ms", "priority")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    content: RequestContent
+    ttl_ms: int
+    priority: int
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., ttl_ms: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class RetainResponse(_message.Message):
+    __slots__ = ("seq", "retained_tokens", "retained_blocks", "left_blocks")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    retained_tokens: int
+    retained_blocks: int
+    left_blocks: int
+    def __init__(self, seq: _Optional[int] = ..., retained_tokens: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., left_blocks: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ("header",)

@@ -96,6 +96,11 @@ class AllocationStub(object):
                 request_serializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/kvplane.v1.Allocation/Retain',
+                request_serializer=kvplane_dot_v1_dot_allocation__pb2.RetainRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_allocation__pb2.RetainResponse.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/kvplane.v1.Allocation/Session',
                 request_serializer=kvplane_dot_v1_dot_allocation__pb2.SessionRequest.SerializeToString,
@@ -202,6 +207,17 @@ class AllocationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retain(self, request, context):
+        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
+        With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
+        (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+        FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
+        UNAVAILABLE: the engine has run no step in time, and nothing changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Session(self, request_iterator, context):
         """The engine's stream: steps in, results out, in order. The first message opens the session.
         A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -269,6 +285,11 @@ def add_AllocationServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=kvplane_dot_v1_dot_allocation__pb2.RetainRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_allocation__pb2.RetainResponse.SerializeToString,
             ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
@@ -580,6 +601,33 @@ class Allocation(object):
             '/kvplane.v1.Allocation/Prefetch',
             kvplane_dot_v1_dot_allocation__pb2.PrefetchRequest.SerializeToString,
             kvplane_dot_v1_dot_allocation__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Allocation/Retain',
+            kvplane_dot_v1_dot_allocation__pb2.RetainRequest.SerializeToString,
+            kvplane_dot_v1_dot_allocation__pb2.RetainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,13 @@ class AllocationStub:
     replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
     decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
     """
+    Retain: _grpc.UnaryUnaryMultiCallable[_allocation_pb2.RetainRequest, _allocation_pb2.RetainResponse]
+    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
+    With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
+    (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+    FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
+    UNAVAILABLE: the engine has run no step in time, and nothing changed.
+    """
     Session: _grpc.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
     A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
@@ -138,6 +145,13 @@ class AllocationAsyncStub(AllocationStub):
     that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
     replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
     decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
+    """
+    Retain: _aio.UnaryUnaryMultiCallable[_allocation_pb2.RetainRequest, _allocation_pb2.RetainResponse]  # type: ignore[assignment]
+    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
+    With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
+    (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+    FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
+    UNAVAILABLE: the engine has run no step in time, and nothing changed.
     """
     Session: _aio.StreamStreamMultiCallable[_allocation_pb2.SessionRequest, _allocation_pb2.SessionResponse]  # type: ignore[assignment]
     """The engine's stream: steps in, results out, in order. The first message opens the session.
@@ -260,6 +274,19 @@ class AllocationServicer(metaclass=_abc_1.ABCMeta):
         that a request with this prompt does not wait for the disk. Answered when the copies are ordered. INVALID_ARGUMENT: the
         replica has no disk behind a host tier, or the prompt has no full block. FAILED_PRECONDITION: no engine has a session, or it
         decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
+        """
+
+    @_abc_1.abstractmethod
+    def Retain(
+        self,
+        request: _allocation_pb2.RetainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocation_pb2.RetainResponse, _abc.Awaitable[_allocation_pb2.RetainResponse]]:
+        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
+        With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
+        (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+        FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
+        UNAVAILABLE: the engine has run no step in time, and nothing changed.
         """
 
     @_abc_1.abstractmethod

@@ -242,6 +242,40 @@ class Prefetched(_message.Message):
     outcome: bytes
     def __init__(self, hit: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., outcome: _Optional[bytes] = ...) -> None: ...
 
+class Retain(_message.Message):
+    __slots__ = ("num_hashes", "hashes", "domain", "owner", "priority", "until_ns", "percent", "now_ns")
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_NS_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    NOW_NS_FIELD_NUMBER: _ClassVar[int]
+    num_hashes: bytes
+    hashes: bytes
+    domain: _containers.RepeatedScalarFieldContainer[str]
+    owner: _containers.RepeatedScalarFieldContainer[str]
+    priority: bytes
+    until_ns: bytes
+    percent: bytes
+    now_ns: bytes
+    def __init__(self, num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., domain: _Optional[_Iterable[str]] = ..., owner: _Optional[_Iterable[str]] = ..., priority: _Optional[bytes] = ..., until_ns: _Optional[bytes] = ..., percent: _Optional[bytes] = ..., now_ns: _Optional[bytes] = ...) -> None: ...
+
+class Retained(_message.Message):
+    __slots__ = ("hit", "blocks", "left", "outcome", "next_end_ns")
+    HIT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NEXT_END_NS_FIELD_NUMBER: _ClassVar[int]
+    hit: bytes
+    blocks: bytes
+    left: bytes
+    outcome: bytes
+    next_end_ns: bytes
+    def __init__(self, hit: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., left: _Optional[bytes] = ..., outcome: _Optional[bytes] = ..., next_end_ns: _Optional[bytes] = ...) -> None: ...
+
 class Budget(_message.Message):
     __slots__ = ("tokens", "input", "overhead")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -283,7 +317,7 @@ class Resume(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume", "prefetch")
+    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume", "prefetch", "retain")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +329,7 @@ class Part(_message.Message):
     WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    RETAIN_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
     news: News
@@ -306,7 +341,8 @@ class Part(_message.Message):
     with_hashes: bool
     resume: Resume
     prefetch: Prefetch
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ...) -> None: ...
+    retain: Retain
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")
@@ -441,7 +477,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined", "prefetched")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined", "prefetched", "retained")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -464,6 +500,7 @@ class PartResult(_message.Message):
     ADMIT_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
     PREFETCHED_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -486,7 +523,8 @@ class PartResult(_message.Message):
     admit_tier_tokens: bytes
     declined: Declined
     prefetched: Prefetched
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ...) -> None: ...
+    retained: Retained
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., retained: _Optional[_Union[Retained, _Mapping]] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

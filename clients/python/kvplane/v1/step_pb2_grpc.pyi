@@ -5,8 +5,8 @@ The step: one scheduler iteration of an engine, as an ordered program of rows in
 
 A column is a `bytes` field of little-endian values, one per row: u32 unless the comment says i32 or u64. In an empty
 column every row has the default. A part executes its sections in the order facts, cache, news, resume, run, admit,
-peek, prefetch, and the rows of a section in order. The effects of a row are complete before the next row starts, so a step has
-the same result whether it is sent as one part or as one part per row. docs/glossary.md defines the terms.
+peek, prefetch, retain, and the rows of a section in order. The effects of a row are complete before the next row
+starts, so a step has the same result whether it is sent as one part or as one part per row. docs/glossary.md defines the terms.
 
 The field numbers and bits in this table were reserved for features that were planned. Those that are not fields yet
 get no other meaning.

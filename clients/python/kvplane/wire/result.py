@@ -8,6 +8,7 @@ from kvplane.base.declined import Declined
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
 from kvplane.base.step import (
     LOAD_COLUMNS,
     MOVE_COLUMNS,
@@ -52,6 +53,9 @@ _DECLINED = Columns(
     Column("row"), Column("why"), Column("tier"), Column("hit"), Column("load_ns", U64), Column("compute_ns", U64)
 )
 _PREFETCHED = Columns(Column("hit"), Column("blocks"), Column("outcome"))
+_RETAINED = Columns(
+    Column("hit"), Column("blocks"), Column("left"), Column("outcome"), Column("next_end_ns", U64, by_row=False)
+)
 _BLOCKS = Columns(Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
 _STAMPS = Columns(Column("stamp_block"), Column("stamp", U64))
 _COPIES = Columns(Column("copy_src"), Column("copy_dst"), Column("copy_group"))
@@ -160,6 +164,8 @@ def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
         fields["declined"] = declined
     if "prefetched" in given and (prefetched := pack_section(part.prefetched, _PREFETCHED, where)):
         fields["prefetched"] = prefetched
+    if "retained" in given and (retained := pack_section(part.retained, _RETAINED, where)):
+        fields["retained"] = retained
     if "orders" in given and (orders := pack_section(part.orders, _ORDERS, where)):
         fields["orders"] = orders
     if given.get("last_hash"):
@@ -183,6 +189,8 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
         fields["declined"] = Declined(**unpack_section(message.declined, _DECLINED, where, to_lists=False))
     if message.HasField("prefetched"):
         fields["prefetched"] = Prefetched(**unpack_section(message.prefetched, _PREFETCHED, where, to_lists=False))
+    if message.HasField("retained"):
+        fields["retained"] = Retained(**unpack_section(message.retained, _RETAINED, where, to_lists=False))
     if message.HasField("orders"):
         fields["orders"] = decode_orders(message.orders, f"{where}.orders")
     if message.events:

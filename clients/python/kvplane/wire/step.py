@@ -7,6 +7,7 @@ from typing import Any
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.prefetch import Prefetch
+from kvplane.base.retain import Retain
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -113,6 +114,13 @@ _ADMIT = Columns(
 )
 _PEEK = Columns(Column("slot"), Column("limit"))
 _PREFETCH = Columns(Column("slot"), Column("num_hashes"), Column("within_ns", U64))
+_RETAIN = Columns(
+    Column("num_hashes"),
+    Column("priority"),
+    Column("until_ns", U64),
+    Column("percent"),
+    Column("now_ns", U64, by_row=False),
+)
 _ON_RUN_REFUSAL = tuple(OnRefusal)
 _ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
@@ -271,6 +279,16 @@ def _encode_prefetch(prefetch: Prefetch, where: str) -> dict[str, Any]:
     return fields
 
 
+def _encode_retain(retain: Retain, where: str) -> dict[str, Any]:
+    fields = pack_section(retain, _RETAIN, where)
+    if retain.hashes:
+        fields["hashes"] = retain.hashes
+    for name in ("domain", "owner"):
+        if names := getattr(retain, name):
+            fields[name] = _texts(names, name)
+    return fields
+
+
 def _texts(names: object, name: str) -> list[str]:
     """Return a list of texts. Raises TypeError for others: a str would become a list of letters, and bytes would count
     as text.
@@ -299,6 +317,7 @@ _SECTIONS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
     "admit": _encode_admit,
     "peek": _encode_peek,
     "prefetch": _encode_prefetch,
+    "retain": _encode_retain,
     "budget": _encode_budget,
 }
 
@@ -330,6 +349,8 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
         fields["peek"] = Peek(with_blocks=message.peek.with_blocks, **columns)
     if message.HasField("prefetch"):
         fields["prefetch"] = _decode_prefetch(message.prefetch, digest_size, f"{where}.prefetch")
+    if message.HasField("retain"):
+        fields["retain"] = _decode_retain(message.retain, digest_size, f"{where}.retain")
     if message.HasField("budget"):
         fields["budget"] = _decode_budget(message.budget)
     return Part(with_tables=message.with_tables, with_hashes=message.with_hashes, **fields)
@@ -371,7 +392,7 @@ def _check_content(section: Facts | News, counts: Sequence[int], count_name: str
     _check_hashes(section, digest_size, where)
 
 
-def _check_hashes(section: Facts | News | Prefetch, digest_size: int, where: str) -> None:
+def _check_hashes(section: Facts | News | Prefetch | Retain, digest_size: int, where: str) -> None:
     num_bytes = sum(section.num_hashes) * digest_size
     if num_bytes != len(section.hashes):
         source = f"{where}.num_hashes x {digest_size}"
@@ -381,10 +402,23 @@ def _check_hashes(section: Facts | News | Prefetch, digest_size: int, where: str
 def _decode_prefetch(message: pb.Prefetch, digest_size: int, where: str) -> Prefetch:
     columns = unpack_section(message, _PREFETCH, where)
     prefetch = Prefetch(hashes=message.hashes, domain=list(message.domain), **columns)
-    if len(prefetch.domain) not in (0, len(prefetch.slot)):
-        raise wrong_rows(f"{where}.domain", len(prefetch.domain), len(prefetch.slot))
+    _check_texts(prefetch.domain, len(prefetch.slot), f"{where}.domain")
     _check_hashes(prefetch, digest_size, where)
     return prefetch
+
+
+def _decode_retain(message: pb.Retain, digest_size: int, where: str) -> Retain:
+    columns = unpack_section(message, _RETAIN, where)
+    retain = Retain(hashes=message.hashes, domain=list(message.domain), owner=list(message.owner), **columns)
+    for name in ("domain", "owner"):
+        _check_texts(getattr(retain, name), len(retain.num_hashes), f"{where}.{name}")
+    _check_hashes(retain, digest_size, where)
+    return retain
+
+
+def _check_texts(names: Sequence[str], rows: int, where: str) -> None:
+    if len(names) not in (0, rows):
+        raise wrong_rows(where, len(names), rows)
 
 
 def _decode_run(message: pb.Run, where: str) -> Run:

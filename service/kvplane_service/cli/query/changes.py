@@ -1,4 +1,4 @@
-"""Commands that change a replica: `deregister`, `reset` and `evict`, which print what is lost and ask; `prefetch`."""
+"""Commands that change a replica: `deregister`, `reset`, `evict`, which state what is lost and ask; and two others."""
 
 from __future__ import annotations
 
@@ -147,6 +147,43 @@ def prefetch_command(
     print(
         f"{replica}: a hit of {answer.hit_tokens} tokens in device and tiers; {answer.copied_blocks} blocks are copied "
         f"to the host ({how[answer.outcome]}), in step {answer.seq}"
+    )
+
+
+def retain_command(
+    replica: Replica,
+    tokens: Tokens = None,
+    ttl: Annotated[float, typer.Option(min=0, max=604800, help="Seconds from now on. 0 = release it.")] = 3600.0,
+    priority: Annotated[int, typer.Option(min=0, max=100, help="Lower ones are evicted first.")] = 0,
+    domain: Domain = "",
+    salt: Salt = "",
+    lora: Lora = "",
+    wait: Wait = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Retain the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained.
+
+    Nothing is held: an allocation that needs the blocks still gets them. What is not cached is not retained. With an
+    engine, its next step does it.
+    """
+    from kvplane.base.requests import At
+    from kvplane.unary import calls
+
+    if tokens is None:
+        raise InvalidArgument("it is not clear what to retain", field="--tokens", remedy="give --tokens")
+    content = content_of(tokens, domain, salt, lora)
+    if grpcurl:
+        print(grpcurl_line(service, calls.retain(replica, content, ttl, priority, At())))
+        return
+    with client_of(service) as client:
+        answer = _changed(partial(client.retain, replica, content, ttl_s=ttl, priority=priority), wait)
+    if not ttl:
+        print(f"{replica}: released, in step {answer.seq}; {answer.left_blocks} blocks are left to retain")
+        return
+    print(
+        f"{replica}: {answer.retained_tokens} tokens, {answer.retained_blocks} blocks are retained for {ttl:g} s, in "
+        f"step {answer.seq}; {answer.left_blocks} blocks are left to retain"
     )
 
 

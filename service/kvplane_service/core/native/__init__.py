@@ -430,6 +430,11 @@ class NativeReplica:
         return BlockCounts.of(self.spec, len(self.busy_blocks), num_free, num_evictable, slack)
 
     @property
+    def retained_counts(self) -> tuple[int, int]:
+        """Number of retained prefixes, and of the keys of blocks that they name."""
+        return _native.retained(self._core)
+
+    @property
     def busy_blocks(self) -> tuple[int, ...]:
         """Blocks that loads of earlier engine lives may still write, ascending."""
         return tuple(_native.books(self._core)[0])

@@ -8,6 +8,7 @@ from kvplane.base.declined import Declined
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import Medium
 from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
 from kvplane.base.step import (
     Blocks,
     Cache,
@@ -33,6 +34,7 @@ def new(
     hashing: tuple[bytes, tuple[object, int] | None],
     /,
 ) -> object: ...
+def retained(core: object, /) -> tuple[int, int]: ...
 def effort(
     core: object, slots: array[int], extra: array[int], appended: bool, num_tokens: int, num_hashes: int, /
 ) -> int: ...
@@ -60,6 +62,7 @@ def answer_with(
     prefetched: type[Prefetched],
     rows: type[DecodeRows],
     hashed: type[Sequence[bytes]],
+    retained: type[Retained],
     /,
 ) -> None: ...
 def events(packed: object, /) -> list[CacheEvent]: ...

@@ -9,7 +9,7 @@ namespace kvplane {
 struct Answers {
     PyObject *step = nullptr, *part = nullptr, *blocks = nullptr, *orders = nullptr, *events = nullptr;
     PyObject *packed_ints = nullptr, *tier_events = nullptr, *declined = nullptr, *event = nullptr;
-    PyObject* prefetched = nullptr;
+    PyObject *prefetched = nullptr, *retained = nullptr;
     PyObject *rows = nullptr, *hashed = nullptr;  // the first one is of steps
     PyObject *kinds = nullptr, *reasons = nullptr, *device = nullptr;  // values in events; of the first two by number
 };
@@ -174,6 +174,14 @@ inline void SetTiers(PyObject* part, TierAnswer& tiers) {
         for (size_t at = 0; at < tiers.prefetched.size(); ++at)
             SetAttribute(prefetched, names[at], ColumnToPy<uint64_t>(tiers.prefetched[at]));
         SLOT(part, prefetched, prefetched);
+    }
+    if (!tiers.retained[0].empty() || !tiers.next_end_ns.empty()) {
+        PyObject* retained = NewObject(answers.retained);
+        static PyObject* const names[] = {NAME("hit"), NAME("blocks"), NAME("left"), NAME("outcome")};
+        for (size_t at = 0; at < tiers.retained.size(); ++at)
+            SetAttribute(retained, names[at], ColumnToPy<uint64_t>(tiers.retained[at]));
+        SetAttribute(retained, NAME("next_end_ns"), ColumnToPy<uint64_t>(tiers.next_end_ns));
+        SLOT(part, retained, retained);
     }
     if (tiers.events.empty()) return;
     Owned runs(PyList_New(0));

@@ -20,7 +20,9 @@ inline PyObject* Abandon(PyObject*, PyObject* arguments) {
         Check(most > 0 && most_blocks > 0);
         return Change(core, [&](Replica& replica) {
             if (begins) replica.tracker.NoteUnderLoad();
-            return PyBool_FromLong(replica.tracker.AbandonSome(most, most_blocks));
+            const bool has_more = replica.tracker.AbandonSome(most, most_blocks);
+            if (!has_more) replica.blocks.pool.retained.Suspend();
+            return PyBool_FromLong(has_more);
         });
     });
 }

@@ -296,7 +296,21 @@ inline PyObject* CommonBlocks(PyObject*, PyObject* arguments) {
 
 // free_order(core) -> the free blocks in the order of eviction
 inline PyObject* FreeOrder(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* { return ToPy(CoreOf(At(arguments, 0)).replica.blocks.pool.FreeOrder()); });
+    return Guarded([&]() -> PyObject* {
+        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
+        BlockList order = pool.FreeOrder();
+        const BlockList retained = pool.retained.Order();
+        order.insert(order.end(), retained.begin(), retained.end());
+        return ToPy(order);
+    });
+}
+
+// retained(core) -> (prefixes, keys) that are retained
+inline PyObject* CountRetained(PyObject*, PyObject* arguments) {
+    return Guarded([&]() -> PyObject* {
+        const RetainedBlocks& retained = AnyCoreOf(At(arguments, 0)).replica.blocks.pool.retained;
+        return Tuple(ToPy(static_cast<Int>(retained.each().size())), ToPy(retained.num_keys()));
+    });
 }
 
 }  // namespace kvplane

@@ -79,12 +79,12 @@ inline void RenewStates(const std::vector<std::unique_ptr<GroupManager>>& manage
         BlockList resting = one->pool.BlocksOf(one->KeyOf(slot, count));
         std::erase_if(resting, [&](Block block) { return one->pool.references[block] > 0; });
         BlockPool& pool = one->pool;
-        for (const Block block : resting) pool.split ? pool.split->Remove(pool, block) : pool.free.Remove(block);
-        if (pool.split) {
-            pool.split->Append(pool, resting);
-        } else {
-            pool.free.Append(resting);
+        if (!pool.split) {
+            pool.retained.Renew(resting);
+            continue;
         }
+        for (const Block block : resting) pool.split->Remove(pool, block);
+        pool.split->Append(pool, resting);
     }
 }
 

@@ -253,7 +253,7 @@ PyObject* AnswerWith(PyObject*, PyObject* arguments) {
         PyObject** const types[] = {&answers.step,   &answers.part,        &answers.blocks,      &answers.orders,
                                     &answers.event,  &answers.kinds,       &answers.reasons,     &answers.device,
                                     &answers.events, &answers.packed_ints, &answers.tier_events, &answers.declined,
-                                    &answers.prefetched, &answers.rows, &answers.hashed};
+                                    &answers.prefetched, &answers.rows, &answers.hashed, &answers.retained};
         Py_ssize_t at = 0;
         for (PyObject** type : types) *type = Py_NewRef(At(arguments, at++));
         Py_RETURN_NONE;
@@ -276,6 +276,7 @@ PyObject* Dump(PyObject*, PyObject* arguments) {
                                 : Py_NewRef(Py_None));
         dump("domains", pool.pairs.Names());
         dump.Set("tiers", DumpTiers(core.replica.blocks.tiers));
+        dump.Set("retained", DumpRetained(core.replica.blocks.pool.retained));
         dump.Set("managers", DumpManagers(core.replica));
         HazardPolicy* const learnt = pool.hazard.get();
         dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
@@ -316,6 +317,7 @@ PyObject* Load(PyObject*, PyObject* arguments) {
             VisitState(load, replica);
             VisitBlocks(load, replica.blocks.pool);
             LoadKeys(load, replica);
+            LoadRetained(load.Get("retained"), replica);
             LoadManagers(load.Get("managers"), replica);
             if (replica.blocks.pool.hazard) HazardState(*replica.blocks.pool.hazard).Load(load.Get("hazard"));
             LoadedTiers(replica).Load(load.Get("tiers"));
@@ -350,6 +352,7 @@ PyMethodDef kMethods[] = {
     {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
     {"dump", Dump, METH_VARARGS, "Return the state without that of the blocks."},
     {"dump_blocks", DumpBlocks, METH_VARARGS, "Return the state of some blocks."},
+    {"retained", CountRetained, METH_VARARGS, "Count what is retained."},
     {"dump_free", DumpFree, METH_VARARGS, "Return some of the free blocks."},
     {"load", Load, METH_VARARGS, "Set the whole state of a new core."},
     {"events", Events, METH_VARARGS, "Return the events of a part."},

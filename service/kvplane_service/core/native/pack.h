@@ -396,8 +396,8 @@ inline bool CanPack(const Part& part, const PartResult& result) {
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
-    return part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() && !part.news.num_extra_keys &&
-           !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
+    return part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() && part.retain.empty() &&
+           !part.news.num_extra_keys && !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
 }
 
 // pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where

@@ -5,6 +5,7 @@
 #include "freelist.h"
 #include "keys.h"
 #include "policies.h"
+#include "retained.h"
 #include "split.h"
 #include "stamps.h"
 
@@ -43,7 +44,7 @@ class BlockPool {
 
     // -- blocks ------------------------------------------------------------------------------------------------------
 
-    Int num_free() const { return split ? split->count() : free.count(); }
+    Int num_free() const { return split ? split->count() : free.count() + retained.num_free(); }
     bool HasKey(Block block) const { return records[block].key.pair != 0; }
     Int KeyTokens(Block block) const { return records[block].tokens; }
 
@@ -54,8 +55,10 @@ class BlockPool {
             split->PopBehind(*this, count, after, into);
             return HandOut(into, first, first);
         }
-        if (hazard) hazard->PutBefore(free, count, [&](Block block) { return KeyTokens(block); });
-        const Int before = free.Pop(count, into);
+        const Int others = std::min(count, free.count());
+        if (hazard) hazard->PutBefore(free, others, [&](Block block) { return KeyTokens(block); });
+        const Int before = free.Pop(others, into);
+        if (others < count) retained.Pop(count - others, into);
         HandOut(into, first, first + (hazard ? 0 : static_cast<size_t>(before)));
     }
 
@@ -88,7 +91,7 @@ class BlockPool {
         if (block == kNullBlock) return;
         const Int now = age_base + step;
         if (references[block] == 0) {
-            split ? split->Remove(*this, block) : free.Remove(block);
+            split ? split->Remove(*this, block) : retained.LeaveFree(block);
             num_evictable -= HasKey(block);
         }
         ++references[block];
@@ -111,16 +114,15 @@ class BlockPool {
         }
         unkeyed_.erase(unkeyed, unkeyed_.end());
         keyed_.erase(keyed, keyed_.end());
+        num_evictable += static_cast<Int>(keyed_.size());
         if (split) {
-            num_evictable += static_cast<Int>(keyed_.size());
             split->Prepend(*this, unkeyed_);
             return split->Append(*this, keyed_);
         }
         if (!unkeyed_.empty()) free.Prepend(unkeyed_);
-        if (!keyed_.empty()) {
-            num_evictable += static_cast<Int>(keyed_.size());
-            left_window ? free.AppendLeftWindow(keyed_) : free.Append(keyed_);
-        }
+        if (keyed_.empty()) return;
+        retained.Enter(&keyed_);
+        left_window ? free.AppendLeftWindow(keyed_) : free.Append(keyed_);
     }
     void Release(const BlockList& blocks, bool left_window = false) {
         Release(blocks.begin(), blocks.end(), left_window);
@@ -128,9 +130,8 @@ class BlockPool {
 
     void NoteUse(const BlockList& blocks, Int until) {
         if (until <= executed_through) return;
-        for (const Block block : blocks) {
+        for (const Block block : blocks)
             if (block != kNullBlock) last_use_[block] = std::max(last_use_[block], age_base + until);
-        }
     }
 
     template <typename Blocks>
@@ -205,9 +206,8 @@ class BlockPool {
     bool HasThisKey(Block block, const Key& key) const {
         if (records[block].key == key) return true;
         const auto further = more_keys.find(block);
-        if (further == more_keys.end()) return false;
-        return std::any_of(further->second.begin(), further->second.end(),
-                           [&](uint32_t one) { return records[one].key == key; });
+        const auto is_this = [&](uint32_t one) { return records[one].key == key; };
+        return further != more_keys.end() && std::any_of(further->second.begin(), further->second.end(), is_this);
     }
 
     void Register(Block block, const Key& key, Int num_tokens) {
@@ -239,6 +239,7 @@ class BlockPool {
     // Removes all keys of a block and appends them to `keys`, the primary key first. Emits no event.
     bool Unregister(Block block, std::vector<Key>* keys) {
         if (!HasKey(block)) return false;
+        const size_t first = keys->size();
         keys->push_back(records[block].key);
         Unlink(block);
         if (const auto further = more_keys.find(block); further != more_keys.end()) {
@@ -250,6 +251,7 @@ class BlockPool {
             more_keys.erase(further);
         }
         split ? split->Forget(block) : free.Forget(block);
+        if (!retained.empty()) retained.NoteLost(block, std::span(*keys).subspan(first));
         key_step[block] = 0;
         num_evictable -= references[block] == 0;
         return true;
@@ -269,9 +271,8 @@ class BlockPool {
         std::vector<std::pair<Key, Int>> moved;
         if (HasKey(source)) {
             Column tokens{KeyTokens(source)};
-            if (const auto further = more_keys.find(source); further != more_keys.end()) {
+            if (const auto further = more_keys.find(source); further != more_keys.end())
                 for (const uint32_t record : further->second) tokens.push_back(records[record].tokens);
-            }
             removed_.clear();
             Unregister(source, &removed_);
             for (size_t at = 0; at < tokens.size(); ++at) moved.emplace_back(removed_[at], tokens[at]);
@@ -284,11 +285,10 @@ class BlockPool {
 
     bool Reset() {
         if (!IsUnused()) return false;
+        retained.Clear();
         Clear();
         Restamp(kNullBlock);
-        if (spec_.events) {
-            AddEvent({.kind = kCleared});
-        }
+        if (spec_.events) AddEvent({.kind = kCleared});
         return true;
     }
 
@@ -296,11 +296,7 @@ class BlockPool {
 
     // A version number that was never used in this page memory, nor in the slots of its tiers.
     uint64_t Draw() {
-        if (counter == kMaxCounter) {
-            ++generation;
-            counter = 0;
-            SetStampBase();
-        }
+        if (counter == kMaxCounter) ++generation, counter = 0, SetStampBase();
         return stamp_base_ + ++counter;
     }
 
@@ -406,6 +402,7 @@ class BlockPool {
   public:
     Int num_blocks;
     FreeList free;
+    RetainedBlocks retained{*this};  // the free blocks that are evicted after those of `free`
     std::unique_ptr<HazardPolicy> hazard;  // only with HAZARD
     std::unique_ptr<SplitList> split;      // only with split pages, instead of `free`
     std::vector<uint32_t> references;
@@ -498,3 +495,5 @@ class BlockPool {
 };
 
 }  // namespace kvplane
+
+#include "retained_blocks.h"

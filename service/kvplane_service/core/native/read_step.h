@@ -138,6 +138,17 @@ inline void ReadPrefetch(PyObject* object, Prefetch* prefetch) {
     ReadHashes(ATTRIBUTE(object, "hashes").get(), &prefetch->hashes);
 }
 
+inline void ReadRetain(PyObject* object, Retain* retain) {
+    COLUMN(object, *retain, num_hashes);
+    COLUMN(object, *retain, priority);
+    COLUMN(object, *retain, until_ns);
+    COLUMN(object, *retain, percent);
+    COLUMN(object, *retain, now_ns);
+    FromPy(ATTRIBUTE(object, "domain").get(), &retain->domain);
+    FromPy(ATTRIBUTE(object, "owner").get(), &retain->owner);
+    ReadHashes(ATTRIBUTE(object, "hashes").get(), &retain->hashes);
+}
+
 inline void ReadBudget(PyObject* object, Budget* budget) {
     budget->tokens = Number(ATTRIBUTE(object, "tokens").get());
     budget->input = Number(ATTRIBUTE(object, "input").get());
@@ -207,6 +218,7 @@ inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
     FIELD(fields, *part, admit, ReadAdmit);
     FIELD(fields, *part, peek, ReadPeek);
     FIELD(fields, *part, prefetch, ReadPrefetch);
+    FIELD(fields, *part, retain, ReadRetain);
     FIELD(fields, *part, budget, ReadBudget);
     FIELD(fields, *part, with_hashes, read_flag);
     FIELD(fields, *part, with_tables, read_flag);

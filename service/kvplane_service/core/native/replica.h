@@ -2,6 +2,7 @@
 #pragma once
 
 #include "facts.h"
+#include "retaining.h"
 #include "step_applier.h"
 #include "tiers/behind.h"
 #include "tiers/prefetch.h"
@@ -41,6 +42,7 @@ class Replica {
 
     void CompletePart(PartResult* result) {
         counters.refused += std::count(result->admit_status.begin(), result->admit_status.end(), Int{kRefused});
+        blocks.pool.retained.ForgetLost();
         blocks.TakeOrders(&result->orders);
         if (!spec.tiers.empty()) {
             blocks.tiers.Give(result);
@@ -75,6 +77,7 @@ class Replica {
         under_load.insert(under_load.end(), busy.begin(), busy.end());
         HoldBusy(pool, under_load);
         blocks.tiers.BeginEpoch(epoch, memory_is_new);
+        pool.retained.Resume();
         seq = 0;
     }
 
@@ -99,6 +102,7 @@ class Replica {
         if (!part.admit.slot.empty()) applier.ApplyAdmit(part.admit);
         ApplyPeek(part.peek, result);
         if (!part.prefetch.slot.empty()) Prefetcher(blocks, tracker).Apply(part.prefetch, result);
+        if (!part.retain.empty()) Retainer(blocks).Apply(part.retain, result);
         if (part.with_tables) AddAllTables(part, result);
         counters.unaligned_chunks += applier.unaligned_chunks;
         counters.starved_chunks += applier.starved_chunks;
@@ -176,6 +180,7 @@ class Replica {
         for (const auto& one : blocks.managers) {
             for (const Key& key : one->RecordedKeys()) used[pairs.Domain(key.pair)] = true;
         }
+        for (const auto& [number, one] : blocks.pool.retained.each()) used[one.domain] = true;
         blocks.tiers.ForEachKey([&](const Key& key) { used[pairs.Domain(key.pair)] = true; });
         pairs.Sweep(used);
         next_sweep_ = pairs.Live() * 2 + 1024;

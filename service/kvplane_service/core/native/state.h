@@ -292,4 +292,49 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
     pool.SetStampBase();
 }
 
+// (retentions, (priority, block) of the free blocks in order of eviction)
+inline PyObject* DumpRetained(const RetainedBlocks& retained) {
+    Owned each(PyList_New(0));
+    for (const auto& [number, one] : retained.each()) {
+        std::vector<Key> keys;
+        for (const auto& [position, key] : one.keys) keys.push_back(key);
+        Append(each, Tuple(ToPy(one.owner), ToPy(Int{one.domain}), ToPy(one.digest), ToPy(one.priority),
+                           ToPy(one.until_ns), ToPy(keys)));
+    }
+    return Tuple(each.Release(), ToPy(retained.Lists()));
+}
+
+// Into a pool that has its keys and its free list.
+inline void LoadRetained(PyObject* state, Replica& replica) {
+    BlockPool& pool = replica.blocks.pool;
+    ForEach(At(state, 0), [&](PyObject* one) {
+        Retention retention;
+        std::vector<Key> keys;
+        FromPy(At(one, 0), &retention.owner);
+        FromPy(At(one, 1), &retention.domain);
+        FromPy(At(one, 2), &retention.digest);
+        FromPy(At(one, 3), &retention.priority);
+        FromPy(At(one, 4), &retention.until_ns);
+        FromPy(At(one, 5), &keys);
+        Check(retention.domain < pool.pairs.Capacity() && !keys.empty() && !pool.retained.Has(retention));
+        Check(retention.priority >= 0 && retention.priority <= kMaxPriority);
+        Check(retention.until_ns >= 0 && retention.until_ns <= kMaxNs);
+        std::set<Key> seen;
+        for (const Key& key : keys) {
+            Check(key.pair > 0 && pool.pairs.Domain(key.pair) < pool.pairs.Capacity() && seen.insert(key).second);
+            retention.keys.emplace(static_cast<Int>(retention.keys.size()), key);
+        }
+        pool.retained.Enlist(std::move(retention));
+    });
+    std::vector<std::pair<Int, Block>> lists;
+    FromPy(At(state, 1), &lists);
+    const BlockList order = pool.free.Order();
+    std::set<Block> free(order.begin(), order.end());
+    for (const auto& [priority, block] : lists) {
+        Check(priority >= 0 && priority <= kMaxPriority && block != kNullBlock && block < pool.num_blocks);
+        Check(free.insert(block).second && pool.references[block] == 0);
+        pool.retained.Put(priority, block);
+    }
+}
+
 }  // namespace kvplane

@@ -66,6 +66,15 @@ struct Prefetch {
     std::vector<std::string> domain;
 };
 
+struct Retain {
+    Column num_hashes, priority, until_ns, percent, now_ns;
+    Hashes hashes;
+    std::vector<std::string> domain, owner;
+
+    bool empty() const { return num_hashes.empty() && now_ns.empty(); }
+    Int time_ns() const { return now_ns.empty() ? 0 : now_ns[0]; }
+};
+
 struct Budget {
     Int tokens = kUnlimited, input = kUnlimited, overhead = 0;
 };
@@ -98,6 +107,7 @@ struct Part {
     Admit admit;
     Peek peek;
     Prefetch prefetch;
+    Retain retain;
     Budget budget;
     bool with_hashes = false, with_tables = false;
     Made facts_made, news_made;
@@ -173,11 +183,13 @@ struct JobOrders {
     }
 };
 
-// What a part answers only with tiers.
+// What a part answers only with tiers, or with retained prefixes.
 struct TierAnswer {
     Column admit_job, admit_tier_tokens;
     std::array<JobOrders::Values, 6> declined;  // in the order of `kvplane.base.declined`
     std::array<JobOrders::Values, 3> prefetched;  // in the order of `kvplane.base.prefetch`
+    std::array<JobOrders::Values, 4> retained;  // in the order of `kvplane.base.retain`
+    JobOrders::Values next_end_ns;
     JobOrders orders;
     std::vector<std::pair<Int, CacheEvents>> events;  // with the medium of their tier
 };

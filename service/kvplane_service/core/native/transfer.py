@@ -69,6 +69,7 @@ def entries_of(core: NativeReplica, dump: dict[str, Any], with_statistics: bool)
         ("pool.stamp", _column(_U64, dump["stamp"])),
         *([("tiers", tiers.entry_of(dump["tiers"], key))] if spec.tiers else []),
         *([("split", list(dump["split"]))] if dump["split"] else []),
+        *([("retained", _retained(dump["retained"], domains, key))] if dump["retained"][0] else []),
         ("free", _column(_U32, dump["free"])),
     ]
     if spec.eviction is not EvictionPolicy.LRU:
@@ -117,6 +118,18 @@ def _hasher(core: NativeReplica, slot: int, digests: list[bytes], tail: bytes | 
         return core.hashers.get(slot)
     scheme = core._scheme
     return RequestHasher(scheme, tail=HashTail(len(digests), digests[-1] if digests else scheme.none_hash, tail))
+
+
+def _retained(dump: tuple[Any, ...], domains: list[str], key: Callable[[tuple[int, bytes]], Key]) -> list[Any]:
+    """Return what is retained, as `RetainedBlocks.state` has it."""
+    each, lists = dump
+    by_priority: dict[int, list[int]] = {}
+    for priority, block in lists:
+        by_priority.setdefault(priority, []).append(block)
+    return [
+        [[owner, domains[domain], *others, [key(one)[1:] for one in keys]] for owner, domain, *others, keys in each],
+        [list(one) for one in by_priority.items()],
+    ]
 
 
 def _learnt(dump: tuple[Any, ...]) -> list[Any]:
@@ -259,8 +272,7 @@ def _manager(packed: tuple[Any, ...], key: Callable[[tuple[int, bytes]], Key]) -
 
 def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]:
     """Return the state of the compiled core that has these entries."""
-    domains: dict[str, int] = {}
-    num_groups = len(spec.groups)
+    domains, num_groups = dict[str, int](), len(spec.groups)
 
     def pack(key: tuple[str, int, bytes]) -> tuple[int, bytes]:
         domain, group, digest = key
@@ -326,7 +338,19 @@ def state_of(entries: dict[str, list[Any]], spec: ReplicaSpec) -> dict[str, Any]
     packed |= {name: requests[name] for name in state.REQUEST_COLUMNS if name not in (*FLAGS, "domain")}
     packed |= {"held_slots" if name == "held" else name: requests[name] for name in FLAGS}
     packed |= {name: [0] * len(requests["live"]) for name in BOUNDS}
+    packed["retained"] = _packed_retained(entries, domains, pack)
     return packed | {"tiers": tiers.packed_of(entries, num_groups, pack), "domains": list(domains)}
+
+
+def _packed_retained(
+    entries: dict[str, list[Any]], domains: dict[str, int], pack: Callable[[Key], tuple[int, bytes]]
+) -> tuple[list[Any], list[tuple[int, int]]]:
+    each, lists = entries.get("retained", [([], [])])[0]
+    retentions = [
+        (owner, domains.setdefault(domain, len(domains)), *others, [pack((domain, *key)) for key in keys])
+        for owner, domain, *others, keys in each
+    ]
+    return retentions, [(priority, block) for priority, blocks in lists for block in blocks]
 
 
 def _packed_tracker(tracker: dict[str, Any], pack: Callable[[Key], tuple[int, bytes]]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class StepValidator {
     bool AcceptsPart(const Part& part, Int seq) {
         return AcceptsFacts(part.facts, seq, !part.run.extra.empty()) && AcceptsCache(part.cache, seq) &&
                AcceptsNews(part.news) && AcceptsRun(part.run) && AcceptsAdmit(part.admit) && AcceptsPeek(part.peek) &&
-               AcceptsPrefetch(part.prefetch) && AcceptsBudget(part.budget);
+               AcceptsPrefetch(part.prefetch) && AcceptsRetain(part.retain) && AcceptsBudget(part.budget);
     }
 
     // The state that a slot would have after the rows that were checked so far.
@@ -371,6 +371,27 @@ class StepValidator {
             if (slot != kNoRequest && !IsLive(slot)) return false;
         }
         return true;
+    }
+
+    bool AcceptsRetain(const Retain& retain) const {
+        const size_t rows = retain.num_hashes.size();
+        size_t size = 0;
+        for (const Column* column : {&retain.priority, &retain.until_ns, &retain.percent}) {
+            if (!Fits(*column, retain.num_hashes)) return false;
+        }
+        for (const auto* texts : {&retain.domain, &retain.owner}) {
+            if (!texts->empty() && texts->size() != rows) return false;
+        }
+        const auto is_long = [](const std::string& owner) {
+            const auto is_first = [](char byte) { return (byte & 0xC0) != 0x80; };
+            return std::count_if(owner.begin(), owner.end(), is_first) > kMaxOwnerChars;
+        };
+        const Int most = spec_.max_model_len / spec_.hash_block_size;
+        return DigestSize(retain.hashes, retain.num_hashes, &size) && Within(retain.num_hashes, 1, most) &&
+               retain.now_ns.size() < 2 && Within(retain.now_ns, 0, kMaxNs) &&
+               Within(retain.until_ns, 0, std::min(kMaxNs, retain.time_ns() + kMaxRetainedNs)) &&
+               Within(retain.priority, 0, kMaxPriority) && Within(retain.percent, 0, 100) &&
+               std::none_of(retain.owner.begin(), retain.owner.end(), is_long);
     }
 
     bool AcceptsBudget(const Budget& budget) const {

@@ -12,6 +12,7 @@ from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
 from kvplane.base.step import (
     Blocks,
     CacheEvent,
@@ -237,4 +238,5 @@ def tier_events_of(runs: list[tuple[int, object]]) -> list[CacheEvent]:
 _native.answer_with(
     StepResult, NativePart, Blocks, Orders, CacheEvent, (None, *EventKind), tuple(RemoveReason), Medium.DEVICE,
     NativeEvents, PackedInts, NativeTierEvents, Declined, Prefetched, DecodeRows, HashedRows,
+    Retained,
 )  # fmt: skip

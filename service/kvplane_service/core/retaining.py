@@ -1,0 +1,100 @@
+"""Applies the section `retain` of a part: retains and releases cached prefixes, see `retained`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import split_hashes
+from kvplane.base.retain import (
+    MAX_OWNER_CHARS,
+    MAX_RETAINED,
+    MAX_RETAINED_NS,
+    Retain,
+    Retained,
+    RetainOutcome,
+)
+from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.keys import Key
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.pool import INSIDE, BlockPool
+from kvplane_service.core.retained import Name, Retention
+
+
+def check_retain(rows: Retain, spec: ReplicaSpec, where: str) -> None:
+    """Raise InvalidArgument for rows of a replica with split pages, for prefixes without a hash, and for ends too far
+    away. The caller checks the columns and the hashes.
+    """
+    if spec.blocks_per_state > 1:
+        what = "a replica with split pages retains nothing: its superblocks are evicted as a whole"
+        raise InvalidArgument(what, field=f"{where}retain", remedy="register it with another planner")
+    for row, count in enumerate(rows.num_hashes):
+        if count < 1 or count * spec.hash_block_size > spec.max_model_len:
+            what = f"{count} hashes are not 1 to {spec.max_model_len // spec.hash_block_size}"
+            remedy = "give the full blocks of a prompt of max_model_len at most"
+            raise InvalidArgument(what, field=f"{where}retain.num_hashes[{row}]", remedy=remedy)
+    for row, until_ns in enumerate(rows.until_ns):
+        if until_ns > rows.time_ns + MAX_RETAINED_NS:
+            what = f"the end is {until_ns - rows.time_ns} ns behind now_ns"
+            field, remedy = f"{where}retain.until_ns[{row}]", f"give at most {MAX_RETAINED_NS} ns, and now_ns"
+            raise InvalidArgument(what, field=field, remedy=remedy)
+    if any(len(owner) > MAX_OWNER_CHARS for owner in rows.owner):
+        field, remedy = f"{where}retain.owner", f"give at most {MAX_OWNER_CHARS} characters"
+        raise InvalidArgument("the name of an owner is too long", field=field, remedy=remedy)
+
+
+def retain(blocks: Coordinator, rows: Retain, result: Retained) -> None:
+    """Apply all rows, which the replica accepts; adds an entry for each to the result."""
+    retained, now_ns = blocks.pool.retained, rows.time_ns
+    retained.remove_all([name for name, one in retained.each.items() if one.until_ns <= now_ns])
+    retained.forget_lost()  # so that it does not count
+    for row, (digests, domain) in enumerate(_prefixes(rows)):
+        name = Name(rows.owner[row] if rows.owner else "", domain, digests[-1])
+        until_ns = rows.until_ns[row] if rows.until_ns else 0
+        most = blocks.spec.num_blocks * (rows.percent[row] if rows.percent else 0) // 100
+        if until_ns <= now_ns:
+            _release(blocks, name, most, result)
+            continue
+        hit = blocks.lookup.find(digests, domain, len(digests) * blocks.spec.hash_block_size, INSIDE)
+        keys = dict.fromkeys(_keys(blocks.pool, hit))
+        used = retained.count_new(name, keys)
+        if used > most:
+            left = max(0, most - retained.used.get(name.owner, 0))
+            result.add(hit.num_tokens, len(keys), left, RetainOutcome.OVER_BUDGET)
+        elif name not in retained.each and len(retained.each) >= MAX_RETAINED:
+            result.add(hit.num_tokens, len(keys), most - retained.used.get(name.owner, 0), RetainOutcome.TOO_MANY)
+        else:
+            if keys:
+                retained.add(name, Retention(rows.priority[row] if rows.priority else 0, until_ns, keys))
+            elif name in retained.each:
+                retained.remove_all([name])
+            result.add(hit.num_tokens, len(keys), most - used, RetainOutcome.RETAINED)
+    if retained.each:
+        result.next_end_ns = [min(one.until_ns for one in retained.each.values())]
+
+
+def _release(blocks: Coordinator, name: Name, most: int, result: Retained) -> None:
+    retained, outcome = blocks.pool.retained, RetainOutcome.RELEASED
+    if name in retained.each:
+        retained.remove_all([name])
+    elif any(one[1:] == name[1:] for one in retained.each):
+        outcome = RetainOutcome.OTHER_OWNER
+    result.add(0, 0, max(0, most - retained.used.get(name.owner, 0)), outcome)
+
+
+def _prefixes(rows: Retain) -> Iterator[tuple[list[bytes], str]]:
+    """Yield the digests and the domain of each row."""
+    total = sum(rows.num_hashes)
+    given = iter(split_hashes(rows.hashes, len(rows.hashes) // total) if total else ())
+    for row, count in enumerate(rows.num_hashes):
+        yield list(islice(given, count)), rows.domain[row] if rows.domain else ""
+
+
+def _keys(pool: BlockPool, hit: Hit) -> Iterator[Key]:
+    """Yield the primary key of each block of a hit, by group, the last one first."""
+    for block in chain.from_iterable(map(reversed, hit.blocks)):
+        key = pool.key_of(block)
+        if key is not None:
+            yield key
