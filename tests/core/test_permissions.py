@@ -20,7 +20,7 @@ FOUND = {
     "skipped blocks released during a load": ("prompt and window", 1),
     "load before launches": ("window and full", 1),
     "load behind writers only": ("checkpoints inside chunks", 4),
-    "load into a block of the hit": ("checkpoints inside chunks", 1),
+    "load into a block of the hit": ("checkpoints inside chunks", 174),
     "load before stamps": ("checkpoints inside chunks", 4),
     "zero after load": ("states, drafts and windows", 1),
     "new life during a load": ("chunks and full", 1),
