@@ -161,6 +161,20 @@ def a_load_that_left_blocks_out():
     assert result.orders.zero_block
 
 
+def a_shared_block_whose_last_user_released_it_first():
+    """A load waits for the launches of both users, though the one that released the block last ran before the other."""
+    engine = twin_engine(full(), num_blocks=7)
+    engine.admit(0, "aaaabbbb")
+    engine.executed = 1
+    assert engine.admit(1, "aaaacccc").result.admit_hit == [4]
+    engine.run(0, text="x")  # in step 3
+    engine.end(0)
+    engine.end(1)
+    engine.admit(2, "e" * 20)  # leaves the shared block
+    loaded = engine.admit(3, "zzzzy", external=4, cap=0, flags=RowFlag.DELAY_CACHING)
+    assert loaded.result.admit_load_after == [3]
+
+
 def turns_of_chats():
     """A prompt that another one continues, one that two leave, and one that is repeated."""
     align = AlignSpec(8, 4096, stop_at_tail=True)
@@ -228,6 +242,7 @@ CASES = [
     a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
     chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
     a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
+    a_shared_block_whose_last_user_released_it_first,
 ]  # fmt: skip
 
 
