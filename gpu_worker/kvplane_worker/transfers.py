@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import compress, count, pairwise
-from operator import eq, ne
 
 import torch
+from torch import Tensor
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.ops.columns import column, numbers
 from kvplane_worker.ops.interface import PageOps
 
 MAX_BLOCKS_PER_CALL = 65536
@@ -88,28 +88,26 @@ class Outcome:
 def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
     """Carry out a transfer. Raises the errors of `check_transfer`, before any page is copied or zeroed."""
     check_transfer(holdings, order)
-    before, everywhere = _stamps(holdings, order.blocks), range(len(order.blocks))
-    chosen: Sequence[int] = everywhere
-    if order.expected_stamps:
-        chosen = list(compress(everywhere, map(eq, before, order.expected_stamps)))
-    if holdings.buffers.group(order.group).layers and chosen:
+    blocks = column(order.blocks)
+    before = _stamps(holdings, blocks)
+    is_kept = before == (column(order.expected_stamps, torch.uint64) if order.expected_stamps else before)
+    if holdings.buffers.group(order.group).layers and is_kept.any():
         try:
-            _move(holdings, ops, order, chosen)
+            _move(holdings, ops, order, _positions(is_kept))
         finally:
             _wait(holdings)  # also after a failure: part of the move may still run on the device
-    discarded = set(_changed(before, _stamps(holdings, order.blocks)))
-    if len(chosen) < len(before):
-        discarded.update(set(everywhere).difference(chosen))
-    return Outcome(before, tuple(sorted(discarded)))
+    is_kept &= before == _stamps(holdings, blocks)
+    return Outcome(numbers(before), numbers(_positions(~is_kept)))
 
 
 def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]) -> Outcome:
     """Return checksums of pages. Raises InvalidArgument if the group or a page does not exist."""
     _check_pages(holdings, group, "blocks", blocks, lowest=0)
     pages = holdings.buffers.group(group)
-    before = _stamps(holdings, blocks)
+    ids = column(blocks)
+    before = _stamps(holdings, ids)
     sums = ops.checksum(pages, blocks).tolist() if pages.layers and blocks else [0] * len(blocks)
-    return Outcome(before, _changed(before, _stamps(holdings, blocks)), tuple(sums))
+    return Outcome(numbers(before), numbers(_positions(before != _stamps(holdings, ids))), tuple(sums))
 
 
 def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
@@ -183,7 +181,7 @@ def _check_pages(holdings: Holdings, group: int, field: str, blocks: Sequence[in
         )
 
 
-def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Sequence[int]) -> None:
+def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Tensor) -> None:
     """Copy or zero only the pages at the given positions of the transfer's lists. Staging rows and pages at other
     positions do not change.
     """
@@ -199,23 +197,24 @@ def _move(holdings: Holdings, ops: PageOps, order: Transfer, chosen: Sequence[in
             act(pages, order.blocks[start:end], rows[start:end])
 
 
-def _runs(chosen: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(chosen: Tensor) -> list[tuple[int, int]]:
     """Return the runs of consecutive positions, as (first, last + 1)."""
-    ends = [at for at, (one, after) in enumerate(pairwise(chosen), 1) if after != one + 1]
-    return [(chosen[first], chosen[last - 1] + 1) for first, last in zip([0, *ends], [*ends, len(chosen)], strict=True)]
+    is_last = torch.diff(chosen, append=chosen.new_tensor([-1])) != 1
+    last, first = chosen[is_last], chosen[is_last.roll(1)]
+    return list(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
 
-def _at(values: Sequence[int], chosen: Sequence[int]) -> Sequence[int]:
-    return values if len(chosen) == len(values) else list(map(values.__getitem__, chosen))
+def _at(values: Sequence[int], chosen: Tensor) -> Sequence[int]:
+    return values if len(chosen) == len(values) else column(values)[chosen].tolist()
 
 
-def _changed(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions whose stamps differ, without a statement of Python per page."""
-    return tuple(compress(count(), map(ne, before, after)))
+def _positions(is_listed: Tensor) -> Tensor:
+    return is_listed.nonzero().flatten()
 
 
-def _stamps(holdings: Holdings, blocks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(holdings.stamps.words.__getitem__, blocks))
+def _stamps(holdings: Holdings, blocks: Tensor) -> Tensor:
+    """Return a copy of the stamps of blocks, uint64 [blocks]. Each is read whole, as one aligned word."""
+    return torch.frombuffer(holdings.stamps.words, dtype=torch.int64).index_select(0, blocks).view(torch.uint64)
 
 
 def _wait(holdings: Holdings) -> None:

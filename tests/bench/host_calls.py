@@ -28,6 +28,7 @@ from triton.compiler import CompiledKernel
 from kvplane.base.stamp_table import StampTable
 from kvplane_worker import transfers
 from kvplane_worker.ops import checks
+from kvplane_worker.ops.columns import column, numbers
 from kvplane_worker.ops.interface import AttentionRule, Batch
 from kvplane_worker.ops.triton_ops import attention, backend, launch, writes
 from kvplane_worker.ops.triton_ops.backend import TritonOps
@@ -89,16 +90,18 @@ def sides() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         assert k.refusal() + v.refusal() == ""
         writes.write_launch(k, v, slots, chip).run()
 
-    column = list(range(1, STAMPED + 1))
+    listed = tuple(range(1, STAMPED + 1))
     holdings = cast("Holdings", SimpleNamespace(stamps=StampTable.create(bytearray(65536), STAMPED + 1, 1)))
 
     def one_by_one() -> list[int]:
-        before = [holdings.stamps.read(block) for block in column]
-        after = [holdings.stamps.read(block) for block in column]
+        before = [holdings.stamps.read(block) for block in listed]
+        after = [holdings.stamps.read(block) for block in listed]
         return [at for at in range(STAMPED) if before[at] != after[at]]
 
-    def in_columns() -> tuple[int, ...]:
-        return transfers._changed(transfers._stamps(holdings, column), transfers._stamps(holdings, column))
+    def in_columns() -> tuple[tuple[int, ...], ...]:
+        ids = column(listed)
+        before = transfers._stamps(holdings, ids)
+        return numbers(before), numbers(transfers._positions(before != transfers._stamps(holdings, ids)))
 
     return {
         f"stamps of {STAMPED} pages": (one_by_one, in_columns),

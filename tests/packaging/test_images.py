@@ -25,6 +25,23 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 NAMES = ("service", "worker")
 # CMD listens on all addresses, at fixed ports; here, on one that no other process of tests uses (its id has 22 bits).
 HERE = f"127.{64 + (os.getpid() >> 16)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+# What an engine asks of a worker, without numpy, which the image has not.
+MOVES = """
+import importlib.util, pathlib, sys
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker.lending.rundir import read_token
+from kvplane_worker.rpc.client import WorkerClient
+
+assert importlib.util.find_spec("numpy") is None
+place = pathlib.Path(sys.argv[1])
+with WorkerClient(place) as client:
+    token, blocks = read_token(place), range(1, 9)
+    client.call("Claim", pb.ClaimRequest(token=token, epoch=1), pb.ClaimResponse)
+    kept = dict(token=token, epoch=1, kind="TRANSFER_KIND_GATHER", blocks=blocks, expected_stamps=[0] * 7 + [5])
+    moved = client.call("Transfer", pb.TransferRequest(**kept), pb.TransferResponse)
+    sums = client.call("Checksum", pb.ChecksumRequest(token=token, blocks=blocks), pb.ChecksumResponse)
+print(list(moved.stamps), list(moved.discarded), len(set(sums.checksums)))
+"""
 LAYERS = LayerSource(layers=named(f=(2, full())), num_blocks=64, max_model_len=256, max_batched_tokens=256)
 
 
@@ -104,6 +121,7 @@ def test_worker_image_serves_pages_unprivileged(served):
             assert output.endswith(f"kvplane: pages at unix:{image.place(run_dir)}/worker.sock\n"), output
             assert image.run("kvplane", "health", f"unix:{image.place(run_dir)}/worker.sock") == "serving\n"
             assert [one.device for one in client.describe_replica("r").workers] == ["cpu"]
+            assert image.run("python", "-W", "ignore", "-c", MOVES, image.placed(run_dir)) == f"{[0] * 8} [7] 1\n"
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, getitem, itemgetter
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvplane_worker.ops.columns import column
 from kvplane_worker.ops.interface import Batch, HostTables
 
 Count = TypeVar("Count", int, Tensor)
@@ -56,15 +56,15 @@ class Launch:
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = rows
         self._device = device
-        counts = _column(map(len, map(attrgetter("tokens"), rows)))
-        self._ends = _column(map(attrgetter("start"), rows)) + counts
-        self._outputs = _column(map(attrgetter("num_outputs"), rows))
+        counts = column(map(len, map(attrgetter("tokens"), rows)))
+        self._ends = column(map(attrgetter("start"), rows)) + counts
+        self._outputs = column(map(attrgetter("num_outputs"), rows))
         self._starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         self._row = torch.repeat_interleave(counts)
         token = torch.arange(len(self._row))
         self._positions = token + (self._ends - self._starts[1:])[self._row]
         outputs = self._starts[1:] - self._outputs
-        self.tokens = self._on_device(_column(chain.from_iterable(map(attrgetter("tokens"), rows))))
+        self.tokens = self._on_device(column(chain.from_iterable(map(attrgetter("tokens"), rows))))
         self.positions = self._on_device(self._positions)
         self.outputs = self._on_device((token >= outputs[self._row]).nonzero().flatten())
         self.query_start = self._on_device(self._starts.int())
@@ -97,7 +97,7 @@ class Launch:
         state is not stored.
         """
         if group not in self._states:
-            read = _column(map(itemgetter(group), map(attrgetter("states"), self.rows))).int()
+            read = column(map(itemgetter(group), map(attrgetter("states"), self.rows))).int()
             self._states[group] = self._on_device(read), self._on_device(self._kept_states(group, block_size))
         return self._states[group]
 
@@ -127,15 +127,10 @@ class Launch:
     def _blocks(self, group: int, begin: Tensor, end: Tensor) -> Tensor:
         """Return blocks begin .. end of each row in a group, row after row, int32 [blocks]."""
         tables = map(itemgetter(group), map(attrgetter("tables"), self.rows))
-        return _column(chain.from_iterable(map(getitem, tables, map(slice, begin.tolist(), end.tolist())))).int()
+        return column(chain.from_iterable(map(getitem, tables, map(slice, begin.tolist(), end.tolist())))).int()
 
     def _on_device(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)
-
-
-def _column(values: Iterable[int]) -> Tensor:
-    """Return numbers as int64, without a statement of Python per number."""
-    return torch.from_numpy(np.fromiter(values, np.int64))
 
 
 def state_index(num_tokens: Count, block_size: int) -> Count:

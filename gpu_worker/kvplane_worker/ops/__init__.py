@@ -5,6 +5,7 @@ device at hand.
 
     interface       what a backend computes, and the types of its arguments
     checks          argument checks that all backends share
+    columns         tensors of many integers in host memory, without numpy
     torch_ops       PyTorch: correct on every device, used if no other backend works
     triton_ops      Triton kernels
     cudnn_ops       rows with many queries by cuDNN; everything else by Triton

@@ -322,10 +322,10 @@ class StampTable:
 
     @property
     def words(self) -> memoryview:
-        """The stamps of all blocks in place, u64 each, read-only: for checks of many blocks at once. Keep no reference
-        to it: the memory could not be unmapped.
+        """The stamps of all blocks in place, u64 each: for reading those of many blocks at once; `write` writes. Keep
+        no reference to it: the memory could not be unmapped.
         """
-        return self._stamps.toreadonly()
+        return self._stamps
 
     def read_all(self) -> tuple[int, ...]:
         """Return the stamps of all blocks: the version number of each page's content, 0 = unknown."""

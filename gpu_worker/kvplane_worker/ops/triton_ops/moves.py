@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kvplane_worker.ops.columns import column
 from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.triton_ops.kernels.arguments import power_of_two
 from kvplane_worker.ops.triton_ops.kernels.moves import move_pages
@@ -69,7 +69,7 @@ def staging_refusal(group: GroupPages, staging: Tensor) -> str:
 
 def on_device(blocks: Sequence[int], device: torch.device) -> Tensor:
     """Return block ids as int32 on the device. The copy is asynchronous."""
-    ids = torch.from_numpy(np.fromiter(blocks, np.int32, len(blocks)))
+    ids = column(blocks, torch.int32)
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
 
