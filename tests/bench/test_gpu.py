@@ -38,6 +38,17 @@ def test_gpu_benchmark_checks_measures_and_writes_its_table(tiny):
     assert all(f"| {name} |" in text for name in names)
 
 
+@pytest.mark.timeout(240)
+def test_gpu_experiment_measures_every_cause(tiny, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "causes"])
+    assert script.main() == 0
+    ratios = {figure["name"]: figure["ratio"] for figure in json.loads((tiny / "gpu.json").read_text())["figures"]}
+    assert all(ratio > 0 for ratio in ratios.values())
+    first = {"copies both ways by copy engines", "saves by batched copies", "gathers by 16 programs", "loads"}
+    causes = first | {"saves, half spans", "saves, again", "saves, with priority"}
+    assert {f"decode during {cause}" for cause in causes} <= ratios.keys()
+
+
 def test_gpu_benchmark_with_wrong_results_measures_says_so_and_fails(tiny, monkeypatch, capsys):
     def broken(clock, sizes, limits):
         raise RuntimeError("an illegal memory access")

@@ -21,20 +21,22 @@ from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.select import choose
 from kvplane_worker.ops.torch_ops import TorchOps
 
-TORCH = "torch"
+TORCH, CUDNN = "torch", "cudnn"
+# Workspace of cuDNN for 192 tokens of the kinds of models in `stress`, so that long rows have two spans.
+ROOM_BYTES = 12 << 10
 
 
 def backend_of(name: str, device: str) -> PagedOps:
-    """Return a backend: on a GPU chosen as a worker chooses it; Triton on a CPU in its interpreter, which only tests
-    use.
+    """Return a backend: on a GPU chosen as a worker chooses it. Only tests use Triton on a CPU, in its interpreter, and
+    cuDNN for every row it can compute (no row of a small model is long), on a CPU by its fake.
     """
     if name == TORCH:
         return TorchOps()
-    if device == CPU:
-        from tests.ops.subjects import SUBJECTS
+    if device != CPU and name != CUDNN:
+        return choose(device, name).ops
+    from tests.ops.subjects import SUBJECTS, cudnn_subject
 
-        return SUBJECTS[name](device).ops
-    return choose(device, name).ops
+    return cudnn_subject(device, ROOM_BYTES).ops if name == CUDNN else SUBJECTS[name](device).ops
 
 
 def suited(model: ModelConfig, backend: str) -> ModelConfig:

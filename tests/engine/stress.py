@@ -29,6 +29,7 @@ from kvplane_worker.engine.config import (
 )
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
 from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from tests.engine.backends import Place, backend_of, suited
@@ -87,6 +88,7 @@ class Report:
         long: requests of more than two tiles of LONG tokens.
         late_compiles: kernels that were compiled after the start of an engine.
         fallbacks: operations that the backend's kernels did not compute, with reasons.
+        by_cudnn: rows that cuDNN computed.
         off: requests with logits beyond the tolerance.
         worst: largest difference of a logit.
         tokens: count of each generated token.
@@ -98,6 +100,7 @@ class Report:
     near_ties: int = 0
     long: int = 0
     fallbacks: dict[str, str] = field(default_factory=dict)
+    by_cudnn: int = 0
     late_compiles: int = 0
     off: int = 0
     worst: float = 0.0
@@ -138,6 +141,7 @@ class Report:
             "hit_lengths",
             "evicted",
             "refused",
+            "by_cudnn",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kept_keys += other.kept_keys
@@ -212,7 +216,10 @@ class Side:
         self.world.check()
         self.report.add_counts(self.world.engine.counts)
         self.report.late_compiles = getattr(self.world.ops, "late_compiles", 0)
-        self.report.fallbacks |= getattr(self.world.ops, "fallbacks", {})
+        ops = self.world.ops
+        if isinstance(ops, CudnnOps):  # what cuDNN does not compute has another backend's kernels
+            self.report.by_cudnn, ops = self.report.by_cudnn + ops.rows, ops.other
+        self.report.fallbacks |= getattr(ops, "fallbacks", {})
         self.report.evicted += sum(group.evicted_blocks for group in self.world.host.replica.group_counters())
 
 

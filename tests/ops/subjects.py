@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
 from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
+from kvplane_worker.ops.cudnn_ops.rows import Limits
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops import interpreter
 from tests.ops.contract import Subject
+from tests.ops.cudnn_twin import Library
 from tests.ops.formats import FORMATS
 
 HALVES = tuple(form for form in FORMATS if form.name in ("float16", "bfloat16"))
@@ -24,17 +27,18 @@ def triton_subject(device: str) -> Subject:
     return Subject(TritonOps(), device)
 
 
-def cudnn_subject(device: str) -> Subject:
-    """The cuDNN backend, on a GPU where cuDNN's frontend is installed. Every row is long, some have several spans."""
+def cudnn_subject(device: str, room_bytes: int = 1 << 20) -> Subject:
+    """The cuDNN backend on a GPU where cuDNN's frontend is installed; on a CPU a fake of cuDNN, and the rest by torch.
+
+    Every row is long, some have several spans.
+    """
+    limits = Limits(products=1, pairs=1, shared=1, room_bytes=room_bytes)
+    if device == "cpu":
+        return Subject(CudnnOps(TorchOps(), Library(), limits), device, HALVES)
     assert not (why := CudnnEntry.unfit(torch.device(device))), why
     import cudnn
 
-    from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
-    from kvplane_worker.ops.cudnn_ops.rows import Limits
-
-    return Subject(
-        CudnnOps(TritonOps(), cudnn, Limits(products=1, pairs=1, shared=1, room_bytes=1 << 20)), device, HALVES
-    )
+    return Subject(CudnnOps(TritonOps(), cudnn, limits), device, HALVES)
 
 
 SUBJECTS: dict[str, Callable[[str], Subject]] = {

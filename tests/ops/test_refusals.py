@@ -7,11 +7,8 @@ import torch
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_worker.ops.checks import check_scales
-from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
 from kvplane_worker.ops.interface import AttentionPages
-from kvplane_worker.ops.torch_ops import TorchOps
 from tests.ops.contract import CHECKS
-from tests.ops.cudnn_twin import Library
 from tests.ops.refusals import BAD, VALID_CALLS, attention_pages, call, tensors, valid_call
 from tests.ops.subjects import SUBJECTS
 
@@ -20,8 +17,6 @@ DEVICE = "cpu"
 
 @pytest.fixture(params=sorted(SUBJECTS))
 def ops(request):
-    if request.param == "cudnn":  # the real one needs a GPU; checks refuse calls before cuDNN is used
-        return CudnnOps(TorchOps(), Library())
     return SUBJECTS[request.param](DEVICE).ops
 
 

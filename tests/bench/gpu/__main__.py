@@ -3,6 +3,7 @@
 python -m tests.bench.gpu --only correct            every operation against float64, in several processes
 python -m tests.bench.gpu --only moving decoding    some figures; kernels are compiled first, several at a time
 python -m tests.bench.gpu                           checks, measures, writes tests/bench/results/gpu.{md,json}
+python -m tests.bench.gpu --only causes             an experiment, not part of a whole run
 python -m tests.bench.gpu --tiny                    the same on a CPU in Triton's interpreter: no figure means anything
 
 Results are written after each figure. --cache keeps compiled kernels in a folder for the next lease.
@@ -31,7 +32,7 @@ import triton
 
 from kvplane_worker.ops.triton_ops import compiles
 from kvplane_worker.ops.triton_ops.launch import Launch
-from tests.bench.gpu import correct, decoding, limits, moving, processes, serving, together
+from tests.bench.gpu import causes, correct, decoding, limits, moving, processes, serving, together
 from tests.bench.gpu.figures import FULL, TINY, Figure, Sizes
 from tests.bench.gpu.timing import Clock, DryClock
 
@@ -42,7 +43,8 @@ MEASURED = {
     "together": together,
     "processes": processes,
 }
-PARTS = ("correct", *MEASURED)
+ALL = ("correct", *MEASURED)
+EXPERIMENTS = {"causes": causes}
 INTERPRETED = "CPU, interpreted: NO FIGURE COUNTS"
 Part = Callable[[Clock, Sizes, limits.Limits], Iterator[Figure]]
 # Bytes per second of a GPU's memory as its vendor states them.
@@ -54,7 +56,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="on a CPU, with TRITON_INTERPRET=1 in the environment")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run, in this order")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*ALL, *EXPERIMENTS), default=ALL, help="parts to run, in this order"
+    )
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels, kept between runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.md and gpu.json")
     asked = parser.parse_args()
@@ -64,7 +68,8 @@ def main() -> int:
     if asked.cache:
         os.environ["TRITON_CACHE_DIR"] = str(asked.cache.absolute())
     wrong = list(said(correct.failures(device, sizes))) if "correct" in asked.only else []
-    parts = [part for name in asked.only if name in MEASURED for part in MEASURED[name].PARTS]
+    modules = MEASURED | EXPERIMENTS
+    parts = [part for name in asked.only if name in modules for part in modules[name].PARTS]
     if parts:
         wrong += measure(parts, Run(device, sizes, asked.out, (1, 1) if asked.tiny else (10, 5), tuple(wrong)))
     return 1 if wrong else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
 from kvplane_worker.ops.triton_ops import attention
-from kvplane_worker.ops.triton_ops.launch import chip_of
+from kvplane_worker.ops.triton_ops.launch import Launch, chip_of
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits
 from tests.bench.gpu.timing import Clock, Work
@@ -90,7 +90,11 @@ def latent_rate(clock: Clock, lengths: list[int]) -> float:
 
 
 def runner(call: attention.Call, device: torch.device) -> Work:
-    launches = attention.launches(call, chip_of(device))
+    return running(attention.launches(call, chip_of(device)))
+
+
+def running(launches: Iterable[Launch]) -> Work:
+    """The work of running launches in order."""
 
     def both() -> None:
         for launch in launches:
