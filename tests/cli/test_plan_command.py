@@ -225,9 +225,9 @@ def test_plan_says_what_tiers_hold(kvplane):
     code, out, _ = kvplane(*words)
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
-    assert ["TIER", "SLOTS", "SLOT", "BYTES", "BLOCKS/PROMPT", "PROMPTS", "OF", "131,072", "TOKENS"] in lines
-    (host,) = [line for line in lines if line[:1] == ["host"] and len(line) == 6 and "_" not in line[2]]
-    assert host == ["host", "174,762", "393,216", "8,200", "21.31", "2,793,464"]
+    assert ["TIER", "SLOTS", "SLOT", "BYTES", "SAVE", "BLOCKS/PROMPT", "PROMPTS", "OF", "131,072", "TOKENS"] in lines
+    (host,) = [line for line in lines if line[:1] == ["host"] and len(line) == 7]
+    assert host == ["host", "174,762", "393,216", "behind", "8,200", "21.31", "2,793,464"]
     assert ["host", "1", "full_attention", "8,192", "174,591", "2,793,456"] in lines
     assert ["host", "0", "sliding_window", "8", "170", "2,720"] in lines
     tiers = json.loads(kvplane(*words, "-o", "json")[1])["tiers"]
@@ -235,6 +235,42 @@ def test_plan_says_what_tiers_hold(kvplane):
     assert tiers[1]["slot_bytes"] == tiers[0]["slot_bytes"] + 4096  # with the page of its seal
     assert tiers[1]["num_blocks"] == 10**12 // tiers[1]["slot_bytes"]
     assert "tiers" not in json.loads(kvplane(*words[:4], "-o", "json")[1])
+
+
+def test_plan_says_what_checkpoints_cost_and_when_tiers_save(kvplane):
+    """151 windows of 8 blocks: one each 864 tokens, as tests/core/test_checkpoint_percent.py has it."""
+    tiers = ("--host", "64GiB", "--disk", "1TB", "--checkpoints", "15", "--disk-save", "through")
+    words = ("plan", "gpt-oss-20b", "--context", "131072", *tiers)
+    out = kvplane(*words)[1]
+    assert (
+        "host: 1,208 blocks of a prompt are checkpoints, each 864 tokens (states: where the next chunk of 8,192 ends); "
+        "without them 21.31 prompts fit"
+    ) in out.splitlines()
+    lines = [line.split() for line in out.splitlines()]
+    assert ["host", "174,762", "393,216", "behind", "9,408", "18.58", "2,434,779"] in lines
+    assert ["host", "0", "sliding_window", "1,216", "22,588", "361,408"] in lines
+    host, disk = json.loads(kvplane(*words, "-o", "json")[1])["tiers"]
+    assert (host["save"], disk["save"]) == ("behind", "through")
+    assert host["checkpoint_blocks"] == disk["checkpoint_blocks"] == 1208
+    assert [group["checkpoint_blocks"] for group in host["groups"]] == [1208, 0]
+    assert host["prompts"] < host["prompts_without"] == pytest.approx(21.31, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (
+            ("gpt-oss-20b", "--checkpoints", "15"),
+            "--checkpoints: checkpoints are settings of a tier, and there is none",
+        ),
+        (("gpt-oss-20b", "--host", "9GB", "--disk-save", "reuse"), "--disk-save: there is no disk tier to save into"),
+        (("llama-3.1-8b", "--host", "9GB", "--checkpoints", "15"), "tiers[0].checkpoint_percent: 15 has no effect"),
+    ],
+)
+def test_settings_of_tiers_without_effect_are_refused(kvplane, words, complaint):
+    code, _, errors = kvplane("plan", *words)
+    assert code == 2
+    assert errors.startswith(f"kvplane: {complaint}")
 
 
 @pytest.mark.parametrize(("option", "field"), [("--host", "host"), ("--disk", "disk")])

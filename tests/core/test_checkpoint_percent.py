@@ -11,6 +11,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, TierKind, TierSpec
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state import digest
+from kvplane_service.core.tiers.rows import blocks_kept
 from tests.core.builders import chunked, full, new_replica, replica_spec, state, window
 from tests.core.test_tiers import DISK, HOST, Mover
 from tests.core.test_tiers import small_pools as small_pools
@@ -77,6 +78,24 @@ def test_checkpoints_come_back_from_the_tier():
     asked = engine.ask(3, TEXT[:18] + "?")
     assert asked.hit == 16
     assert 0 in asked.result.orders.load_group, "the window before 16"
+
+
+@pytest.mark.parametrize("percent", [0, 50, 100])
+@pytest.mark.parametrize(
+    ("groups", "chunk"), [((window(5), full()), 12), ((state(), full()), 12), ((state(), full()), 4)]
+)
+def test_the_blocks_that_a_plan_counts_are_those_that_a_prompt_keeps(groups, chunk, percent):
+    """Computed in chunks; the prompt has a token more, so that its end can be hit."""
+    engine = Mover(*groups, tiers=kept(percent), retention_interval=0, num_blocks=61, align=AlignSpec(4, chunk))
+    engine.admit(0, TEXT + "?", cap=chunk)
+    while engine.extend(0, "", cap=chunk).granted != [0]:
+        engine.idle()
+    engine.end(0)
+    engine.idle()
+    pool = engine.replica.coordinator.pool
+    keys = [key for block in range(1, pool.num_blocks) if (key := pool.key_of(block)) is not None]
+    counted = blocks_kept(engine.replica.spec, len(TEXT), chunk)
+    assert counted == [sum(key[1] == group for key in keys) for group in range(len(groups))]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ python -m tests.faults --twins: run the scenario that must catch each twin, and 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -30,14 +31,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.twins:
         return write_table()
-    pool, option = (TIERED, " --tiers") if given.tiers else (PLAIN, "")
+    pool = TIERED if given.tiers else PLAIN
     report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True), pool, given.kinds)
-    if report.finding:
-        again = f"python -m tests.faults{option} --faults {report.faults.total()} --seed {given.seed}"
-        print(f"{report.finding}\nagain: {again}")
+    if report.complaints:
+        print(f"again: python -m tests.faults {shlex.join(sys.argv[1:])}")
     print(*report.answers.table(), sep="\n")
-    print(report.line)
-    return 0 if report.is_good else 1
+    print(*(f"failed: {complaint}" for complaint in report.complaints), report.line, sep="\n")
+    return 1 if report.complaints else 0
 
 
 def write_table() -> int:

@@ -52,6 +52,7 @@ SPARE_DESCRIPTORS = 12  # descriptors that a process may have open in addition t
 LONG_HIT = 96
 FILES_PER_WORKER = 3
 SHARE_OF_DRAINS = 0.2
+FURTHER = 15  # faults, until what must be seen was seen
 TOLD = (NotFound, StaleEpoch, FailedPrecondition)
 
 
@@ -64,6 +65,8 @@ class Report:
     """Results of a campaign.
 
     Attributes:
+        asked: least number of faults.
+        tiers: whether the replica has tiers.
         faults: number of faults by kind.
         hits_after_restart: hit tokens in rounds in which a process was restarted.
         loaded, refused: blocks that were loaded from tiers, and that movers did not find as they should be.
@@ -72,6 +75,8 @@ class Report:
         finding: the violation that ended the campaign; "" = none.
     """
 
+    asked: int = 0
+    tiers: bool = False
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     requests: int = 0
@@ -86,10 +91,27 @@ class Report:
     finding: str = ""
 
     @property
-    def is_good(self) -> bool:
-        """Whether the campaign found nothing and reached enough to find something."""
-        could_find = self.hits_after_restart > 0 and self.answers.slowest_s
-        return not self.finding and not self.differing and not self.leaks and bool(could_find)
+    def unseen(self) -> list[str]:
+        """What no round has shown yet: without it a campaign could not find what it is for."""
+        seen = {
+            "no request had a hit after a restart": self.hits_after_restart,
+            "no bystander was answered during a fault": self.answers.slowest_s,
+            "no block was loaded from a tier": self.loaded or not self.tiers,
+        }
+        return [what for what, is_seen in seen.items() if not is_seen]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there were as many faults as asked for, or some further ones where something was unseen."""
+        return self.faults.total() >= self.asked + FURTHER * bool(self.unseen)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Why the campaign failed; empty = it found nothing, and could have found something."""
+        if self.finding:
+            return [self.finding]
+        remedy = "run more faults, or kinds of them that restart processes"
+        return [f"{what} in {self.faults.total()} faults: {remedy}" for what in self.unseen]
 
     @property
     def line(self) -> str:
@@ -303,13 +325,15 @@ def run_campaign(
 ) -> Report:
     """Run at least `num_faults` faults, on clusters with each store; `report.finding` names the round that failed.
 
+    Where `report.unseen` names something then, up to FURTHER more follow.
+
     `only`: the names of the kinds to draw; () = all.
     """
     kinds = [kind for kind in (TIER_KINDS if pool.tiers else KINDS) if not only or kind.name in only]
     stores = [store for store in STORES if any(store in kind.stores for kind in kinds)]
-    report, rng, number = Report(), Random(seed), 0
+    report, rng, number = Report(num_faults, bool(pool.tiers)), Random(seed), 0
     with one_thread():
-        while report.faults.total() < num_faults:
+        while not report.is_over:
             store = stores[number % len(stores)]
             left = num_faults - report.faults.total()
             share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(stores)))
@@ -325,7 +349,7 @@ def run_campaign(
 def run_cluster(
     plan: Plan, num_faults: int, all_kinds: list[Kind], rng: Random, report: Report, say: Callable[[str], None]
 ) -> None:
-    """Run rounds on one cluster, from start to end."""
+    """Run rounds on one cluster, from start to end. The last cluster continues while the campaign is not over."""
     until = report.faults.total() + num_faults
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
         requests = (Returning if plan.pool.tiers else Requests)(plan.pool.max_model_len, rng.getrandbits(32))
@@ -333,7 +357,7 @@ def run_cluster(
         if not kinds:
             raise Finding(f"none of the kinds is possible here: {[kind.name for kind in all_kinds]}")
         bag: list[Kind] = []
-        while report.faults.total() < until:
+        while report.faults.total() < until or (until >= report.asked and not report.is_over):
             chosen = draw_kinds(bag, kinds, rng)
             names, began_s = " and ".join(kind.name for kind in chosen), time.monotonic()
             try:

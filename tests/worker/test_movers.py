@@ -15,9 +15,12 @@ from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.tiers import DiskSlots, HostSlots, Movers
 from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content
+from tests.worker.test_page_buffers import BLOCKS
 from tests.worker.tier_rig import EPOCH, IDENTITY, STAMP, WAIT_S, Rig
 
 CORRUPTIONS = 300
+TARGET = 12  # the first page that damaged slots are loaded into
+AT_ONCE = BLOCKS - TARGET
 
 
 @pytest.fixture
@@ -83,45 +86,51 @@ def test_a_damaged_slot_is_never_scattered(rig: Rig, seed):
 
 
 def count_unscattered(rig: Rig, seeds: range) -> int:
-    """Damage the slot of a saved page in one way per seed, and load it; returns how many loads failed: all."""
-    for seed in seeds:
-        rng, job = Random(seed), 10 * (seed + 1)
-        group = rng.randrange(rig.pages.num_groups)
-        num_bytes = rig.pages.group(group).bytes_per_block
-        rig.save(job, rng.randrange(1, 12), 0, group)
-        rig.save(job + 1, rng.randrange(1, 12), 1, group)
-        assert rig.until(job)
-        assert rig.until(job + 1)
-        damage(rig.slots, rng, num_bytes)
+    """Damage the slot of a saved page in one way per seed, and load it; returns how many loads failed: all.
+
+    AT_ONCE at a time, each with its own two slots and its own page to load into.
+    """
+    for first in range(0, len(seeds), AT_ONCE):
+        cases = [(seed, 10 * (seed + 1), Random(seed), 2 * at) for at, seed in enumerate(seeds[first:][:AT_ONCE])]
+        groups = [rng.randrange(rig.pages.num_groups) for _, _, rng, _ in cases]
+        for (_, job, rng, slot), group in zip(cases, groups, strict=True):
+            rig.save(job, rng.randrange(1, TARGET), slot, group)
+            rig.save(job + 1, rng.randrange(1, TARGET), slot + 1, group)
+        for (_, job, rng, slot), group in zip(cases, groups, strict=True):
+            assert rig.until(job)
+            assert rig.until(job + 1)
+            damage(rig.slots, slot, rng, rig.pages.group(group).bytes_per_block)
         before = rig.pages.memory.clone()
-        rig.load(job + 2, [(0, job, 20)], group)
-        assert not rig.until(job + 2), f"seed {seed}: the damaged slot was loaded"
-        assert rig.pages.memory.equal(before), f"seed {seed}: a page changed"
+        for (_, job, _, slot), group in zip(cases, groups, strict=True):
+            rig.load(job + 2, [(slot, job, TARGET + slot // 2)], group)
+        for seed, job, _, _ in cases:
+            assert not rig.until(job + 2), f"seed {seed}: the damaged slot was loaded"
+        assert rig.pages.memory.equal(before), f"seeds {[seed for seed, *_ in cases]}: a page changed"
     return len(seeds)
 
 
-def damage(slots: HostSlots, rng: Random, num_bytes: int) -> None:
-    """Flip bits of payload or header, cut, take another slot's bytes, header or both, or an older content."""
-    row, other = slots._rows[0], slots._rows[1]
+def damage(slots: HostSlots, slot: int, rng: Random, num_bytes: int) -> None:
+    """Flip bits of payload or header, cut, take the next slot's bytes, header or both, or an older content."""
+    row, other = slots._rows[slot], slots._rows[slot + 1]
     how = rng.randrange(7)
     if how == 0:
         row[rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
     elif how == 1:
-        header = bytearray(slots._header(0))
+        header = bytearray(slots._header(slot))
         header[rng.randrange(HEADER_BYTES)] ^= 1 << rng.randrange(8)
-        slots._set_header(0, bytes(header))
+        slots._set_header(slot, bytes(header))
     elif how == 2:
         row[rng.randrange(num_bytes) : num_bytes] ^= 0xFF
     elif how == 3:
         row.copy_(other)
         row[0] ^= 1  # the other page may be the same one
     elif how == 4:
-        slots._set_header(0, slots._header(1))
+        slots._set_header(slot, slots._header(slot + 1))
     elif how == 5:
         row.copy_(other)
-        slots._set_header(0, slots._header(1))
+        slots._set_header(slot, slots._header(slot + 1))
     else:
-        slots._set_header(0, UNSEALED)
+        slots._set_header(slot, UNSEALED)
 
 
 def test_the_seal_names_everything_that_gives_the_bytes_their_meaning():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import Drafter, TierKind
+from kvplane.base.groups import Drafter, SavePolicy, TierKind
 from kvplane_service.cli import plots
 from kvplane_service.cli.options import TABLE, Output, Shape
 from kvplane_service.cli.output import columns, text_of
@@ -23,10 +23,15 @@ from kvplane_service.cli.output import columns, text_of
 if TYPE_CHECKING:
     from kvplane_service.core.planner import CachePlan, Comparison
     from kvplane_service.models.sizing import Figures, Sizing
-    from kvplane_service.models.tiers import TierFigures
+    from kvplane_service.models.tiers import TierFigures, TierSize
 
 _BAR_CELLS = 40
 _TEXT_COLUMNS = 100
+_UNIT = typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
+_PLOT = typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
+_CHECKPOINTS = typer.Option(
+    min=0, max=100, help="Percentage of the other blocks that windows and states inside prompts take in tiers."
+)
 
 
 def _complete_model(incomplete: str) -> list[str]:
@@ -62,14 +67,13 @@ def plan_command(
     speculative_tokens: Annotated[int, typer.Option(min=0, help="Most draft tokens of a decode step.")] = 0,
     drafter: Annotated[Drafter, typer.Option(help="Drafter with a layer in the pool.")] = Drafter.NONE,
     prefix_caching: Annotated[bool, typer.Option(help="Cache prompts, and states at block boundaries.")] = True,
-    prefix_match_unit: Annotated[
-        int, typer.Option(min=0, help="Prefix hits are multiples of this number of tokens. 0 = the most possible.")
-    ] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
-    ] = None,
+    prefix_match_unit: Annotated[int, _UNIT] = 0,
+    plot: Annotated[Path | None, _PLOT] = None,
     host: Annotated[str, typer.Option(help="Host memory of one rank for a tier, such as 256GiB.")] = "",
     disk: Annotated[str, typer.Option(help="Disk of one rank for a tier, such as 2TB.")] = "",
+    host_save: Annotated[SavePolicy, typer.Option(help="When blocks are copied to the host.")] = SavePolicy.BEHIND,
+    disk_save: Annotated[SavePolicy, typer.Option(help="When blocks are copied to the disk.")] = SavePolicy.BEHIND,
+    checkpoints: Annotated[int, _CHECKPOINTS] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare with the planners best and split, and with the ideal.")
     ] = False,
@@ -104,14 +108,16 @@ def plan_command(
     if pipeline_parallel > 1:
         what = f"it is {pipeline_parallel}, and the figures are those of one stage"
         raise InvalidArgument(what, field="pipeline_parallel", remedy="add --compare, which reports each stage")
-    return print(_capacity(model, sizing, {TierKind.HOST: host, TierKind.DISK: disk}, plot, output))
+    tiers = _tier_sizes(((TierKind.HOST, host, host_save), (TierKind.DISK, disk, disk_save)), checkpoints)
+    return print(_capacity(model, sizing, tiers, plot, output))
 
 
-def _capacity(model: str, sizing: Sizing, tier_sizes: Mapping[TierKind, str], plot: Path | None, output: Shape) -> str:
+def _capacity(model: str, sizing: Sizing, tier_sizes: Sequence[TierSize], plot: Path | None, output: Shape) -> str:
     """Return the capacity of a plan; also plot it, if there is a file for that."""
     from kvplane_service.models.sizing import figures_of
+    from kvplane_service.models.tiers import tier_figures
 
-    figures, tiers = figures_of(sizing), _figures_of_tiers(sizing, tier_sizes)
+    figures, tiers = figures_of(sizing), [tier_figures(sizing, tier) for tier in tier_sizes]
     where = f"{sizing.cache_bytes / (1 << 30):.4g}GiB per rank"
     _plot(f"{model} in {where}", sizing, plot)
 
@@ -293,32 +299,55 @@ def _groups(figures: Figures) -> str:
     return columns(rows)
 
 
-def _figures_of_tiers(sizing: Sizing, sizes: Mapping[TierKind, str]) -> list[TierFigures]:
+def _tier_sizes(asked: Iterable[tuple[TierKind, str, SavePolicy]], checkpoints: int) -> list[TierSize]:
+    """Return the tiers that have a size. Raises InvalidArgument for settings of others."""
     from kvplane_service.models.sizing import parse_bytes
-    from kvplane_service.models.tiers import tier_figures
+    from kvplane_service.models.tiers import TierSize
 
-    return [tier_figures(sizing, kind, parse_bytes(text, kind.value)) for kind, text in sizes.items() if text]
+    sizes = []
+    for kind, text, save in asked:
+        if text:
+            sizes.append(TierSize(kind, parse_bytes(text, kind.value), save, checkpoints))
+        elif save is not SavePolicy.BEHIND:
+            what, remedy = f"there is no {kind.value} tier to save into", f"give --{kind.value}, or leave it out"
+            raise InvalidArgument(what, field=f"--{kind.value}-save", remedy=remedy)
+    if checkpoints and not sizes:
+        what, remedy = "checkpoints are settings of a tier, and there is none", "give --host or --disk, or leave it out"
+        raise InvalidArgument(what, field="--checkpoints", remedy=remedy)
+    return sizes
 
 
 def _tiers(sizing: Sizing, tiers: Sequence[TierFigures]) -> Iterator[str]:
-    """Yield a table of all tiers, and one of what they hold by group."""
+    """Yield a table of all tiers, what checkpoints cost, and a table of what the tiers hold by group."""
     if not tiers:
         return
     length = f"{sizing.options.max_model_len:,}"
-    rows = [("TIER", "SLOTS", "SLOT BYTES", "BLOCKS/PROMPT", f"PROMPTS OF {length}", "TOKENS")]
+    rows = [("TIER", "SLOTS", "SLOT BYTES", "SAVE", "BLOCKS/PROMPT", f"PROMPTS OF {length}", "TOKENS")]
     of_groups = [("TIER", "GROUP", "KIND", "BLOCKS/PROMPT", "SLOTS", "TOKENS")]
     for tier in tiers:
-        sizes = (f"{tier.num_blocks:,}", f"{tier.slot_bytes:,}", f"{tier.blocks_per_prompt:,}")
-        rows.append((tier.kind.value, *sizes, f"{tier.prompts:,.2f}", f"{tier.prompt_tokens:,}"))
+        sizes = (f"{tier.num_blocks:,}", f"{tier.slot_bytes:,}", tier.save.value)
+        blocks = f"{tier.blocks_per_prompt + tier.checkpoint_blocks:,}"
+        rows.append((tier.kind.value, *sizes, blocks, f"{tier.prompts:,.2f}", f"{tier.prompt_tokens:,}"))
         for number, one in enumerate(tier.groups):
-            counts = (f"{one.blocks_per_prompt:,}", f"{one.slots:,}", f"{one.tokens:,}")
+            counts = (f"{one.blocks_per_prompt + one.checkpoint_blocks:,}", f"{one.slots:,}", f"{one.tokens:,}")
             of_groups.append((tier.kind.value, str(number), one.kind.value, *counts))
     yield columns(rows)
+    if any(tier.checkpoints_apart for tier in tiers):
+        yield "\n".join(_checkpoints(tier, sizing.max_batched_tokens) for tier in tiers)
     yield columns(of_groups)
 
 
+def _checkpoints(tier: TierFigures, batched_tokens: int) -> str:
+    """Return what the checkpoints of a tier are, and what they cost."""
+    return (
+        f"{tier.kind.value}: {tier.checkpoint_blocks:,} blocks of a prompt are checkpoints, each "
+        f"{tier.checkpoints_apart:,} tokens (states: where the next chunk of {batched_tokens:,} ends); without them "
+        f"{tier.prompts_without:,.2f} prompts fit"
+    )
+
+
 def _plain_tiers(tiers: Sequence[TierFigures]) -> dict[str, object]:
-    plain = [asdict(tier) | {"kind": tier.kind.value} for tier in tiers]
+    plain = [asdict(tier) | {"kind": tier.kind.value, "save": tier.save.value} for tier in tiers]
     for one in plain:
         one["groups"] = [{**group, "kind": group["kind"].value} for group in one["groups"]]
     return {"tiers": plain} if tiers else {}
