@@ -64,6 +64,7 @@ FAULTS = [
     Fault("a new life forgets what is retained", "replica.h",
           "pool.retained.Resume();", "pool.retained.Resume(); pool.retained.Clear();"),
     Fault("a renewal counts twice", "retained.h", "count -= !IsOf(wanted.owner, key, without);", ""),
+    Fault("what ends is counted on", "retained.h", "--num_named_;", ""),
     Fault("a retention outlives its end", "retained.h",
           "ended->second.until_ns <= now_ns", "ended->second.until_ns < now_ns"),
     Fault("a prompt's own last state is superseded", "eviction.h", "end < LastState(manager, slot)", "true"),

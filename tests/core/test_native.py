@@ -200,6 +200,15 @@ def victims_by_what_is_learnt():
     assert engine.replica.counters.hit_tokens > 1000
 
 
+def keys_that_are_remembered_no_more():
+    engine, rng = twin_engine(full(), num_blocks=1200, eviction=EvictionPolicy.HAZARD, max_model_len=5000), Random(6)
+    texts = ["".join(rng.choices("abcdefgh", k=4001)) for _ in range(80)]
+    for text in [*texts, *texts[-9::2]]:
+        engine.serve(0, text)
+    learner = engine.replica.first.coordinator.pool.free.learner
+    assert len(learner._entry) == len(learner._key) < 80 * 1000
+
+
 def a_request_alone_whose_hit_is_given_up():
     for engine, texts in unused_pools(split_spec(5), 3, twin_of):
         for text in texts:
@@ -240,9 +249,9 @@ def superblocks_of_earlier_lives():
 
 CASES = [
     a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
-    chunks_that_end_inside_a_block, a_ring_without_room, states_of_drafts_without_room, eviction_of_the_null_block,
-    a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
-    a_shared_block_whose_last_user_released_it_first,
+    keys_that_are_remembered_no_more, chunks_that_end_inside_a_block, a_ring_without_room,
+    states_of_drafts_without_room, eviction_of_the_null_block, a_load_that_left_blocks_out,
+    a_victim_whose_positions_another_row_needs, a_shared_block_whose_last_user_released_it_first,
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, EvictionPolicy
-from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, Retain, RetainOutcome
+from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import Part, Step
 from kvplane_service.core import inspect, retaining
 from kvplane_service.core.state import export_state, load_state
@@ -189,7 +189,7 @@ def test_a_release_of_what_others_retain_is_refused():
 
 
 def test_the_number_of_prefixes_is_limited():
-    engine = holding()
+    engine = holding(num_blocks=MAX_RETAINED // MAX_RETAINED_PER_BLOCK)
     row = rows_for(engine, "aaaa")
     names = ("num_hashes", "domain", "priority", "until_ns", "percent")
     many = {name: getattr(row, name) * MAX_RETAINED for name in names}
@@ -198,6 +198,16 @@ def test_the_number_of_prefixes_is_limited():
     assert set(result.retained.outcome) == {RETAINED}
     assert retain(engine, "aaaa")[3] is TOO_MANY
     assert retain(engine, "aaaa", owner="7", priority=3)[3] is RETAINED
+
+
+def test_what_all_prefixes_need_is_limited_though_they_share_it():
+    engine = holding()  # 21 blocks, and prefixes of three
+    most = MAX_RETAINED_PER_BLOCK * 21 // 3
+    assert {retain(engine, owner=str(number))[3] for number in range(most)} == {RETAINED}
+    assert retain(engine, owner="one more") == (12, 3, 21, TOO_MANY)
+    assert retain(engine, owner="0", priority=3)[3] is RETAINED
+    assert retain(engine, owner="1", until=0)[3] is RELEASED
+    assert retain(engine, owner="one more")[3] is RETAINED
 
 
 def test_prefixes_of_other_domains_and_unknown_ones_retain_nothing():

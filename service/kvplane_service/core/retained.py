@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK
 from kvplane_service.core.keys import Key
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RetainedBlocks:
         each: by name, the one that was made or renewed last last.
         of_key: names of the retentions of each key.
         used: number of keys by owner.
+        num_named: number of keys, counted once per retention.
         lost: keys that a block lost in this part.
         is_active: False while an engine life ends; then no block is in a list.
         num_free: number of blocks in the lists.
@@ -62,6 +64,7 @@ class RetainedBlocks:
         self.each: dict[Name, Retention] = {}
         self.of_key: dict[Key, set[Name]] = {}
         self.used: dict[str, int] = {}
+        self.num_named = 0
         self.lost: list[Key] = []
         self.is_active = True
         self.num_free = 0
@@ -145,6 +148,7 @@ class RetainedBlocks:
 
     def _enlist(self, name: Name, retention: Retention) -> None:
         self.each[name] = retention
+        self.num_named += len(retention.keys)
         for key in retention.keys:
             names = self.of_key.setdefault(key, set())
             self.used[name.owner] = self.used.get(name.owner, 0) + (not any(one.owner == name.owner for one in names))
@@ -164,6 +168,15 @@ class RetainedBlocks:
         ours = (any(one != name and one.owner == name.owner for one in self.of_key.get(key, ())) for key in keys)
         return self.used.get(name.owner, 0) - gone + sum(not one for one in ours)
 
+    def has_room(self, name: Name, count: int) -> bool:
+        """Return whether a retention with this name may have `count` keys: what all of them need is limited, since
+        prefixes of many owners can share their blocks.
+        """
+        before = self.each.get(name)
+        named = self.num_named + count - (len(before.keys) if before is not None else 0)
+        has_place = before is not None or len(self.each) < MAX_RETAINED
+        return has_place and named <= MAX_RETAINED_PER_BLOCK * self._pool.num_blocks
+
     def _is_only(self, name: Name, key: Key) -> bool:
         return not any(one != name and one.owner == name.owner for one in self.of_key[key])
 
@@ -179,6 +192,7 @@ class RetainedBlocks:
             if not self.used[name.owner]:
                 del self.used[name.owner]
         names.remove(name)
+        self.num_named -= 1
         if not names:
             del self.of_key[key]
 
@@ -254,8 +268,9 @@ class RetainedBlocks:
             yield ""
         if expected != self._priority:
             yield f"free blocks {blocks[:9]} are retained, expected {list(expected.items())[:9]}"
-        if sum(map(len, self.of_key.values())) != sum(len(one.keys) for one in self.each.values()):
-            yield "a key leads to a name that does not retain it"
+        named = sum(len(one.keys) for one in self.each.values())
+        if (sum(map(len, self.of_key.values())), self.num_named) != (named, named):
+            yield "a key leads to a name that does not retain it, or keys are not counted"
         if self.used != {owner: len(keys) for owner, keys in owners.items()}:
             yield f"the owners have {self.used} keys, counted {list(map(len, owners.values()))}"
 

@@ -10,7 +10,6 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import split_hashes
 from kvplane.base.retain import (
     MAX_OWNER_CHARS,
-    MAX_RETAINED,
     MAX_RETAINED_NS,
     Retain,
     Retained,
@@ -63,7 +62,7 @@ def retain(blocks: Coordinator, rows: Retain, result: Retained) -> None:
         if used > most:
             left = max(0, most - retained.used.get(name.owner, 0))
             result.add(hit.num_tokens, len(keys), left, RetainOutcome.OVER_BUDGET)
-        elif name not in retained.each and len(retained.each) >= MAX_RETAINED:
+        elif not retained.has_room(name, len(keys)):
             result.add(hit.num_tokens, len(keys), most - retained.used.get(name.owner, 0), RetainOutcome.TOO_MANY)
         else:
             if keys:

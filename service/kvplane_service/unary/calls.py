@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from kvplane.base.errors import InvalidArgument, LimitExceeded, PermissionDenied
 from kvplane.base.hashing import HashTail
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
-from kvplane.base.retain import MAX_RETAINED, Retain, RetainOutcome
+from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import (
     ANY_HIT,
     NO_EXTRA_KEYS,
@@ -340,7 +340,8 @@ class RetainCall(UnaryCall[StepResult]):
             remedy = "release a prefix, retain a shorter one, or raise retained_percent in the owner's limits"
             raise InvalidArgument(what, field="content", remedy=remedy)
         if outcome == RetainOutcome.TOO_MANY:
-            what = f"the replica retains {MAX_RETAINED} prefixes"
+            each = f"{MAX_RETAINED_PER_BLOCK} times the blocks of its pool"
+            what = f"the replica retains {MAX_RETAINED} prefixes, or these need, counted each by itself, {each}"
             raise LimitExceeded(what, field="header.replica", remedy="release one, or wait until one ends")
         if outcome == RetainOutcome.OTHER_OWNER:
             what = "the prefix is retained for other owners alone"

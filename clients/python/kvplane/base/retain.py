@@ -8,6 +8,7 @@ from enum import IntEnum
 
 MAX_PRIORITY = 100
 MAX_RETAINED = 1024  # prefixes of one replica
+MAX_RETAINED_PER_BLOCK = 8  # their blocks, each counted once per prefix, per block of the pool
 MAX_RETAINED_NS = 7 * 24 * 3600 * 1_000_000_000  # from `Retain.now_ns` to an end
 MAX_OWNER_CHARS = 256
 
@@ -52,7 +53,7 @@ class RetainOutcome(IntEnum):
     RETAINED = 0  # what is cached of the prefix is retained; nothing if nothing is
     RELEASED = 1  # it is not retained for this owner any more, or was not
     OVER_BUDGET = 2  # `left` blocks are left for the owner, fewer than the row needs
-    TOO_MANY = 3  # MAX_RETAINED prefixes are retained
+    TOO_MANY = 3  # MAX_RETAINED prefixes are retained, or MAX_RETAINED_PER_BLOCK is reached
     OTHER_OWNER = 4  # a release of what is retained for others alone
 
 

@@ -8,7 +8,8 @@ namespace kvplane {
 
 class BlockPool;
 
-constexpr Int kMaxRetained = 1024;  // prefixes of one replica
+constexpr Int kMaxRetained = 1024;     // prefixes of one replica
+constexpr Int kMaxRetainedPerBlock = 8;  // their blocks, each counted once per prefix, per block of the pool
 constexpr Int kMaxPriority = 100;
 constexpr Int kMaxRetainedNs = Int{7} * 24 * 3600 * 1'000'000'000;
 constexpr Int kMaxNs = (Int{1} << 62) - 1;
@@ -90,6 +91,8 @@ class RetainedBlocks {
         Enlist(std::move(retention));
         PlaceAgain(changed);
     }
+    // Whether the retention may be added: what all of them need is limited, since many owners can share blocks.
+    inline bool HasRoomFor(const Retention& wanted) const;
     bool Has(const Retention& name) const { return Find(name) != each_.end(); }
     // Whether another owner retains the prefix.
     bool OthersHave(const Retention& name) const {
@@ -152,6 +155,7 @@ class RetainedBlocks {
             used_[retention.owner] += !IsOf(retention.owner, key, -1);
             of_key_[key].emplace(number, position);
         }
+        num_named_ += static_cast<Int>(retention.keys.size());
         each_[number] = std::move(retention);
     }
     // Puts a free block at the end of a list.
@@ -203,6 +207,7 @@ class RetainedBlocks {
         if (!IsOf(owner, key, number) && --used_[owner] == 0) used_.erase(owner);
         auto& numbers = of_key_.at(key);
         numbers.erase(number);
+        --num_named_;
         if (numbers.empty()) of_key_.erase(key);
     }
     inline void ForgetAbsent(const std::vector<Key>& keys);
@@ -215,6 +220,7 @@ class RetainedBlocks {
     std::vector<Key> lost_;
     bool is_active_ = true;
     Int last_number_ = 0, last_place_ = 0;
+    Int num_named_ = 0;  // keys, counted once per retention
     std::map<std::pair<Int, Int>, Block> order_;  // (priority, number of the place) -> block
     std::unordered_map<Block, std::pair<Int, Int>> places_;
 };

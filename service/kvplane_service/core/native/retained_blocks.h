@@ -26,6 +26,13 @@ inline Int RetainedBlocks::PriorityOf(Block block) const {
 }
 
 // A free one is evicted next: it cannot hit any more.
+inline bool RetainedBlocks::HasRoomFor(const Retention& wanted) const {
+    const auto before = Find(wanted);
+    const Int named = num_named_ + static_cast<Int>(wanted.keys.size()) -
+                      (before == each_.end() ? 0 : static_cast<Int>(before->second.keys.size()));
+    const bool has_place = before != each_.end() || static_cast<Int>(each_.size()) < kMaxRetained;
+    return has_place && named <= kMaxRetainedPerBlock * pool_.num_blocks;
+}
 inline void RetainedBlocks::NoteLost(Block block, std::span<const Key> keys) {
     for (const Key& key : keys) {
         if (of_key_.contains(key)) lost_.push_back(key);

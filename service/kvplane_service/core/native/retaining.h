@@ -57,12 +57,11 @@ class Retainer {
         const Int used = retained_.CountNew(wanted), count = static_cast<Int>(wanted.keys.size());
         const Int left = most - retained_.CountKeysOf(wanted.owner);
         if (used > most) return Answer(hit.num_tokens, count, std::max<Int>(0, left), kOverBudget, result);
-        const bool is_known = retained_.Has(wanted);
-        if (!is_known && static_cast<Int>(retained_.each().size()) >= kMaxRetained)
+        if (!retained_.HasRoomFor(wanted))
             return Answer(hit.num_tokens, count, left, kTooManyRetained, result);
         if (count > 0) {
             retained_.Add(std::move(wanted));
-        } else if (is_known) {
+        } else if (retained_.Has(wanted)) {
             retained_.Remove(wanted);
         }
         Answer(hit.num_tokens, count, most - used, kRetained, result);
