@@ -224,7 +224,7 @@ def test_a_repeated_step_carries_a_change_out_once(service):
     header = pb.MutationHeader(replica="r")
     evict = service.allocation.EvictBlocks.future(pb.EvictBlocksRequest(header=header, block_ids=[1]))
     host = service.app.registry.get("r").host
-    until(lambda: not host.mirror.requests.is_empty)
+    until(lambda: host.mirror.requests.want_step(time.monotonic_ns))
     news = {"slot": column(0), "num_tokens": column(3), "tokens": column(1, 2, 3)}
     first = stream.step({"news": news, "admit": {"slot": column(0)}})
     answers.append(evict.result(10))

@@ -1,5 +1,5 @@
-"""Counters for the metrics that the core does not keep. They are updated with each entry of the decision log, which is
-cheap enough to happen before the step is answered.
+"""Counters for the metrics that the core does not keep. They are updated with each entry of the decision log, after
+the step is answered.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.retain import RetainOutcome
-from kvplane.base.step import AdmitStatus, CacheEvent, End, Part, PartResult, RemoveReason
+from kvplane.base.step import AdmitStatus, CacheEvent, End, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions.log import Decision, Entry
@@ -125,8 +124,8 @@ class Tally:
                     self.retentions[RetainOutcome(outcome)] += 1
             if events:
                 self._count_removals(events)
-            is_rows = rows_of(part) is not None  # no request ends
-            if given.get("preempted") or (not is_rows and part.facts.end):
+            facts: Facts | None = vars(part).get("facts")  # None also where they are packed: no request ends
+            if given.get("preempted") or (facts is not None and facts.end):
                 self._count_preemptions(part, result)
 
     def _count_refusals(self, result: PartResult) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -101,7 +101,10 @@ class GhostLru:
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
             if (rows := rows_of(part)) is not None:
-                self._rows(rows, result)
+                given = vars(result)  # what is missing is empty
+                made = given.get("hashed_facts", ())
+                if rows.hashes or getattr(made, "joined", made) or "preempted" in given:
+                    self._rows(rows, given)
                 continue
             facts, news = part.facts, part.news
             if facts.hashes or facts.end or news.slot or result.hashed_facts or result.preempted or part.admit.slot:
@@ -109,9 +112,8 @@ class GhostLru:
             elif result.reset_done:
                 self._stack.clear()
 
-    def _rows(self, rows: DecodeRows, result: PartResult) -> None:
+    def _rows(self, rows: DecodeRows, given: Mapping[str, Any]) -> None:
         """Follow a decode step whose rows are packed: requests get hashes, and some are preempted."""
-        given = vars(result)
         made = given.get("hashed_facts", ())
         if isinstance(made, HashedRows):
             counts, joined = made.counts, made.joined

@@ -120,20 +120,24 @@ class DecisionLog(PackedLog[Entry, _Packed]):
 
     def append(self, entry: Entry, packed: bytes | None = None) -> None:
         """Add an entry, drop the oldest entries if there is no room, and pass the entry to every follower. `packed`:
-        the same entry as `pack_decision` packs it, if it is known.
+        the same entry as `pack_decision` packs it, if it is known. The token ids of a step are dropped.
         """
-        if isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
+        if isinstance(entry, Decision) and (packed is None or self._followers):
+            entry = entry._replace(step=without_tokens(entry.step))
+        if packed is not None:
+            self._keep(packed)
+        elif isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
             self._lose()
         else:
-            self._keep(entry if packed is None else packed)
+            self._keep(entry)
         if self._later:
             self._unread.append(entry)
             if packed is None:
                 self._pass_on(self._num_waiting)  # what was dropped unpacked
             elif len(self._unread) == 1:
                 self._budget.has_waiting(self)
-            elif len(self._unread) > MAX_WAITING:
-                self._pass_on(MAX_WAITING - 1)
+            elif len(self._unread) > MAX_WAITING:  # all but this one together, which costs less than each alone
+                self._pass_on(1)
         for follower in self._followers:
             follower(entry)
 
@@ -157,7 +161,7 @@ class DecisionLog(PackedLog[Entry, _Packed]):
 
     def follow_later(self, follower: Follower) -> None:
         """Call `follower` with every future entry, in order, but after the step is answered: when the entry is packed,
-        or when `catch_up` is called.
+        or when `catch_up` is called. It must not keep the entry, whose step may still have its token ids.
         """
         self.catch_up()
         self._later.append(follower)
@@ -213,7 +217,7 @@ def hashed_step(decision: Decision, digest_size: int) -> Step:
     Applying it gives the same result.
     """
     parts = zip(decision.step.parts, decision.result.parts, strict=True)
-    return replace(decision.step, parts=[hashed_part(part, result, digest_size) for part, result in parts])
+    return replace(decision.step, parts=[hashed_part(part, result, digest_size) for part, result in parts], rows=None)
 
 
 def hashed_part(part: Part, result: PartResult, size: int) -> Part:

@@ -19,7 +19,7 @@ from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
+from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
@@ -47,6 +47,7 @@ class Applying:
     Attributes:
         in_core: whether the core is working, or has raised an unexpected exception, which leaves its state undefined.
         changes: number of calls that may have changed the core, counted at the start of each call.
+        work: the long work that is running, or None.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Applying:
         self._events = events
         self._hold = hold
         self._clock = clock
-        self._aside: asyncio.Future[Any] | None = None
+        self.work: asyncio.Future[Any] | None = None
 
     @property
     def is_aside(self) -> bool:
         """Whether long work is running."""
-        return self._aside is not None
+        return self.work is not None
 
     def check(self, name: str) -> None:
         """Raise unless the state of the replica `name` may be read.
@@ -75,7 +76,7 @@ class Applying:
             Busy: long work is running.
             InternalError: the core has failed.
         """
-        if self._aside is not None:
+        if self.work is not None:
             raise Busy(f"{name} is busy with long work: a step or a look-up", field="replica", remedy="retry")
         if self.in_core:
             raise InternalError(
@@ -85,8 +86,8 @@ class Applying:
 
     async def idle(self) -> None:
         """Wait until no long work is running. No long work starts before the caller awaits something else."""
-        while self._aside is not None:
-            await asyncio.wait([self._aside])
+        while self.work is not None:
+            await asyncio.wait([self.work])
 
     def apply(self, step: Step, check: Check | None = None) -> StepResult:
         """Apply a step; publish its decision, and those of its cache events that subscribers may see.
@@ -95,7 +96,7 @@ class Applying:
         step applied and nothing published.
         """
         at_ns = self._clock()
-        self._enter()
+        self.in_core, self.changes = True, self.changes + 1
         try:
             result = self._replica.apply(step)
             if check is not None:
@@ -119,8 +120,8 @@ class Applying:
 
         Cancelling the caller does not cancel the work. Callers that wait in `idle` resume when the work has ended.
         """
-        assert self._aside is None, "one at a time"
-        self._aside = task = asyncio.ensure_future(work)
+        assert self.work is None, "one at a time"
+        self.work = task = asyncio.ensure_future(work)
         task.add_done_callback(self._back)
         return await asyncio.shield(task)
 
@@ -171,7 +172,7 @@ class Applying:
         self.changes += 1
 
     def _back(self, task: asyncio.Future[_T]) -> None:
-        self._aside = None
+        self.work = None
         error: BaseException | None = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, KvplaneError):  # its caller may have been cancelled
             _log.error("unhandled exception in long work on a replica", exc_info=error)
@@ -187,7 +188,7 @@ class Applying:
             if of_part := given.get("tier_events"):
                 of_tiers.append(of_part)
         packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
-        self._decisions.append(Decision(without_tokens(step), result, tuple(events), at_ns, took_ns), packed)
+        self._decisions.append(Decision(step, result, tuple(events), at_ns, took_ns), packed)
         are_packed = not of_tiers or all(hasattr(of_part, "shares") for of_part in of_tiers)
         shares = self._hold.step_packed(step.seq, step.executed_through, events) if are_packed else None
         if shares is not None:

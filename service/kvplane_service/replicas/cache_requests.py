@@ -104,7 +104,8 @@ class CacheRequests:
         prompts = [rows.prefetch for _, rows in numbers if rows.prefetch.slot]
         prefetch = _joined([first.prefetch, *prompts]) if prompts else first.prefetch
         retain = _retained([rows.retain for _, rows in numbers if rows.retain.num_hashes], now_ns)
-        return replace(step, parts=[replace(first, cache=cache, prefetch=prefetch, retain=retain), *others]), numbers
+        parts = [replace(first, cache=cache, prefetch=prefetch, retain=retain), *others]
+        return replace(step, parts=parts, rows=None), numbers
 
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
@@ -139,10 +140,9 @@ class CacheRequests:
             for request in list(self._waiting):
                 self.send(request)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no caller waits."""
-        return not self._waiting
+    def want_step(self, clock: Callable[[], int]) -> bool:
+        """Whether a caller waits for the next step, or the time of a retained prefix has come."""
+        return len(self._waiting) > 0 or 0 < self.next_end_ns <= clock()
 
     def fail(self, error: KvplaneError) -> None:
         """End the wait of all callers with this error."""

@@ -151,18 +151,20 @@ class PublicationHold:
         """
         if self._steps and (self._has_others or self._steps[0][0] <= executed_through):
             return None
-        packed = [cast("NativeEvents", events) for events in parts if events]
-        for events in packed:
-            if not isinstance(events, CacheEvents) or events.marks & _CONCERNS_HELD:
-                return None
+        packed: list[NativeEvents] = []
+        for events in parts:
+            if events:
+                if getattr(events, "marks", _CONCERNS_HELD) & _CONCERNS_HELD:
+                    return None
+                packed.append(cast("NativeEvents", events))
         self._has_others, shown, waiting = False, [], self._packed
         while waiting and waiting[0][0] <= executed_through:
             shown.append((waiting.popleft()[1], _STORED_EVENTS, 0))
-        for events in packed:
-            if events.marks & _OTHER_EVENTS:
-                shown.append((events, _OTHER_EVENTS, 0))
-            if events.marks & _STORED_EVENTS:
-                waiting.append((seq, events))
+        for of_part in packed:
+            if of_part.marks & _OTHER_EVENTS:
+                shown.append((of_part, _OTHER_EVENTS, 0))
+            if of_part.marks & _STORED_EVENTS:
+                waiting.append((seq, of_part))
         return shown
 
     def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:

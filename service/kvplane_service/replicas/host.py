@@ -435,7 +435,7 @@ class ReplicaHost(HostState):
         session = self._session
         if session is None or session.nonce != nonce:
             raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
-        session.deadline_ns, session.broken = self._deadline_ns(), False
+        session.deadline_ns, session.broken = self._clock() + self._lease_ns, False
         mirror = self.mirror
         is_opening = self._lives.opening is not None
         if is_opening or self.events.is_withdrawn or mirror.is_attached or mirror.hidden is not None:
@@ -444,17 +444,19 @@ class ReplicaHost(HostState):
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
         """Return the stored answer of a repeated step, or the permission to apply the next step. Raises as `step`."""
-        self._check_sound()
+        if self._retired is not None or self.steps.in_core or self.steps.work is not None:
+            self._check_sound()
         session = self._renew_lease(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        _check_retains_nothing(step)
+        if step.rows is None:
+            _check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests = self.mirror.requests
-        if requests.is_empty and not requests.is_due(self._clock):
+        if not requests.want_step(self._clock):
             return Turn(self._order, step, rows, fingerprint, session.with_events)
         step, asked = requests.merged(step, self._clock())
         return Turn(self._order, step, rows, fingerprint, session.with_events, partial(requests.all_carried_out, asked))

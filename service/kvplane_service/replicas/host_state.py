@@ -57,12 +57,11 @@ class HostState:
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, logs, config.max_subscribers)
         self.decisions = DecisionLog(config.decision_log_steps, logs)
-        self.tally = Tally()
-        self.decisions.follow(self.tally.add)
-        self.ghost = GhostLru(replica)
+        self._tally, self.ghost = Tally(), GhostLru(replica)
+        self.decisions.follow_later(self._tally.add)
         self.decisions.follow_later(self.ghost.add)
         self.epoch = FIRST_EPOCH
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._lease_ns = config, clock, config.lease_ms * _NS_PER_MS
         self._hold = PublicationHold()
         self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
         self.idle_check = IdleCheck(name, replica, self.steps)
@@ -129,6 +128,12 @@ class HostState:
         """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
         return None if self._session is None else self._session.left_ns(self._clock())
 
+    @property
+    def tally(self) -> Tally:
+        """Counts of all steps so far; see `Tally`."""
+        self.decisions.catch_up()
+        return self._tally
+
     def miss_curve(self) -> MissCurve | None:
         """Return what LRU pools of other sizes would hit; see `GhostLru.curve`."""
         self.decisions.catch_up()
@@ -193,4 +198,4 @@ class HostState:
         return session.broken or (session.is_expired(self._clock()) and not self.steps.is_aside)
 
     def _deadline_ns(self) -> int:
-        return self._clock() + self._config.lease_ms * _NS_PER_MS
+        return self._clock() + self._lease_ns

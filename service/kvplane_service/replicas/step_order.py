@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
@@ -33,13 +32,6 @@ class UnaryStep:
     executed_through: int | None = None
 
 
-class _Answer(NamedTuple):
-    seq: int
-    part: int
-    fingerprint: bytes
-    result: StepResult
-
-
 class StepOrder:
     """Ensures that each step, numbered from 1, and each part, from 0, is applied exactly once, and in order.
 
@@ -54,7 +46,7 @@ class StepOrder:
         self.next_part = 0
         self.rows = 0
         self._kept_steps = kept_steps
-        self._answers: deque[_Answer] = deque()
+        self._answers: deque[tuple[int, int, bytes, StepResult]] = deque()  # of step, part, with this fingerprint
 
     def find(self, step: Step, fingerprint: bytes) -> StepResult | None:
         """Return the stored answer if the step was applied before; None if it is the next step.
@@ -66,11 +58,11 @@ class StepOrder:
             return None
         if (step.seq, step.part) > (self.seq + 1, self.next_part):
             raise self._refusal(step, "is ahead of its turn", "send the steps before it first")
-        for answer in self._answers:
-            if (answer.seq, answer.part) == (step.seq, step.part):
-                if answer.fingerprint != fingerprint:
+        for seq, part, expected, result in self._answers:
+            if (seq, part) == (step.seq, step.part):
+                if expected != fingerprint:
                     raise self._refusal(step, "was applied with other content", "continue with the next number")
-                return answer.result
+                return result
         raise self._refusal(step, "was applied and its answer is no longer stored", "continue with the next number")
 
     def make_next(
@@ -81,7 +73,7 @@ class StepOrder:
 
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
         """Record that the next step was applied, and keep its answer."""
-        self._answers.append(_Answer(step.seq, step.part, fingerprint, result))
+        self._answers.append((step.seq, step.part, fingerprint, result))
         self.advance(step, rows)
 
     def advance(self, step: Step, rows: int) -> None:
@@ -90,7 +82,7 @@ class StepOrder:
             self.seq, self.next_part, self.rows = step.seq, 0, 0
         else:
             self.next_part, self.rows = step.part + len(step.parts), self.rows + rows
-        while self._answers and self._answers[0].seq <= self.seq - self._kept_steps:
+        while self._answers and self._answers[0][0] <= self.seq - self._kept_steps:
             self._answers.popleft()
 
     def _refusal(self, step: Step, problem: str, remedy: str) -> SequenceError:
@@ -133,9 +125,9 @@ class Turn:
             self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
         if not self.with_events:
             for part in result.parts:
-                for name in ("events", "tier_events"):
-                    if name in vars(part):
-                        setattr(part, name, [])
+                given = vars(part)  # what is missing is empty
+                given.pop("events", None)
+                given.pop("tier_events", None)
         self.order.record(self.step, self.rows, self.fingerprint, result)
         return result
 
@@ -193,6 +185,8 @@ def size_of(step: Step) -> tuple[int, int]:
     """Count the rows and the token ids of a step. A part without rows counts as one, so that the number of parts is
     limited too.
     """
+    if (rows := step.rows) is not None:
+        return max(1, len(rows.slots) * (1 + rows.appended)), rows.num_tokens
     num_rows = num_tokens = 0
     for part in step.parts:
         if (rows := rows_of(part)) is not None:

@@ -92,8 +92,9 @@ class Session(SessionView):
         self._stop = threading.Event()
         self._pause = (retry.sleep if retry else None) or self._stop.wait
         self._carry_out(self._machine.open())
+        self._state = self._machine.state
         if heartbeats:
-            interval_s = self._machine.state.lease_ms / 1000 / BEATS_PER_LEASE
+            interval_s = self._state.lease_ms / 1000 / BEATS_PER_LEASE
             name, facts = f"kvplane-lease-{request.replica}", (weakref.ref(self), self._stop, interval_s)
             threading.Thread(target=_keep_beating, args=facts, name=name, daemon=True).start()
 
@@ -126,8 +127,8 @@ class Session(SessionView):
         try:
             if self._machine.ended is not None:
                 self._machine.check()
-            if (state := self._machine.state).waiting:
-                state.require_idle()
+            if self._state.waiting:
+                self._state.require_idle()
             self._send(parts, True, executed_through)
             return self._receive()
         finally:

@@ -82,7 +82,7 @@ def rows_step(raw: bytes, digest_size: int) -> Step | None:
     if len(hashes) != digest_size * sum(num_hashes):
         return None
     rows = DecodeRows(array("I", slots), message, appended, *found[8:11], num_hashes, hashes, array("Q", jobs))
-    return Step(epoch, seq, [made_of(Part, rows)], part, last, executed_through)
+    return Step(epoch, seq, [made_of(Part, rows)], part, last, executed_through, "", rows)
 
 
 def taken(raw: bytes) -> Taken:

@@ -44,15 +44,22 @@ class Frame {
 
     template <typename T>
     void AddColumn(uint32_t number, const std::vector<T>& values) {
-        uint64_t bits = 0;  // of all values; a negative one has the highest
-        for (const T value : values) bits |= static_cast<uint64_t>(value);
-        if (bits <= 0xff) return Store<uint8_t>('B', number, values);
-        if (bits <= 0xffffffff) return Store<uint32_t>('I', number, values);
-        if (!std::is_signed_v<T> || bits <= INT64_MAX) return Store<uint64_t>('Q', number, values);
-        const auto [least, most] = std::minmax_element(values.begin(), values.end());
-        if (std::in_range<int32_t>(*least) && std::in_range<int32_t>(*most))
-            return Store<int32_t>('i', number, values);
-        Store<int64_t>('q', number, values);
+        AddNumbers(number, values.size(), [&](size_t at) { return values[at]; });
+    }
+
+    // Adds a column of the numbers that `number_at` returns.
+    template <typename NumberAt>
+    void AddNumbers(uint32_t number, size_t count, NumberAt&& number_at) {
+        using T = std::invoke_result_t<NumberAt, size_t>;
+        uint64_t bits = 0;  // of all numbers; a negative one has the highest
+        for (size_t at = 0; at < count; ++at) bits |= static_cast<uint64_t>(number_at(at));
+        if (bits <= 0xff) return Store<uint8_t>('B', number, count, number_at);
+        if (bits <= 0xffffffff) return Store<uint32_t>('I', number, count, number_at);
+        if (!std::is_signed_v<T> || bits <= INT64_MAX) return Store<uint64_t>('Q', number, count, number_at);
+        bool are_short = true;
+        for (size_t at = 0; at < count; ++at) are_short &= std::in_range<int32_t>(number_at(at));
+        if (are_short) return Store<int32_t>('i', number, count, number_at);
+        Store<int64_t>('q', number, count, number_at);
     }
 
     void AddRaw(uint32_t number, const uint8_t* data, size_t size) {
@@ -124,14 +131,14 @@ class Frame {
         body_.insert(body_.end(), bytes, bytes + sizeof value);
     }
 
-    template <typename Stored, typename T>
-    void Store(char code, uint32_t number, const std::vector<T>& values) {
-        const size_t begin = body_.size(), size = values.size() * sizeof(Stored);
+    template <typename Stored, typename NumberAt>
+    void Store(char code, uint32_t number, size_t count, NumberAt&& number_at) {
+        const size_t begin = body_.size(), size = count * sizeof(Stored);
         heads_.insert(heads_.end(), {number, static_cast<uint32_t>(code), static_cast<uint32_t>(size)});
         body_.resize(begin + size);
         uint8_t* into = body_.data() + begin;
-        for (const T value : values) {
-            const auto stored = static_cast<Stored>(value);
+        for (size_t at = 0; at < count; ++at) {
+            const auto stored = static_cast<Stored>(number_at(at));
             std::memcpy(into, &stored, sizeof stored);
             into += sizeof stored;
         }
@@ -287,91 +294,91 @@ enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };
 // The columns of events, in the order of the fields of `CacheEvent`.
 class EventColumns {
   public:
-    // `medium`: that of the tier; 0 = the device.
+    // `medium`: that of the tier; 0 = the device. The events must outlive this object.
     void Add(const CacheEvents& events, Share share, Int medium = 0) {
-        Reserve(events);
-        auto hash = events.hashes.begin();
-        auto block = events.blocks.begin();
-        auto start = events.starts.begin();
-        hashes_.reserve(hashes_.size() + events.hashes.size());
+        const auto* hash = events.hashes.data();
+        const Block* block = events.blocks.data();
+        const Int* start = events.starts.data();
+        taken_.reserve(taken_.size() + events.rows.size());
+        hashes_.reserve(hashes_.size() + events.blocks.size());
         blocks_.reserve(blocks_.size() + events.blocks.size());
         for (const CacheEvents::Row& row : events.rows) {
-            const auto count = static_cast<std::ptrdiff_t>(row.count);
             const bool has_starts = row.kind == kStored && !events.starts.empty();
-            if (share != kAllEvents && (row.kind == kStored) != (share == kStoredEvents)) {
-                hash += count + (row.parent_size != 0);
-                block += count;
-                start += has_starts ? count : 0;
-                continue;
+            const auto* const parent = hash;
+            hash += row.parent_size != 0;
+            if (share == kAllEvents || (row.kind == kStored) == (share == kStoredEvents)) {
+                taken_.push_back({&row, &events, parent, medium, has_starts});
+                for (size_t at = 0; at < row.count; ++at) hashes_.push_back({hash[at].data(), row.hash_size});
+                blocks_.insert(blocks_.end(), block, block + row.count);
+                if (has_starts) starts_.insert(starts_.end(), start, start + row.count);
             }
-            AddScalars(row, medium);
-            parents_.push_back(row.parent_size ? Digest((hash++)->data(), row.parent_size) : Digest());
-            domains_.push_back(row.kind == kCleared ? std::string() : events.names[row.name]);
-            num_hashes_.push_back(count);
-            for (std::ptrdiff_t at = 0; at < count; ++at) hashes_.push_back({(hash++)->data(), row.hash_size});
-            blocks_.insert(blocks_.end(), block, block + count);
-            block += count;
-            num_starts_.push_back(has_starts ? count : 0);
-            if (has_starts) starts_.insert(starts_.end(), start, start + count);
-            start += has_starts ? count : 0;
+            hash += row.count;
+            block += row.count;
+            start += has_starts ? row.count : 0;
         }
     }
 
-    bool empty() const { return scalars_[0].empty(); }
-
     Frame Packed() const {
         Frame frame;
-        const auto any = [](const Column& values) {
-            return std::any_of(values.begin(), values.end(), [](Int value) { return value != 0; });
+        const auto numbers = [&](uint32_t number, auto&& of) {
+            frame.AddNumbers(number, taken_.size(), [&](size_t at) { return static_cast<Int>(of(taken_[at])); });
         };
-        const auto scalar = [&](uint32_t number, size_t at) {
-            if (any(scalars_[at])) frame.Add(number, scalars_[at]);
+        const auto scalar = [&](uint32_t number, auto&& of) {
+            if (Any([&](const Taken& one) { return of(one) != 0; })) numbers(number, of);
         };
-        scalar(0, 0);
-        scalar(1, 1);
+        const auto count = [](const Taken& one) { return one.row->count; };
+        scalar(0, [](const Taken& one) { return one.row->kind; });
+        scalar(1, [](const Taken& one) { return one.row->group; });
         if (!hashes_.empty()) {
-            frame.Add(2, num_hashes_);
+            numbers(2, count);
             frame.Add(2 + Packer::flat, hashes_);
-            frame.Add(3, num_hashes_);
+            numbers(3, count);
             frame.Add(3 + Packer::flat, blocks_);
         }
-        const auto is_named = [](const std::string& one) { return !one.empty(); };
-        if (std::any_of(domains_.begin(), domains_.end(), is_named)) frame.Add(4, domains_);
-        const auto has_parent = [](const Digest& one) { return one.size != 0; };
-        if (std::any_of(parents_.begin(), parents_.end(), has_parent)) frame.Add(5, parents_);
-        for (uint32_t number = 6; number <= 9; ++number) scalar(number, number - 4);
+        if (Any([](const Taken& one) { return one.domain().size != 0; }))
+            frame.AddJoined(4, taken_, [](const Taken& one) { return one.domain(); });
+        if (Any([](const Taken& one) { return one.row->parent_size != 0; }))
+            frame.AddJoined(5, taken_, [](const Taken& one) { return one.parent_digest(); });
+        scalar(6, [](const Taken& one) { return one.row->block_size; });
+        scalar(7, [](const Taken& one) { return one.row->slot; });
+        scalar(8, [](const Taken& one) { return one.row->start; });
+        scalar(9, [](const Taken& one) { return one.row->end; });
         if (!starts_.empty()) {
-            frame.Add(10, num_starts_);
+            numbers(10, [](const Taken& one) { return one.has_starts ? one.row->count : 0; });
             frame.Add(10 + Packer::flat, starts_);
         }
-        scalar(11, 6);
-        scalar(12, 7);
+        scalar(11, [](const Taken& one) { return one.row->reason; });
+        scalar(12, [](const Taken& one) { return one.medium; });
         return frame;
     }
 
   private:
-    // Makes room for events, so that adding them does not.
-    void Reserve(const CacheEvents& events) {
-        const size_t rows = num_hashes_.size() + events.rows.size();
-        for (Column& column : scalars_) column.reserve(rows);
-        for (Column* column : {&num_hashes_, &num_starts_}) column->reserve(rows);
-        parents_.reserve(rows);
-        domains_.reserve(rows);
-        blocks_.reserve(blocks_.size() + events.blocks.size());
-        hashes_.reserve(hashes_.size() + events.blocks.size());
+    struct Taken {
+        const CacheEvents::Row* row;
+        const CacheEvents* events;
+        const decltype(Digest::bytes)* parent;  // of `parent_size` bytes
+        Int medium;
+        bool has_starts;
+
+        Hashes parent_digest() const {
+            return row->parent_size ? Hashes{parent->data(), row->parent_size} : Hashes();
+        }
+        Hashes domain() const {
+            if (row->kind == kCleared) return {};
+            const std::string& name = events->names[row->name];
+            return {reinterpret_cast<const uint8_t*>(name.data()), name.size()};
+        }
+    };
+
+    template <typename Is>
+    bool Any(Is&& is) const {
+        return std::any_of(taken_.begin(), taken_.end(), is);
     }
 
-    void AddScalars(const CacheEvents::Row& row, Int medium) {
-        const Int values[] = {row.kind, row.group, row.block_size, row.slot, row.start, row.end, row.reason, medium};
-        for (size_t at = 0; at < std::size(values); ++at) scalars_[at].push_back(values[at]);
-    }
-
-    std::array<Column, 8> scalars_;
+    std::vector<Taken> taken_;
     std::vector<Hashes> hashes_;  // in the memory of the events
-    std::vector<Digest> parents_;
-    std::vector<std::string> domains_;
     BlockList blocks_;
-    Column num_hashes_, num_starts_, starts_;
+    Column starts_;
 };
 
 // pack_with(part, result, number of a part's result, number of its events, flat): the layouts, see `Packer::Read`, and
