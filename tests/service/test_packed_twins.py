@@ -104,7 +104,7 @@ def made():
 
 @pytest.mark.parametrize("mix", MIXES_OF_TWINS)
 def test_decisions_and_events_are_packed_and_published_alike(made, mix):
-    for seed in range(4):
+    for seed in range(2):
         run(mix, seed)
     assert sum(one.packed for one in made) > 50
     assert sum(one.published for one in made) > 0

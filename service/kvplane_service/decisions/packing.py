@@ -352,19 +352,11 @@ _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's fram
 
 def layouts() -> tuple[Any, ...]:
     """Return what a compiled core must know of this form (`pack_with` of core/native). It leaves decisions with extra
-    keys or traces of requests, with prefetches, and with retained prefixes, to this module.
+    keys or traces of requests to this module.
     """
-    of_part = _PART.layout(
-        {
-            "news.extra_keys",
-            "news.traceparent",
-            *(f"prefetch.{one.name}" for one in fields(Prefetch)),
-            *(f"retain.{one.name}" for one in fields(Retain)),
-        }
-    )
     assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
-    of_result = _RESULT.layout({f"retained.{one.name}" for one in fields(Retained)})
-    return of_part, of_result, _OF_RESULT, _OF_EVENTS, _FLAT
+    of_part = _PART.layout({"news.extra_keys", "news.traceparent"})
+    return of_part, _RESULT.layout(), _OF_RESULT, _OF_EVENTS, _FLAT
 
 
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()

@@ -22,7 +22,7 @@ from kvplane.base.typed import check
 
 _M = TypeVar("_M", bound=Message)
 
-LONG = 1 << 15  # entries from which on a column stays packed
+LONG, SHORT = 1 << 15, 1 << 5  # entries from which on columns stay packed, see `Column.packed_from`
 U32, I32, U64 = "I", "i", "Q"
 _SWAP = sys.byteorder == "big"
 _SIZES = {U32: 4, I32: 4, U64: 8}
@@ -39,15 +39,15 @@ class Column(NamedTuple):
         by_row: whether the column has one entry per row of the section, or no entries; if False, it has any number of
             entries.
         highest: greatest valid value, for columns of enum values.
-        stays_packed: U32 only: whether a long column is unpacked to an array, since millions of Python integers take
-            long to create.
+        packed_from: number of entries above which the column is unpacked to an array that reads like a list, since
+            many Python integers take long to create, and to read by a compiled core.
     """
 
     name: str
     code: str = U32
     by_row: bool = True
     highest: int | None = None
-    stays_packed: bool = False
+    packed_from: int | None = None
 
 
 class Columns:
@@ -135,12 +135,12 @@ def unpack_section(message: object, columns: Columns, where: str, *, to_lists: b
     if not any(packed):
         return unpacked
     rows = -1
-    for (name, code, by_row, highest, stays_packed), raw in zip(columns.each, packed, strict=True):
+    for (name, code, by_row, highest, packed_from), raw in zip(columns.each, packed, strict=True):
         if not raw:
             if by_row and rows < 0:
                 rows = 0
             continue
-        if stays_packed and len(raw) > LONG * _SIZES[code]:
+        if packed_from is not None and len(raw) > packed_from * _SIZES[code]:
             unpacked[name] = _unpack_to_array(raw, code, where, name)
             continue
         column = _unpack_to_array(raw, code, where, name)

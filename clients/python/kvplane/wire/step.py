@@ -30,6 +30,8 @@ from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import (
     I32,
+    LONG,
+    SHORT,
     U64,
     Column,
     Columns,
@@ -45,7 +47,7 @@ FACTS = Columns(
     Column("slot"),
     Column("computed", I32),
     Column("appended"),
-    Column("tokens", by_row=False, stays_packed=True),
+    Column("tokens", by_row=False, packed_from=LONG),
     Column("num_hashes"),
     Column("commit", I32),
     Column("end", highest=3),
@@ -58,14 +60,14 @@ _CACHE = Columns(
     Column("evicted", by_row=False),
     Column("released", by_row=False),
     Column("loads_over", by_row=False),
-    Column("jobs_done", U64, by_row=False),
-    Column("jobs_failed", U64, by_row=False),
+    Column("jobs_done", U64, by_row=False, packed_from=SHORT),
+    Column("jobs_failed", U64, by_row=False, packed_from=SHORT),
     Column("costs_ns", U64, by_row=False),
 )
 _NEWS = Columns(
     Column("slot"),
     Column("num_tokens"),
-    Column("tokens", by_row=False, stays_packed=True),
+    Column("tokens", by_row=False, packed_from=LONG),
     Column("num_hashes"),
     Column("skip_reading", highest=1),
     Column("max_tokens"),

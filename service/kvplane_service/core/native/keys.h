@@ -70,62 +70,24 @@ struct KeyRecord {
     uint32_t tokens = 0;
 };
 
-// Open addressing over the last records of all rings, with linear probing and deletion by shifting back. An entry is a
-// record and, in the bits that numbers of records leave, how far the entry is from the place of its key, and above that
-// some bits of the key's hash, its tag, so that hardly any look-up or removal reads the records of other keys.
-class Index {
+// A key with its hash, so that several look-ups compute it once. Exists while the key does.
+class Sought {
   public:
-    explicit Index(size_t num_keys)
-        : entries_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord), bits_(BitsOf(num_keys * 2)) {}
+    Sought(const Key& of) : key(of), hash(HashOf(of)) {}
 
-    uint32_t Find(const std::vector<KeyRecord>& records, const Key& key) const {
-        const uint32_t entry = entries_[Locate(records, key).at];
-        return entry == kNoRecord ? kNoRecord : RecordOf(entry);
-    }
-    // Returns the record that has the key of this one; if there is none, adds this one and returns kNoRecord.
-    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record) {
-        MakeRoom(records, record);
-        const Spot spot = Locate(records, records[record].key);
-        const uint32_t entry = entries_[spot.at];
-        if (entry != kNoRecord) return RecordOf(entry);
-        entries_[spot.at] = EntryOf(record, spot);
-        ++count_;
-        return kNoRecord;
-    }
-    void Replace(const std::vector<KeyRecord>& records, uint32_t before, uint32_t after) {
-        MakeRoom(records, after);
-        const Spot spot = At(records, before);
-        entries_[spot.at] = EntryOf(after, spot);
-    }
-    void Remove(const std::vector<KeyRecord>& records, uint32_t record) {
-        size_t hole = At(records, record).at;
-        for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
-            const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
-            if (distance >= gap) {
-                entries_[hole] = EntryOf(RecordOf(entries_[at]), {hole, distance - gap, TagOf(entries_[at])});
-                hole = at;
-            }
-        }
-        entries_[hole] = kNoRecord;
-        --count_;
-    }
-    // Fetches what a look-up of the key will read.
-    void Prefetch(const Key& key) const { __builtin_prefetch(&entries_[Place(key)]); }
-    size_t count() const { return count_; }
+    const Key& key;
+    const uint64_t hash;
 
   private:
-    size_t Mask() const { return entries_.size() - 1; }
-    // Clients choose digests, and must not choose where they collide: every bit of the place depends on all bytes and
-    // on secrets of this index.
-    size_t Place(const Key& key) const { return static_cast<size_t>(Hash(key)) & Mask(); }
-    uint64_t Hash(const Key& key) const {
+    // Clients choose digests, and must not choose where they collide: every bit depends on all bytes and on secrets of
+    // this process.
+    static uint64_t HashOf(const Key& key) {
         uint64_t word[kDigestBytes / sizeof(uint64_t)];
         std::memcpy(word, key.digest.bytes.data(), sizeof word);
         const uint64_t mixed = Fold(word[0] ^ secrets_[0], word[1] ^ secrets_[1]) ^
                                Fold(word[2] ^ secrets_[2], word[3] ^ secrets_[3]);
         return Fold(mixed ^ secrets_[4], key.pair ^ secrets_[5]);
     }
-
     // The two halves of the product, as one number.
     static uint64_t Fold(uint64_t a, uint64_t b) {
         const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
@@ -138,24 +100,80 @@ class Index {
         return secrets;
     }
 
+    static inline const std::array<uint64_t, 6> secrets_ = NewSecrets();
+};
+
+// Open addressing over the last records of all rings, with linear probing and deletion by shifting back. An entry is a
+// record and, in the bits that numbers of records leave, how far the entry is from the place of its key, and above that
+// some bits of the key's hash, its tag, so that hardly any look-up or removal reads the records of other keys.
+class Index {
+  public:
+    explicit Index(size_t num_keys)
+        : entries_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord), bits_(BitsOf(num_keys * 2)) {}
+
+    uint32_t Find(const std::vector<KeyRecord>& records, const Sought& key) const {
+        const uint32_t entry = entries_[Locate(records, key).at];
+        return entry == kNoRecord ? kNoRecord : RecordOf(entry);
+    }
+    // Returns the record that has the key of this one; if there is none, adds this one and returns kNoRecord.
+    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record) {
+        return FindOrAdd(records, record, records[record].key);
+    }
+    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record, const Sought& key) {
+        MakeRoom(records, record);
+        const Spot spot = Locate(records, key);
+        const uint32_t entry = entries_[spot.at];
+        if (entry != kNoRecord) return RecordOf(entry);
+        entries_[spot.at] = EntryOf(record, spot);
+        ++count_;
+        return kNoRecord;
+    }
+    void Replace(const std::vector<KeyRecord>& records, uint32_t before, uint32_t after) {
+        MakeRoom(records, after);
+        const Spot spot = At(before, records[before].key);
+        entries_[spot.at] = EntryOf(after, spot);
+    }
+    void Remove(const std::vector<KeyRecord>& records, uint32_t record) {
+        Remove(records, record, records[record].key);
+    }
+    void Remove(const std::vector<KeyRecord>& records, uint32_t record, const Sought& key) {
+        size_t hole = At(record, key).at;
+        for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
+            const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
+            if (distance >= gap) {
+                entries_[hole] = EntryOf(RecordOf(entries_[at]), {hole, distance - gap, TagOf(entries_[at])});
+                hole = at;
+            }
+        }
+        entries_[hole] = kNoRecord;
+        --count_;
+    }
+    // Fetches what a look-up of the key will read.
+    void Prefetch(const Sought& key) const { __builtin_prefetch(&entries_[Place(key)]); }
+    size_t count() const { return count_; }
+
+  private:
+    size_t Mask() const { return entries_.size() - 1; }
+    size_t Place(const Sought& key) const { return static_cast<size_t>(key.hash) & Mask(); }
+
     struct Spot {
         size_t at, distance;
         uint32_t tag;
     };
-    Spot Begin(const Key& key) const {
-        const uint64_t hash = Hash(key), tags = uint64_t{kNoRecord} >> TagAt();
-        return {static_cast<size_t>(hash) & Mask(), 0, static_cast<uint32_t>(hash >> 32 & tags)};
+    Spot Begin(const Sought& key) const {
+        const uint64_t tags = uint64_t{kNoRecord} >> TagAt();
+        return {Place(key), 0, static_cast<uint32_t>(key.hash >> 32 & tags)};
     }
     // Where the key is; where it would be added if it is nowhere.
-    Spot Locate(const std::vector<KeyRecord>& records, const Key& key) const {
+    Spot Locate(const std::vector<KeyRecord>& records, const Sought& key) const {
         Spot spot = Begin(key);
         for (uint32_t entry; (entry = entries_[spot.at]) != kNoRecord; Next(&spot)) {
-            if (EntryOf(RecordOf(entry), spot) == entry && records[RecordOf(entry)].key == key) break;
+            if (EntryOf(RecordOf(entry), spot) == entry && records[RecordOf(entry)].key == key.key) break;
         }
         return spot;
     }
-    Spot At(const std::vector<KeyRecord>& records, uint32_t record) const {
-        Spot spot = Begin(records[record].key);
+    Spot At(uint32_t record, const Sought& key) const {
+        Spot spot = Begin(key);
         for (; entries_[spot.at] == kNoRecord || RecordOf(entries_[spot.at]) != record; Next(&spot))
             Require(entries_[spot.at] != kNoRecord, "a key is not in the index");
         return spot;
@@ -203,7 +221,6 @@ class Index {
     std::vector<uint32_t> entries_;
     uint32_t bits_;  // of a record in an entry
     size_t count_ = 0;
-    std::array<uint64_t, 6> secrets_ = NewSecrets();
 };
 
 }  // namespace kvplane

@@ -5,7 +5,7 @@
 #include "bind_rows.h"
 #include "bind_tiers.h"
 #include "hazard_state.h"
-#include "pack.h"
+#include "pack_layouts.h"
 
 namespace kvplane {
 namespace {

@@ -107,25 +107,48 @@ class Frame {
 
     void AddFrame(uint32_t number, const Frame& frame) {
         heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(frame.size())});
-        frame.AppendTo(&body_);
+        const size_t begin = body_.size();
+        body_.resize(begin + frame.size());
+        frame.WriteTo(body_.data() + begin);
+    }
+
+    // Adds frames as byte strings.
+    void AddFrames(uint32_t number, const std::vector<Frame>& frames) {
+        const size_t begin = body_.size();
+        Word(static_cast<uint32_t>(frames.size()));
+        for (const Frame& frame : frames) Word(static_cast<uint32_t>(frame.size()));
+        for (const Frame& frame : frames) {
+            const size_t at = body_.size();
+            body_.resize(at + frame.size());
+            frame.WriteTo(body_.data() + at);
+        }
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(body_.size() - begin)});
+    }
+
+    // The frame as bytes, behind others.
+    PyObject* ToBytes(const uint8_t* head, size_t head_size) const {
+        Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_size + size())));
+        auto* const into = reinterpret_cast<uint8_t*>(PyBytes_AsString(bytes.get()));
+        if (head_size) std::memcpy(into, head, head_size);
+        WriteTo(into + head_size);
+        return bytes.Release();
     }
 
     size_t size() const { return 4 + 4 * heads_.size() + body_.size(); }
 
-    void AppendTo(std::vector<uint8_t>* into) const {
+  private:
+    // Writes `size()` bytes.
+    void WriteTo(uint8_t* into) const {
         const auto count = static_cast<uint32_t>(heads_.size() / 3);
-        into->reserve(into->size() + size());
-        const auto append = [&](const void* data, size_t size) {
-            const auto* const bytes = static_cast<const uint8_t*>(data);
-            into->insert(into->end(), bytes, bytes + size);
+        const auto write = [&](const void* data, size_t num_bytes) {
+            if (num_bytes) std::memcpy(into, data, num_bytes);
+            into += num_bytes;
         };
-        into->reserve(into->size() + size());
-        append(&count, sizeof count);
-        append(heads_.data(), 4 * heads_.size());
-        append(body_.data(), body_.size());
+        write(&count, sizeof count);
+        write(heads_.data(), 4 * heads_.size());
+        write(body_.data(), body_.size());
     }
 
-  private:
     void Word(uint32_t value) {
         const auto* const bytes = reinterpret_cast<const uint8_t*>(&value);
         body_.insert(body_.end(), bytes, bytes + sizeof value);
@@ -199,94 +222,6 @@ class Packer {
         Owned::Fail();
     }
 };
-
-#define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
-#define PACK_FIELD(of, path) \
-    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
-#define PACK_BLOCKS(name)                                                                                   \
-    PACK_FIELD(PartResult, name.row), PACK_FIELD(PartResult, name.group), PACK_FIELD(PartResult, name.count), \
-        PACK_FIELD(PartResult, name.ids)
-
-// What a result has only with tiers.
-#define PACK_TIERS(name, path)                                                \
-    {#name, [](const PartResult& from, uint32_t number, Frame& frame) {       \
-         if (from.tiers != nullptr) frame.Add(number, from.tiers->path);      \
-     }}
-#define PACK_JOBS(kind, at, name)                                             \
-    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) { \
-         if (from.tiers != nullptr) frame.Add(number, from.tiers->orders.kind[at]); \
-     }}
-
-inline void ReadLayouts(PyObject* of_part, PyObject* of_result) {
-    static constexpr Packer::Scalar<Part> part_scalars[] = {
-        PACK_SCALAR(Part, cache.reset),        PACK_SCALAR(Part, cache.jobs_before),
-        PACK_SCALAR(Part, run.on_refusal),     PACK_SCALAR(Part, admit.max_running),
-        PACK_SCALAR(Part, admit.on_refusal),   PACK_SCALAR(Part, admit.only_if_no_preemption),
-        PACK_SCALAR(Part, peek.with_blocks),   PACK_SCALAR(Part, budget.tokens),
-        PACK_SCALAR(Part, budget.input),       PACK_SCALAR(Part, budget.overhead),
-        PACK_SCALAR(Part, with_hashes),        PACK_SCALAR(Part, with_tables),
-    };
-    static constexpr Packer::Field<Part> part_fields[] = {
-        PACK_FIELD(Part, facts.slot),           PACK_FIELD(Part, facts.computed),
-        PACK_FIELD(Part, facts.appended),       PACK_FIELD(Part, facts.num_hashes),
-        PACK_FIELD(Part, facts.hashes),         PACK_FIELD(Part, facts.commit),
-        PACK_FIELD(Part, facts.end),            PACK_FIELD(Part, facts.fence),
-        PACK_FIELD(Part, facts.release_skipped), PACK_FIELD(Part, facts.hint),
-        PACK_FIELD(Part, cache.failed_steps),   PACK_FIELD(Part, cache.evicted),
-        PACK_FIELD(Part, cache.released),       PACK_FIELD(Part, cache.loads_over),
-        PACK_FIELD(Part, cache.jobs_done),      PACK_FIELD(Part, cache.jobs_failed),
-        PACK_FIELD(Part, cache.costs_ns),       PACK_FIELD(Part, news.slot),
-        PACK_FIELD(Part, news.num_tokens),      PACK_FIELD(Part, news.num_hashes),
-        PACK_FIELD(Part, news.hashes),          PACK_FIELD(Part, news.request_id),
-        PACK_FIELD(Part, news.domain),          PACK_FIELD(Part, news.skip_reading),
-        PACK_FIELD(Part, news.max_tokens),      PACK_FIELD(Part, news.hint),
-        PACK_FIELD(Part, run.slot),             PACK_FIELD(Part, run.extra),
-        PACK_FIELD(Part, run.cap),              PACK_FIELD(Part, run.lookahead),
-        PACK_FIELD(Part, run.in_flight),        PACK_FIELD(Part, run.flags),
-        PACK_FIELD(Part, run.victims),          PACK_FIELD(Part, run.reserved),
-        PACK_FIELD(Part, admit.slot),           PACK_FIELD(Part, admit.extra),
-        PACK_FIELD(Part, admit.cap),            PACK_FIELD(Part, admit.lookahead),
-        PACK_FIELD(Part, admit.external),       PACK_FIELD(Part, admit.expected_hit),
-        PACK_FIELD(Part, admit.encoder_tokens), PACK_FIELD(Part, admit.reserved),
-        PACK_FIELD(Part, admit.watermark),      PACK_FIELD(Part, admit.flags),
-        PACK_FIELD(Part, admit.hit_limit),      PACK_FIELD(Part, admit.min_new),
-        PACK_FIELD(Part, admit.single_group_hit), PACK_FIELD(Part, admit.skip_zero_groups),
-        PACK_FIELD(Part, peek.slot),            PACK_FIELD(Part, peek.limit),
-    };
-    static constexpr Packer::Scalar<PartResult> result_scalars[] = {
-        PACK_SCALAR(PartResult, reset_done), PACK_SCALAR(PartResult, free_blocks),
-        PACK_SCALAR(PartResult, taken_back), PACK_SCALAR(PartResult, went_back),
-    };
-    static constexpr Packer::Field<PartResult> result_fields[] = {
-        PACK_FIELD(PartResult, granted),       PACK_FIELD(PartResult, preempted),
-        PACK_FIELD(PartResult, admit_status),  PACK_FIELD(PartResult, admit_hit),
-        PACK_FIELD(PartResult, admit_granted), PACK_FIELD(PartResult, admit_single_group_hit),
-        PACK_FIELD(PartResult, admit_load_after),
-        PACK_BLOCKS(new_blocks), PACK_BLOCKS(tables), PACK_BLOCKS(peek_blocks),
-        PACK_FIELD(PartResult, peek_hit),      PACK_FIELD(PartResult, peek_single_group_hit),
-        PACK_FIELD(PartResult, num_hashes),    PACK_FIELD(PartResult, last_hash),
-        PACK_FIELD(PartResult, orders.stamp_block), PACK_FIELD(PartResult, orders.stamp),
-        PACK_FIELD(PartResult, orders.copy_src), PACK_FIELD(PartResult, orders.copy_dst),
-        PACK_FIELD(PartResult, orders.copy_group), PACK_FIELD(PartResult, orders.zero_block),
-        PACK_FIELD(PartResult, orders.zero_group),
-        PACK_FIELD(PartResult, hashed_facts),  PACK_FIELD(PartResult, hashed_news),
-        PACK_TIERS(admit_job, admit_job),      PACK_TIERS(admit_tier_tokens, admit_tier_tokens),
-        PACK_TIERS(declined.row, declined[0]), PACK_TIERS(declined.why, declined[1]),
-        PACK_TIERS(declined.tier, declined[2]), PACK_TIERS(declined.hit, declined[3]),
-        PACK_TIERS(declined.load_ns, declined[4]), PACK_TIERS(declined.compute_ns, declined[5]),
-        PACK_TIERS(prefetched.hit, prefetched[0]), PACK_TIERS(prefetched.blocks, prefetched[1]),
-        PACK_TIERS(prefetched.outcome, prefetched[2]),
-        PACK_JOBS(load, 0, load_job),          PACK_JOBS(load, 1, load_tier),   PACK_JOBS(load, 2, load_slot),
-        PACK_JOBS(load, 3, load_version),      PACK_JOBS(load, 4, load_block),  PACK_JOBS(load, 5, load_group),
-        PACK_JOBS(load, 6, load_stamp),        PACK_JOBS(save, 0, save_job),    PACK_JOBS(save, 1, save_block),
-        PACK_JOBS(save, 2, save_group),        PACK_JOBS(save, 3, save_stamp),  PACK_JOBS(save, 4, save_tier),
-        PACK_JOBS(save, 5, save_slot),         PACK_JOBS(move, 0, move_job),    PACK_JOBS(move, 1, move_tier),
-        PACK_JOBS(move, 2, move_slot),         PACK_JOBS(move, 3, move_version), PACK_JOBS(move, 4, move_to_tier),
-        PACK_JOBS(move, 5, move_to_slot),
-    };
-    Packer::Read(of_part, part_scalars, part_fields, &Packer::part);
-    Packer::Read(of_result, result_scalars, result_fields, &Packer::result);
-}
 
 // Which events of a part are packed.
 enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };
@@ -381,30 +316,17 @@ class EventColumns {
     Column starts_;
 };
 
-// pack_with(part, result, number of a part's result, number of its events, flat): the layouts, see `Packer::Read`, and
-// numbers of chunks
-inline PyObject* PackWith(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        ReadLayouts(At(arguments, 0), At(arguments, 1));
-        FromPy(At(arguments, 2), &Packer::of_result);
-        FromPy(At(arguments, 3), &Packer::of_events);
-        FromPy(At(arguments, 4), &Packer::flat);
-        Packer::is_ready = true;
-        Py_RETURN_NONE;
-    });
-}
-
 // Whether all of a part and its result is in the columns that are packed here, and it is short: Python packs long ones
 // in pieces.
 inline bool CanPack(const Part& part, const PartResult& result) {
     constexpr size_t kMostBytes = 1 << 18;
     const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
-    const size_t hashes = part.facts.hashes.size + part.news.hashes.size + result.hashed_facts.hashes.size() +
+    const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
+                          part.retain.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
-    return part.prefetch.slot.empty() && part.prefetch.num_hashes.empty() && part.retain.empty() &&
-           !part.news.num_extra_keys && !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
+    return !part.news.num_extra_keys && !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
 }
 
 // pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where
@@ -417,7 +339,7 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
         const Step& step = core.step;
         if (core.applied != object || !Packer::is_ready) return Py_NewRef(Py_None);
         Require(Number(ATTRIBUTE(object, "seq").get()) == step.seq, "another step was applied");
-        std::vector<std::vector<uint8_t>> parts;
+        std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {
             const PartResult& result = core.results[number];
             if (!CanPack(step.parts[number], result)) return Py_NewRef(Py_None);
@@ -428,7 +350,7 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
                 events.Add(*result.answered, kAllEvents);
                 frame.AddFrame(Packer::of_events, events.Packed());
             }
-            frame.AppendTo(&parts.emplace_back());
+            parts.push_back(std::move(frame));
         }
         std::string trace;
         FromPy(ATTRIBUTE(object, "traceparent").get(), &trace);
@@ -436,30 +358,28 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
         for (const Int value : {step.seq, step.part, Int{step.last}, step.executed_through, step.seq, step.part,
                                 core.replica.blocks.pool.executed_through, Number(arguments[2])})
             numbers.push_back(static_cast<uint64_t>(value));
-        std::vector<uint8_t> raw(8);
+        std::array<uint8_t, 8> head;
         Frame whole;
         whole.AddColumn(0, numbers);
         whole.AddRaw(1, reinterpret_cast<const uint8_t*>(trace.data()), trace.size());
-        whole.AddJoined(2, parts, [](const auto& one) { return Hashes{one.data(), one.size()}; });
+        whole.AddFrames(2, parts);
         auto took = static_cast<uint64_t>(Number(arguments[3]));
-        for (size_t at = 8; at-- > 0; took >>= 8) raw[at] = static_cast<uint8_t>(took);
-        whole.AppendTo(&raw);
-        return ToPy(raw);
+        for (size_t at = head.size(); at-- > 0; took >>= 8) head[at] = static_cast<uint8_t>(took);
+        return whole.ToBytes(head.data(), head.size());
     });
 }
 
 // pack_events(head, [(events, share, medium)]) -> `head`, and those events behind it, packed
 inline PyObject* PackEvents(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
-        std::vector<uint8_t> raw;
-        FromPy(At(arguments, 0), &raw);
+        std::vector<uint8_t> head;
+        FromPy(At(arguments, 0), &head);
         EventColumns columns;
         ForEach(At(arguments, 1), [&](PyObject* one) {
             columns.Add(EventsOf(At(one, 0)), static_cast<Share>(Number(At(one, 1))), Number(At(one, 2)));
         });
         Check(Packer::is_ready);
-        columns.Packed().AppendTo(&raw);
-        return ToPy(raw);
+        return columns.Packed().ToBytes(head.data(), head.size());
     });
 }
 

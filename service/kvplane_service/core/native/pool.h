@@ -173,7 +173,7 @@ class BlockPool {
 
     // Visits the blocks that have a key, in order of registration.
     template <typename F>
-    void ForEachBlockOf(const Key& key, F&& visit) const {
+    void ForEachBlockOf(const Sought& key, F&& visit) const {
         const uint32_t last = index.Find(records, key);
         if (last == kNoRecord) return;
         uint32_t at = last;

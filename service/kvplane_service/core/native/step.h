@@ -170,6 +170,17 @@ struct JobOrders {
         for (size_t at = 0; at < N; ++at) (*columns)[at].push_back(static_cast<uint64_t>(row[at]));
     }
 
+    // Returns the rows, and makes room for as many.
+    JobOrders Take() {
+        JobOrders fresh;
+        const auto make_room = [](auto* columns, const auto& before) {
+            for (size_t at = 0; at < before.size(); ++at) (*columns)[at].reserve(before[at].size());
+        };
+        make_room(&fresh.load, load);
+        make_room(&fresh.save, save);
+        make_room(&fresh.move, move);
+        return std::exchange(*this, std::move(fresh));
+    }
     // Adds the rows of others behind these.
     void Append(const JobOrders& others) {
         const auto append = [](Values* values, const Values& further) {

@@ -92,7 +92,7 @@ struct Broken : std::logic_error {
     using std::logic_error::logic_error;
 };
 
-inline void Require(bool holds, const char* what) {
+[[gnu::always_inline]] inline void Require(bool holds, const char* what) {
     if (!holds) [[unlikely]]
         throw Broken(what);
 }

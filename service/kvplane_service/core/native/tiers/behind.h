@@ -37,7 +37,8 @@ class SaveBehind {
             if (tiers_.behind.Has(block) || !HasFullKey(block)) return Visited::kSeen;
             if (!IsExecuted(block)) return Visited::kAgain;
             const Key& key = pool_.records[block].key;
-            if (tiers_.Has(key)) {
+            const Sought sought(key);
+            if (tiers_.Has(sought)) {
                 Keep(key);
                 tiers_.behind.Add(block);
                 return Visited::kSeen;
@@ -50,7 +51,7 @@ class SaveBehind {
                 tiers_.counters.no_job += tiers_.jobs.size() >= kMaxJobs;
                 room = 0;
                 stops = true;
-            } else if (OrderSave(block, key)) {
+            } else if (OrderSave(block, sought)) {
                 --room;
             } else {
                 stops = true;
@@ -75,7 +76,7 @@ class SaveBehind {
     }
 
     // Fetches what it takes to know whether a tier has the key.
-    void Fetch(const Key& key) const {
+    void Fetch(const Sought& key) const {
         for (const Tier& one : tiers_.each) one.Prefetch(key);
     }
 
@@ -104,8 +105,9 @@ class SaveBehind {
     bool IsExecuted(Block block) const { return pool_.key_step[block] <= pool_.executed_through; }
 
     // Orders the save of a block; returns false if there is no slot for it.
-    bool OrderSave(Block block, const Key& key) {
-        const Int slot = tiers_.BeginWrite(tiers_.each[0], key);
+    bool OrderSave(Block block, const Sought& sought) {
+        const Key& key = sought.key;
+        const Int slot = tiers_.BeginWrite(tiers_.each[0], sought);
         if (slot == kNoSlot) return false;
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
         const uint64_t stamp = pool_.stamp[block];

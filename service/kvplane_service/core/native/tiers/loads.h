@@ -95,6 +95,7 @@ class TierLoads {
     void EndJobs(const Cache& cache, PartResult* result) {
         for (const Int job : cache.jobs_done) End(job, true, result);
         for (const Int job : cache.jobs_failed) End(job, false, result);
+        if (cache.jobs_before == 0) return;
         for (const Int job : JobsBefore(cache.jobs_before)) End(job, false, result);
     }
 

@@ -26,7 +26,7 @@ class BehindBlocks {
     // A block whose key changes gets another stamp.
     bool Has(Block block) const { return stamp_[block] == pool.stamp[block]; }
     void Add(Block block) { stamp_[block] = pool.stamp[block]; }
-    void Forget(const Key& key) {
+    void Forget(const Sought& key) {
         pool.ForEachBlockOf(key, [&](Block block) {
             stamp_[block] = kUnknown;
             pool.free.VisitAgain(block);
@@ -67,18 +67,18 @@ class Tier {
     }
 
     // The slot that has the key, or kNoSlot.
-    Int Find(const Key& key) const {
+    Int Find(const Sought& key) const {
         const uint32_t slot = index_.Find(records, key);
         return slot == kNoRecord || state[slot] == SlotState::kWritten ? kNoSlot : Int{slot};
     }
     // Whether a slot has the key, or a job writes it into one.
-    bool HasOrWrites(const Key& key) const { return index_.Find(records, key) != kNoRecord; }
+    bool HasOrWrites(const Sought& key) const { return index_.Find(records, key) != kNoRecord; }
     bool IsWritten(const Key& key) const {
         const uint32_t slot = index_.Find(records, key);
         return slot != kNoRecord && state[slot] == SlotState::kWritten;
     }
     // Fetches what a look-up of the key will read.
-    void Prefetch(const Key& key) const { index_.Prefetch(key); }
+    void Prefetch(const Sought& key) const { index_.Prefetch(key); }
 
     Int num_used() const { return static_cast<Int>(records.size()); }
     Int num_held() const { return static_cast<Int>(index_.count()) - num_written_; }
@@ -105,7 +105,7 @@ class Tier {
 
     // A slot to write the content of the key into, evicting the key that is first in order; kNoSlot if every slot is
     // pinned or written.
-    Int BeginWrite(const Key& key) {
+    Int BeginWrite(const Sought& key) {
         const Int slot = TakeSlot();
         if (slot == kNoSlot) return kNoSlot;
         MarkWritten(slot, key);
@@ -164,8 +164,9 @@ class Tier {
     void DropSlot(Int slot, RemoveReason reason) {
         Require(HasKey(slot), "a slot has no key");
         const Key key = records[At(slot)].key;
-        Forget(key);
-        index_.Remove(records, static_cast<uint32_t>(slot));
+        const Sought sought(key);
+        Forget(sought);
+        index_.Remove(records, static_cast<uint32_t>(slot), sought);
         Unlink(slot);
         num_shadows -= IsShadow(slot);
         SetKey(slot, Key(), SlotState::kNoKey);
@@ -204,7 +205,7 @@ class Tier {
         links_.emplace_back();
         seen_.Resize(links_.size());
     }
-    void MarkWritten(Int slot, const Key& key) {
+    void MarkWritten(Int slot, const Sought& key) {
         Enter(slot, key);
         ++num_written_;
     }
@@ -240,7 +241,7 @@ class Tier {
     };
     enum : uint32_t { kShadows = 0, kRecents = 1, kFirstLink = 2 };  // the links of slots are behind those of queues
 
-    size_t At(Int slot) const {
+    [[gnu::always_inline]] size_t At(Int slot) const {
         Require(slot >= 0 && slot < num_used(), "a slot is beyond the tier");
         return static_cast<size_t>(slot);
     }
@@ -259,15 +260,15 @@ class Tier {
     bool IsInFirstPart(uint32_t link, bool) const { return IsShadow(SlotOf(link)); }
 
     // This tier does not have the key any more: the device may save it again, and the nearer tier move it.
-    void Forget(const Key& key) {
+    void Forget(const Sought& key) {
         behind_.Forget(key);
         if (nearer_ == nullptr) return;
         if (const Int slot = nearer_->Find(key); slot != kNoSlot) nearer_->VisitAgain(slot);
     }
 
-    void Enter(Int slot, const Key& key) {
-        SetKey(slot, key, SlotState::kWritten);
-        const uint32_t other = index_.FindOrAdd(records, static_cast<uint32_t>(slot));
+    void Enter(Int slot, const Sought& key) {
+        SetKey(slot, key.key, SlotState::kWritten);
+        const uint32_t other = index_.FindOrAdd(records, static_cast<uint32_t>(slot), key);
         Require(other == kNoRecord, "a tier has the key in two slots, or a job writes it into one");
     }
     // The slot has the key that was entered, in this version, and is evicted last of its queue.
@@ -300,7 +301,7 @@ class Tier {
     }
 
     // Fetches what the eviction of the key will read.
-    void FetchAhead(const Key& key) const {
+    void FetchAhead(const Sought& key) const {
         Prefetch(key);
         behind_.pool.index.Prefetch(key);
         if (nearer_ != nullptr) nearer_->Prefetch(key);

@@ -70,8 +70,7 @@ class InOrder {
     Int size() const { return size_; }
     bool IsNext(Int number) const { return entries_.empty() || entries_.back().number < number; }
     bool contains(Int number) const {
-        const auto found = At(number);
-        return found != entries_.end() && found->number == number && found->is_there;
+        return At(number) != entries_.end();
     }
     void Add(Int number, const T& value) {
         Require(IsNext(number), "numbers of jobs ascend");
@@ -79,37 +78,48 @@ class InOrder {
         ++size_;
     }
     std::optional<T> Take(Int number) {
-        if (!contains(number)) return {};
         const auto found = entries_.begin() + (At(number) - entries_.cbegin());
-        const std::optional<T> taken = found->value;
+        if (found == entries_.end()) return {};
+        std::optional<T> taken(found->value);
         found->is_there = false;
         --size_;
-        while (!entries_.empty() && !entries_.front().is_there) entries_.pop_front();
-        if (static_cast<Int>(entries_.size()) > 2 * size_ + kMaxJobs) std::erase_if(entries_, IsGone);
+        while (first_ < entries_.size() && !entries_[first_].is_there) ++first_;
+        const size_t kept = static_cast<size_t>(size_) + kMaxJobs / 8;
+        if (2 * first_ > entries_.size() + kMaxJobs / 8 || entries_.size() - first_ > 2 * kept) Tidy();
         return taken;
     }
     void clear() {
         entries_.clear();
+        first_ = 0;
         size_ = 0;
     }
 
     // Visits (number, value) in order.
     template <typename F>
     void ForEach(F&& visit) const {
-        for (const Entry& one : entries_) {
-            if (one.is_there) visit(one.number, one.value);
+        for (size_t at = first_; at < entries_.size(); ++at) {
+            if (entries_[at].is_there) visit(entries_[at].number, entries_[at].value);
         }
     }
 
   private:
-    static bool IsGone(const Entry& one) { return !one.is_there; }
+    void Tidy() {
+        std::erase_if(entries_, [](const Entry& one) { return !one.is_there; });
+        first_ = 0;
+    }
+    // Where the number is; the end if it is not there.
     auto At(Int number) const {
-        if (!entries_.empty() && entries_.front().number == number) return entries_.begin();
-        return std::lower_bound(entries_.begin(), entries_.end(), number,
-                                [](const Entry& one, Int other) { return one.number < other; });
+        auto found = entries_.begin() + static_cast<std::ptrdiff_t>(first_);
+        if (found != entries_.end() && found->number < number) {
+            found = std::lower_bound(found, entries_.end(), number,
+                                     [](const Entry& one, Int other) { return one.number < other; });
+        }
+        const bool is_there = found != entries_.end() && found->number == number && found->is_there;
+        return is_there ? found : entries_.end();
     }
 
-    std::deque<Entry> entries_;
+    std::vector<Entry> entries_;
+    size_t first_ = 0;  // those before it are gone
     Int size_ = 0;
 };
 
@@ -127,6 +137,7 @@ class Tiers {
     Tiers(const Spec& spec, BlockPool& block_pool)
         : behind(spec, block_pool), most_loading(spec.num_blocks / 4), pool_(block_pool) {
         Int first = spec.num_blocks;
+        each.reserve(spec.tiers.size());
         for (const TierSpec& one : spec.tiers) {
             Tier* nearer = each.empty() ? nullptr : &each.back();
             each.emplace_back(static_cast<Int>(each.size()), one, spec, behind, nearer);
@@ -161,7 +172,7 @@ class Tiers {
         return std::any_of(each.begin(), each.end(), [](const Tier& one) { return one.num_held() > 0; });
     }
     // Whether a tier has the key, or a job in flight writes it into one.
-    bool Has(const Key& key) const {
+    bool Has(const Sought& key) const {
         return std::any_of(each.begin(), each.end(), [&](const Tier& one) { return one.HasOrWrites(key); });
     }
     // Whether the slot has had this version without interruption.
@@ -219,7 +230,7 @@ class Tiers {
     }
 
     // A slot for the content of a key that a job will write; kNoSlot, counted, if there is none.
-    Int BeginWrite(Tier& tier, const Key& key) {
+    Int BeginWrite(Tier& tier, const Sought& key) {
         const Int slot = tier.BeginWrite(key);
         counters.no_slot += slot == kNoSlot;
         return slot;
@@ -280,8 +291,13 @@ class Tiers {
             };
             append(&result->orders.stamp_block, orders.stamp_block);
             append(&result->orders.stamp, orders.stamp);
-            result->OfTiers().orders.Append(orders);
-            orders = JobOrders();
+            JobOrders& given = result->OfTiers().orders;
+            if (given.empty()) {
+                given = orders.Take();
+            } else {
+                given.Append(orders);
+                orders = JobOrders();
+            }
         }
         for (Tier& one : each) {
             if (!one.events.empty()) result->OfTiers().events.emplace_back(one.medium, one.events.Take());
@@ -355,7 +371,7 @@ class Tiers {
     }
 
     BehindBlocks behind;
-    std::deque<Tier> each;  // the nearest first
+    std::vector<Tier> each;  // the nearest first; none moves, since they refer to each other
     Jobs jobs;
     JobOrders orders;  // that no answer has
     TierCounters counters;
