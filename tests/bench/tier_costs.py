@@ -29,7 +29,7 @@ from tests.core.builders import full, replica_spec, window
 from tests.engine.tiers import of
 from tests.engine.world import World
 
-ROUNDS = 5
+ROUNDS = 9
 NO_TIERS: tuple[TierSpec, ...] = ()
 HOST = (TierSpec(TierKind.HOST, 20_000),)
 PROMPTS, PROMPT_TOKENS = 100, 512
@@ -37,10 +37,11 @@ RUNNING, DECODES = 64, 300
 REQUESTS, OUTPUT = 12, 24
 
 
-def medians(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
-    """Medians of two measurements, in turn."""
+def medians(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float, float]:
+    """Medians of two measurements, in turn, and of the ratios of neighbours."""
     pairs = [(first(), second()) for _ in range(ROUNDS)]
-    return statistics.median(one for one, _ in pairs), statistics.median(two for _, two in pairs)
+    ratio = statistics.median(one / two for one, two in pairs)
+    return statistics.median(one for one, _ in pairs), statistics.median(two for _, two in pairs), ratio
 
 
 class Core:
@@ -96,10 +97,10 @@ def decodes(tiers: tuple[TierSpec, ...]) -> float:
 
 def quiet() -> bool:
     """N6."""
-    mine, other = medians(lambda: decodes(HOST), lambda: decodes(NO_TIERS))
+    mine, other, ratio = medians(lambda: decodes(HOST), lambda: decodes(NO_TIERS))
     each = f"{mine / DECODES * 1e6:.0f} us, without tiers {other / DECODES * 1e6:.0f} us"
     return goal(
-        "N6", f"CPU time of a step of {RUNNING} decoding requests with nothing to move: {each}", mine / other, most=1.05
+        "N6", f"CPU time of a step of {RUNNING} decoding requests with nothing to move: {each}", ratio, most=1.05
     )
 
 
@@ -120,9 +121,9 @@ def engine_s(tiers: tuple[TierSpec, ...], seed: int) -> float:
 
 def without_reuse() -> bool:
     """N8."""
-    mine, other = medians(lambda: engine_s(of("window and full").pool.tiers, 1), lambda: engine_s(NO_TIERS, 1))
+    mine, other, ratio = medians(lambda: engine_s(of("window and full").pool.tiers, 1), lambda: engine_s(NO_TIERS, 1))
     each = f"{mine * 1e6:.0f} us, without tiers {other * 1e6:.0f} us"
-    return goal("N8", f"CPU time per token of the reference engine without reuse: {each}", mine / other, most=1.03)
+    return goal("N8", f"CPU time per token of the reference engine without reuse: {each}", ratio, most=1.03)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """`python -m tests.bench.tier_figures`: figures of tiers, each with its reference measured in the same run.
 
-N5   a verified load from the file to pages, compared with bare preadv of the same slots (goal 0.85 of its speed)
+N5   a verified load from the file to pages, compared with bare preadv of the same bytes by as many threads (goal 0.85
+     of its speed)
 N7   the union of device and tiers for 128K tokens in 7 groups, compared with the device alone (goal 2x)
 N9   a million slots: the index read by a worker, and verified entries of a store in the service (goal 2 s)
 """
@@ -34,25 +35,21 @@ from kvplane_worker.tiers.slots import ALIGNMENT_BYTES
 from tests.bench.goals import goal
 from tests.core.builders import Engine, full, replica_spec, window
 
-ROUNDS = 9
+ROUNDS, DISK_ROUNDS = 9, 31  # the time of a disk that others use varies most
 SLOT_BYTES, SLOTS, PIECE = 1 << 20, 64, 4
 MILLION = 1_000_000
 TOKENS, BLOCK = 131_072, 16
 
 
-def median_s(act: Callable[[], object], other: Callable[[], object], clock: Callable[[], float]) -> tuple[float, float]:
-    """Medians of two actions, in turn."""
-    times: tuple[list[float], list[float]] = [], []
-    for _ in range(ROUNDS):
-        for mine, run in zip(times, (act, other), strict=True):
-            began = clock()
-            run()
-            mine.append(clock() - began)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
 def cpu_s(act: Callable[[], None]) -> float:
-    return median_s(act, lambda: None, time.process_time)[0]
+    """Median of the CPU time."""
+    return statistics.median(_took_s(act, time.process_time) for _ in range(ROUNDS))
+
+
+def _took_s(act: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
+    act()
+    return clock() - began
 
 
 def _each(threads: ThreadPoolExecutor, act: Callable[[int], None], pieces: range) -> None:
@@ -69,7 +66,7 @@ def disk() -> bool:
             assert slots.write(content, SLOT_BYTES, lambda row: bool(row.copy_(noise).numel()))
         pages = torch.empty(SLOTS, SLOT_BYTES, dtype=torch.uint8)
         stride = ALIGNMENT_BYTES + slots.slot_bytes
-        buffers = [memoryview(mmap.mmap(-1, stride)) for _ in range(NUM_THREADS)]
+        buffers = [memoryview(mmap.mmap(-1, PIECE * stride)) for _ in range(SLOTS // PIECE)]
 
         def load(first: int) -> None:
             rows = slots.read(contents[first : first + PIECE], SLOT_BYTES)
@@ -77,18 +74,18 @@ def disk() -> bool:
             pages[first : first + PIECE].copy_(rows)
 
         def read(first: int) -> None:
-            buffer = buffers[first // PIECE % NUM_THREADS]
-            for slot in range(first, first + PIECE):
-                assert os.preadv(slots._file, [buffer], slots._at(slot)) == stride
+            """The same bytes in one call, as a load has them read."""
+            assert os.preadv(slots._file, [buffers[first // PIECE]], slots._at(first)) == PIECE * stride
 
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             pieces = range(0, SLOTS, PIECE)
             load_all, read_all = (partial(_each, threads, act, pieces) for act in (load, read))
-            mine, other = median_s(load_all, read_all, time.perf_counter)
+            rounds = [(_took_s(load_all), _took_s(read_all)) for _ in range(DISK_ROUNDS)]
         slots.close()
     rate = SLOTS * SLOT_BYTES / 1e9
-    text = f"verified load from the disk {rate / mine:.2f} GB/s, bare preadv {rate / other:.2f} GB/s"
-    return goal("N5", text, other / mine, least=0.85)
+    mine, other = (rate / statistics.median(times) for times in zip(*rounds, strict=True))
+    text = f"verified load from the disk {mine:.2f} GB/s, bare preadv {other:.2f} GB/s; median of the ratios"
+    return goal("N5", text, statistics.median(bare / verified for verified, bare in rounds), least=0.85)
 
 
 def look_up() -> bool:

@@ -14,6 +14,7 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.tiers import DiskSlots, HostSlots, Movers
+from kvplane_worker.tiers.movers import NUM_THREADS
 from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content
 from tests.worker.test_page_buffers import BLOCKS
 from tests.worker.tier_rig import EPOCH, IDENTITY, STAMP, WAIT_S, Rig
@@ -281,6 +282,42 @@ def test_rows_of_an_earlier_life_whose_job_is_not_whole_are_dropped(rig: Rig):
     until(lambda: rig.table.life == EPOCH + 1)
     rig.save(6, 3, 0, epoch=EPOCH + 1)
     assert rig.until(6)
+
+
+def test_of_idle_threads_one_looks_at_the_job_table(rig: Rig):
+    """Also after jobs; a thread that looks does so every few milliseconds."""
+    for job in range(1, 20):
+        rig.save(job, job % 11 + 1, job)
+        assert rig.until(job)
+    looking, real = list[str](), rig.table.take
+
+    def take():
+        looking.append(threading.current_thread().name)
+        return real()
+
+    rig.table.take = take  # type: ignore[method-assign]
+    until(lambda: len(looking) > 20)
+    assert len(set(looking[1:])) == 1
+
+
+def test_jobs_are_carried_out_while_other_threads_wait_for_a_disk():
+    class Waits(TorchOps):
+        def gather(self, group, blocks, staging):
+            if blocks[0] < NUM_THREADS:
+                assert go.wait(WAIT_S)
+            super().gather(group, blocks, staging)
+
+    go = threading.Event()
+    rig = Rig(ops=Waits())
+    for job in range(1, NUM_THREADS):
+        rig.save(job, job, job)
+    for job in range(NUM_THREADS, 20):
+        rig.save(job, NUM_THREADS + job % 5, job)
+    assert all(rig.until(job) for job in range(NUM_THREADS, 20))
+    assert len(rig.ended) == 20 - NUM_THREADS
+    go.set()
+    assert all(rig.until(job) for job in range(1, NUM_THREADS))
+    rig.movers.close()
 
 
 def test_a_bug_in_a_job_fails_it_and_the_next_one_runs():

@@ -14,6 +14,7 @@ from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import DiskSlots, HostSlots, MoverMemory, Movers, Slots
+from kvplane_worker.tiers.movers import NUM_THREADS
 from tests.worker.test_page_buffers import BLOCKS, rank_plan
 
 SLOTS, WAIT_S, EPOCH, STAMP = 40, 30, 3, 100
@@ -31,7 +32,7 @@ class Rig:
         self,
         layout: Layout = Layout.LAYER_OUTERMOST,
         ops: TorchOps | None = None,
-        num_threads: int = 2,
+        num_threads: int = NUM_THREADS,
         disk: Path | None = None,
     ) -> None:
         self.pages = PageBuffers.allocate(rank_plan(layout))
