@@ -70,6 +70,7 @@ def described(served):
 def test_metrics_count_what_the_tiers_hold_and_did(served):
     metrics, tiers = metrics_of(served), served.host.replica.reference().tiers
     for tier, name in zip(tiers.each, ("host", "disk"), strict=True):
+        assert metrics[f'kvplane_tier_info{{checkpoint_percent="0",replica="r",save="behind",tier="{name}"}}'] == 1
         slots = {
             state: metrics[f'kvplane_tier_slots{{replica="r",state="{state}",tier="{name}"}}']
             for state in ("cached", "shadow", "free", "in_use")

@@ -52,6 +52,8 @@ def collect(entries: Sequence[Entry]) -> Iterator[Metric]:
     """Yield the metric families of tiers, with the values of these replicas."""
     tiered = [(entry.host.name, entry) for entry in entries if entry.host.replica.spec.tiers]
     replicas = [(name, entry.host.replica) for name, entry in tiered]
+    settings = ("tier", "save", "checkpoint_percent")
+    yield _family(GaugeMetricFamily, "kvplane_tier_info", _INFO, settings, replicas, _info)
     yield _family(GaugeMetricFamily, "kvplane_tier_slots", _SLOTS, ("tier", "state"), replicas, _slots)
     for kind, name, text, read in _BY_GROUP:
         yield _family(kind, name, text, ("tier", "group_kind"), replicas, lambda one, read=read: _by_group(one, read))  # type: ignore[misc]
@@ -94,6 +96,13 @@ def _family(
 def _named(replica: ReplicaCore) -> Iterator[tuple[str, TierView]]:
     for tier, spec in zip(replica.tiers.each, replica.spec.tiers, strict=True):
         yield spec.kind.value, tier
+
+
+_INFO = "Always 1; the labels are when the tier saves and its percentage for checkpoints, as in TierSpec."
+
+
+def _info(replica: ReplicaCore) -> _Values:
+    return [((tier.kind.value, tier.save.value, str(tier.checkpoint_percent)), 1) for tier in replica.spec.tiers]
 
 
 _SLOTS = (
