@@ -42,7 +42,7 @@ def view(service: Service, seen: Seen, is_message: bool = True) -> None:
         return
     service.read_events(seen)
     shows = bool(seen.follower.view) and not seen.follower.withdrawn
-    attached = host.mirror._request
+    attached = host.mirror.attached
     status, life = host.state.value, attached.life_nonce if attached else host._life_nonce
     state = state_digest(host.replica.reference()) if is_message else ""
     place = service.number, host.name, life, host.seq

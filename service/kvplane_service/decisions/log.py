@@ -204,7 +204,7 @@ def without_tokens(step: Step) -> Step:
             of_step = step.epoch, step.seq, parts, step.part, step.last, step.executed_through, step.traceparent
             return Step(*of_step) if rows.num_tokens else step
         if part.facts.tokens or part.news.tokens:
-            return replace(step, parts=[_without_tokens(part) for part in step.parts])
+            return replace(step, parts=[_without_tokens(part) for part in step.parts], rows=None)
     return step
 
 

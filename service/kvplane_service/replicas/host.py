@@ -438,7 +438,7 @@ class ReplicaHost(HostState):
         session.deadline_ns, session.broken = self._clock() + self._lease_ns, False
         mirror = self.mirror
         is_opening = self._lives.opening is not None
-        if is_opening or self.events.is_withdrawn or mirror.is_attached or mirror.hidden is not None:
+        if is_opening or self.events.is_withdrawn or mirror.attached is not None or mirror.hidden is not None:
             self.show_or_hide()  # else the state is LIVE, and published as such
         return session
 

@@ -80,6 +80,7 @@ class Mirror:
         lag_ms: age of the first step of the last message when it was sent.
         images, divergences: counts since the registration.
         last: the last divergence.
+        attached: the request of the engine's session; None without one.
         requests: changes of the cache that the engine is to carry out.
         on_lost: called when what the service has of the replica must not be used any more, so that a store drops it.
     """
@@ -93,14 +94,14 @@ class Mirror:
         self.last: Divergence | None = None
         self.requests = CacheRequests()
         self.on_lost: list[Callable[[], None]] = []
-        self._request: OpenRequest | None = None  # of the attached engine
+        self.attached: OpenRequest | None = None
         self._image_wanted = True
         self._pieces: list[bytes] = []
 
     @property
     def is_attached(self) -> bool:
         """Whether the replica's session is a mirror."""
-        return self._request is not None
+        return self.attached is not None
 
     @property
     def wants_image(self) -> bool:
@@ -109,7 +110,7 @@ class Mirror:
 
     def leave(self) -> None:
         """End the mirror: another kind of session, or none, writes the replica from now on."""
-        self._request, self.hidden, self._image_wanted = None, None, True
+        self.attached, self.hidden, self._image_wanted = None, None, True
         self._pieces.clear()
         self.requests.fail(Unavailable(f"the engine of {self._host.name} has left", field="replica"))
 
@@ -147,14 +148,14 @@ class Mirror:
             )
 
     def _is_same_life(self, request: OpenRequest) -> bool:
-        mine = self._request
+        mine = self.attached
         return mine is not None and (mine.epoch, mine.life_nonce) == (request.epoch, request.life_nonce)
 
     def attach(self, request: OpenRequest) -> None:
         """Follow this engine from now on; the session is open. Raises nothing after `check_attach`."""
         if not self._is_same_life(request):
             self._want_image(Diverged(f"{self._host.name} has no state of its engine yet"))
-        self._request = request
+        self.attached = request
         self._pieces.clear()
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Mirror:
         return self.progress()
 
     async def _continue_from(self, raw: bytes, offload: Offload) -> None:
-        host, request = self._host, self._request
+        host, request = self._host, self.attached
         assert request is not None, "an image comes in a session"
         loaded, events = await offload(partial(_load, host.replica.spec, raw))
         if not self._is_same_life(request):

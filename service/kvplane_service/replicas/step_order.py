@@ -13,8 +13,16 @@ from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
+from kvplane.base.when_read import given_fields
 from kvplane_service.config import Config
 from kvplane_service.core.interface import RequestColumns
+
+# Columns with an entry for each row: the section of a part, and the column.
+_COUNTED = (
+    *((section, "slot") for section in ("facts", "news", "run", "admit", "peek", "prefetch", "resume")),
+    ("run", "victims"), ("cache", "failed_steps"), ("cache", "evicted"), ("cache", "released"),
+    ("resume", "held_slot"), ("retain", "num_hashes"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +201,8 @@ def size_of(step: Step) -> tuple[int, int]:
             num_rows += max(1, len(rows.slots) * (1 + rows.appended))
             num_tokens += rows.num_tokens
             continue
-        sections = (part.facts, part.news, part.run, part.admit, part.peek, part.prefetch)
-        others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
-        resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0
-        resumed += len(part.retain.num_hashes)
-        num_rows += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))
-        num_tokens += len(part.facts.tokens) + len(part.news.tokens)
+        given = given_fields(part)  # sections that are missing are empty
+        columns = (getattr(given[name], column) for name, column in _COUNTED if given.get(name) is not None)
+        num_rows += max(1, sum(map(len, columns)))
+        num_tokens += sum(len(given[name].tokens) for name in ("facts", "news") if name in given)
     return num_rows, num_tokens

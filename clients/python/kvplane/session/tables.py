@@ -10,7 +10,7 @@ from itertools import chain, islice
 from kvplane.base.hashing.native import append_blocks
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import Blocks, End, Part, PartResult
-from kvplane.base.when_read import PACKED
+from kvplane.base.when_read import PACKED, given_fields
 
 _NONE: Set[int] = frozenset()
 _compiled = cache(append_blocks)
@@ -77,7 +77,8 @@ class BlockTables:
         """
         if not tables.row:
             return _NONE
-        slots, rows, at = [*part.run.slot, *part.admit.slot], set(tables.row), 0
+        given, rows, at = given_fields(part), set(tables.row), 0
+        slots = [slot for name in ("run", "admit") if name in given for slot in given[name].slot]
         for row in rows:
             self._tables[slots[row]] = [PackedInts("I") for _ in range(self._num_groups)]
         for row, group, count in zip(tables.row, tables.group, tables.count, strict=True):
