@@ -176,6 +176,25 @@ VALID_CALLS: dict[str, Callable[[], Arguments]] = {
 }
 
 
+PER_TOKEN = tuple(name for name in VALID_CALLS if "group" not in VALID_CALLS[name]())
+PAGES = ("pages", "conv", "states", "weights", "weight", "bias", "a", "d")
+
+
+def without_rows(operation: str, device: str) -> Arguments:
+    """Arguments of a valid call whose batch has no row, and so no token."""
+
+    def shortened(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[:0]
+        fields = getattr(value, "__dataclass_fields__", {})
+        cut = {name: shortened(getattr(value, name)) for name in fields}
+        starts = getattr(value, "query_start", None)
+        return replace(value, **cut | ({} if starts is None else {"query_start": starts[:1]})) if fields else value
+
+    given = valid_call(operation, device)
+    return {name: value if name in PAGES else shortened(value) for name, value in given.items()}
+
+
 def put(path: str, change: Callable[[Any], Any]) -> Callable[[Arguments], None]:
     """Change the argument, or its field, that `path` names."""
 
@@ -197,6 +216,10 @@ def to(value: Any) -> Callable[[Any], Any]:
 
 def window_and_chunk(rule: AttentionRule) -> AttentionRule:
     return replace(rule, window=4, chunk=4)
+
+
+def without_heads(pages: AttentionPages) -> AttentionPages:
+    return AttentionPages(pages.k[:, :, :0], pages.v[:, :, :0])
 
 
 def whole_numbers(layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -223,6 +246,8 @@ BAD: list[Bad] = [
             bad(op, "query", "two dimensions", lambda q: q[0]),
             bad(op, "query", "on another device", lambda q: q.to("meta")),
             bad(op, "rule", "window and chunk", window_and_chunk, field="rule.chunk"),
+            bad(op, "rule.scale", "NaN", to(float("nan"))),
+            bad(op, "pages", "no heads", without_heads, field="pages.k"),
             bad(op, "rule.window", "below 0", to(-1)),
             bad(op, "rule.chunk", "below 0", to(-1)),
             bad(op, "rule.sinks", "one for each key-value head", to(torch.zeros(KV_HEADS))),
@@ -259,6 +284,8 @@ BAD: list[Bad] = [
     bad("write_latent", "slots", "more than tokens", lambda s: torch.cat([s, s])),
     bad("mla_decode", "query", "of another size", lambda q: q[..., 1:]),
     bad("mla_decode", "query", "of another type", lambda q: q.double()),
+    bad("mla_decode", "query", "no heads", lambda q: q[:, :0]),
+    bad("mla_decode", "scale", "infinite", to(float("inf"))),
     bad("mla_decode", "value_size", "more than the latent", to(SIZE + 1)),
     bad("mla_decode", "value_size", "nothing", to(0)),
     bad("prefill_attention", "batch.tree", "fewer than queries", to(torch.ones(2, dtype=torch.int64))),

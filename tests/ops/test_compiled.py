@@ -24,10 +24,8 @@ KNOWN_SPILLS = {
     (80, "prefill float8, 16 x 128"): 8,
     # Faster with them than without, as measured.
     (90, "scan rows, 512 tokens per row"): 46,
-    (90, "advance heads, 512 tokens per row"): 45,
+    (90, "advance heads, 512 tokens per row"): 33,
     (90, "prefill float32, 4 x 128"): 10,
-    (90, "advance heads by key, 512 tokens per row"): 13,
-    (100, "scan rows, 512 tokens per row"): 8,
     (100, "decode float32, 2 x 64"): 6,
     (100, "prefill float32, 4 x 128"): 8,
 }

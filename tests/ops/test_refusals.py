@@ -9,7 +9,16 @@ from kvplane.base.errors import InvalidArgument
 from kvplane_worker.ops.checks import check_scales
 from kvplane_worker.ops.interface import AttentionPages
 from tests.ops.contract import CHECKS
-from tests.ops.refusals import BAD, VALID_CALLS, attention_pages, call, tensors, valid_call
+from tests.ops.refusals import (
+    BAD,
+    PER_TOKEN,
+    VALID_CALLS,
+    attention_pages,
+    call,
+    tensors,
+    valid_call,
+    without_rows,
+)
 from tests.ops.subjects import SUBJECTS
 
 DEVICE = "cpu"
@@ -23,6 +32,15 @@ def ops(request):
 @pytest.mark.parametrize("operation", VALID_CALLS)
 def test_valid_call_is_accepted(ops, operation):
     call(ops, operation, valid_call(operation, DEVICE))
+
+
+@pytest.mark.parametrize("operation", PER_TOKEN)
+def test_batch_without_rows_has_no_result_and_writes_nothing(ops, operation):
+    arguments = without_rows(operation, DEVICE)
+    before = [tensor.clone() for tensor in tensors(arguments)]
+    out = call(ops, operation, arguments)
+    assert out is None or out.shape[0] == 0
+    assert all(torch.equal(now, then) for now, then in zip(tensors(arguments), before, strict=True))
 
 
 @pytest.mark.parametrize("wrong", BAD, ids=lambda bad: f"{bad.operation}: {bad.field} {bad.what}")

@@ -168,9 +168,22 @@ def test_calibrated_scales_keep_every_head_in_range(dtype):
     info = torch.finfo(stored.k.dtype)
     assert (stored.k[1, :6].float().abs().amax((0, 2)) == info.max).all(), "the largest value is the end of the range"
     assert ((found - new).abs() <= info.eps / 2 * new.abs() + info.smallest_normal * stored.k_scale[:, None]).all()
-    calibration.observe("f.0", new * float("inf"), new)
+    calibration.observe("f.0", new[:0], new[:0])
+    calibration.apply(pages)
+    again = pages.attention("f.0").k_scale
+    assert again is not None
+    assert again.tolist() == stored.k_scale.tolist(), "no tokens change nothing"
+
+
+def test_calibration_with_a_refused_layer_changes_no_layer():
+    pages = PageBuffers.allocate(rank_plan(f=(2, full(num_kv_heads=2, dtype=DType.FLOAT8_E4M3FN))))
+    size, before = pages.attention("f.0").k.shape[3], pages.attention("f.0")
+    calibration = Calibration()
+    calibration.observe("f.0", torch.ones(3, 2, size), torch.ones(3, 2, size))
+    calibration.observe("f.1", torch.full((3, 2, size), float("inf")), torch.ones(3, 2, size))
     with pytest.raises(InvalidArgument, match="infinite or NaN"):
         calibration.apply(pages)
+    assert pages.attention("f.0") is before
 
 
 def test_incarnation_is_in_the_null_block_of_every_group():

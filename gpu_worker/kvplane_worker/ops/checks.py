@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
 from typing import NoReturn
 
 import torch
@@ -150,9 +151,10 @@ def check_one_query_per_row(batch: Batch) -> None:
 
 
 def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
-    """Raise InvalidArgument if both window and chunk are set, if the soft cap is not a finite number from 0, or if the
-    number of sinks or slopes is not the number of query heads.
+    """Raise InvalidArgument if both window and chunk are set, if the scale or the soft cap is not a finite number, if
+    the soft cap is below 0, or if the number of sinks or slopes is not the number of query heads.
     """
+    check_factor("rule.scale", rule.scale)
     if not 0 <= rule.soft_cap < float("inf"):
         refuse("rule.soft_cap", f"the soft cap is {rule.soft_cap}", "give a finite number above 0, or 0 for no cap")
     for field, tokens in (("rule.window", rule.window), ("rule.chunk", rule.chunk)):
@@ -164,6 +166,12 @@ def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
     for field, numbers in (("rule.sinks", rule.sinks), ("rule.slopes", rule.slopes)):
         if numbers is not None:
             expect(field, numbers, (q_heads,), (torch.float32,), like)
+
+
+def check_factor(field: str, scale: float) -> None:
+    """Raise InvalidArgument unless the factor of attention scores is a finite number."""
+    if not isfinite(scale):
+        refuse(field, f"the scale is {scale}", "give a finite number")
 
 
 def check_lse(lse: Tensor | None, query: Tensor) -> None:
@@ -182,6 +190,8 @@ def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
     check_pages(pages)
     expect("query", query, (ANY, ANY, pages.k.shape[3]), partners(pages.k), pages.k)
     q_heads, kv_heads = query.shape[1], pages.k.shape[2]
+    if not kv_heads:
+        refuse("pages.k", "the pages have no heads", "give pages with at least one head")
     if q_heads % kv_heads or not q_heads:
         problem = f"{q_heads} query heads are not a multiple of {kv_heads} key-value heads"
         refuse("query", problem, "give a multiple of the pages' heads")
@@ -189,12 +199,17 @@ def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
     check_rule(rule, q_heads, pages.k)
 
 
-def check_mla(query: Tensor, pages: LatentPages, batch: Batch, value_size: int) -> None:
-    """Raise InvalidArgument unless queries have the size and type of the latent rows, and values fit into a row."""
+def check_mla(query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int) -> None:
+    """Raise InvalidArgument unless queries have the size and type of the latent rows, the scale is a finite number, and
+    values fit into a row.
+    """
     check_latent_pages(pages)
     size = pages.rows.shape[2]
     expect("query", query, (ANY, ANY, size), partners(pages.rows), pages.rows)
+    if not query.shape[1]:
+        refuse("query", "the queries have no heads", "give queries of at least one head")
     check_batch(batch, query.shape[0], pages.rows)
+    check_factor("scale", scale)
     if not 0 < value_size <= size:
         problem = f"values have {value_size} elements, a latent row has {size}"
         refuse("value_size", problem, f"give 1 to {size}")

@@ -5,7 +5,7 @@ layout (`RankPlan`) states.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -157,6 +157,8 @@ class PageBuffers:
     def set_scales(self, name: str, k_scale: Tensor, v_scale: Tensor | None = None) -> None:
         """Set the scales of a layer's 8-bit pages; without this call they are 1. Waits for the device.
 
+        `set_all_scales` does so for several layers: for all of them, or for none if one is refused.
+
         Pages that hold tokens keep their bytes: an engine sets the same scales in each of its lives, before it reads or
         writes pages.
 
@@ -169,6 +171,20 @@ class PageBuffers:
             InvalidArgument: the layer's pages have no scale; or a scale has another type or shape, or is not positive
                 and finite. Nothing is changed.
         """
+        self.set_all_scales({name: (k_scale, v_scale)})
+
+    def set_all_scales(self, scales: Mapping[str, tuple[Tensor, Tensor | None]]) -> None:
+        """Set the scales of layers, (k_scale, v_scale) each. Raises the errors of `set_scales`, and changes nothing
+        then.
+        """
+        scaled = [(self.layer(name).name, self._scaled(name, *pair)) for name, pair in scales.items()]
+        for place, pages in scaled:
+            if isinstance(pages, LatentPages):
+                self._latents[place] = pages
+            else:
+                self._attention[place] = pages
+
+    def _scaled(self, name: str, k_scale: Tensor, v_scale: Tensor | None) -> AttentionPages | LatentPages:
         place, spec = self.layer(name), self.layer(name).spec
         if not isinstance(spec, AttentionSpec) or TORCH_DTYPES[spec.dtype] not in SCALED:
             raise InvalidArgument(
@@ -179,11 +195,10 @@ class PageBuffers:
         if _is_latent(spec):
             if v_scale is not None:
                 raise InvalidArgument("latent rows have one scale", field="v_scale", remedy="give k_scale alone")
-            self._latents[place.name] = self._latent_rows(place, self._scale("k_scale", 1, k_scale))
-            return
+            return self._latent_rows(place, self._scale("k_scale", 1, k_scale))
         k = self._scale("k_scale", spec.num_kv_heads, k_scale)
         v = self._scale("v_scale", spec.num_kv_heads, v_scale)
-        self._attention[place.name] = self._keys_and_values(place, k, v)
+        return self._keys_and_values(place, k, v)
 
     def states(self, name: str) -> tuple[Tensor, ...]:
         """Return views of the tensors of a layer's recurrent state, [num_blocks, *shape] each, by block. Where a state

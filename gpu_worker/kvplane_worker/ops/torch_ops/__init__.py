@@ -86,7 +86,7 @@ class TorchOps:
         self, query: Tensor, pages: LatentPages, batch: Batch, scale: float, value_size: int, lse: Tensor | None = None
     ) -> Tensor:
         """Compute latent attention; see `AttentionOps.mla_decode`."""
-        checks.check_mla(query, pages, batch, value_size)
+        checks.check_mla(query, pages, batch, scale, value_size)
         checks.check_lse(lse, query)
         return attention.mla_decode(query, pages, batch, scale, value_size, lse)
 

@@ -129,7 +129,7 @@ class TritonOps:
         form = scale, value_size, form_of_sums(lse, query), *self._form_of(query, batch)
         rows, prepared = self._batches.get(batch, query), self._attention.get(pages, form)
         if rows is None or prepared is None:
-            checks.check_mla(query, pages, batch, value_size)
+            checks.check_mla(query, pages, batch, scale, value_size)
             checks.check_lse(lse, query)
             if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
                 return self._other.mla_decode(query, pages, batch, scale, value_size, lse)

@@ -32,8 +32,9 @@ CHUNK, CHUNK_OF_DECODES = 64, 16
 # Elements of a head per program, and columns of its state per product: small, so that operands of long chunks fit into
 # registers. Decodes load a state at once.
 HEAD_TILE, HEAD_TILE_OF_DECODES = 16, 32
-# Where warp groups multiply, twice as fast as 16 elements, in spite of some accesses of local memory.
-HEAD_TILE_OF_GROUPS = 64
+# Where warp groups multiply, twice as fast as 16 elements, in spite of some accesses of local memory. Where products
+# are accumulated in tensor memory it needs none of these, and 16 elements need 8.
+LARGE_HEAD_TILE = 64
 PART, PART_OF_DECODES = 32, MAX_STATE
 # One warp group for products of 64 rows: Triton 3.6 gives two of them a layout of 128 rows, and then reads shared
 # memory outside its bounds.
@@ -144,7 +145,7 @@ def shape_of(pages: StatePages, inputs: StateInputs, chip: Chip) -> StateShape:
     _, heads, head_size, state_size = pages.ssm.shape
     is_long = inputs.x.shape[0] > CHUNK_OF_DECODES * inputs.read_block.shape[0] and not chip.interpreted
     in_parts = is_long or chip.interpreted
-    tile = HEAD_TILE_OF_GROUPS if chip.has_warp_groups else HEAD_TILE
+    tile = LARGE_HEAD_TILE if chip.has_warp_groups or chip.has_tensor_memory else HEAD_TILE
     return StateShape(
         heads=heads,
         head_size=head_size,

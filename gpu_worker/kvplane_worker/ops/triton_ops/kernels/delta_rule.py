@@ -271,6 +271,18 @@ def grown_by_key(state, new, k, gates, last, index, S: tl.constexpr):
 
 
 @triton.jit
+def solved(held, of_chunk, real, rest, S: tl.constexpr):
+    """Return the inverse of a chunk's matrix times `rest` [S.chunk, S.padded_v], as the sum of the products of two
+    halves: the operands of one product leave too few registers.
+    """
+    half: tl.constexpr = S.chunk // 2
+    early, late = tl.split(tl.permute(tl.reshape(rest, (2, half, S.padded_v)), (1, 2, 0)))
+    columns = held.inverse + of_chunk + tl.arange(0, half)[None, :]
+    new = tl.dot(tl.load(columns, mask=real, other=0), early, input_precision=S.precision)
+    return tl.dot(tl.load(columns + half, mask=real, other=0), late, new, input_precision=S.precision)
+
+
+@triton.jit
 def scan_chunks(tokens, inputs, pages, held, y, begin, end, read, is_shared, S: tl.constexpr):
     """Take the tokens of a row in chunks. A chunk goes through the state twice, in parts of S.part_k columns: first for
     what keys and queries read, then for the states after its tokens. Between chunks the state is in `held`.
@@ -293,15 +305,17 @@ def scan_chunks(tokens, inputs, pages, held, y, begin, end, read, is_shared, S: 
             in_k = column < S.key_size
             inside = real[:, None] & in_k[None, :]
             key = (key_start + column)[None, :]
+            place = (head * S.value_size + part)[:, None] * S.key_size + column[None, :]
+            state = part_of_state(pages, held, row, read, is_running, place, in_v[:, None] & in_k[None, :], S)
             k = tl.load(inputs.k + line[:, None] * inputs.strides[1] + key, mask=inside, other=0).to(tl.float32)
-            q = tl.load(inputs.q + line[:, None] * inputs.strides[0] + key, mask=inside, other=0).to(tl.float32)
             if S.by_key:
                 gates = gates_of(inputs, line, head, column, inside, S)
                 decay = tl.exp2(tl.cumsum(gates, axis=0) * LOG2_E)
-                k, q = k * decay, q * decay
-            place = (head * S.value_size + part)[:, None] * S.key_size + column[None, :]
-            state = part_of_state(pages, held, row, read, is_running, place, in_v[:, None] & in_k[None, :], S)
+                k = k * decay
             by_keys = tl.dot(k, state.T, by_keys, input_precision=S.precision)
+            q = tl.load(inputs.q + line[:, None] * inputs.strides[0] + key, mask=inside, other=0).to(tl.float32)
+            if S.by_key:
+                q = q * decay
             by_queries = tl.dot(q, state.T, by_queries, input_precision=S.precision_y)
         if not S.by_key:
             g = tl.load(inputs.g + line * inputs.strides[3] + head, mask=real, other=0).to(tl.float32)
@@ -310,11 +324,10 @@ def scan_chunks(tokens, inputs, pages, held, y, begin, end, read, is_shared, S: 
             by_keys, by_queries = by_keys * decay, by_queries * decay
         value = inputs.v + line[:, None] * inputs.strides[2] + (head * S.value_size + part)[None, :]
         v = tl.load(value, mask=real[:, None] & in_v[None, :], other=0).to(tl.float32)
-        of_chunk = (line[:, None] * S.heads + head) * S.chunk + index[None, :]
-        inverse = tl.load(held.inverse + of_chunk, mask=real[:, None], other=0)
         beta = tl.load(inputs.beta + line * inputs.strides[4] + head, mask=real, other=0).to(tl.float32)
-        new = tl.dot(inverse, beta[:, None] * (v - by_keys), input_precision=S.precision)
-        products = tl.load(held.products + of_chunk, mask=real[:, None], other=0)
+        of_chunk = (line[:, None] * S.heads + head) * S.chunk
+        new = solved(held, of_chunk, real[:, None], beta[:, None] * (v - by_keys), S)
+        products = tl.load(held.products + of_chunk + index[None, :], mask=real[:, None], other=0)
         out = by_queries + tl.dot(products, new, input_precision=S.precision_y)
         target = y + (line[:, None] * S.heads + head) * S.value_size + part[None, :]
         tl.store(target, out, mask=real[:, None] & in_v[None, :])
