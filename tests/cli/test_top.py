@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from textual.widgets import DataTable, Input, Static
 
-from kvplane import AdmitRow, Budget, NewsRow, RunRow, connect, part_of
+from kvplane import AdmitRow, Allocate, Budget, Commit, Content, NewsRow, RunRow, connect, part_of
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2 import ReplicaState
@@ -19,6 +19,7 @@ from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
 from tests.cli.test_view import drawn
 from tests.core.test_split import split_spec
+from tests.service.hosts import spec_of
 from tests.service.rig import SPEC, running
 
 NUM_REPLICAS = 500
@@ -115,6 +116,24 @@ def test_describe_and_top_show_the_blocks_that_no_state_can_take(kvplane):
     assert "pool: 13 of 20 blocks held by 1 running requests" in out
     assert slack in out
     assert slack.replace(":", "") in shown
+
+
+def test_describe_and_top_show_what_is_retained(kvplane):
+    with running() as service, connect(service.address) as client:
+        client.register_replica("r", spec_of(41))
+        prompt = Content(token_ids=[11] * 65)
+        client.allocate_slots("r", Allocate("one", prompt))
+        client.commit_blocks("r", Commit("one"))
+        before = drawn(panel(client.describe_replica("r"), Trend()))
+        kept = client.retain("r", prompt, ttl_s=60)
+        code, out, _ = kvplane("describe", "r", "--service", service.address)
+        shown = drawn(panel(client.describe_replica("r"), Trend()))
+    line = f"1 prefixes, {kept.retained_blocks} blocks"
+    assert kept.retained_blocks > 0
+    assert code == 0
+    assert f"retained: {line}; 1 retained" in out
+    assert f"retained {line}" in shown
+    assert "retained" not in before
 
 
 async def test_top_sorts_filters_and_shows_one_of_500_replicas(service):

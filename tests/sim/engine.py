@@ -28,6 +28,7 @@ from tests.core.page_scheduler import MOST_IN_FLIGHT, RandomScheduler
 from tests.sim import history
 from tests.sim.network import Server
 from tests.sim.ranks import Claim, RankProcess, Unanswered, Work
+from tests.sim.retaining import retain_some
 from tests.sim.transport import SimTransport
 from tests.sim.unanswered import blocks_of, rows_of
 
@@ -120,6 +121,8 @@ class EngineLife(RandomScheduler):
         await self._claim(self.session.next_seq, 0)
         self._launching = self.process.spawn(self._launch_all())
         self.process.spawn(self._load_all())
+        if self.site.retains:
+            self.process.spawn(retain_some(self))
         while not self.world.is_finishing:
             if not self.failed and len(self.pending) > self._busy and self._chance(4):
                 self._fail()

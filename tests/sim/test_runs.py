@@ -36,6 +36,12 @@ def test_run_has_its_minimum_size():
     assert len(outcome.faults) >= 4
 
 
+def test_callers_of_every_fifth_seed_retain_prefixes():
+    outcome = run(5)
+    assert outcome.retained > 10
+    assert outcome.findings == []
+
+
 def test_equal_seeds_give_equal_runs():
     assert run(7).digest == run(7).digest != run(8).digest
 

@@ -66,7 +66,10 @@ class Site:
         last_begun_by: that of the last one; None before the first.
         claimed_by: by epoch, the engine life for which the ranks were claimed.
         is_mirrored: its engines decide themselves.
+        retains: callers retain prefixes of its prompts.
     """
+
+    retains = False
 
     def __init__(
         self, name: str, rng: Random, is_mirrored: bool = False, has_tiers: bool = False, has_split_pages: bool = False
@@ -178,6 +181,7 @@ class Outcome:
     findings: list[str]
     digest: str
     loaded: int = 0  # blocks from tiers
+    retained: int = 0  # answers to calls that retained blocks
 
     @property
     def is_void(self) -> bool:
@@ -205,8 +209,10 @@ class World:
             "a": Site("a", self.rng, has_tiers=tiers),
             "b": Site("b", self.rng, mirrors, tiers, splits),
         }
+        for site in self.sites.values():
+            site.retains = seed % 5 == 0 and not site.is_mirrored and site.spec.blocks_per_state == 1
         self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
-        self.steps = self.num_services = self.num_loaded = 0
+        self.steps = self.num_services = self.num_loaded = self.num_retained = 0
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
         self.services: dict[str, Service] = {}  # service by address
@@ -364,6 +370,7 @@ class World:
             rules.findings(self.history),
             self.history.digest(),
             self.num_loaded,
+            self.num_retained,
         )
 
 

@@ -163,6 +163,11 @@ def slack_line(answer: DescribeReplicaResponse) -> str:
     return f"{answer.slack_blocks:,} free blocks ({share:.1%}) of superblocks in use, where no state fits"
 
 
+def retained_line(answer: DescribeReplicaResponse) -> str:
+    """Return how many prefixes and blocks are retained."""
+    return f"{answer.retained_prefixes:,} prefixes, {answer.retained_blocks:,} blocks"
+
+
 def by_reason(counts: Mapping[str, int]) -> str:
     """Return counts as text, such as "12 evicted, 3 out of blocks"; "none" if every count is 0."""
     parts = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)

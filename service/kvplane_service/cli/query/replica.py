@@ -16,6 +16,7 @@ from kvplane_service.cli.output import (
     by_reason,
     columns,
     repeat,
+    retained_line,
     show,
     size,
     slack_line,
@@ -83,8 +84,7 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
         left = f", {answer.core.fallbacks} steps and look-ups left to the Python core" if answer.core.fallbacks else ""
         yield f"core: {answer.core.name}{left}" + (f" ({answer.core.reason})" if answer.core.reason else "")
     if answer.retain_counts:
-        now = f"{answer.retained_prefixes} prefixes, {answer.retained_blocks} blocks"
-        yield f"retained: {now}; {by_reason(answer.retain_counts)}"
+        yield f"retained: {retained_line(answer)}; {by_reason(answer.retain_counts)}"
     if answer.tiers:
         yield from _jobs_of_tiers(answer)
     yield ""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvplane import wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_service.cli.output import age, by_reason, slack_line, tier_word, usable_blocks, word
+from kvplane_service.cli.output import age, by_reason, retained_line, slack_line, tier_word, usable_blocks, word
 from kvplane_service.cli.views.fleet import STYLES
 from kvplane_service.cli.views.panels import bar, hit_line, pool_table
 from kvplane_service.cli.views.samples import Trend, pools_of
@@ -29,6 +29,7 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
     body = Group(
         pool_table(pools, answer.free_blocks, usable_blocks(answer.spec)),
         *_slack(answer),
+        *_retained(answer),
         *_tiers(answer),
         Text(),
         _hits(answer, trend),
@@ -49,6 +50,11 @@ def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
 def _slack(answer: DescribeReplicaResponse) -> Iterable[Text]:
     if answer.spec.blocks_per_state > 1:
         yield Text.assemble(("slack ", "bright_black"), slack_line(answer))
+
+
+def _retained(answer: DescribeReplicaResponse) -> Iterable[Text]:
+    if answer.retained_prefixes:
+        yield Text.assemble(("retained ", "bright_black"), retained_line(answer))
 
 
 def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
