@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import memmove
-from itertools import repeat
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -102,9 +103,9 @@ def on_host(group: GroupPages, staging: Tensor) -> bool:
 
 def runs_on_host(
     group: GroupPages, blocks: Sequence[int], staging: Tensor
-) -> Iterator[tuple[Sequence[int], Sequence[int], int]]:
-    """Yield (addresses in the pages, addresses in the rows, bytes at each) for every run of layers whose pages of a
-    block are contiguous.
+) -> Iterator[tuple[Iterable[int], Iterable[int], int]]:
+    """Yield (addresses in the pages, addresses in the rows, bytes at each): for every run of layers whose pages of a
+    block are contiguous, those of equal size together, one row after the other, so that each row is passed once.
     """
     runs = list[tuple[int, int, int, int]]()  # of block 0: address, bytes between blocks, offset in the row, bytes
     offset = 0
@@ -117,12 +118,15 @@ def runs_on_host(
             runs.append((address, stride, offset, size))
         offset += size
     row, width = staging.data_ptr(), staging.stride(0)
-    for address, stride, offset, size in runs:
-        rows = [row + offset + at * width for at in range(len(blocks))]
-        yield [address + block * stride for block in blocks], rows, size
+    steps = {stride: [block * stride for block in blocks] for _, stride, _, _ in runs}
+    for size, equal in groupby(runs, key=itemgetter(3)):
+        some, last = list(equal), row + len(blocks) * width
+        pages = zip(*(map(address.__add__, steps[stride]) for address, stride, _, _ in some), strict=True)
+        rows = zip(*(range(row + offset, last + offset, width) for _, _, offset, _ in some), strict=True)
+        yield chain.from_iterable(pages), chain.from_iterable(rows), size
 
 
-def move(dst: Sequence[int], src: Sequence[int], num_bytes: int) -> None:
+def move(dst: Iterable[int], src: Iterable[int], num_bytes: int) -> None:
     """Copy bytes from each address in `src` to the one in `dst`, without the interpreter's lock."""
     deque(map(memmove, dst, src, repeat(num_bytes)), maxlen=0)
 
