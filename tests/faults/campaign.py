@@ -333,7 +333,7 @@ def run_campaign(
     stores = [store for store in STORES if any(store in kind.stores for kind in kinds)]
     report, rng, number = Report(num_faults, bool(pool.tiers)), Random(seed), 0
     with one_thread():
-        while not report.is_over:
+        while not (report.finding or report.is_over):
             store = stores[number % len(stores)]
             left = num_faults - report.faults.total()
             share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(stores)))
@@ -341,7 +341,8 @@ def run_campaign(
                 run_cluster(Plan(store, pool), share, kinds, Random(rng.getrandbits(64)), report, say)
             except Finding as finding:
                 report.finding = str(finding)
-                return report
+            except (AssertionError, KvplaneError, grpc.RpcError) as error:
+                report.finding = f"the processes with {store} did not start or end: {error}"
             number += 1
     return report
 

@@ -290,7 +290,7 @@ class Cluster:
         process = FORKS.Process(target=run_child, args=(theirs, way, target, *arguments), daemon=True)
         process.start()
         theirs.close()
-        return Child(process, ours)
+        return Child(process, ours, LIMIT_S)  # the first one imports torch
 
     def repair(self) -> None:
         """Continue stopped processes, restore links, and restart dead processes. Damaged data stays damaged."""

@@ -42,3 +42,12 @@ def test_campaign_says_what_it_could_not_have_found():
     assert report.complaints[0].startswith("no block was loaded from a tier")
     report.finding = "3 tokens differ"
     assert report.complaints == ["3 tokens differ"]
+
+
+def test_campaign_says_that_its_processes_do_not_start(monkeypatch):
+    def fails(*_):
+        raise AssertionError("process 7 sent nothing within 120 s")
+
+    monkeypatch.setattr("tests.faults.campaign.running", fails)
+    report = run_campaign(3, SEED, print)
+    assert report.complaints == ["the processes with sqlite did not start or end: process 7 sent nothing within 120 s"]

@@ -36,10 +36,11 @@ KILLS_ON_GPU = 5
 
 
 class Child:
-    """A child process, and the connection to it."""
+    """A child process, and the connection to it, on which a message comes within `limit_s` seconds."""
 
-    def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
+    def __init__(self, process: ForkServerProcess, connection: Connection, limit_s: float = WAIT_S) -> None:
         assert process.pid is not None
+        self.limit_s = limit_s
         self.process = process
         self.connection = connection
         self.pid = process.pid
@@ -47,7 +48,7 @@ class Child:
 
     def receive(self) -> Any:
         """Receive the next message."""
-        assert self.connection.poll(WAIT_S), f"process {self.pid} sent nothing within {WAIT_S} s"
+        assert self.connection.poll(self.limit_s), f"process {self.pid} sent nothing within {self.limit_s:.0f} s"
         return self.connection.recv()
 
     def do(self, name: str, *arguments: object) -> Any:
@@ -65,7 +66,7 @@ class Child:
 
     def wait(self) -> int:
         """Wait until the process has exited. Returns its exit code."""
-        self.process.join(WAIT_S)
+        self.process.join(self.limit_s)
         code = self.process.exitcode
         assert code is not None, f"process {self.pid} still runs"
         self.connection.close()
