@@ -222,6 +222,24 @@ def without_heads(pages: AttentionPages) -> AttentionPages:
     return AttentionPages(pages.k[:, :, :0], pages.v[:, :, :0])
 
 
+def with_host(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Batch], Batch]:
+    """Add host tables of which one is changed."""
+
+    def added(batch: Batch) -> Batch:
+        host = batch.on_host()
+        return replace(batch, host=replace(host, **{name: change(getattr(host, name))}))
+
+    return added
+
+
+HOST: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+    ("block_table", "fewer rows", lambda table: table[1:]),
+    ("seq_lens", "of 32 bits", lambda lens: lens.int()),
+    ("query_start", "as long as rows", lambda start: start[1:]),
+    ("query_start", "on another device", lambda start: start.to("meta")),
+)
+
+
 def whole_numbers(layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (layers[0].int(), *layers[1:])
 
@@ -259,6 +277,10 @@ BAD: list[Bad] = [
             bad(op, "batch.seq_lens", "for fewer rows", lambda lens: lens[:-1]),
             bad(op, "batch.block_table", "of 64 bits", lambda table: table.long()),
             bad(op, "batch.block_table", "one dimension", lambda table: table[0]),
+            *(
+                bad(op, "batch", f"{name} on the host: {what}", with_host(name, change), field=f"batch.host.{name}")
+                for name, what, change in HOST
+            ),
             bad(op, "pages.v", "fewer blocks than keys", lambda v: v[:-1]),
             bad(op, "pages.v", "of another type than keys", lambda v: v.half()),
             bad(op, "pages.k_scale", "given for float32", to(torch.ones(1))),

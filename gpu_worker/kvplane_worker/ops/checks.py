@@ -33,6 +33,7 @@ from kvplane_worker.ops.interface import (
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2)
 ANY = -1  # a size that is not compared
+ON_HOST = torch.empty(0, device="cpu")
 
 
 def refuse(field: str, message: str, remedy: str) -> NoReturn:
@@ -123,13 +124,18 @@ def check_write_latent(pages: LatentPages, latent: Tensor, slots: Tensor) -> Non
 
 
 def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
-    """Raise InvalidArgument unless table, lengths and query starts have the same number of rows.
+    """Raise InvalidArgument unless table, lengths and query starts, also those on the host, have the same number of
+    rows.
 
     Without query starts, there must be one query per row.
     """
     expect("batch.block_table", batch.block_table, (ANY, ANY), (torch.int32,), like)
     rows = batch.block_table.shape[0]
     expect("batch.seq_lens", batch.seq_lens, (rows,), (torch.int32,), like)
+    if (host := batch.host) is not None:
+        expect("batch.host.block_table", host.block_table, (rows, ANY), (torch.int32,), ON_HOST)
+        expect("batch.host.seq_lens", host.seq_lens, (rows,), (torch.int64,), ON_HOST)
+        expect("batch.host.query_start", host.query_start, (rows + 1,), (torch.int64,), ON_HOST)
     if batch.tree is not None:
         if batch.query_start is None:
             refuse("batch.tree", "it is given without batch.query_start", "give batch.query_start, or None")
