@@ -179,8 +179,8 @@ def look_up(stub: AllocationStub, pid: int, seconds: float, waits: Waits) -> Non
 
 
 def cpu_ms(pid: int) -> float:
-    """CPU time of all threads of a process."""
-    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e6
+    """CPU time of all threads of a process, also of those that have ended: those of gRPC end when they are idle."""
+    return time.clock_gettime_ns(~pid << 3 | 2) / 1e6  # the clock's number as clock_getcpuclockid(3) makes it
 
 
 def make_steps(address: str, pid: int, seconds: float) -> list[tuple[float, float]]:
