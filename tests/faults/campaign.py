@@ -67,6 +67,7 @@ class Report:
     Attributes:
         asked: least number of faults.
         tiers: whether the replica has tiers.
+        only: the kinds of faults that were asked for; () = all, which must show what a campaign is for.
         faults: number of faults by kind.
         hits_after_restart: hit tokens in rounds in which a process was restarted.
         loaded, refused: blocks that were loaded from tiers, and that movers did not find as they should be.
@@ -77,6 +78,7 @@ class Report:
 
     asked: int = 0
     tiers: bool = False
+    only: Sequence[str] = ()
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     requests: int = 0
@@ -98,7 +100,7 @@ class Report:
             "no bystander was answered during a fault": self.answers.slowest_s,
             "no block was loaded from a tier": self.loaded or not self.tiers,
         }
-        return [what for what, is_seen in seen.items() if not is_seen]
+        return [what for what, is_seen in seen.items() if not (is_seen or self.only)]
 
     @property
     def is_over(self) -> bool:
@@ -110,8 +112,7 @@ class Report:
         """Why the campaign failed; empty = it found nothing, and could have found something."""
         if self.finding:
             return [self.finding]
-        remedy = "run more faults, or kinds of them that restart processes"
-        return [f"{what} in {self.faults.total()} faults: {remedy}" for what in self.unseen]
+        return [f"{what} in {self.faults.total()} faults: run more, or with another seed" for what in self.unseen]
 
     @property
     def line(self) -> str:
@@ -331,7 +332,7 @@ def run_campaign(
     """
     kinds = [kind for kind in (TIER_KINDS if pool.tiers else KINDS) if not only or kind.name in only]
     stores = [store for store in STORES if any(store in kind.stores for kind in kinds)]
-    report, rng, number = Report(num_faults, bool(pool.tiers)), Random(seed), 0
+    report, rng, number = Report(num_faults, bool(pool.tiers), only), Random(seed), 0
     with one_thread():
         while not (report.finding or report.is_over):
             store = stores[number % len(stores)]

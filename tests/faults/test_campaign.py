@@ -36,6 +36,9 @@ def test_campaign_says_what_it_could_not_have_found():
     assert report.is_over
     (complaint,) = report.complaints
     assert complaint.startswith(f"no request had a hit after a restart in {1 + FURTHER} faults: run more")
+    report.only = ["link cut"]
+    assert not report.complaints, "these alone were asked for"
+    report.only = ()
     report.hits_after_restart = 96
     assert not report.complaints
     report.loaded = 0
