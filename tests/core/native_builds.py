@@ -5,7 +5,8 @@
     python -m tests.core.native_builds LIBRARY -m MODULE ...                             with a library
 
 The sanitized build ends the process at the first access outside of an object or to a freed one, signed overflow, wrong
-index of a standard container, or invalid shift or cast. Python allocates with malloc, so that its objects count too.
+index of a standard container, or invalid shift or cast. Its tables begin small, so that they grow. Python allocates
+with malloc, so that its objects count too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import native_build
 
 NAME = "kvplane_service.core.native._native"
 FOLDER = native_build.ROOT / "build" / "native"
+SMALL_TABLES = "-DKVPLANE_SMALL_TABLES"
 SANITIZED = [
-    *("-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"),
+    *("-O1", "-g", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", SMALL_TABLES),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 ]
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")  # must be in the process before Python is

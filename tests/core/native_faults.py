@@ -43,6 +43,19 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("lifetimes are counted one bit too long", "types.h", "std::bit_width(static_cast<uint64_t>(value))",
           "std::bit_width(static_cast<uint64_t>(value)) + 1"),
+    Fault("an index that grows loses its last key", "keys.h", "entries_[spot.at] = EntryOf(entry & mask, spot);",
+          "if (entry != before.back()) entries_[spot.at] = EntryOf(entry & mask, spot);"),
+    Fault("domains of running requests are swept", "replica.h", "blocks.requests.live[slot]", "false"),
+    Fault("domains of new keys are swept", "replica.h", "mark(blocks.pool.registered);", ""),
+    Fault("domains of tentative keys are swept", "replica.h",
+          "book.ForEach([&](const Stay&, const NamedKeys& keys) { mark(keys); });", ""),
+    Fault("domains of keys are swept", "replica.h",
+          "if (record.key.pair) used[pairs.Domain(record.key.pair)] = true;", ""),
+    Fault("domains of what is retained are swept", "replica.h", "used[one.domain] = true;", ""),
+    Fault("domains of tiers are swept", "replica.h",
+          "blocks.tiers.ForEachKey([&](const Key& key) { used[pairs.Domain(key.pair)] = true; });", ""),
+    Fault("new keys that a prompt repeats count twice", "learner.h", "!seen.insert(sampled_[at].key).second", "false"),
+    Fault("known keys that a prompt repeats count twice", "learner.h", "recency.IsHeld(entry)", "false"),
     Fault("a removed key hides one behind it", "keys.h", "distance >= gap", "false"),
     Fault("blocks without a key go before the last keyed block", "freelist.h", "first_keyed_ == sentinel_", "true"),
     Fault("a new life leaves the divider at the front", "freelist.h", "MoveDivider(first_keyed_);", ""),
@@ -273,7 +286,7 @@ def build() -> Path:
     shutil.copytree((native_build.ROOT / core.root / core.source).parent, sources)
     plant(sources)
     path = root / "faults.so"
-    native_build.compile_library(core._replace(root=str(root)), path, flags=["-O1"])
+    native_build.compile_library(core._replace(root=str(root)), path, flags=["-O1", native_builds.SMALL_TABLES])
     return path
 
 

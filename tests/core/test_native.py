@@ -200,6 +200,27 @@ def victims_by_what_is_learnt():
     assert engine.replica.counters.hit_tokens > 1000
 
 
+def prompts_whose_hashes_repeat():
+    """An engine that sends hashes may send any."""
+    engine = twin_engine(full(), num_blocks=30, eviction=EvictionPolicy.HAZARD)
+    for number in (1, 2, 1):
+        names = [bytes([name]) * 32 for name in (number, 9, number, 9, 8, 9)]
+        news = News([0], [25], num_hashes=[6], hashes=b"".join(names))
+        engine.step(Part(news=news, admit=Admit([0]), budget=Budget(100)))
+        engine.end(0)
+    assert len(engine.replica.first.coordinator.pool.free.learner._entry) == 4
+
+
+def domains_of_many_tenants():
+    engine = twin_engine(full(), window(6, lookup_class=1), num_blocks=60)
+    engine.serve(0, "aaaabbbbccccd", news={"domain": "first"})
+    for number in range(1300):
+        assert engine.admit(1, "aaaabbbbccccd", news={"domain": str(number)}).hit == 0
+        engine.end(1)
+        if number % 4 == 0:
+            assert engine.serve(0, "aaaabbbbccccd", news={"domain": "first"}).hit == 12
+
+
 def keys_that_are_remembered_no_more():
     engine, rng = twin_engine(full(), num_blocks=1200, eviction=EvictionPolicy.HAZARD, max_model_len=5000), Random(6)
     texts = ["".join(rng.choices("abcdefgh", k=4001)) for _ in range(80)]
@@ -249,7 +270,8 @@ def superblocks_of_earlier_lives():
 
 CASES = [
     a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
-    keys_that_are_remembered_no_more, chunks_that_end_inside_a_block, a_ring_without_room,
+    keys_that_are_remembered_no_more,
+    prompts_whose_hashes_repeat, domains_of_many_tenants, chunks_that_end_inside_a_block, a_ring_without_room,
     states_of_drafts_without_room, eviction_of_the_null_block, a_load_that_left_blocks_out,
     a_victim_whose_positions_another_row_needs, a_shared_block_whose_last_user_released_it_first,
 ]  # fmt: skip

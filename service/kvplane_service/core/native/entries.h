@@ -62,7 +62,7 @@ class EntryIndex {
         return at;
     }
 
-    std::vector<Slot> slots_ = std::vector<Slot>(1 << 10);
+    std::vector<Slot> slots_ = std::vector<Slot>(kSmallTables ? 2 : 1 << 10);
     size_t count_ = 0;
     std::array<uint64_t, 2> secrets_;
 };

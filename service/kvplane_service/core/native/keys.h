@@ -109,7 +109,8 @@ class Sought {
 class Index {
   public:
     explicit Index(size_t num_keys)
-        : entries_(std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord), bits_(BitsOf(num_keys * 2)) {}
+        : entries_(kSmallTables ? 2 : std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord),
+          bits_(kSmallTables ? 1 : BitsOf(num_keys * 2)) {}
 
     uint32_t Find(const std::vector<KeyRecord>& records, const Sought& key) const {
         const uint32_t entry = entries_[Locate(records, key).at];

@@ -163,7 +163,7 @@ class Replica {
     // Frees the numbers of domains that neither keys nor requests nor records of steps in flight name.
     void SweepDomains() {
         Pairs& pairs = blocks.pool.pairs;
-        if (pairs.Live() < next_sweep_) return;
+        if (pairs.Live() < next_sweep_ && !kSmallTables) return;
         std::vector<bool> used(pairs.Capacity(), false);
         for (const KeyRecord& record : blocks.pool.records) {
             if (record.key.pair) used[pairs.Domain(record.key.pair)] = true;

@@ -30,6 +30,13 @@ using Int = int64_t;  // positions in tokens, counts, numbers of steps
 using Column = std::vector<Int>;
 using BlockList = std::vector<Block>;
 
+// Whether tables begin small and grow, and domains are swept after each step, as they are in no other test.
+#ifdef KVPLANE_SMALL_TABLES
+constexpr bool kSmallTables = true;
+#else
+constexpr bool kSmallTables = false;
+#endif
+
 constexpr Block kNullBlock = 0;
 constexpr Int kForever = Int{1} << 62;
 constexpr Int kInside = Int{1} << 62;  // look-up horizon of the replica's own requests
