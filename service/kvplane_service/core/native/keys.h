@@ -203,10 +203,11 @@ class Index {
     // Grows where one more key would fill half of the table, or the record has more bits than entries have for it.
     void MakeRoom(const std::vector<KeyRecord>& records, uint32_t record) {
         const bool fits = RecordOf(kNoRecord) > record;
-        if (fits && (count_ + 1) * 2 <= entries_.size()) [[likely]]
+        const bool has_room = (count_ + 1) * 2 <= entries_.size();
+        if (fits && has_room) [[likely]]
             return;
         const uint32_t bits = fits ? bits_ : BitsOf(size_t{record} * 2);
-        std::vector<uint32_t> before(entries_.size() * (fits ? 2 : 1), kNoRecord);
+        std::vector<uint32_t> before(entries_.size() * (has_room ? 1 : 2), kNoRecord);
         before.swap(entries_);
         const uint32_t mask = RecordOf(kNoRecord);
         bits_ = bits;
