@@ -165,6 +165,11 @@ def test_decision_log_passes_entries_on_later_in_order_and_without_a_gap(steps):
     while log.pack_oldest():  # as in the background
         pass
     assert seen == at_once
+    count = len(seen)
+    log.unfollow(seen.append)
+    engine.step()
+    log.catch_up()
+    assert len(seen) == count < len(at_once)
 
 
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, 3 * BLOCK + 1])

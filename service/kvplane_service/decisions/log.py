@@ -185,6 +185,7 @@ class DecisionLog(PackedLog[Entry, _Packed]):
     def unfollow(self, follower: Follower) -> None:
         """Stop calling `follower`, if it is called."""
         self._followers = [one for one in self._followers if one != follower]
+        self._later = [one for one in self._later if one != follower]
 
 
 def _unpack(kept: Entry | _Packed) -> Entry:
