@@ -48,7 +48,6 @@ FAULTS = [
     Fault("domains of running requests are swept", "replica.h", "blocks.requests.live[slot]", "false"),
     Fault("domains of keys are swept", "replica.h",
           "if (record.key.pair) used[pairs.Domain(record.key.pair)] = true;", ""),
-    Fault("domains of what is retained are swept", "replica.h", "used[one.domain] = true;", ""),
     Fault("domains of tiers are swept", "replica.h",
           "blocks.tiers.ForEachKey([&](const Key& key) { used[pairs.Domain(key.pair)] = true; });", ""),
     Fault("new keys that a prompt repeats count twice", "learner.h", "!seen.insert(sampled_[at].key).second", "false"),
