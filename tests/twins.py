@@ -1173,6 +1173,10 @@ TWINS: dict[str, Twin] = {
         "a job is over when every rank has ended it",
         (Patch("kvplane.tier_jobs:TierJobs._end", first_end_counts),),
     ),
+    "jobs of an earlier engine not awaited": Twin(
+        "a new engine carries out no order while movers work on jobs of the one before",
+        (Patch("kvplane.tier_jobs:TierJobs.may_carry_out", answer(True)),),
+    ),
     "version not in the seal": Twin(
         "a load takes only the content that its order names, also where a write was lost",
         (Patch("kvplane_worker.tiers.seal:Content.seal", seal_any_version),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.job_table import JobKind, JobTable, job_table_bytes
 from kvplane.base.step import Cache, Orders, PartResult
 from kvplane.tier_jobs import TierJobs
@@ -107,6 +108,17 @@ def test_a_new_life_ends_what_earlier_ones_left_once_no_mover_works_on_it(jobs, 
     assert reported(jobs) == Cache(jobs_before=(EPOCH + 1) << 32, loads_over=[4, 6])
     assert reported(jobs) == Cache()
     assert jobs.blocks_loading == ()
+
+
+def test_orders_of_a_new_engine_wait_for_jobs_of_the_one_before(jobs, tables):
+    with pytest.raises(Unavailable, match="jobs of an engine before"):
+        jobs.await_earlier(0.001)
+    for table in tables:
+        assert not jobs.may_carry_out
+        table.begin_life(EPOCH)
+    jobs.await_earlier(60)
+    jobs.begin(EPOCH + 1, (4,))  # a session that is reopened lists its loads
+    assert jobs.may_carry_out
 
 
 def test_waiting_ends_with_a_job(jobs, tables):

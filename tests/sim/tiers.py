@@ -18,6 +18,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobTable, job_table_bytes, rows_for
 from kvplane.base.stamp_table import StampTable
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _ACT_S = 0.01  # between two acts of a mover
 _LOOK_S = 0.004
+_EARLIER_S = 5.0  # an engine waits for jobs of one before it
 _LOST_S = 1.0
 Pause = Callable[[], None]
 
@@ -296,6 +298,11 @@ class TieredLife(TierScheduler, EngineLife):
         self._ordered.clear()
         others = set(self.site.busy_blocks())
         self.jobs.begin(self.epoch, [block for block in self.session.busy_blocks if block not in others])
+        until_s = self.world.loop.time() + _EARLIER_S
+        while not self.jobs.may_carry_out:
+            if self.world.loop.time() > until_s:
+                raise Unavailable("movers work on jobs of an engine before this one")
+            await asyncio.sleep(_LOOK_S)
 
     def _cache(self, held: list[int]) -> Cache:
         cache = super()._cache(held)

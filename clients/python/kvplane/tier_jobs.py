@@ -2,6 +2,7 @@
 
 jobs = TierJobs(tables)
 jobs.begin(session.epoch, session.busy_blocks)                  # of each engine life, after the claim
+jobs.await_earlier(timeout_s=30)                                # before the first orders
 ...
 part = scheduler.plan()
 jobs.report(part.cache, executed_through)
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.job_table import JobKind, JobRow, JobTable
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Cache, Orders, PartResult
 
@@ -58,7 +60,7 @@ class TierJobs:
         self._positions = [table.num_ended for table in tables]
         self._moving: dict[int, _Moving] = {}
         self._over: list[int] = []  # jobs in `_moving` that ended on all ranks
-        self._epoch = 0
+        self._epoch, self._is_first_life = 0, True
         self._left_busy: tuple[int, ...] | None = None  # busy blocks, while movers may work on jobs of earlier lives
 
     @property
@@ -81,7 +83,26 @@ class TierJobs:
         self._moving.clear()
         self._over.clear()
         self._positions = [table.num_ended for table in self._tables]
+        self._is_first_life = not self._epoch
         self._epoch, self._left_busy = epoch, tuple(busy_blocks)
+
+    @property
+    def may_carry_out(self) -> bool:
+        """Whether the orders of this engine life may be carried out: not while movers may work on jobs of an engine
+        before this one. A load of that engine can write pages that the service gives away: the service knows them only
+        if it claimed every worker and got its answer. An engine that reopens its session has listed its own loads
+        (`blocks_loading`), and waits for nothing.
+        """
+        return not self._is_first_life or self._have_begun()
+
+    def await_earlier(self, timeout_s: float) -> None:
+        """Wait until `may_carry_out`. Raises Unavailable after this time: a worker has died, or its movers hang."""
+        deadline = time.monotonic() + timeout_s
+        while not self.may_carry_out:
+            if time.monotonic() >= deadline:
+                what = f"movers work on jobs of an engine before this one since {timeout_s} s"
+                raise Unavailable(what, remedy="start the workers again, which have new pages then")
+            time.sleep(_POLL_S)
 
     def order(self, seq: int, part: int, result: PartResult) -> None:
         """Give the movers of each rank the jobs of one part of an answer, whose orders every rank has carried out.

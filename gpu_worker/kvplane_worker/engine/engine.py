@@ -19,6 +19,7 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 
 IDLE_WAIT_S = 0.05
+EARLIER_WAIT_S = 60  # for the movers to stop the jobs of an engine before this one
 MEASURED_TOKENS = 32  # of a launch whose time per token counts: smaller ones are mostly overhead
 
 OpenSession = Callable[[Callable[[], Revival]], Session]
@@ -137,6 +138,7 @@ class Engine:
             self._group.claim(self._epoch, next_seq)
             if self._jobs is not None:
                 self._jobs.begin(self._epoch, self._session.busy_blocks)
+                self._jobs.await_earlier(EARLIER_WAIT_S)
 
     def _give_up_late_loads(self) -> None:
         """Compute what was not loaded within the deadline."""
