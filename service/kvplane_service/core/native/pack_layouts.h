@@ -17,10 +17,7 @@ namespace kvplane {
     {#name, [](const PartResult& from, uint32_t number, Frame& frame) {       \
          if (from.tiers != nullptr) frame.Add(number, from.tiers->path);      \
      }}
-#define PACK_JOBS(kind, at, name)                                             \
-    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) { \
-         if (from.tiers != nullptr) frame.Add(number, from.tiers->orders.kind[at]); \
-     }}
+#define PACK_JOBS(kind, at, name) PACK_TIERS(orders.name, orders.kind[at])
 
 inline void ReadPartLayout(PyObject* of_part) {
     static constexpr Packer::Scalar<Part> part_scalars[] = {
@@ -107,7 +104,7 @@ inline void ReadResultLayout(PyObject* of_result) {
 }
 
 // pack_with(part, result, number of a part's result, number of its events, flat): the layouts, see `Packer::Read`, and
-// numbers of chunks
+// numbers of chunks.
 inline PyObject* PackWith(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         ReadPartLayout(At(arguments, 0));
