@@ -47,7 +47,6 @@ class Applying:
     Attributes:
         in_core: whether the core is working, or has raised an unexpected exception, which leaves its state undefined.
         changes: number of calls that may have changed the core, counted at the start of each call.
-        work: the long work that is running, or None.
     """
 
     def __init__(
@@ -62,12 +61,12 @@ class Applying:
         self._events = events
         self._hold = hold
         self._clock = clock
-        self.work: asyncio.Future[Any] | None = None
+        self._aside: asyncio.Future[Any] | None = None
 
     @property
     def is_aside(self) -> bool:
         """Whether long work is running."""
-        return self.work is not None
+        return self._aside is not None
 
     def check(self, name: str) -> None:
         """Raise unless the state of the replica `name` may be read.
@@ -76,7 +75,7 @@ class Applying:
             Busy: long work is running.
             InternalError: the core has failed.
         """
-        if self.work is not None:
+        if self._aside is not None:
             raise Busy(f"{name} is busy with long work: a step or a look-up", field="replica", remedy="retry")
         if self.in_core:
             raise InternalError(
@@ -86,8 +85,8 @@ class Applying:
 
     async def idle(self) -> None:
         """Wait until no long work is running. No long work starts before the caller awaits something else."""
-        while self.work is not None:
-            await asyncio.wait([self.work])
+        while self._aside is not None:
+            await asyncio.wait([self._aside])
 
     def apply(self, step: Step, check: Check | None = None) -> StepResult:
         """Apply a step; publish its decision, and those of its cache events that subscribers may see.
@@ -120,8 +119,8 @@ class Applying:
 
         Cancelling the caller does not cancel the work. Callers that wait in `idle` resume when the work has ended.
         """
-        assert self.work is None, "one at a time"
-        self.work = task = asyncio.ensure_future(work)
+        assert self._aside is None, "one at a time"
+        self._aside = task = asyncio.ensure_future(work)
         task.add_done_callback(self._back)
         return await asyncio.shield(task)
 
@@ -172,7 +171,7 @@ class Applying:
         self.changes += 1
 
     def _back(self, task: asyncio.Future[_T]) -> None:
-        self.work = None
+        self._aside = None
         error: BaseException | None = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, KvplaneError):  # its caller may have been cancelled
             _log.error("unhandled exception in long work on a replica", exc_info=error)

@@ -444,8 +444,7 @@ class ReplicaHost(HostState):
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
         """Return the stored answer of a repeated step, or the permission to apply the next step. Raises as `step`."""
-        if self._retired is not None or self.steps.in_core or self.steps.work is not None:
-            self._check_sound()
+        self._check_sound()
         session = self._renew_lease(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")
