@@ -108,7 +108,7 @@ SEED_BASE ?= 1
 # Number of processes; empty: one per core.
 JOBS ?=
 
-tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, planted, simulated and real faults, an engine against its model (15 minutes; REQUESTS=60 CASES=10000 SEEDS_OF_TIERS=8 FAULTS=12 MINUTES=30)
+tiers: $(DEV)  ## figures N1 to N10 of tiers with their goals, damaged slots, planted, simulated and real faults, an engine against its model (2 minutes on 2 quiet cores; REQUESTS=60 CASES=10000 SEEDS_OF_TIERS=8 FAULTS=12 MINUTES=30)
 	@$(PYTHON) -m tests.bench.tier_goals --requests $(or $(REQUESTS),60) --cases $(or $(CASES),10000) --seeds $(or $(SEEDS_OF_TIERS),8) --faults $(or $(FAULTS),12) --minutes $(or $(MINUTES),30)
 
 sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
