@@ -52,9 +52,7 @@ def router_command(
     """Follow the caches of engines and say where a prompt is answered soonest, until SIGTERM or Ctrl-C."""
     import asyncio
     import logging
-    import os
 
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _check_packages()
     from kvplane_fleet.router.process import check_keys, serve
     from kvplane_fleet.settings import load

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 from importlib.metadata import version
 
 import pytest
@@ -24,12 +26,17 @@ from kvplane_service.cli.client import described
 from kvplane_service.cli.query.explain import sentence
 from kvplane_service.config import Config
 from tests.cli import processes
-from tests.cli.processes import KVPLANE
+from tests.cli.processes import KVPLANE, run_kvplane
 from tests.cli.test_serve import end, serving
 from tests.client.proxy import CuttingProxy
 from tests.service.rig import running, until
 
 PROMPT = [11] * 40
+
+# Frames of HTTP/2 (RFC 9113): length, type, flags, stream, and what GOAWAY has.
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+GOAWAY = bytes([0, 0, 8, 7, 0, 0, 0, 0, 0])
+LAST_STREAM, INTERNAL_ERROR = bytes(4), bytes([0, 0, 0, 2])
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +276,25 @@ def test_drain_ends_the_process():
         code, logged = end(process)
     assert code == 0
     assert "Admin.Drain: draining" in logged
+
+
+def test_an_error_is_one_line_when_the_connection_ends_with_an_error():
+    """GRPC logs a line of its own for such an end by default. A service that drains ends connections in this way."""
+
+    def go_away() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(SETTINGS + GOAWAY + LAST_STREAM + INTERNAL_ERROR)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=go_away, daemon=True).start()
+        done = run_kvplane("status", "--service", f"127.0.0.1:{listener.getsockname()[1]}")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["kvplane:"]
+    assert "GOAWAY" in done.stderr
 
 
 def test_shell_completes_commands_and_replicas(service):

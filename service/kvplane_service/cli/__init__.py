@@ -8,6 +8,7 @@ inside their functions, so that `kvplane --help`, which imports every module, lo
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -101,7 +102,12 @@ def exit_code(error: KvplaneError) -> int:
 
 
 def main() -> None:
-    """Run the command line. A KvplaneError is printed as one line and ends the process with its exit code."""
+    """Run the command line. A KvplaneError is printed as one line and ends the process with its exit code.
+
+    gRPC logs nothing unless the user sets GRPC_VERBOSITY: a command would print a line of gRPC when a service that
+    drains ends its connection, and clients without identity could fill the disk of a service with refused calls.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         with interrupt.handled():
             app()

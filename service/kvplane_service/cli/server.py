@@ -22,10 +22,7 @@ def serve_command(
     """Run the service until SIGTERM or Ctrl-C, which drain it. A second signal stops it at once."""
     import asyncio
     import logging
-    import os
 
-    # gRPC logs a line for each connection and call that it refuses, so clients without identity could fill a disk.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from kvplane_service.process.app import serve
 
     if metrics is not None:
