@@ -154,16 +154,14 @@ class FreeList {
     }
 
     // Visits the first `most` blocks, as `Seen::Visit` does; those that `Prepend` puts before seen ones are seen.
-    template <typename F>
-    void VisitNew(Int most, F&& visit) {
-        seen_.Visit(*this, most, visit);
+    template <typename F, typename Fetch, typename Expect>
+    void VisitNew(Int most, F&& visit, Fetch&& fetch, Expect&& expect) {
+        seen_.Visit(*this, most, visit, fetch, expect);
     }
     void VisitAgain(Block block) { seen_.Change(block); }
 
     BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
     Block Start() const { return sentinel_; }
-    // The block behind this one, the null block if it is the last one.
-    Block After(Block block) const { return Following(block) == sentinel_ ? kNullBlock : Following(block); }
 
     // Up to `count` blocks behind this one, or behind `Start`.
     BlockList Behind(Block block, size_t count) const {

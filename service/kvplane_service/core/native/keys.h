@@ -106,21 +106,22 @@ class Sought {
 // Open addressing over the last records of all rings, with linear probing and deletion by shifting back. An entry is a
 // record and, in the bits that numbers of records leave, how far the entry is from the place of its key, and above that
 // some bits of the key's hash, its tag, so that hardly any look-up or removal reads the records of other keys.
+// `records`: always the same vector, whose elements have a `key`.
 class Index {
   public:
     explicit Index(size_t num_keys)
         : entries_(kSmallTables ? 2 : std::bit_ceil(std::max<size_t>(num_keys * 2, 16)), kNoRecord),
           bits_(kSmallTables ? 1 : BitsOf(num_keys * 2)) {}
 
-    uint32_t Find(const std::vector<KeyRecord>& records, const Sought& key) const {
+    uint32_t Find(const auto& records, const Sought& key) const {
         const uint32_t entry = entries_[Locate(records, key).at];
         return entry == kNoRecord ? kNoRecord : RecordOf(entry);
     }
     // Returns the record that has the key of this one; if there is none, adds this one and returns kNoRecord.
-    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record) {
+    uint32_t FindOrAdd(const auto& records, uint32_t record) {
         return FindOrAdd(records, record, records[record].key);
     }
-    uint32_t FindOrAdd(const std::vector<KeyRecord>& records, uint32_t record, const Sought& key) {
+    uint32_t FindOrAdd(const auto& records, uint32_t record, const Sought& key) {
         MakeRoom(records, record);
         const Spot spot = Locate(records, key);
         const uint32_t entry = entries_[spot.at];
@@ -129,15 +130,15 @@ class Index {
         ++count_;
         return kNoRecord;
     }
-    void Replace(const std::vector<KeyRecord>& records, uint32_t before, uint32_t after) {
+    void Replace(const auto& records, uint32_t before, uint32_t after) {
         MakeRoom(records, after);
         const Spot spot = At(before, records[before].key);
         entries_[spot.at] = EntryOf(after, spot);
     }
-    void Remove(const std::vector<KeyRecord>& records, uint32_t record) {
+    void Remove(const auto& records, uint32_t record) {
         Remove(records, record, records[record].key);
     }
-    void Remove(const std::vector<KeyRecord>& records, uint32_t record, const Sought& key) {
+    void Remove(const auto& records, uint32_t record, const Sought& key) {
         size_t hole = At(record, key).at;
         for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
             const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
@@ -166,7 +167,7 @@ class Index {
         return {Place(key), 0, static_cast<uint32_t>(key.hash >> 32 & tags)};
     }
     // Where the key is; where it would be added if it is nowhere.
-    Spot Locate(const std::vector<KeyRecord>& records, const Sought& key) const {
+    Spot Locate(const auto& records, const Sought& key) const {
         Spot spot = Begin(key);
         for (uint32_t entry; (entry = entries_[spot.at]) != kNoRecord; Next(&spot)) {
             if (EntryOf(RecordOf(entry), spot) == entry && records[RecordOf(entry)].key == key.key) break;
@@ -183,7 +184,7 @@ class Index {
         spot->at = (spot->at + 1) & Mask();
         ++spot->distance;
     }
-    size_t DistanceOf(const std::vector<KeyRecord>& records, size_t at) const {
+    size_t DistanceOf(const auto& records, size_t at) const {
         const size_t kept = entries_[at] >> bits_ & Longest();
         return kept < Longest() ? kept : (at - Place(records[RecordOf(entries_[at])].key)) & Mask();
     }
@@ -201,7 +202,7 @@ class Index {
     }
 
     // Grows where one more key would fill half of the table, or the record has more bits than entries have for it.
-    void MakeRoom(const std::vector<KeyRecord>& records, uint32_t record) {
+    void MakeRoom(const auto& records, uint32_t record) {
         const bool fits = RecordOf(kNoRecord) > record;
         const bool has_room = (count_ + 1) * 2 <= entries_.size();
         if (fits && has_room) [[likely]]

@@ -160,7 +160,7 @@ class BlockPool {
     // -- keys --------------------------------------------------------------------------------------------------------
 
     // Returns the first block registered under the key by a step up to `horizon`; the null block if there is none.
-    Block Find(const Key& key, Int horizon) const {
+    Block Find(const Sought& key, Int horizon) const {
         const uint32_t last = index.Find(records, key);
         if (last == kNoRecord) return kNullBlock;
         uint32_t at = last;

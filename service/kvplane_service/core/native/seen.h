@@ -54,8 +54,10 @@ class Seen {
 
     // Visits, of the first `most` entries of the list, those that are not seen and those that have changed, in order,
     // until a visit returns kStop. What a visit changes before its own entry is visited the next time.
-    template <typename List, typename F>
-    void Visit(const List& list, Int most, F&& visit) {
+    // `fetch` and `expect` load what the visit of an entry reads, kFetched and half as many entries before it.
+    template <typename List, typename F, typename Fetch, typename Expect>
+    void Visit(const List& list, Int most, F&& visit, Fetch&& fetch, Expect&& expect) {
+        if (count_ >= most && changed_.empty()) return;  // those behind are not visited, whether they are seen or not
         while (count_ > std::max<Int>(most, 0)) Remove(last_, list.Preceding(last_));
         for (auto next = changed_.begin(); next != changed_.end();) {
             const auto one = *next;
@@ -63,9 +65,17 @@ class Seen {
             if (visited == Visited::kStop) return;
             next = visited == Visited::kSeen ? changed_.erase(changed_.find(one)) : changed_.upper_bound(one);
         }
-        while (count_ < most) {
-            const uint32_t entry = count_ ? list.Following(last_) : list.First();
-            if (entry == list.End()) return;
+        std::array<uint32_t, kFetched> next;  // the entries from the next one on, as a ring
+        uint32_t ahead = count_ ? list.Following(last_) : list.First();
+        size_t at = 0;
+        for (size_t fetched = 0; count_ < most; ++at) {
+            for (; fetched < at + kFetched && ahead != list.End(); ++fetched) {
+                fetch(next[fetched % kFetched] = ahead);
+                ahead = list.Following(ahead);
+            }
+            if (at == fetched) return;
+            if (at + kFetched / 2 < fetched) expect(next[(at + kFetched / 2) % kFetched]);
+            const uint32_t entry = next[at % kFetched];
             const Visited visited = visit(entry);
             if (visited == Visited::kStop) return;
             const bool is_first = list.IsInFirstPart(entry, count_ > 0 && number_[last_] < 0);
@@ -78,6 +88,7 @@ class Seen {
 
   private:
     static constexpr Int kMiddle = -(Int{1} << 61);
+    static constexpr size_t kFetched = 8;
 
     bool Has(uint32_t entry) const { return !number_.empty() && number_[entry]; }
 

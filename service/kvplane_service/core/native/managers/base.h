@@ -353,8 +353,9 @@ class GroupManager {
         found->clear();
         for (const Int one : *query.groups) {
             const Key key{pool.pairs.Of(query.domain, one), digest};
-            Block block = pool.Find(key, query.horizon);
-            if (block == kNullBlock && query.tiers != nullptr) block = query.tiers->FindInTiers(key);
+            const Sought sought(key);
+            Block block = pool.Find(sought, query.horizon);
+            if (block == kNullBlock && query.tiers != nullptr) block = query.tiers->FindInTiers(sought);
             if (block == kNullBlock) return false;
             found->push_back(block);
         }

@@ -11,7 +11,8 @@ constexpr Int kSavedSteps = 2;   // blocks saved at the end of a step, in blocks
 class SaveBehind {
   public:
     explicit SaveBehind(Coordinator& coordinator)
-        : blocks_(coordinator), spec_(coordinator.spec), pool_(coordinator.pool), tiers_(coordinator.tiers) {}
+        : blocks_(coordinator), spec_(coordinator.spec), pool_(coordinator.pool), tiers_(coordinator.tiers),
+          directory_(tiers_.directory) {}
 
     // Orders the saves and moves of a step. `next_victim`: slot of the request that is preempted next; -1: none.
     void CloseStep(Int next_victim) {
@@ -34,34 +35,34 @@ class SaveBehind {
         bool stops = false;
         const auto visit = [&](Block block) {
             // With more tokens a block has another key.
-            if (tiers_.behind.Has(block) || !HasFullKey(block)) return Visited::kSeen;
+            if (directory_.IsNoted(block) || !HasFullKey(block)) return Visited::kSeen;
             if (!IsExecuted(block)) return Visited::kAgain;
-            const Key& key = pool_.records[block].key;
-            const Sought sought(key);
-            if (tiers_.Has(sought)) {
-                Keep(key);
-                tiers_.behind.Add(block);
+            const Sought key(pool_.records[block].key);
+            if (const uint32_t record = directory_.Find(key); record != kNoRecord) {
+                Keep(directory_[record]);
+                directory_.Note(block, record);
                 return Visited::kSeen;
             }
             if (only_used) {
-                tiers_.behind.Add(block);  // until a tier has its key
+                directory_.Note(block);  // until a tier has its key
                 return Visited::kSeen;
             }
             if (room <= 0) {
                 tiers_.counters.no_job += tiers_.jobs.size() >= kMaxJobs;
                 room = 0;
                 stops = true;
-            } else if (OrderSave(block, sought)) {
+            } else if (OrderSave(block, key)) {
                 --room;
             } else {
                 stops = true;
             }
             return stops ? Visited::kStop : Visited::kSeen;
         };
-        pool_.free.VisitNew(ahead, [&](Block block) {
-            if (const Block next = pool_.free.After(block); pool_.HasKey(next)) Fetch(pool_.records[next].key);
-            return visit(block);
-        });
+        pool_.free.VisitNew(
+            ahead, visit, [&](Block block) { directory_.FetchBlock(block); },
+            [&](Block block) {
+                if (pool_.HasKey(block) && !directory_.IsNoted(block)) directory_.Expect(pool_.records[block].key);
+            });
         if (next_victim < 0) return room;
         Int count = ahead - pool_.num_free();
         for (const auto& one : blocks_.managers) {
@@ -75,11 +76,6 @@ class SaveBehind {
         return room;
     }
 
-    // Fetches what it takes to know whether a tier has the key.
-    void Fetch(const Sought& key) const {
-        for (const Tier& one : tiers_.each) one.Prefetch(key);
-    }
-
     // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
     Int SaveWanted(Int room) {
         Wanted& wanted = tiers_.each[0].wanted;
@@ -89,7 +85,7 @@ class SaveBehind {
             const bool is_there = pool_.stamp[block] == stamp && HasFullKey(block);
             if (is_there && !IsExecuted(block)) return room;  // those behind it wait a step or two longer
             wanted.RemoveFirst();
-            if (!is_there || tiers_.Has(pool_.records[block].key)) continue;
+            if (!is_there || directory_.Find(pool_.records[block].key) != kNoRecord) continue;
             if (!OrderSave(block, pool_.records[block].key)) return room;
             --room;
         }
@@ -105,23 +101,22 @@ class SaveBehind {
     bool IsExecuted(Block block) const { return pool_.key_step[block] <= pool_.executed_through; }
 
     // Orders the save of a block; returns false if there is no slot for it.
-    bool OrderSave(Block block, const Sought& sought) {
-        const Key& key = sought.key;
-        const Int slot = tiers_.BeginWrite(tiers_.each[0], sought);
+    bool OrderSave(Block block, const Sought& key) {
+        Tier& first = tiers_.each[0];
+        const Int slot = tiers_.BeginWrite(first, key);
         if (slot == kNoSlot) return false;
-        const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.pair);
+        const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.key.pair);
         const uint64_t stamp = pool_.stamp[block];
-        tiers_.jobs.saves.Add(job, Save{key, block, stamp, 0, slot});
+        tiers_.jobs.saves.Add(job, Save{block, stamp, 0, slot});
         JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
-        tiers_.behind.Add(block);
+        directory_.Note(block, first.RecordOf(slot));
         return true;
     }
 
     // The device evicts the key soon, so its copy in a tier is no shadow any more.
-    void Keep(const Key& key) {
+    void Keep(const InTiers& key) {
         for (Tier& one : tiers_.each) {
-            if (one.num_shadows == 0) continue;
-            const Int slot = one.Find(key);
+            const Int slot = one.SlotWith(key);
             if (slot != kNoSlot && one.IsShadow(slot)) one.Refresh(slot);
         }
     }
@@ -131,9 +126,7 @@ class SaveBehind {
         Column wanted;
         tier.VisitNew(ahead, [&](Int slot) {
             if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
-            if (const Int next = tier.Next(slot); next != kNoSlot) behind.Prefetch(tier.KeyOf(next));
-            const Key& key = tier.KeyOf(slot);
-            if (!behind.HasOrWrites(key)) wanted.push_back(slot);
+            if (!behind.HasOrWrites(tier.Of(slot))) wanted.push_back(slot);
             return Visited::kSeen;
         });
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
@@ -151,8 +144,7 @@ class SaveBehind {
             const auto [slot, version] = wanted.First();
             wanted.RemoveFirst();
             if (static_cast<uint64_t>(tier.VersionOf(slot)) != version) continue;
-            const Key& key = tier.KeyOf(slot);
-            if (behind.HasOrWrites(key)) continue;
+            if (behind.HasOrWrites(tier.Of(slot))) continue;
             if (!tiers_.OrderMove(tier, slot, behind)) return room;
             --room;
         }
@@ -163,6 +155,7 @@ class SaveBehind {
     const Spec& spec_;
     BlockPool& pool_;
     Tiers& tiers_;
+    Directory& directory_;
 };
 
 }  // namespace kvplane

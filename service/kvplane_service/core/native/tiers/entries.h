@@ -57,6 +57,10 @@ inline PyObject* DumpTier(const Tier& tier) {
                  ToPy(tier.hit_tokens), UsesOf(tier), DumpWanted(tier.wanted));
 }
 
+inline const Key& KeyOf(const Tiers& tiers, Int tier, Int slot) {
+    return tiers.each[static_cast<size_t>(tier)].KeyOf(slot);
+}
+
 // (numbers, costs, tiers, loads, saves, moves, loading, counters)
 inline PyObject* DumpTiers(Tiers& tiers) {
     Owned each(PyList_New(0)), loads(PyList_New(0)), saves(PyList_New(0)), moves(PyList_New(0));
@@ -67,10 +71,12 @@ inline PyObject* DumpTiers(Tiers& tiers) {
     }
     tiers.jobs.saves.ForEach([&](Int job, const Save& save) {
         Append(saves,
-               Tuple(ToPy(job), ToPy(save.key), ToPy(save.block), ToPy(save.stamp), ToPy(save.tier), ToPy(save.slot)));
+               Tuple(ToPy(job), ToPy(KeyOf(tiers, save.tier, save.slot)), ToPy(save.block), ToPy(save.stamp),
+                     ToPy(save.tier), ToPy(save.slot)));
     });
     tiers.jobs.moves.ForEach([&](Int job, const Move& move) {
-        Append(moves, Tuple(ToPy(job), ToPy(move.key), ToPy(move.source), ToPy(move.tier), ToPy(move.slot)));
+        Append(moves, Tuple(ToPy(job), ToPy(KeyOf(tiers, move.tier, move.slot)), ToPy(move.source), ToPy(move.tier),
+                            ToPy(move.slot)));
     });
     std::vector<std::pair<Int, std::pair<Int, Int>>> waits;  // when it was added, slot, job
     for (const auto& [slot, load] : tiers.loading) waits.push_back({load.second, {slot, load.first}});
@@ -142,8 +148,9 @@ class LoadedTiers {
     void Write(Tier& tier, Int slot, const Key& key) const {
         Check(slot >= 0 && slot < tier.num_used() && tier.state[static_cast<size_t>(slot)] == SlotState::kNoKey);
         Check(std::find(tier.free.begin(), tier.free.end(), static_cast<uint32_t>(slot)) == tier.free.end());
-        Check(!tier.HasOrWrites(key));
-        tier.MarkWritten(slot, key);
+        const uint32_t record = tiers_.directory.Find(key);
+        Check(record == kNoRecord || !tier.HasOrWrites(tiers_.directory[record]));
+        tier.MarkWritten(slot, Sought(key));
     }
     void Source(const Location& source) const {
         Check(source.slot >= 0 && source.slot < TierAt(source.tier).num_used() && source.version > 0);
@@ -224,21 +231,21 @@ class LoadedTiers {
 
     void LoadSave(PyObject* state) {
         const Int job = JobAt(state);
-        Save save{KeyAt(state, 1), 0, 0, NumberAt(state, 4), NumberAt(state, 5)};
+        Save save{0, 0, NumberAt(state, 4), NumberAt(state, 5)};
         FromPy(At(state, 2), &save.block);
         FromPy(At(state, 3), &save.stamp);
         Check(save.block < spec_.num_blocks);
-        Write(TierAt(save.tier), save.slot, save.key);
+        Write(TierAt(save.tier), save.slot, KeyAt(state, 1));
         Check(tiers_.jobs.saves.IsNext(job));
         tiers_.jobs.saves.Add(job, save);
     }
 
     void LoadMove(PyObject* state) {
         const Int job = JobAt(state);
-        Move move{KeyAt(state, 1), {}, NumberAt(state, 3), NumberAt(state, 4)};
+        Move move{{}, NumberAt(state, 3), NumberAt(state, 4)};
         FromPy(At(state, 2), &move.source);
         Source(move.source);
-        Write(TierAt(move.tier), move.slot, move.key);
+        Write(TierAt(move.tier), move.slot, KeyAt(state, 1));
         Check(tiers_.jobs.moves.IsNext(job));
         tiers_.jobs.moves.Add(job, move);
     }

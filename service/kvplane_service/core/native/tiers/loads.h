@@ -336,7 +336,8 @@ class TierLoads {
         const Int step = std::exchange(pool_.step, pool_.executed_through);
         for (const Filled& row : load.rows) {
             pool_.Register(row.block, row.key, row.num_tokens);
-            for (Tier& one : tiers_.each) one.MakeShadow(row.key);
+            const uint32_t record = TierOf(row.source).RecordOf(row.source.slot);
+            for (Tier& one : tiers_.each) one.MakeShadow(record);
         }
         tracker_.NoteKeys(load.request, pool_.step);
         pool_.step = step;

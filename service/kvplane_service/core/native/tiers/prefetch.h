@@ -46,7 +46,7 @@ class Prefetcher {
         for (const Missing& one : plan->missing) {
             if (one.source.tier == 0) {
                 first.Refresh(one.source.slot);
-            } else if (!first.IsWritten(KeyOf(one.source))) {
+            } else if (!first.IsWritten(TierAt(one.source.tier).Of(one.source.slot))) {
                 missing.push_back(one.source);
             }
         }
@@ -69,7 +69,6 @@ class Prefetcher {
     }
 
     Tier& TierAt(Int number) { return tiers_.each[static_cast<size_t>(number)]; }
-    const Key& KeyOf(const Location& source) { return TierAt(source.tier).KeyOf(source.slot); }
 
     // The tier that each copy into the first one reads, of those in flight.
     Column Copies() const {
@@ -103,8 +102,8 @@ class Prefetcher {
         Int count = first.num_free();
         for (Int slot = first.Next(kNoSlot); slot != kNoSlot && count < most; slot = first.Next(slot)) {
             if (first.IsPinned(slot)) continue;
-            const Key& key = first.KeyOf(slot);
-            const auto has = [&](const Tier& one) { return one.number != 0 && one.Find(key) != kNoSlot; };
+            const InTiers& key = first.Of(slot);
+            const auto has = [&](const Tier& one) { return one.number != 0 && one.SlotWith(key) != kNoSlot; };
             if (!first.IsShadow(slot) && std::none_of(tiers_.each.begin(), tiers_.each.end(), has)) break;
             ++count;
         }

@@ -1,7 +1,7 @@
 // The slots of one tier: which key each has, which are pinned, and which is evicted next.
 #pragma once
 
-#include "../pool.h"
+#include "directory.h"
 #include "wanted.h"
 
 namespace kvplane {
@@ -16,47 +16,21 @@ struct GroupUse {
 
 enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow };  // kNoKey: free, or only pinned
 
-// The blocks of the device whose key a tier has, not as a shadow, or a job writes into one: what `SaveBehind` has found
-// once, so that it need not search again.
-class BehindBlocks {
-  public:
-    BehindBlocks(const Spec& spec, BlockPool& block_pool)
-        : pool(block_pool), stamp_(spec.tiers.empty() ? 0 : static_cast<size_t>(spec.num_blocks), kUnknown) {}
-
-    // A block whose key changes gets another stamp.
-    bool Has(Block block) const { return stamp_[block] == pool.stamp[block]; }
-    void Add(Block block) { stamp_[block] = pool.stamp[block]; }
-    void Forget(const Sought& key) {
-        pool.ForEachBlockOf(key, [&](Block block) {
-            stamp_[block] = kUnknown;
-            pool.free.VisitAgain(block);
-        });
-    }
-
-    BlockPool& pool;
-
-  private:
-    static constexpr uint64_t kUnknown = ~uint64_t{0};  // no stamp
-
-    std::vector<uint64_t> stamp_;
-};
-
 class Tier {
   public:
     // `nearer`: the tier whose keys are moved to this one, if there is one.
-    Tier(Int tier_number, const TierSpec& spec, const Spec& replica_spec, BehindBlocks& all_behind, Tier* nearer)
+    Tier(Int tier_number, const TierSpec& spec, const Spec& replica_spec, Directory& directory, Tier* nearer)
         : number(tier_number),
           medium(spec.medium),
           num_slots(spec.num_slots),
           wanted(spec.save, spec.num_slots),
           uses(replica_spec.groups.size()),
           spec_(replica_spec),
-          pairs_(all_behind.pool.pairs),
-          behind_(all_behind),
-          nearer_(nearer),
-          index_(static_cast<size_t>(spec.num_slots)) {
+          pairs_(directory.pool.pairs),
+          directory_(directory),
+          nearer_(nearer) {
         const auto most = static_cast<size_t>(num_slots);
-        records.reserve(most);  // pages of memory that no slot has used are not in use either
+        record_.reserve(most);  // pages of memory that no slot has used are not in use either
         version.reserve(most);
         pins.reserve(most);
         state.reserve(most);
@@ -68,25 +42,29 @@ class Tier {
 
     // The slot that has the key, or kNoSlot.
     Int Find(const Sought& key) const {
-        const uint32_t slot = index_.Find(records, key);
+        const uint32_t record = directory_.Find(key);
+        return record == kNoRecord ? kNoSlot : SlotWith(directory_[record]);
+    }
+    Int SlotWith(const InTiers& one) const {
+        const uint32_t slot = one.slot[Number()];
         return slot == kNoRecord || state[slot] == SlotState::kWritten ? kNoSlot : Int{slot};
     }
     // Whether a slot has the key, or a job writes it into one.
-    bool HasOrWrites(const Sought& key) const { return index_.Find(records, key) != kNoRecord; }
-    bool IsWritten(const Key& key) const {
-        const uint32_t slot = index_.Find(records, key);
-        return slot != kNoRecord && state[slot] == SlotState::kWritten;
+    bool HasOrWrites(const InTiers& one) const { return one.slot[Number()] != kNoRecord; }
+    bool IsWritten(const InTiers& one) const {
+        return HasOrWrites(one) && state[one.slot[Number()]] == SlotState::kWritten;
     }
-    // Fetches what a look-up of the key will read.
-    void Prefetch(const Sought& key) const { index_.Prefetch(key); }
 
-    Int num_used() const { return static_cast<Int>(records.size()); }
-    Int num_held() const { return static_cast<Int>(index_.count()) - num_written_; }
+    Int num_used() const { return static_cast<Int>(record_.size()); }
+    Int num_held() const { return num_held_; }
     Int num_free() const { return static_cast<Int>(free.size()) + num_slots - num_used(); }
     bool HasKey(Int slot) const { return state[At(slot)] >= SlotState::kRecent; }
     bool IsShadow(Int slot) const { return state[At(slot)] == SlotState::kShadow; }
     bool IsPinned(Int slot) const { return pins[At(slot)] > 0; }
-    const Key& KeyOf(Int slot) const { return records[At(slot)].key; }
+    // Of a slot that has a key, or is being written.
+    uint32_t RecordOf(Int slot) const { return record_[At(slot)]; }
+    const InTiers& Of(Int slot) const { return directory_[RecordOf(slot)]; }
+    const Key& KeyOf(Int slot) const { return Of(slot).key; }
     // 0 for a slot without a key.
     Int VersionOf(Int slot) const { return slot >= 0 && slot < num_used() ? version[static_cast<size_t>(slot)] : 0; }
 
@@ -99,13 +77,15 @@ class Tier {
     // Visits the first `most` slots with a key, as `Seen::Visit` does.
     template <typename F>
     void VisitNew(Int most, F&& visit) {
-        seen_.Visit(*this, most, [&](uint32_t link) { return visit(SlotOf(link)); });
+        seen_.Visit(*this, most, [&](uint32_t link) { return visit(SlotOf(link)); },
+                    [&](uint32_t link) { directory_.Fetch(RecordOf(SlotOf(link))); }, [](uint32_t) {});
     }
     void VisitAgain(Int slot) { seen_.Change(static_cast<uint32_t>(LinkOf(slot))); }
 
-    // A slot to write the content of the key into, evicting the key that is first in order; kNoSlot if every slot is
-    // pinned or written.
-    Int BeginWrite(const Sought& key) {
+    // A slot to write the content of the key, or of that of a record, into, evicting the key that is first in order;
+    // kNoSlot if every slot is pinned or written.
+    template <typename K>
+    Int BeginWrite(const K& key) {
         const Int slot = TakeSlot();
         if (slot == kNoSlot) return kNoSlot;
         MarkWritten(slot, key);
@@ -115,16 +95,13 @@ class Tier {
     // The end of a write: the slot has the key in this version, or is free.
     void EndWrite(Int slot, bool is_good, Int job) {
         Require(state[At(slot)] == SlotState::kWritten, "a slot is not being written");
-        const Key key = records[At(slot)].key;
-        --num_written_;
         if (is_good) {
             Settle(slot, job, SlotState::kRecent);
+            const Key& key = KeyOf(slot);
             ++UseOf(key).stored;
             if (spec_.events) Report(slot, key, kStored, kNoReason);
         } else {
-            index_.Remove(records, static_cast<uint32_t>(slot));
-            SetKey(slot, Key(), SlotState::kNoKey);
-            Forget(key);
+            Leave(slot);
             free.push_back(static_cast<uint32_t>(slot));
         }
     }
@@ -139,7 +116,7 @@ class Tier {
     }
     // Behind the last one of these.
     void EndInstall() {
-        while (!records.empty() && records.back().key.pair == 0) DropLastSlot();
+        while (!record_.empty() && record_.back() == kNoRecord) DropLastSlot();
         for (Int slot = 0; slot < num_used(); ++slot) {
             if (!HasKey(slot)) free.push_back(static_cast<uint32_t>(slot));
         }
@@ -149,10 +126,10 @@ class Tier {
     void Refresh(Int slot) { Enqueue(slot, SlotState::kRecent); }
 
     // Records that the device has the key again.
-    void MakeShadow(const Key& key) {
-        const Int slot = Find(key);
+    void MakeShadow(uint32_t record) {
+        const Int slot = SlotWith(directory_[record]);
         if (slot == kNoSlot || IsShadow(slot)) return;
-        behind_.Forget(key);  // the device evicts it some day
+        directory_.Forget(record);  // the device evicts it some day
         Enqueue(slot, SlotState::kShadow);
     }
 
@@ -163,13 +140,11 @@ class Tier {
     }
     void DropSlot(Int slot, RemoveReason reason) {
         Require(HasKey(slot), "a slot has no key");
-        const Key key = records[At(slot)].key;
-        const Sought sought(key);
-        Forget(sought);
-        index_.Remove(records, static_cast<uint32_t>(slot), sought);
+        const Key key = KeyOf(slot);
         Unlink(slot);
         num_shadows -= IsShadow(slot);
-        SetKey(slot, Key(), SlotState::kNoKey);
+        --num_held_;
+        Leave(slot);
         version[At(slot)] = 0;
         if (!pins[At(slot)]) free.push_back(static_cast<uint32_t>(slot));
         GroupUse& use = UseOf(key);
@@ -198,20 +173,22 @@ class Tier {
 
     void AddSlot() {
         Require(num_used() < num_slots, "a tier has no further slot");
-        records.emplace_back();
+        record_.push_back(kNoRecord);
         version.push_back(0);
         pins.push_back(0);
         state.push_back(SlotState::kNoKey);
         links_.emplace_back();
         seen_.Resize(links_.size());
     }
-    void MarkWritten(Int slot, const Sought& key) {
-        Enter(slot, key);
-        ++num_written_;
+    // `key`: or its record.
+    template <typename K>
+    void MarkWritten(Int slot, const K& key) {
+        record_[At(slot)] = directory_.Enter(Number(), static_cast<uint32_t>(slot), key);
+        state[At(slot)] = SlotState::kWritten;
     }
     // Gives a slot without a key this one, which is evicted last of its queue.
     void Hold(Int slot, const Key& key, Int of_version, SlotState queue) {
-        Enter(slot, key);
+        MarkWritten(slot, Sought(key));
         Settle(slot, of_version, queue);
     }
     GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
@@ -220,7 +197,6 @@ class Tier {
     Wanted wanted;                // what is copied here early
     std::vector<GroupUse> uses;  // by group
     Int hit_tokens = 0, num_shadows = 0;
-    std::vector<KeyRecord> records;  // by slot: the key that it has, or that a job writes into it
     Column version;                  // by slot: 0 without a key
     std::vector<uint32_t> pins;      // by slot: number of loads that read it
     std::vector<SlotState> state;    // by slot
@@ -245,6 +221,7 @@ class Tier {
         Require(slot >= 0 && slot < num_used(), "a slot is beyond the tier");
         return static_cast<size_t>(slot);
     }
+    size_t Number() const { return static_cast<size_t>(number); }
     size_t LinkOf(Int slot) const { return At(slot) + kFirstLink; }
     static Int SlotOf(uint32_t link) { return Int{link} - Int{kFirstLink}; }
 
@@ -259,28 +236,23 @@ class Tier {
     }
     bool IsInFirstPart(uint32_t link, bool) const { return IsShadow(SlotOf(link)); }
 
-    // This tier does not have the key any more: the device may save it again, and the nearer tier move it.
-    void Forget(const Sought& key) {
-        behind_.Forget(key);
-        if (nearer_ == nullptr) return;
-        if (const Int slot = nearer_->Find(key); slot != kNoSlot) nearer_->VisitAgain(slot);
+    // The slot does not have its key any more: the device may save it again, and the nearer tier move it.
+    void Leave(Int slot) {
+        const uint32_t record = std::exchange(record_[At(slot)], kNoRecord);
+        state[At(slot)] = SlotState::kNoKey;
+        directory_.Forget(record);
+        if (nearer_ != nullptr) {
+            if (const Int copy = nearer_->SlotWith(directory_[record]); copy != kNoSlot) nearer_->VisitAgain(copy);
+        }
+        directory_.Leave(Number(), record);
     }
 
-    void Enter(Int slot, const Sought& key) {
-        SetKey(slot, key.key, SlotState::kWritten);
-        const uint32_t other = index_.FindOrAdd(records, static_cast<uint32_t>(slot), key);
-        Require(other == kNoRecord, "a tier has the key in two slots, or a job writes it into one");
-    }
     // The slot has the key that was entered, in this version, and is evicted last of its queue.
     void Settle(Int slot, Int of_version, SlotState queue) {
         version[At(slot)] = of_version;
         Insert(slot, queue);
-        ++UseOf(records[At(slot)].key).held;
-    }
-
-    void SetKey(Int slot, const Key& key, SlotState to) {
-        records[At(slot)].key = key;
-        state[At(slot)] = to;
+        ++num_held_;
+        ++UseOf(KeyOf(slot)).held;
     }
 
     Int TakeSlot() {
@@ -293,22 +265,23 @@ class Tier {
             while (victim != kNoSlot && pins[At(victim)]) victim = Next(victim);
             if (victim == kNoSlot) return kNoSlot;
             DropSlot(victim, kEvicted);
-            if (const Int next = Next(kNoSlot); next != kNoSlot) FetchAhead(KeyOf(next));
+            FetchNext();
         }
         const Int slot = free.back();
         free.pop_back();
         return slot;
     }
 
-    // Fetches what the eviction of the key will read.
-    void FetchAhead(const Sought& key) const {
-        Prefetch(key);
-        behind_.pool.index.Prefetch(key);
-        if (nearer_ != nullptr) nearer_->Prefetch(key);
+    // Fetches what the next evictions will read.
+    void FetchNext() const {
+        const Int next = Next(kNoSlot);
+        if (next == kNoSlot) return;
+        directory_.ExpectLeave(Number(), RecordOf(next));
+        if (const Int after = Next(next); after != kNoSlot) directory_.Fetch(RecordOf(after));
     }
 
     void DropLastSlot() {
-        records.pop_back();
+        record_.pop_back();
         version.pop_back();
         pins.pop_back();
         state.pop_back();
@@ -352,10 +325,10 @@ class Tier {
 
     const Spec& spec_;
     const Pairs& pairs_;
-    BehindBlocks& behind_;
+    Directory& directory_;
     Tier* nearer_;
-    Index index_;              // from keys to the slots that have them, or that jobs write them into
-    Int num_written_ = 0;      // of the latter
+    std::vector<uint32_t> record_;  // by slot: of the key that it has, or that a job writes into it
+    Int num_held_ = 0;
     std::vector<Link> links_;  // the queues of eviction
     Seen seen_;
     Run run_;                  // the last event

@@ -30,15 +30,14 @@ struct Load {
     std::vector<Filled> rows;
 };
 
+// Jobs that write a slot, which has the key.
 struct Save {
-    Key key;
     Block block;
     uint64_t stamp;
     Int tier, slot;
 };
 
 struct Move {
-    Key key;
     Location source;
     Int tier, slot;
 };
@@ -135,12 +134,12 @@ struct Jobs {
 class Tiers {
   public:
     Tiers(const Spec& spec, BlockPool& block_pool)
-        : behind(spec, block_pool), most_loading(spec.num_blocks / 4), pool_(block_pool) {
+        : directory(spec, block_pool), most_loading(spec.num_blocks / 4), pool_(block_pool) {
         Int first = spec.num_blocks;
         each.reserve(spec.tiers.size());
         for (const TierSpec& one : spec.tiers) {
             Tier* nearer = each.empty() ? nullptr : &each.back();
-            each.emplace_back(static_cast<Int>(each.size()), one, spec, behind, nearer);
+            each.emplace_back(static_cast<Int>(each.size()), one, spec, directory, nearer);
             firsts_.push_back(first);
             first += one.num_slots;
         }
@@ -151,9 +150,11 @@ class Tiers {
     // -- index -------------------------------------------------------------------------------------------------------
 
     // The id of the slot of the nearest tier that has the key; the null block if none has.
-    Block FindInTiers(const Key& key) const {
+    Block FindInTiers(const Sought& key) const {
+        const uint32_t record = directory.Find(key);
+        if (record == kNoRecord) return kNullBlock;
         for (size_t number = 0; number < static_cast<size_t>(depth); ++number) {
-            const Int slot = each[number].Find(key);
+            const Int slot = each[number].SlotWith(directory[record]);
             if (slot != kNoSlot) return static_cast<Block>(firsts_[number] + slot);
         }
         return kNullBlock;
@@ -170,10 +171,6 @@ class Tiers {
 
     bool HasKeys() const {
         return std::any_of(each.begin(), each.end(), [](const Tier& one) { return one.num_held() > 0; });
-    }
-    // Whether a tier has the key, or a job in flight writes it into one.
-    bool Has(const Sought& key) const {
-        return std::any_of(each.begin(), each.end(), [&](const Tier& one) { return one.HasOrWrites(key); });
     }
     // Whether the slot has had this version without interruption.
     bool IsIntact(const Location& source) const {
@@ -206,11 +203,7 @@ class Tiers {
     // Visits the keys of slots, and those that jobs will give to blocks or slots.
     template <typename F>
     void ForEachKey(F&& visit) const {
-        for (const Tier& one : each) {
-            for (const KeyRecord& record : one.records) {
-                if (record.key.pair) visit(record.key);
-            }
-        }
+        directory.ForEachKey(visit);
         for (const auto& [job, load] : jobs.loads) {
             for (const Filled& row : load.rows) visit(row.key);
         }
@@ -229,8 +222,10 @@ class Tiers {
         jobs.loads.emplace(job, std::move(load));
     }
 
-    // A slot for the content of a key that a job will write; kNoSlot, counted, if there is none.
-    Int BeginWrite(Tier& tier, const Sought& key) {
+    // A slot for the content of a key, or of that of a record, that a job will write; kNoSlot, counted, if there is
+    // none.
+    template <typename K>
+    Int BeginWrite(Tier& tier, const K& key) {
         const Int slot = tier.BeginWrite(key);
         counters.no_slot += slot == kNoSlot;
         return slot;
@@ -238,12 +233,11 @@ class Tiers {
 
     // Orders a copy of a slot that has a key into another tier; returns false if that has no slot for it.
     bool OrderMove(Tier& tier, Int slot, Tier& target) {
-        const Key key = tier.KeyOf(slot);
         const Location source{tier.number, slot, tier.VersionOf(slot)};
-        const Int to = BeginWrite(target, key);
+        const Int to = BeginWrite(target, tier.RecordOf(slot));
         if (to == kNoSlot) return false;
         const Int job = NextJob();
-        jobs.moves.Add(job, Move{key, source, target.number, to});
+        jobs.moves.Add(job, Move{source, target.number, to});
         JobOrders::AddRow<6>(&orders.move, {job, source.tier, slot, source.version, target.number, to});
         return true;
     }
@@ -253,7 +247,7 @@ class Tiers {
         Tier& tier = each[static_cast<size_t>(number)];
         tier.EndWrite(slot, is_good, job);
         if (!is_good) return;
-        if (is_save && tier.wanted.IsEarly()) tier.MakeShadow(tier.KeyOf(slot));  // until the device evicts it next
+        if (is_save && tier.wanted.IsEarly()) tier.MakeShadow(tier.RecordOf(slot));  // until the device evicts it next
         Tier* const next = Behind(number);
         if (next != nullptr && next->wanted.policy == kThrough) next->wanted.Add(slot, static_cast<uint64_t>(job));
     }
@@ -370,7 +364,7 @@ class Tiers {
         jobs.moves.clear();
     }
 
-    BehindBlocks behind;
+    Directory directory;
     std::vector<Tier> each;  // the nearest first; none moves, since they refer to each other
     Jobs jobs;
     JobOrders orders;  // that no answer has
