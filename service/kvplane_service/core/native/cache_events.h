@@ -42,15 +42,20 @@ class CacheEvents {
         starts.push_back(start);
     }
 
-    // Makes room for `count` further keys.
-    void MakeRoom(size_t count) {
-        const auto reserve = [&](auto& column) {
-            const size_t size = column.size() + count;
-            if (size > column.capacity()) column.reserve(std::max(size, 2 * column.capacity()));
-        };
-        reserve(hashes);
-        reserve(blocks);
-        reserve(starts);
+    // Adds keys to the last event. `block_of`, `start_of`: the block and the position of each, by its number.
+    template <typename Keys, typename BlockOf, typename StartOf>
+    void AddKeys(const Keys& keys, BlockOf&& block_of, StartOf&& start_of) {
+        Row& row = rows.back();
+        if (!keys.empty()) row.hash_size = keys[0].digest.size;
+        row.count += keys.size();
+        auto* hash = Extend(&hashes, keys.size());
+        auto* block = Extend(&blocks, keys.size());
+        auto* start = Extend(&starts, keys.size());
+        for (size_t at = 0; at < keys.size(); ++at) {
+            *hash++ = keys[at].digest.bytes;
+            *block++ = block_of(at);
+            *start++ = start_of(at);
+        }
     }
 
     // Returns the events, and makes room for as many.
@@ -75,6 +80,13 @@ class CacheEvents {
     Column starts;  // of STORED events
 
   private:
+    // Makes a column longer; returns where its new entries begin.
+    template <typename T>
+    static T* Extend(std::vector<T>* column, size_t count) {
+        column->resize(column->size() + count);
+        return column->data() + column->size() - count;
+    }
+
     uint32_t last_domain_ = 0;
 };
 

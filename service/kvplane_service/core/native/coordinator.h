@@ -161,6 +161,12 @@ class Coordinator {
         return true;
     }
 
+    // Fetches what `Extend` will read, see `GroupManager::Fetch`.
+    void Fetch(Int slot, int stage) const {
+        const Int processed = std::max<Int>(0, requests.computed[slot] - requests.in_flight[slot]);
+        for (const auto& one : managers) one->Fetch(slot, stage, processed);
+    }
+
     void ReleaseSkipped(Int slot, Int num_processed) {
         if (requests.loading.contains(slot)) return;
         const Int processed = std::min(num_processed, requests.computed[slot] - requests.in_flight[slot]);

@@ -84,6 +84,9 @@ class FreeList {
         Mark(blocks, kBefore);
     }
 
+    // Fetches which block is behind this one.
+    void Fetch(Block block) const { __builtin_prefetch(&next_[block]); }
+
     // Whether HAZARD may put this block before the divider.
     bool IsBehind(Block block) const { return place_[block] == kBehind; }
 
@@ -162,6 +165,8 @@ class FreeList {
 
     BlockList Order() const { return Behind(sentinel_, static_cast<size_t>(count_)); }
     Block Start() const { return sentinel_; }
+    // The block behind this one, or behind `Start`; the null block if there is none.
+    Block After(Block block) const { return Following(block) == sentinel_ ? kNullBlock : Following(block); }
 
     // Up to `count` blocks behind this one, or behind `Start`.
     BlockList Behind(Block block, size_t count) const {

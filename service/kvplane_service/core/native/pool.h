@@ -1,10 +1,10 @@
 // The block pool: reference counts, keys and stamps of all blocks.
 #pragma once
 
-#include "cache_events.h"
 #include "freelist.h"
 #include "keys.h"
 #include "policies.h"
+#include "pool_events.h"
 #include "retained.h"
 #include "split.h"
 #include "stamps.h"
@@ -15,10 +15,11 @@ struct Residency {
     std::array<Int, 65> lifetime{}, idle_before_evict{}, reuse_gap{};
 };
 
-class BlockPool {
+class BlockPool : public PoolEvents {
   public:
     BlockPool(const Spec& spec)
-        : spec_(spec),
+        : PoolEvents(spec.groups.size(), spec.events),
+          spec_(spec),
           num_blocks(spec.num_blocks),
           free(spec.blocks_per_state > 1 ? 1 : spec.num_blocks, static_cast<Policy>(spec.policy), !spec.tiers.empty()),
           references(spec.num_blocks),
@@ -28,7 +29,6 @@ class BlockPool {
           used(spec.num_blocks),
           last_use_(spec.num_blocks),
           records(spec.num_blocks),
-          pairs(spec.groups.size()),
           index(static_cast<size_t>(spec.num_blocks)),
           keys_of_group(spec.groups.size()),
           evicted_keys(spec.groups.size()),
@@ -73,18 +73,28 @@ class BlockPool {
     // Gives blocks that left the free list their first reference, those before `let_go` because the policy let them go.
     void HandOut(BlockList* into, size_t first, size_t let_go) {
         const Int now = age_base + step;
-        for (size_t i = first; i < into->size(); ++i) __builtin_prefetch(&records[(*into)[i]]);
-        for (size_t i = first; i < into->size(); ++i) {
-            if (const size_t next = i + kAhead; next < into->size() && HasKey((*into)[next]))
-                Expect(records[(*into)[next]].key);
-            const Block block = (*into)[i];
-            if (HasKey(block)) Evict(block, i < let_go ? kLeftWindow : kEvicted);
-            Require(references[block] == 0, "a free block has references");
-            references[block] = 1;
-            if (born[block] > age_base) ++residency.lifetime[BitLength(now - born[block])];
-            born[block] = used[block] = now;
-            Restamp(block);
+        uint64_t hashes[kRun];  // of the keys that are evicted
+        for (size_t run = first; run < into->size(); run += kRun) {
+            const auto blocks = std::span(*into).subspan(run, std::min(kRun, into->size() - run));
+            for (const Block block : blocks) __builtin_prefetch(&records[block]);
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                if (!HasKey(blocks[i])) continue;
+                const Sought sought(records[blocks[i]].key);
+                index.Prefetch(sought);
+                hashes[i] = sought.hash;
+            }
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                const Block block = blocks[i];
+                const auto reason = run + i < let_go ? kLeftWindow : kEvicted;
+                if (HasKey(block)) Evict(block, Sought(records[block].key, hashes[i]), reason);
+                Require(references[block] == 0, "a free block has references");
+                references[block] = 1;
+                if (born[block] > age_base) ++residency.lifetime[BitLength(now - born[block])];
+                born[block] = used[block] = now;
+                Restamp(block);
+            }
         }
+        FetchNext();
     }
 
     void Touch(Block block) {
@@ -210,17 +220,23 @@ class BlockPool {
         return further != more_keys.end() && std::any_of(further->second.begin(), further->second.end(), is_this);
     }
 
-    void Register(Block block, const Key& key, Int num_tokens) {
-        if (HasKey(block) && HasThisKey(block, key)) return;
+    void Register(Block block, const Sought& key, Int num_tokens) {
+        if (HasKey(block) && HasThisKey(block, key.key)) return;
         AddKey(block, key, num_tokens);
-        registered.emplace_back(block, key);
+        registered.emplace_back(block, key.key);
     }
 
     // Fetches what a look-up or removal of the key will read.
-    void Expect(const Key& key) const { index.Prefetch(key); }
+    void Expect(const Sought& key) const { index.Prefetch(key); }
+    // Fetches what the registration, and what the release of the block will read.
+    void FetchRecord(Block block) const { __builtin_prefetch(&records[block]); }
+    void FetchRelease(Block block) const {
+        FetchRecord(block);
+        __builtin_prefetch(&references[block]);
+    }
 
     // Adds a key that the block does not have.
-    void AddKey(Block block, const Key& key, Int num_tokens) {
+    void AddKey(Block block, const Sought& key, Int num_tokens) {
         uint32_t record = block;
         if (HasKey(block)) {
             record = NewRecord(block);
@@ -231,21 +247,26 @@ class BlockPool {
             num_evictable += references[block] == 0;
             free.VisitAgain(block);
         }
-        records[record].key = key;
+        records[record].key = key.key;
         records[record].tokens = static_cast<uint32_t>(num_tokens);
-        Link(record);
+        Link(record, key);
     }
 
     // Removes all keys of a block and appends them to `keys`, the primary key first. Emits no event.
     bool Unregister(Block block, std::vector<Key>* keys) {
         if (!HasKey(block)) return false;
+        Unregister(block, records[block].key, keys);
+        return true;
+    }
+    // `primary`: the block's primary key.
+    void Unregister(Block block, const Sought& primary, std::vector<Key>* keys) {
         const size_t first = keys->size();
-        keys->push_back(records[block].key);
-        Unlink(block);
+        keys->push_back(primary.key);
+        Unlink(block, primary);
         if (const auto further = more_keys.find(block); further != more_keys.end()) {
             for (const uint32_t record : further->second) {
                 keys->push_back(records[record].key);
-                Unlink(record);
+                Unlink(record, records[record].key);
                 free_records_.push_back(record);
             }
             more_keys.erase(further);
@@ -254,7 +275,6 @@ class BlockPool {
         if (!retained.empty()) retained.NoteLost(block, std::span(*keys).subspan(first));
         key_step[block] = 0;
         num_evictable -= references[block] == 0;
-        return true;
     }
 
     bool DropKeys(Block block, RemoveReason reason) {
@@ -357,45 +377,6 @@ class BlockPool {
         num_evictable = other.num_evictable;
     }
 
-    // -- events ------------------------------------------------------------------------------------------------------
-
-    void AddEvent(const CacheEvents::Row& event) {
-        events.Add(event);
-        open_run_ = false;
-    }
-    // `parent`: the hash before its first block, of size 0 if there is none.
-    void AddStored(CacheEvents::Row event, uint32_t domain, const Digest& parent) {
-        event.kind = kStored;
-        events.Add(event, domain, pairs.NameOf(domain), parent);
-        open_run_ = false;
-    }
-
-    void ReportRemoved(Block block, const std::vector<Key>& keys, RemoveReason reason) {
-        if (!spec_.events) return;
-        for (const Key& key : keys) {
-            const bool joins = open_run_ && run_pair_ == key.pair && events.rows.back().reason == reason &&
-                               events.rows.back().hash_size == key.digest.size;
-            if (!joins) {
-                events.Add({.kind = kRemoved, .group = pairs.Group(key.pair), .reason = reason}, pairs.Domain(key.pair),
-                           pairs.Name(key.pair), Digest());
-                open_run_ = true;
-                run_pair_ = key.pair;
-            }
-            events.AddKey(key.digest, block);
-        }
-    }
-
-    // Reports the removal of keys of one domain and group, each from the block at its place.
-    void ReportAll(const std::vector<Key>& keys, const BlockList& blocks, RemoveReason reason) {
-        for (size_t at = 0; at < keys.size(); ++at) ReportRemoved(blocks[at], {keys[at]}, reason);
-        open_run_ = false;
-    }
-
-    CacheEvents TakeEvents() {
-        open_run_ = false;
-        return events.Take();
-    }
-
   private:
     const Spec& spec_;
 
@@ -410,14 +391,12 @@ class BlockPool {
     std::vector<uint64_t> stamp;
     Column born, used, last_use_;
     std::vector<KeyRecord> records;  // by block: its primary key; behind them further keys
-    Pairs pairs;
     Index index;
     std::unordered_map<Block, std::vector<uint32_t>> more_keys;  // records of further keys, in order of registration
     std::vector<Int> keys_of_group;                              // distinct keys
     uint64_t generation = 0, epoch = 0, counter = 0;
     Int step = 0, executed_through = 0;
     std::vector<std::pair<Block, Key>> registered;
-    CacheEvents events;
     BlockList reserved;
     std::set<Block> busy;
     Int num_evictable = 0, age_base = 0;
@@ -428,9 +407,20 @@ class BlockPool {
   private:
     friend class SplitList;
 
-    void Evict(Block block, RemoveReason reason) {
+    // Fetches what the next `Take` of a block will read, most of which the `Take` before it has fetched.
+    void FetchNext() const {
+        const Block next = free.After(free.Start());
+        if (HasKey(next)) Expect(records[next].key);
+        const Block later = free.After(next ? next : free.Start());
+        FetchRelease(later);
+        __builtin_prefetch(&born[later]);
+        __builtin_prefetch(&used[later]);
+        free.Fetch(later);
+    }
+
+    void Evict(Block block, const Sought& primary, RemoveReason reason) {
         removed_.clear();
-        Unregister(block, &removed_);
+        Unregister(block, primary, &removed_);
         for (const Key& key : removed_) ++evicted_keys[static_cast<size_t>(pairs.Group(key.pair))];
         ++residency.idle_before_evict[BitLength(age_base + step - std::max(used[block], age_base))];
         ReportRemoved(block, removed_, reason);
@@ -457,31 +447,32 @@ class BlockPool {
     }
 
     // Makes the record the last one of its key.
-    void Link(uint32_t record) {
-        const uint32_t last = index.FindOrAdd(records, record);
+    void Link(uint32_t record, const Sought& key) {
+        const uint32_t last = index.FindOrAdd(records, record, key);
         if (last == kNoRecord) {
             records[record].next = record;
-            ++keys_of_group[static_cast<size_t>(pairs.Group(records[record].key.pair))];
+            ++keys_of_group[static_cast<size_t>(pairs.Group(key.key.pair))];
         } else {
             records[record].next = std::exchange(records[last].next, record);
             index.Replace(records, last, record);
         }
     }
 
-    void Unlink(uint32_t record) {
+    // `sought`: its key.
+    void Unlink(uint32_t record, const Sought& sought) {
         KeyRecord& gone = records[record];
         if (gone.next == record) {
-            index.Remove(records, record);
+            index.Remove(records, record, sought);
             --keys_of_group[static_cast<size_t>(pairs.Group(gone.key.pair))];
         } else {
-            const uint32_t last = index.Find(records, gone.key);
+            const uint32_t last = index.Find(records, sought);
             Require(last != kNoRecord, "a key is not in the index");
             uint32_t before = last;
             while (records[before].next != record) before = records[before].next;
             records[before].next = gone.next;
             if (record == last) index.Replace(records, record, before);
         }
-        gone = KeyRecord();
+        gone.Clear();
     }
 
     uint64_t stamp_base_ = 0;
@@ -490,8 +481,6 @@ class BlockPool {
     BlockList further_blocks_;  // of the records behind those of the primary keys
     BlockList unkeyed_, keyed_;
     std::vector<Key> removed_;
-    bool open_run_ = false;  // whether further removals can join the last event
-    uint32_t run_pair_ = 0;
 };
 
 }  // namespace kvplane

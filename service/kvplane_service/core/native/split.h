@@ -254,7 +254,7 @@ class SplitList {
     void Empty(Pool& pool, Block first) const {
         for (Block block = first; block < first + size_; ++block) {
             if (!pool.HasKey(block)) continue;
-            pool.Evict(block, kEvicted);
+            pool.Evict(block, pool.records[block].key, kEvicted);
             pool.Restamp(block);
         }
     }

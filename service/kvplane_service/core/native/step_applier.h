@@ -72,6 +72,7 @@ class StepApplier {
         const bool plain = cannot_run.empty() && !limited && rows.extra.empty() && rows.cap.empty() &&
                            rows.flags.empty() && rows.lookahead.empty();
         Int room = Room();
+        touched_.clear();
         for (size_t row = 0; row < rows.slot.size(); ++row) {
             if (plain) row = ApplyQuietRows(row, &room);
             if (room <= 0 || row == rows.slot.size()) break;
@@ -79,6 +80,7 @@ class StepApplier {
             if (!requests_.running[slot] || (!cannot_run.empty() && cannot_run.contains(slot))) continue;
             const Int computed = requests_.computed[slot], wanted = WantedOf(row, room);
             if (wanted <= 0) continue;
+            FetchBehind(row);
             const Int slots = computed + wanted + Entry(rows.lookahead, row, 0);
             if ((slots > requests_.fast_path_until[slot] || limited) && !Extend(row, wanted)) {
                 if (rows.on_refusal == kStop) break;
@@ -138,6 +140,29 @@ class StepApplier {
         const auto count = static_cast<Int>(row - first);
         *room = Spend(count, count);
         return row;
+    }
+
+    // Fetches what the rows behind this one that are not on the fast path will read, each in three stages.
+    void FetchBehind(size_t row) {
+        if (touched_.empty()) FindTouched(row);
+        while (next_touched_ < touched_.size() && touched_[next_touched_] <= row) ++next_touched_;
+        for (size_t ahead = 0; ahead < 3 && next_touched_ + ahead < touched_.size(); ++ahead)
+            blocks_.Fetch(rows_->slot[touched_[next_touched_ + ahead]], 2 - static_cast<int>(ahead));
+    }
+
+    // Finds these rows, from the first one on.
+    void FindTouched(size_t first) {
+        const Column& slots = rows_->slot;
+        const Int *const known = requests_.num_tokens.data(), *const quiet_until = requests_.fast_path_until.data();
+        touched_.resize(slots.size() + 1);
+        size_t count = 1;
+        touched_[0] = first;  // also where it is on the fast path
+        for (size_t row = first + 1; row < slots.size(); ++row) {
+            touched_[count] = row;
+            count += known[slots[row]] > quiet_until[slots[row]];
+        }
+        touched_.resize(count);
+        next_touched_ = 0;
     }
 
     // How many tokens a run row can get at most, free blocks aside.
@@ -418,7 +443,8 @@ class StepApplier {
     const Run* rows_ = nullptr;
     const Admit* admit_ = nullptr;
     std::unordered_map<Int, size_t> row_of_;  // by slot: its run row that got tokens, of the rows before num_indexed_
-    size_t num_indexed_ = 0, next_victim_ = 0;
+    size_t num_indexed_ = 0, next_victim_ = 0, next_touched_ = 0;
+    std::vector<size_t> touched_;
     Rows fresh_;
 };
 

@@ -114,13 +114,16 @@ struct Digest {
     uint8_t size = 0;
 
     Digest() = default;
-    Digest(const uint8_t* data, size_t count) : size(static_cast<uint8_t>(count)) {
+    Digest(const uint8_t* data, size_t count) { Set(data, count); }
+    [[gnu::always_inline]] void Set(const uint8_t* data, size_t count) {
         Require(count <= kDigestBytes, "a hash has more than 32 bytes");
+        size = static_cast<uint8_t>(count);
         if (count == kDigestBytes) {
             std::memcpy(bytes.data(), data, kDigestBytes);
-        } else if (count > 0) {  // nothing may be at a null pointer
-            std::memcpy(bytes.data(), data, count);
+            return;
         }
+        bytes.fill(0);
+        if (count > 0) std::memcpy(bytes.data(), data, count);  // nothing may be at a null pointer
     }
     auto operator<=>(const Digest& other) const = default;
     bool operator==(const Digest& other) const {
@@ -142,8 +145,14 @@ struct Digests {
         return size == 0 ? 0 : static_cast<Int>(bytes.size() / size);
     }
     Digest at(Int index) const {
+        Digest digest;
+        CopyTo(index, &digest);
+        return digest;
+    }
+    // Writes a hash where it is needed: `at` writes it twice, and a copy is read before it is stored.
+    [[gnu::always_inline]] void CopyTo(Int index, Digest* into) const {
         Require(index >= 0 && (static_cast<size_t>(index) + 1) * size <= bytes.size(), "digest out of range");
-        return Digest(bytes.data() + static_cast<size_t>(index) * size, size);
+        into->Set(bytes.data() + static_cast<size_t>(index) * size, size);
     }
     void add(const uint8_t* data, size_t num_bytes, size_t digest_size) {
         if (num_bytes == 0) return;

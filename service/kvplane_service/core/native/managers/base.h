@@ -71,6 +71,27 @@ class GroupManager {
 
     Int BlocksFor(Int num_tokens) const { return CeilDiv(num_tokens, block_size); }
 
+    // Fetches what a decode row that touches blocks will read, in three stages with other work between them: the table;
+    // its last entry and the one that leaves the window; what the pool knows of these blocks.
+    void Fetch(Int slot, int stage, Int num_processed) const {
+        const BlockList& blocks = table[slot];
+        if (stage == 0) {
+            __builtin_prefetch(&blocks);
+            __builtin_prefetch(&num_cached[slot]);
+            return;
+        }
+        if (blocks.empty()) return;
+        const Int leaving = SkippedTokens(num_processed) / block_size - 1;
+        const bool leaves = leaving >= 0 && leaving < Size(blocks);
+        if (stage == 1) {
+            __builtin_prefetch(&blocks.back());
+            if (leaves) __builtin_prefetch(&blocks[leaving]);
+        } else {
+            pool.FetchRecord(blocks.back());
+            if (leaves) pool.FetchRelease(blocks[leaving]);
+        }
+    }
+
     // -- allocation --------------------------------------------------------------------------------------------------
 
     virtual Int BlocksNeeded(const Need& need, const BlockList& hit) const {
@@ -189,20 +210,26 @@ class GroupManager {
             if (block == kNullBlock || (keep != nullptr && !(*keep)[static_cast<size_t>(index - start)])) continue;
             if (pool.KeyTokens(block) != (index + 1) * block_size) registered_.push_back(index);
         }
+        keys_.resize(registered_.size());
+        hashes_.resize(registered_.size());
+        for (size_t at = 0; at < registered_.size(); ++at) {
+            keys_[at].pair = pair;
+            digests.CopyTo((registered_[at] + 1) * hashes_per_block_ - 1, &keys_[at].digest);
+        }
+        for (size_t at = 0; at < registered_.size(); ++at) hashes_[at] = Sought(keys_[at]).hash;
+        const auto sought = [&](size_t at) { return Sought(keys_[at], hashes_[at]); };
         pool.registered.reserve(pool.registered.size() + registered_.size());
         for (size_t at = 0; at < registered_.size(); ++at) {
-            if (at + kAhead < registered_.size())
-                pool.Expect(Key{pair, DigestOf(digests, registered_[at + kAhead])});
+            if (at + kAhead < registered_.size()) pool.Expect(sought(at + kAhead));
             const Int index = registered_[at], num_tokens = (index + 1) * block_size;
             Promote(blocks[index], num_tokens);
-            pool.Register(blocks[index], Key{pair, DigestOf(digests, index)}, num_tokens);
+            pool.Register(blocks[index], sought(at), num_tokens);
         }
         if (!replica.events || (registered_.empty() && !stores_empty_ranges)) return;
-        pool.events.MakeRoom(registered_.size() + 1);
         AddStored(slot, block_size, start * block_size, end * block_size,
                   start ? DigestOf(digests, start - 1) : Digest());
-        for (const Int index : registered_)
-            pool.events.AddKey(DigestOf(digests, index), blocks[index], index * block_size);
+        pool.events.AddKeys(keys_, [&](size_t at) { return blocks[registered_[at]]; },
+                            [&](size_t at) { return registered_[at] * block_size; });
     }
 
     // Returns false if all blocks are reachable; else fills the mask of the blocks with indices [start, end).
@@ -404,6 +431,8 @@ class GroupManager {
 
     BlockList freed_;
     Column registered_;  // indices in the table
+    std::vector<Key> keys_;         // of these
+    std::vector<uint64_t> hashes_;  // of the keys
 };
 
 }  // namespace kvplane
