@@ -33,6 +33,7 @@ from kvplane_service.cli.child import ServiceChild
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.native import NativeReplica
 from kvplane_service.process import gc_policy
+from kvplane_service.replicas import cores
 from tests.bench.cores import BLOCK, ONE, REQUESTS, SEVEN, TOKENS, begun, cpu_us, decode, news, spec
 from tests.bench.machine import machine_line
 from tests.bench.neighbour import cpu_ms
@@ -266,6 +267,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
+    if (core := cores.describe()) != "native":
+        parser.error(f"the service would use another core than `apply` is timed of: {core}")
     gc_policy.apply()
     lines = ["# Steps of a replica with tiers", "", machine_line(), ""]
     for line in rows():

@@ -7,10 +7,10 @@ namespace kvplane {
 
 class Frame {
   public:
-    // With the memory that most frames need.
-    Frame() {
+    // With the memory that most frames need, or this one.
+    explicit Frame(size_t num_bytes = 0) {
         heads_.reserve(96);
-        body_.reserve(2048);
+        body_.reserve(std::max<size_t>(num_bytes, 2048));
     }
 
     // Adds a column in the smallest type that has all numbers.
@@ -198,8 +198,8 @@ class Packer {
     }
 
     template <typename Of>
-    static Frame Pack(const Layout<Of>& layout, const Of& value) {
-        Frame frame;
+    static Frame Pack(const Layout<Of>& layout, const Of& value, size_t num_bytes) {
+        Frame frame(num_bytes);
         Column scalars;
         scalars.reserve(layout.scalars.size());
         for (const auto& read : layout.scalars) scalars.push_back(read(value));
@@ -254,7 +254,9 @@ class EventColumns {
     }
 
     Frame Packed() const {
-        Frame frame;
+        constexpr size_t kEach = 32;
+        Frame frame(kEach * (1 + taken_.size()) + (sizeof(uint32_t) + kDigestBytes) * hashes_.size() +
+                    sizeof(uint32_t) * (blocks_.size() + starts_.size()));
         const auto numbers = [&](uint32_t number, auto&& of) {
             frame.AddNumbers(number, taken_.size(), [&](size_t at) { return static_cast<Int>(of(taken_[at])); });
         };
@@ -316,17 +318,19 @@ class EventColumns {
     Column starts_;
 };
 
-// Whether all of a part and its result is in the columns that are packed here, and it is short: Python packs long ones
-// in pieces.
-inline bool CanPack(const Part& part, const PartResult& result) {
-    constexpr size_t kMostBytes = 1 << 18;
+// About how many bytes a part and its result take, packed; none if not all is in the columns that are packed here, or
+// it is long: Python packs long ones in pieces.
+inline std::optional<size_t> BytesToPack(const Part& part, const PartResult& result) {
+    constexpr size_t kMostBytes = 1 << 18, kOthers = 1 << 10;
     const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
                           part.retain.hashes.size + result.hashed_facts.hashes.size() +
                           result.hashed_news.hashes.size() + of_events;
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
-    return !part.news.num_extra_keys && !part.news.num_traceparents && hashes + 4 * blocks + jobs <= kMostBytes;
+    const size_t sum = hashes + 4 * blocks + jobs;
+    if (part.news.num_extra_keys || part.news.num_traceparents || sum > kMostBytes) return {};
+    return sum + kOthers;
 }
 
 // pack_applied(core, step, at_ns, took_ns) -> the decision about the step that was applied last, packed; None where
@@ -342,9 +346,10 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
         std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {
             const PartResult& result = core.results[number];
-            if (!CanPack(step.parts[number], result)) return Py_NewRef(Py_None);
-            Frame frame = Packer::Pack(Packer::part, step.parts[number]);
-            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result));
+            const std::optional<size_t> num_bytes = BytesToPack(step.parts[number], result);
+            if (!num_bytes) return Py_NewRef(Py_None);
+            Frame frame = Packer::Pack(Packer::part, step.parts[number], *num_bytes);
+            frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result, *num_bytes));
             if (result.answered != nullptr) {
                 EventColumns events;
                 events.Add(*result.answered, kAllEvents);
@@ -359,7 +364,9 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
                                 core.replica.blocks.pool.executed_through, Number(arguments[2])})
             numbers.push_back(static_cast<uint64_t>(value));
         std::array<uint8_t, 8> head;
-        Frame whole;
+        Frame whole(std::accumulate(parts.begin(), parts.end(), size_t{256}, [](size_t sum, const Frame& one) {
+            return sum + one.size();
+        }));
         whole.AddColumn(0, numbers);
         whole.AddRaw(1, reinterpret_cast<const uint8_t*>(trace.data()), trace.size());
         whole.AddFrames(2, parts);

@@ -70,6 +70,7 @@ class Seen {
         size_t at = 0;
         for (size_t fetched = 0; count_ < most; ++at) {
             for (; fetched < at + kFetched && ahead != list.End(); ++fetched) {
+                __builtin_prefetch(&number_[ahead], 1);
                 fetch(next[fetched % kFetched] = ahead);
                 ahead = list.Following(ahead);
             }

@@ -75,6 +75,7 @@ class Directory {
     // Fetches what it takes to free a record, which was fetched.
     void ExpectLeave(size_t tier, uint32_t record) const {
         const InTiers& one = records_[record];
+        __builtin_prefetch(&pool.stamp[one.block]);
         for (size_t other = 0; other < kMostTiers; ++other) {
             if (other != tier && one.slot[other] != kNoRecord) return;
         }

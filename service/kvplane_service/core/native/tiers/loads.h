@@ -282,6 +282,7 @@ class TierLoads {
             EndLoad(job, load.mapped(), is_done, result);
         } else if (const auto save = jobs.saves.Take(job)) {
             const Save& write = *save;
+            if (const Save* const next = jobs.saves.Behind(kAhead)) __builtin_prefetch(&pool_.stamp[next->block]);
             const bool is_good = is_done && pool_.stamp[write.block] == write.stamp;
             EndWrite(job, write.tier, write.slot, is_done, is_good, &tiers_.counters.saved);
         } else if (const auto move = jobs.moves.Take(job)) {

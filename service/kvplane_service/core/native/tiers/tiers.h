@@ -76,6 +76,11 @@ class InOrder {
         entries_.push_back({number, value});
         ++size_;
     }
+    // The value that many behind the first one, if it is there; null if there is none.
+    const T* Behind(size_t count) const {
+        const size_t at = first_ + count;
+        return at < entries_.size() ? &entries_[at].value : nullptr;
+    }
     std::optional<T> Take(Int number) {
         const auto found = entries_.begin() + (At(number) - entries_.cbegin());
         if (found == entries_.end()) return {};
