@@ -26,6 +26,7 @@ PROCESS_BYTES = 256 << 20
 BYTES_PER_BLOCK = 450
 MIN_TOTAL_BLOCKS = 1 << 16
 MIN_LOG_BYTES = 1 << 20
+MAX_SOCKET_PATH = 107  # bytes of the path of a Unix socket, on Linux
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Millis = Annotated[int, Field(ge=1, le=24 * 3600 * 1000)]
@@ -44,6 +45,10 @@ class Config(BaseModel):
 
     listen: str = "127.0.0.1:7070"
     """Listen address: host:port (port 0 selects a free port, which is printed) or unix:PATH."""
+    session_socket: str = ""
+    """Path of a Unix socket on which engines of this machine also open sessions, by ttrpc: a step takes a fraction of
+    its time over gRPC. Who may write to the file may connect, with the same credentials as on `listen`. Empty = none.
+    """
     metrics_listen: str = ""
     """Address (host:port) of the HTTP endpoint that Prometheus scrapes; empty = disabled."""
     metrics_token_file: str = ""
@@ -228,6 +233,13 @@ class Config(BaseModel):
             return value
         if not _is_host_and_port(value):
             raise ValueError("it must be host:port with a port of 0 to 65535, or unix:PATH")
+        return value
+
+    @field_validator("session_socket")
+    @classmethod
+    def _socket_path(cls, value: str) -> str:
+        if "\0" in value or len(value.encode()) > MAX_SOCKET_PATH or value.startswith("unix:"):
+            raise ValueError(f"it must be a path of at most {MAX_SOCKET_PATH} bytes, without `unix:`, or empty")
         return value
 
     @field_validator("tls_client_auth")

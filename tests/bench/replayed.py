@@ -2,9 +2,9 @@
 
     python -m tests.bench.replayed [--engines 16] [--steps 64] [--rounds 5]
 
-prints a table and writes it to tests/bench/results/replayed.md. A service on the compiled core, one on the Python core
-and a bare gRPC echo (`tests.bench.echo`) take turns in one run; each engine has one step outstanding. CPU time is that
-of the whole process of the service, all threads, as the kernel counts it.
+prints a table and writes it to tests/bench/results/replayed.md. A service on the compiled core, one whose engines use
+its session socket, one on the Python core and a bare gRPC echo (`tests.bench.echo`) take turns in one run; each engine
+has one step outstanding. CPU time is that of the whole process of the service, all threads, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import kvplane
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, Part, Step, StepResult
 from kvplane.session.options import draw_nonce
+from kvplane.v1.ttrpc_pb2 import TtrpcRequest
 from kvplane.wire.stream import SESSION, open_message, opened_of, serialized, step_message, taken
+from kvplane.wire.ttrpc import DATA, HEADER, REMOTE_OPEN, REQUEST, frame
 from tests.bench.cores import BLOCK, ONE, REQUESTS, TOKENS, decode, news, spec
 from tests.bench.echo import METHOD
 from tests.bench.echo import SERVE as SERVE_ECHO
@@ -36,8 +38,8 @@ from tests.bench.machine import machine_line
 from tests.bench.peer.places import SERVE
 
 RESULT = Path(__file__).parent / "results" / "replayed.md"
-COMPILED, PYTHON, ECHO = "compiled core", "Python core", "echo"
-Stream: TypeAlias = grpc.aio.StreamStreamCall[bytes, bytes]
+COMPILED, PYTHON, ECHO, SOCKET = "compiled core", "Python core", "echo", "compiled core, session socket"
+SESSIONS = ".sessions"  # of an address: its session socket
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -56,6 +58,26 @@ def cpu_s(process: subprocess.Popen[str]) -> float:
     """CPU time of a process so far."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+class SocketStream:
+    """A stream to a session socket, with the methods of one of gRPC."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        _, service, method = SESSION.split("/")
+        request = TtrpcRequest(service=service, method=method).SerializeToString()
+        writer.write(frame(REQUEST, request, REMOTE_OPEN))
+
+    async def write(self, raw: bytes) -> None:
+        self._writer.write(frame(DATA, raw))
+
+    async def read(self) -> bytes:
+        length, *_ = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(length)
+
+
+Stream: TypeAlias = grpc.aio.StreamStreamCall[bytes, bytes] | SocketStream
 
 
 async def received(stream: Stream) -> bytes:
@@ -80,7 +102,13 @@ class Side:
         self._channel = grpc.aio.insecure_channel(address)
         await self._channel.channel_ready()
         method = self._channel.stream_stream(METHOD if self.name == ECHO else SESSION, lambda raw: raw, lambda raw: raw)
-        self.streams = [method() for _ in range(engines)]
+        self.streams = list[Stream]()
+        for _ in range(engines):
+            if self.name == SOCKET:
+                path = address.removeprefix("unix:") + SESSIONS
+                self.streams.append(SocketStream(*await asyncio.open_unix_connection(path)))
+            else:
+                self.streams.append(method())
         if self.name == ECHO:
             return 0
         with kvplane.connect(address) as client:
@@ -139,9 +167,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         sides, addresses = list[Side](), list[str]()
-        for name in (COMPILED, PYTHON, ECHO):
+        for name in (COMPILED, PYTHON, ECHO, SOCKET):
             addresses.append(f"unix:{folder / str(len(sides))}")
             serve = ["serve", "--listen", addresses[-1], "--set", "log_level=ERROR"]
+            if name == SOCKET:
+                serve += ["--set", f"session_socket={addresses[-1].removeprefix('unix:')}{SESSIONS}"]
             arguments = [SERVE_ECHO, addresses[-1]] if name == ECHO else [SERVE, *serve]
             sides.append(
                 Side(

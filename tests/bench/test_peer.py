@@ -18,11 +18,10 @@ from tests.bench.peer.plan import (
     DEFAULT_HASH,
     DELAY,
     HIT,
-    IN_PROCESS,
     MISS,
     PACED,
+    PLACES,
     REFERENCE,
-    TCP,
     UNIX,
     WAIT,
     Case,
@@ -41,13 +40,13 @@ def test_peer_benchmark_measures_every_case_on_all_sides(tmp_path, monkeypatch):
     found = one_start(SMALL)
     cases = [(one["case"], one["side"]) for one in found["rounds"]]
     measured = {(case["model"], case["kind"], case["hashing"], side) for case, side in cases}
-    decodes = {(DECODE, "", side) for side in (IN_PROCESS, UNIX, TCP)}
-    decodes |= {(kind, "", side) for kind in (AHEAD, WAIT, DELAY, CPU) for side in (UNIX, TCP)}
+    decodes = {(DECODE, "", side) for side in PLACES}
+    decodes |= {(kind, "", side) for kind in (AHEAD, WAIT, DELAY, CPU) for side in PLACES[1:]}
     admissions = {
         (kind, hashing, side)
         for kind in (MISS, HIT)
         for hashing in (DEFAULT_HASH, CBOR_HASH)
-        for side in (IN_PROCESS, UNIX, TCP)
+        for side in PLACES
     }
     assert measured == {(model, *one) for model in SMALL.models for one in decodes | admissions}
     text = Report.of(SMALL, [found, found]).text()

@@ -13,13 +13,17 @@ class CuttingProxy:
 
     Attributes:
         address: where clients connect.
+        session_socket: where they connect for sessions, "" without a session socket.
         num_connections: accepted so far.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, session_socket: str = "") -> None:
+        """`session_socket` is that of the service at `target`."""
         host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listeners = [socket.create_server(("127.0.0.1", 0))]
+        self.session_socket = f"{session_socket}.p" if session_socket else ""
+        if session_socket:
+            self._listeners.append(socket.create_server(self.session_socket, family=socket.AF_UNIX))
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._refusing = False
@@ -28,8 +32,9 @@ class CuttingProxy:
         self._carries.set()
         self._answers.set()
         self.num_connections = 0
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.address = f"127.0.0.1:{self._listeners[0].getsockname()[1]}"
+        for listener, target_of_it in zip(self._listeners, [(host, int(port)), session_socket], strict=False):
+            threading.Thread(target=self._accept, args=(listener, target_of_it), daemon=True).start()
 
     def cut(self) -> None:
         """Reset every connection that is open."""
@@ -57,16 +62,17 @@ class CuttingProxy:
 
     def close(self) -> None:
         """Cut, and listen no more."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread that accepts would wait indefinitely
-        self._listener.close()
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread that accepts would wait indefinitely
+            listener.close()
         self.hold(False)
         self.mute(False)
         self.cut()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, target: str | tuple[str, int]) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             with self._lock:
@@ -76,8 +82,10 @@ class CuttingProxy:
                 client.close()
                 continue
             try:
-                server = socket.create_connection(self._target)
+                server = socket.socket(listener.family)
+                server.connect(target)
             except OSError:  # no service listens now
+                server.close()
                 client.close()
                 continue
             with self._lock:

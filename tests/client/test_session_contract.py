@@ -31,6 +31,13 @@ def unix_socket(tmp_path_factory):
         yield world
 
 
+@pytest.fixture(scope="module")
+def session_socket(tmp_path_factory):
+    path = f"{tmp_path_factory.mktemp('socket')}/sessions.sock"
+    with closing(GrpcWorld("127.0.0.1:0", path)) as world:
+        yield world
+
+
 class TestTcp(SessionContract):
     @pytest.fixture
     def world(self, tcp):
@@ -43,6 +50,13 @@ class TestUnixSocket(SessionContract):
     def world(self, unix_socket):
         unix_socket.reset()
         return unix_socket
+
+
+class TestSessionSocket(SessionContract):
+    @pytest.fixture
+    def world(self, session_socket):
+        session_socket.reset()
+        return session_socket
 
 
 class TestAsyncio(TestTcp):

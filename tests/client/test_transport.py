@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import socket
 import sys
@@ -21,10 +20,9 @@ from kvplane.blocking.transport import GrpcTransport
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
-from kvplane_service.core.replica import Replica
-from tests.client.mini_engine import HYBRID, MiniEngine
+from tests.client.mini_engine import HYBRID
 from tests.client.proxy import CuttingProxy
-from tests.client.stepper import Stepper
+from tests.client.stepper import check_over_cuts
 from tests.client.worlds import GrpcWorld
 
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
@@ -43,24 +41,7 @@ def session(world, proxy):
 
 
 def test_an_engine_gets_equal_answers_over_a_cut_connection(session, proxy):
-    reference = Replica(HYBRID)
-    for epoch in range(1, session.epoch + 1):
-        reference.begin_epoch(epoch)
-    step, rng = Stepper(reference, session.epoch), random.Random(3)
-
-    def ask(part):
-        session.submit(part)
-        if rng.random() < 0.1:
-            proxy.cut()
-        return session.receive().parts[0]
-
-    def expect(part):
-        answer = step(part).parts[0]
-        answer.events = []
-        return answer
-
-    expected = MiniEngine(expect, seed=3).run()
-    assert MiniEngine(ask, seed=3).run() == expected
+    check_over_cuts(session, proxy)
     assert proxy.num_connections > 3
 
 

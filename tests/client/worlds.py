@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvplane.base.session import SessionTransport
 from kvplane.blocking.client import Client
 from kvplane.blocking.transport import GrpcTransport
-from kvplane.rpc.channel import open_channel
+from kvplane.blocking.ttrpc import SessionSocket
+from kvplane.rpc.access import PLAIN
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from kvplane_service.config import Config
 from kvplane_service.core.state import digest
 from kvplane_service.process.app import App
@@ -79,15 +81,17 @@ class GrpcWorld:
 
     replica = "small"
 
-    def __init__(self, listen: str) -> None:
-        self.service = ServiceThread(Config(listen=listen))
+    def __init__(self, listen: str, session_socket: str = "") -> None:
+        """Sessions on `transport` use the session socket, if there is one."""
+        self.service = ServiceThread(Config(listen=listen, session_socket=session_socket))
         self._channel = open_channel(self.service.address)
+        self._socket = SessionSocket(session_socket, PLAIN, MAX_MESSAGE_BYTES) if session_socket else None
         self.client = Client(self._channel)
         self.client.register_replica(self.replica, HYBRID)
 
     def transport(self) -> SessionTransport:
         """A transport of its own for each session."""
-        return GrpcTransport(self._channel)
+        return GrpcTransport(self._channel, session_socket=self._socket)
 
     def digest(self) -> str:
         """Of the replica's state."""

@@ -39,6 +39,7 @@ class Made:
     kind: type[Engine] = Engine
     model: ModelConfig = MIXED
     load_deadline_s: float = 30.0
+    session_socket: str = ""
 
 
 def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) -> Engine:
@@ -48,7 +49,8 @@ def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) 
     model = Model(made.model, draw_weights(made.model), [one.pages for one in memory], ops)
     flags = RowFlag.LOAD if memory[0].jobs else RowFlag.NONE
     config = SchedulerConfig(token_budget=64, admit_flags=flags, load_deadline_s=made.load_deadline_s)
-    return made.kind(partial(client.lasting_session, replica), memory, model, config)
+    session = partial(client.lasting_session, replica, session_socket=made.session_socket)
+    return made.kind(session, memory, model, config)
 
 
 def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:

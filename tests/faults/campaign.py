@@ -339,7 +339,9 @@ def run_campaign(
             left = num_faults - report.faults.total()
             share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(stores)))
             try:
-                run_cluster(Plan(store, pool), share, kinds, Random(rng.getrandbits(64)), report, say)
+                run_cluster(
+                    Plan(store, pool, local=rng.random() < 0.5), share, kinds, Random(rng.getrandbits(64)), report, say
+                )
             except Finding as finding:
                 report.finding = str(finding)
             except (AssertionError, KvplaneError, grpc.RpcError) as error:

@@ -270,12 +270,14 @@ def vandal(connection: Connection, worker: str) -> None:
     connection.send(len(blocks))
 
 
-def engine(connection: Connection, address: str, replica: str, workers: list[str], model: ModelConfig) -> None:
-    """As `tests.engine.child.engine`, for Work. An error is sent, and ends the process."""
+def engine(connection: Connection, way: tuple[str, str], replica: str, workers: list[str], model: ModelConfig) -> None:
+    """As `tests.engine.child.engine`, for Work. An error is sent, and ends the process. `way` is the address of the
+    service and its session socket, "" without.
+    """
     torch.set_num_threads(1)
     try:
-        with kvplane.connect(address) as client:
-            served = child.begin(client, replica, workers, child.Made(TrappedEngine, model, LOAD_DEADLINE_S))
+        with kvplane.connect(way[0]) as client:
+            served = child.begin(client, replica, workers, child.Made(TrappedEngine, model, LOAD_DEADLINE_S, way[1]))
             assert isinstance(served, TrappedEngine)
             connection.send(served.kept_keys)
             with contextlib.suppress(EOFError):

@@ -73,12 +73,14 @@ class Plan:
         store: "sqlite" or "redis".
         twin: planted fault of every process; "" = none.
         settings: settings of the service, in addition to SETTINGS.
+        local: whether engines open their sessions on the service's session socket.
     """
 
     store: str = "sqlite"
     pool: Pool = PLAIN
     twin: str = ""
     settings: tuple[tuple[str, object], ...] = ()
+    local: bool = False
 
 
 class ServiceRefused(Exception):
@@ -93,7 +95,8 @@ class Service:
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self.lives = 0
-        settings = {**SETTINGS, **dict(plan.settings), "store": store}
+        self.session_socket = str(folder.parent / "sessions") if plan.local else ""
+        settings = {**SETTINGS, **dict(plan.settings), "store": store, "session_socket": self.session_socket}
         program = [sys.executable, "-m", "tests.twins", plan.twin, "kvplane"] if plan.twin else KVPLANE
         flags = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
         self._command = [*program, "serve", "--listen", self.address, "--metrics", self.metrics, *flags]
@@ -228,7 +231,8 @@ class Cluster:
         store = f"redis://{self.to_redis.address}" if self.to_redis else f"sqlite:{self.file}"
         (logs := folder / "logs").mkdir()
         self.logs, self.service = logs, Service(logs, plan, store)
-        self.to_service, self.from_workers = CuttingProxy(self.service.address), CuttingProxy(self.service.address)
+        self.to_service = CuttingProxy(self.service.address, self.service.session_socket)
+        self.from_workers = CuttingProxy(self.service.address)
         self.client = kvplane.connect(self.service.address, retry=RetryPolicy(attempts=40))
         self.workers: list[Child | None] = [None] * MIXED.num_ranks
         self.addresses = [""] * MIXED.num_ranks
@@ -275,7 +279,8 @@ class Cluster:
         self.workers[rank], self.addresses[rank] = process, address
 
     def start_engine(self) -> Child:
-        return self._start(child.engine, self.to_service.address, REPLICA, self.addresses, self.plan.pool.model)
+        way = (self.to_service.address, self.to_service.session_socket)
+        return self._start(child.engine, way, REPLICA, self.addresses, self.plan.pool.model)
 
     def do(self, target: Callable[..., None], *arguments: object) -> Any:
         """Receive a message of a child process, and wait for its exit."""

@@ -74,6 +74,7 @@ from kvplane.base.step import (
 from kvplane.blocking.client import Client, connect
 from kvplane.blocking.session import Session
 from kvplane.blocking.transport import GrpcTransport
+from kvplane.blocking.ttrpc import SessionSocket
 from kvplane.rpc.access import Access, Tls
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.builder import StepBuilder
@@ -159,6 +160,7 @@ __all__ = [
     "ServiceRestarted",
     "Session",
     "SessionOptions",
+    "SessionSocket",
     "SessionTransport",
     "StaleEpoch",
     "StepBuilder",

@@ -21,6 +21,7 @@ OPTIONS: dict[str, tuple[str, ...] | None] = {
     "replica": None,
     "pipeline": ("on", "off"),  # only in mode "remote"
     "step_timeout": None,  # only in mode "remote": seconds
+    "session_socket": None,  # only in mode "remote": of the service, on the same machine
     "worker": None,
 }
 RANK = "{rank}"  # in the option `worker`
@@ -91,6 +92,7 @@ def _check_mode(config: VllmConfig, given: dict[str, str]) -> None:
         ("worker", has_worker),
         ("pipeline", is_remote),
         ("step_timeout", is_remote),
+        ("session_socket", is_remote),
     )
     for name, is_used in users:
         if name in given and not is_used:

@@ -46,6 +46,8 @@ def _print_addresses(app: App) -> None:
     from kvplane_service.replicas import cores
 
     lines = [f"serving on {app.address}"]
+    if app.config.session_socket:
+        lines.append(f"sessions on unix:{app.config.session_socket}")
     if app.metrics_address:
         lines.append(f"metrics on http://{app.metrics_address}/metrics")
     if app.health_address:

@@ -41,6 +41,7 @@ Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
 EnsureLocal: TypeAlias = Callable[[str], Awaitable[None]]
 ServerStream: TypeAlias = Callable[[Any], AsyncGenerator[Message | bytes]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
+ServedStream: TypeAlias = Callable[[object, Context], Awaitable[None]]
 
 _T = TypeVar("_T")
 Work: TypeAlias = Callable[[], Awaitable[_T]]
@@ -117,11 +118,11 @@ def service_handler(
 def _handler(
     service: str, method: MethodDescriptor, servicer: object, hooks: CallHooks
 ) -> grpc.RpcMethodHandler[bytes, bytes]:
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(stream_method(service, method, servicer, hooks))
     behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
     answered = partial(_answered, f"{service}/{method.name}", hooks.gate)
-    if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_stream(behaviour, answered))
     if method.server_streaming:
         serve = _server_stream(behaviour, request_class, hooks.ensure_local, answered)
         return grpc.stream_stream_rpc_method_handler(serve)
@@ -194,9 +195,12 @@ async def next_message(context: Context) -> bytes | None:
     return raw if isinstance(raw, bytes) else None
 
 
-def _stream(behaviour: Stream, answered: _Answered) -> Callable[[object, Context], Awaitable[None]]:
+def stream_method(service: str, method: MethodDescriptor, servicer: object, hooks: CallHooks) -> ServedStream:
+    """Return what serves a bidirectional method of the service of this full name, by the context of any transport."""
+    behaviour: Stream = getattr(servicer, method.name)
+
     async def call(_: object, context: Context) -> None:
-        await answered(context, partial(behaviour, context))
+        await _answered(f"{service}/{method.name}", hooks.gate, context, partial(behaviour, context))
 
     return call
 

@@ -38,7 +38,7 @@ def add_port(
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise _not_free(address, str(error), key) from None
+        raise not_free(address, str(error), key) from None
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
@@ -55,7 +55,7 @@ def check_free(address: str, key: str) -> None:
             host, _, port = address.rpartition(":")
             _check_port(host.strip("[]"), int(port))
     except OSError as error:
-        raise _not_free(address, error.strerror or str(error), key) from None
+        raise not_free(address, error.strerror or str(error), key) from None
 
 
 def _check_socket_file(path: str) -> None:
@@ -86,7 +86,8 @@ def _check_port(host: str, port: int) -> None:
         raise unusable[0]
 
 
-def _not_free(address: str, cause: str, key: str) -> Unavailable:
+def not_free(address: str, cause: str, key: str) -> Unavailable:
+    """Return the error for an address on which no server can listen."""
     flag = "--listen" if key == "listen" else key
     return Unavailable(
         f"cannot listen on {address}: {cause}",

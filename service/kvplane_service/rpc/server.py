@@ -1,4 +1,6 @@
-"""The gRPC server: all services, Health and reflection on one address, and only Health on another one if configured."""
+"""The servers: all services, Health and reflection by gRPC on one address; if configured, only Health on another one,
+and sessions by ttrpc on a Unix socket.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from kvplane_service.rpc.about import About
 from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
-from kvplane_service.rpc.methods import CallHooks, service_handler, unary_methods
+from kvplane_service.rpc.methods import CallHooks, service_handler, stream_method, unary_methods
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.status_page import StatusPage
+from kvplane_service.rpc.ttrpc import TtrpcServer
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
 
@@ -83,6 +86,9 @@ class RpcServer:
             service_handler(health.SERVICE, self._health.servicer, hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)
+        session = _ALLOCATION.methods_by_name["Session"]
+        serve = stream_method(_ALLOCATION.full_name, session, self._allocation, hooks)
+        self._local = TtrpcServer({f"/{_ALLOCATION.full_name}/{session.name}": serve}, config)
         self._health_server = grpc.aio.server(options=HEALTH_OPTIONS)
         open_to_all = service_handler(health.SERVICE, self._health.servicer, CallHooks(visible.ensure_local))
         self._health_server.add_generic_rpc_handlers((open_to_all,))
@@ -105,6 +111,8 @@ class RpcServer:
         if config.health_listen:
             self.health_address = add_port(self._health_server, config.health_listen, "health_listen")
         self._health.starting()
+        if config.session_socket:
+            await self._local.start()
         await self._health_server.start()
         await self._server.start()
         return address
@@ -137,7 +145,7 @@ class RpcServer:
         self._events.drain()
         leaving = asyncio.create_task(self._ownership.leave(self._streams.replicas()))
         await self._streams.drain(grace_ms)
-        await asyncio.gather(self._let_go(leaving), self._server.stop(_LAST_CALLS_S))
+        await asyncio.gather(self._let_go(leaving), self._server.stop(_LAST_CALLS_S), self._local.stop(_LAST_CALLS_S))
         await self._health_server.stop(None)
 
     async def _let_go(self, leaving: asyncio.Task[None]) -> None:
@@ -154,6 +162,7 @@ class RpcServer:
     async def stop(self) -> None:
         """Stop serving at once; running calls are cancelled."""
         await self._server.stop(None)
+        await self._local.stop(0)
         await self._health_server.stop(None)
 
 

@@ -20,7 +20,7 @@ from kvplane.session.options import draw_nonce
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
-from tests.bench.peer.plan import IN_PROCESS, TCP, UNIX
+from tests.bench.peer.plan import IN_PROCESS, SOCKET, TCP, UNIX
 
 SERVE = "from kvplane_service.cli import main; main()"
 
@@ -53,17 +53,17 @@ class InProcess:
 
 
 class Remote:
-    """The session is a gRPC stream to a service."""
+    """The session is a stream to a service."""
 
-    def __init__(self, client: kvplane.Client) -> None:
-        self._client = client
+    def __init__(self, client: kvplane.Client, session_socket: str = "") -> None:
+        self._client, self._socket = client, session_socket
         self._names = (f"bench-{number}" for number in itertools.count())
         self._name = ""
 
     def session(self, spec: ReplicaSpec) -> Session:
         self._name = next(self._names)
         self._client.register_replica(self._name, spec)
-        return self._client.session(self._name)
+        return self._client.session(self._name, session_socket=self._socket)
 
     def forget(self) -> None:
         self._client.deregister_replica(self._name)
@@ -71,11 +71,16 @@ class Remote:
 
 @contextmanager
 def places() -> Iterator[dict[str, Place]]:
-    """All three by name; the services run during the block."""
+    """All by name; the services run during the block."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listening = {UNIX: f"unix:{Path(folder) / 'kvplane.sock'}", TCP: "127.0.0.1:0"}
-        found: dict[str, Place] = {IN_PROCESS: InProcess()}
+        local = str(Path(folder) / "sessions.sock")
+        address = stack.enter_context(_service("127.0.0.1:0", f"session_socket={local}"))
+        found: dict[str, Place] = {
+            IN_PROCESS: InProcess(),
+            SOCKET: Remote(stack.enter_context(kvplane.connect(address)), local),
+        }
         for name, listen in listening.items():
             address = stack.enter_context(_service(listen))
             found[name] = Remote(stack.enter_context(kvplane.connect(address)))
@@ -83,9 +88,11 @@ def places() -> Iterator[dict[str, Place]]:
 
 
 @contextmanager
-def _service(listen: str) -> Iterator[str]:
+def _service(listen: str, *settings: str) -> Iterator[str]:
     """`kvplane serve` in its own process, as a user starts it; yields its address."""
     command = [sys.executable, "-c", SERVE, "serve", "--listen", listen, "--set", "log_level=WARNING"]
+    for setting in settings:
+        command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 REFERENCE = "vLLM"
-IN_PROCESS, UNIX, TCP = "in process", "Unix socket", "TCP loopback"
-PLACES = (IN_PROCESS, UNIX, TCP)
+IN_PROCESS, SOCKET, UNIX, TCP = "in process", "session socket", "Unix socket", "TCP loopback"
+PLACES = (IN_PROCESS, SOCKET, UNIX, TCP)  # all but the first two by gRPC
 
 # Kinds of intervals.
 DECODE, AHEAD, WAIT = "decode", "decode ahead", "decode ahead, waiting"

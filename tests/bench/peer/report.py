@@ -28,6 +28,7 @@ from tests.bench.peer.plan import (
     PACED,
     PLACES,
     REFERENCE,
+    SOCKET,
     TCP,
     UNIX,
     WAIT,
@@ -212,7 +213,7 @@ def _head(about: dict[str, Any]) -> list[str]:
 
 def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
     columns = [(DECODE, REFERENCE), *((DECODE, place) for place in PLACES), (PACED, REFERENCE)]
-    columns += [(kind, UNIX) for kind in OF_AHEAD] + [(AHEAD, TCP)]
+    columns += [(kind, side) for side in (SOCKET, UNIX) for kind in OF_AHEAD] + [(AHEAD, TCP)]
     names = [side if kind == DECODE else f"{side}, {kind[6:].strip(', ')}" for kind, side in columns]
     sizes = sorted({case.size for case, _ in table if case.model == model and case.kind == DECODE})
     rows = [

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from kvplane import wire
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError, Unavailable
 from kvplane.base.events import EventBatch
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.requests import HERE, Allocate, At, Commit, Content, Ending
@@ -135,6 +135,12 @@ class Client:
         """Open a session; see `kvplane.Client.session`."""
         self._require_open()
         request = first_request(replica, revive, options)
+        if options.get("session_socket"):
+            raise InvalidArgument(
+                "the asyncio client has no session socket",
+                field="session_socket",
+                remedy="omit it, or use kvplane.connect in a thread",
+            )
         open_s, step_s = timeouts(options)
         transport = GrpcTransport(self._owners, open_s, self._max_message_bytes, step_s)
         self._transports.add(transport)

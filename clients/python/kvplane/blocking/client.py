@@ -25,7 +25,8 @@ from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.blocking import collected
 from kvplane.blocking.session import Session
 from kvplane.blocking.transport import GrpcTransport
-from kvplane.rpc.access import Access, Tls, Token
+from kvplane.blocking.ttrpc import SessionSocket
+from kvplane.rpc.access import Access, Tls, Token, access_of
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.sansio.driver import Pause, drive
@@ -181,7 +182,9 @@ class Client:
         self._require_open()
         request = first_request(replica, revive, options)
         open_s, step_s = timeouts(options)
-        transport = GrpcTransport(self._owners, open_s, self._max_message_bytes, step_s)
+        path, access = options.get("session_socket", ""), access_of(self._owners.first)
+        local = SessionSocket(path, access, self._max_message_bytes) if path else None
+        transport = GrpcTransport(self._owners, open_s, self._max_message_bytes, step_s, local)
         return Session(transport, request, retry=options.get("retry"), revive=revival_of(revive, options))
 
     def lasting_session(

@@ -1,4 +1,4 @@
-"""The gRPC transport of a blocking session: one bidirectional stream of the blocking stub.
+"""The transport of a blocking session: one bidirectional stream of the blocking stub of gRPC, or one of ttrpc.
 
 gRPC's sender thread takes requests from a SimpleQueue. A reader thread always has a read under way, so that an answer
 is taken when it arrives, also while the engine does something else. gRPC's own thread decodes it and puts it into a
@@ -20,6 +20,7 @@ from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneErr
 from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.blocking import collected
+from kvplane.blocking.ttrpc import SessionSocket, TtrpcStream
 from kvplane.rpc.channel import MAX_MESSAGE_BYTES
 from kvplane.rpc.status import error_of_rpc
 from kvplane.sansio.owners import Owners, Route, moving_is_breaking
@@ -35,8 +36,8 @@ def _nothing() -> None:
 
 
 class GrpcTransport:
-    """Carry the messages of one session over a gRPC channel, which the transport does not close. Implements
-    SessionTransport.
+    """Carry the messages of one session over a gRPC channel, which the transport does not close, or over the session
+    socket of a service. Implements SessionTransport.
     """
 
     ready: Callable[[], StepResult | None] = staticmethod(_nothing)  # of the stream: see _Stream.ready
@@ -47,15 +48,18 @@ class GrpcTransport:
         open_timeout_s: float = OPEN_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        session_socket: SessionSocket | None = None,
     ) -> None:
         """Create a transport without a stream. `send` refuses steps above `max_message_bytes` bytes, since the service
-        ends a stream on which a larger message arrives.
+        ends a stream on which a larger message arrives. `session_socket` belongs to the first service of the channels,
+        and takes the place of its channel.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._channel = self._owners.present  # of the stream
         self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
-        self._stream: _Stream | None = None
+        self._session_socket = session_socket
+        self._stream: _Stream | TtrpcStream | None = None
         self._is_aborted = False
         self.draining = self.can_move = False
 
@@ -82,7 +86,8 @@ class GrpcTransport:
     def _open_at(self, channel: grpc.Channel, message: SessionRequest) -> Opened:
         self._drop()
         self.draining = False
-        self._stream = stream = _Stream(channel)
+        local = self._session_socket if channel is self._owners.first else None
+        self._stream = stream = TtrpcStream(local) if local is not None else _Stream(channel)
         self.ready = stream.ready
         if self._is_aborted:  # read after the assignment, so that either `abort` or this line ends the stream
             self._drop()
@@ -149,7 +154,7 @@ class GrpcTransport:
         self._is_aborted = True
         self._drop()
 
-    def _require_stream(self) -> _Stream:
+    def _require_stream(self) -> _Stream | TtrpcStream:
         if self._stream is None:
             raise Unavailable("the session has no open stream", remedy="open the session again")
         return self._stream

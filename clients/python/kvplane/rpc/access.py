@@ -100,11 +100,14 @@ PLAIN = Access()
 class TokenChannel:
     """Wrap a blocking or asyncio gRPC channel so that its calls carry a token. All other attributes are those of the
     wrapped channel.
+
+    Attributes:
+        access: the token.
     """
 
     def __init__(self, channel: Any, access: Access) -> None:  # noqa: ANN401 - grpc.Channel or grpc.aio.Channel
         self._channel = channel
-        self._access = access
+        self.access = access
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._channel, name)
@@ -129,9 +132,14 @@ class TokenChannel:
 
     def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def with_token(*args: Any, metadata: Metadata | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
-            return call(*args, metadata=(*(metadata or ()), *self._access.metadata()), **kwargs)
+            return call(*args, metadata=(*(metadata or ()), *self.access.metadata()), **kwargs)
 
         return with_token
+
+
+def access_of(channel: object) -> Access:
+    """Return the token with which a channel calls, without its TLS."""
+    return channel.access if isinstance(channel, TokenChannel) else PLAIN
 
 
 def with_token(channel: grpc.Channel, access: Access) -> grpc.Channel:

@@ -8,6 +8,7 @@ exception. The details are in the trailing metadata "grpc-status-details-bin".
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -152,6 +153,18 @@ def decode_status(status: status_pb2.Status) -> KvplaneError | None:
     remedy = metadata.pop("remedy", "")
     message = status.message.removeprefix(f"{field}: ").removesuffix(f" ({remedy})")
     return error_of_reason(info.reason, message, field=field, remedy=remedy, metadata=metadata)
+
+
+def error_of_status(status: status_pb2.Status) -> KvplaneError:
+    """Return the error of a failed call whose status came as a message: from its details if there are any, otherwise
+    from its code.
+    """
+    with suppress(DecodeError):
+        error = decode_status(status)
+        if error is not None:
+            return error
+    code = next((one for one in grpc.StatusCode if one.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    return _BY_CODE.get(code, InternalError)(status.message or code.name, metadata={"code": code.name})
 
 
 def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:

@@ -68,7 +68,11 @@ def _host(address: str) -> str:
 
 
 class Owners(Generic[C]):
-    """The channels to all services, one per address. They stay open until the client closes them. Thread-safe."""
+    """The channels to all services, one per address. They stay open until the client closes them. Thread-safe.
+
+    Attributes:
+        first: channel of the first service of the list.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Owners(Generic[C]):
             permit: whether a redirection to an address is followed.
         """
         self._reach, self._permit = reach, permit
-        self._first = first
+        self.first = first
         self._others = tuple(others)
         self._at = 0  # position in the list: 0 = the first, n = the n-th of the others
         self._channels: dict[str, C] = {}
@@ -155,10 +159,10 @@ class Owners(Generic[C]):
         """Stop following redirections and return every channel, for the caller to close."""
         with self._lock:
             self._closed = True
-            return [self._first, *self._channels.values()]
+            return [self.first, *self._channels.values()]
 
     def _present(self) -> C:
-        return self._channel(self._others[self._at - 1]) if self._at and not self._closed else self._first
+        return self._channel(self._others[self._at - 1]) if self._at and not self._closed else self.first
 
     def _channel(self, address: str) -> C:
         if address not in self._channels:

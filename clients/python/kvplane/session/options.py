@@ -28,6 +28,9 @@ class SessionOptions(TypedDict, total=False):
         open_timeout_s: seconds that opening a stream may take.
         remember: without a `revive`: record the requests, so that the session can send them to a restarted service;
             True by default.
+        session_socket: path of the Unix socket on which the first service of the client's list serves sessions (its
+            setting of this name), if it runs on this machine: a step takes a fraction of its time over gRPC. Sessions
+            with other services use gRPC. Not for the asyncio client. "", the default = gRPC alone.
     """
 
     epoch: int
@@ -41,6 +44,7 @@ class SessionOptions(TypedDict, total=False):
     step_timeout_s: float
     open_timeout_s: float
     remember: bool
+    session_socket: str
 
 
 def draw_nonce() -> int:

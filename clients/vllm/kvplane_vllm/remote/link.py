@@ -178,6 +178,7 @@ class Link:
             name,
             with_events=self._with_events,
             client="vllm",
+            session_socket=self._settings.session_socket,
             remember=False,  # the requests are sent again from vLLM's queues
             **options,  # type: ignore[arg-type]
         )

@@ -42,18 +42,21 @@ class Settings:
         address, replica: the service, and the engine's replica there.
         pipeline: whether the program of a step is sent while the step before it runs.
         step_timeout_s: how long a schedule() waits for an answer.
+        session_socket: path of the service's session socket; "" = the session uses gRPC.
     """
 
     address: str
     replica: str
     pipeline: bool = True
     step_timeout_s: float = STEP_TIMEOUT_S
+    session_socket: str = ""
 
 
 def settings_of(chosen: Mapping[str, Any]) -> Settings:
     """Return the settings of these options, which were checked."""
     timeout_s = float(chosen.get("step_timeout", STEP_TIMEOUT_S))
-    return Settings(chosen["address"], chosen["replica"], chosen.get("pipeline", "on") == "on", timeout_s)
+    pipeline, local = chosen.get("pipeline", "on") == "on", chosen.get("session_socket", "")
+    return Settings(chosen["address"], chosen["replica"], pipeline, timeout_s, local)
 
 
 def refuse(config: Any) -> None:
