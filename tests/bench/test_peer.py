@@ -43,10 +43,7 @@ def test_peer_benchmark_measures_every_case_on_all_sides(tmp_path, monkeypatch):
     decodes = {(DECODE, "", side) for side in PLACES}
     decodes |= {(kind, "", side) for kind in (AHEAD, WAIT, DELAY, CPU) for side in PLACES[1:]}
     admissions = {
-        (kind, hashing, side)
-        for kind in (MISS, HIT)
-        for hashing in (DEFAULT_HASH, CBOR_HASH)
-        for side in PLACES
+        (kind, hashing, side) for kind in (MISS, HIT) for hashing in (DEFAULT_HASH, CBOR_HASH) for side in PLACES
     }
     assert measured == {(model, *one) for model in SMALL.models for one in decodes | admissions}
     text = Report.of(SMALL, [found, found]).text()

@@ -4,9 +4,11 @@ test_session_contract.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -147,7 +149,7 @@ def test_a_socket_of_another_user_is_denied(path):
     assert f"{PermissionDenied.__name__}: session_socket: cannot connect to {path}" in done.stderr
 
 
-@pytest.mark.parametrize("given", ["x" * 108, "a\0b"])
+@pytest.mark.parametrize("given", ["x" * 108, "a\0b", "\ud800"])
 def test_a_path_that_no_socket_can_have_is_refused(world, given):
     with pytest.raises(InvalidArgument, match="session_socket"):
         world.client.session(world.replica, session_socket=given)
@@ -203,6 +205,92 @@ def test_a_full_socket_delays_no_call_and_loses_nothing(path):
         found.append(bytes(received[HEADER.size : HEADER.size + length]))
         del received[: HEADER.size + length]
     assert found == messages
+
+
+def test_a_silent_service_is_late_and_a_long_timeout_is_none(path):
+    with peer(path) as (stream, other):
+        other.sendall(frame(DATA, NOTICE) * 2)
+        assert stream.receive(1e12).WhichOneof("kind") == "draining"
+        assert stream.receive(0).WhichOneof("kind") == "draining"
+        with pytest.raises(DeadlineExceeded, match=r"not answer within 0\.05 s"):
+            stream.receive(0.05)
+
+
+def test_a_flood_without_answers_does_not_outlast_the_timeout(path):
+    with peer(path) as (stream, other):
+        writer = threading.Thread(target=flood, args=(other,))
+        writer.start()
+        with pytest.raises(DeadlineExceeded):
+            stream.receive(0.1)
+        writer.join()
+
+
+def flood(other):
+    with contextlib.suppress(OSError):
+        while True:
+            other.sendall(frame(DATA, b"", NO_DATA) * 1000)
+
+
+def test_one_heartbeat_makes_room_for_as_much_again(path):
+    with peer(path) as (stream, other):
+        other.setblocking(False)
+        sent = [0, 0]
+        for turn in range(2):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sent[turn] += other.send(frame(DATA, NOTICE) * 100)
+            stream.check()
+        assert sent[1] >= sent[0] > 64 << 10
+
+
+def test_a_refused_opening_leaves_no_descriptor(world, path):
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(10):
+            with pytest.raises(NotFound):
+                world.client.session("none", session_socket=path)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[-1] <= counts[1]
+    finally:
+        gc.enable()
+
+
+FORKS = """
+import os, sys, time
+from kvplane.blocking.ttrpc import SessionSocket, TtrpcStream
+stream = TtrpcStream(SessionSocket(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+MANY_FILES = """
+import os, resource, sys
+from kvplane.blocking.ttrpc import SessionSocket
+at = SessionSocket(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, 4096))
+at.connect()
+"""
+
+
+def test_a_child_of_a_killed_engine_does_not_keep_its_connection(path):
+    command = [sys.executable, "-c", FORKS, path]
+    with (
+        socket.create_server(path, family=socket.AF_UNIX) as listener,
+        subprocess.Popen(command, start_new_session=True) as engine,
+        listener.accept()[0] as other,
+    ):
+        other.settimeout(20)
+        while other.recv(1000):
+            pass
+        os.killpg(engine.pid, signal.SIGKILL)
+
+
+def test_too_many_open_files_are_an_error_of_kvplane(path):
+    with socket.create_server(path, family=socket.AF_UNIX):
+        done = subprocess.run([sys.executable, "-c", MANY_FILES, path], capture_output=True, text=True, check=False)
+    assert f"{Unavailable.__name__}: session_socket: cannot connect to {path}: Too many open files" in done.stderr
 
 
 def test_a_heartbeat_reads_what_arrived_so_that_the_service_can_write(path):

@@ -147,10 +147,14 @@ class Stream:
 
 
 @contextmanager
-def running(config: Config | None = None, clock: Callable[[], int] | None = None) -> Iterator[Service]:
+def running(
+    config: Config | None = None,
+    clock: Callable[[], int] | None = None,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> Iterator[Service]:
     """A service on a free loopback port."""
     config = config or Config(listen="127.0.0.1:0")
-    loop = asyncio.new_event_loop()
+    loop = new_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import re
 import socket
 import stat
 import time
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
+import uvloop
 from google.rpc import status_pb2
 
 from kvplane.base.errors import (
@@ -35,7 +38,7 @@ from kvplane_service.config import Config
 from kvplane_service.rpc import ttrpc
 from tests.client.mini_engine import HYBRID
 from tests.service.guarded import Guard
-from tests.service.rig import WAIT_S, error_of, running, until
+from tests.service.rig import NONCES, WAIT_S, error_of, running, until
 
 SERVICE, METHOD = "kvplane.v1.Allocation", "Session"
 STREAM = 5  # any odd number
@@ -46,11 +49,16 @@ def path(tmp_path):
     return str(tmp_path / "sessions")
 
 
-@pytest.fixture
-def service(path):
-    with running(Config(listen="127.0.0.1:0", session_socket=path, max_connections=4)) as service:
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def service(request, path):
+    """On each loop; a task or a callback that raises fails the test."""
+    config, unhandled = Config(listen="127.0.0.1:0", session_socket=path, max_connections=4), list[dict[str, Any]]()
+    with running(config, new_loop=request.param) as service:
+        service.loop.set_exception_handler(lambda _, context: unhandled.append(context))
         service.register()
         yield service
+        gc.collect()
+    assert not unhandled
 
 
 class Raw:
@@ -74,7 +82,7 @@ class Raw:
         self.send(REQUEST, TtrpcRequest(**facts).SerializeToString(), flags, stream)
 
     def open(self, replica: str = "r") -> None:
-        self.ask(open={"replica": replica, "nonce": 1})
+        self.ask(open={"replica": replica, "nonce": next(NONCES)})
 
     def ask(self, **kind: Any) -> None:
         self.send(DATA, SessionRequest(**kind).SerializeToString())
@@ -362,6 +370,116 @@ def test_a_client_that_does_not_read_delays_itself_alone(path):
             session.apply(Part())
         asyncio.run_coroutine_threadsafe(service.app.drain(), service.loop).result(WAIT_S)
         assert not service.app._server._local.open
+
+
+def test_another_connection_is_served_between_two_messages(service, path):
+    """Thousands of short messages that arrive at once: the loop runs between them."""
+    turns, count = [0], 2000
+
+    def turn() -> None:
+        turns[0] += 1
+        if turns[0] < 10 * count:
+            service.loop.call_soon(turn)
+
+    with Raw(path) as client:
+        client.begin()
+        client.open()
+        client.answer()
+        beats = frame(DATA, SessionRequest(heartbeat={}).SerializeToString(), 0, STREAM) * count
+
+        def begin() -> None:
+            turns[0] = 0
+            client.socket.sendall(beats + frame(DATA, SessionRequest(close={}).SerializeToString(), 0, STREAM))
+            service.loop.call_soon(turn)
+
+        service.in_loop(begin)
+        assert client.answer().HasField("closed")
+        assert turns[0] > count // 2
+
+
+def test_a_client_that_is_gone_behind_steps_leaves_no_error(service, path):
+    for _ in range(20):
+        with Raw(path) as client:
+            client.begin()
+            client.open()
+            epoch = client.answer().opened.epoch
+            step = SessionRequest(step={"epoch": epoch, "seq": 9, "executed_through": 0, "parts": [{}]})
+            (connection,) = service.app._server._local.open
+            client.socket.sendall(frame(DATA, step.SerializeToString(), 0, STREAM) * 500)
+        until(lambda: not service.app._server._local.open)
+        service.in_loop(partial(connection._end_with, b""))  # as a call does whose cancellation comes too late
+
+
+def test_a_client_that_is_gone_is_seen_while_nothing_is_read(service, path, monkeypatch):
+    monkeypatch.setattr(ttrpc, "_WATCH_S", 0.01)
+    held = asyncio.Event()
+
+    async def hold(*_):
+        await held.wait()
+
+    monkeypatch.setattr("kvplane_service.rpc.session._Stream._step", hold)
+    with Raw(path) as client:
+        client.begin()
+        client.open()
+        client.answer()
+        (connection,) = service.app._server._local.open
+        client.ask(step={"seq": 1})
+        client.socket.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            client.socket.sendall(bytes(8 << 20))
+        assert connection._is_paused
+    until(lambda: not service.app._server._local.open)
+    until(lambda: service.state() != "LIVE")
+
+
+def test_a_client_that_sends_no_more_gets_its_answers(service, path):
+    with Raw(path) as client:
+        client.begin()
+        client.open()
+        epoch = client.answer().opened.epoch
+        for seq in (1, 2, 3):
+            client.ask(step={"epoch": epoch, "seq": seq, "executed_through": seq - 1, "parts": [{}]})
+        client.socket.shutdown(socket.SHUT_WR)
+        assert [client.answer().result.seq for _ in range(3)] == [1, 2, 3]
+        assert client.end() is None
+
+
+def test_a_client_that_does_not_read_its_status_is_closed(service, path, monkeypatch):
+    monkeypatch.setattr(ttrpc, "_LAST_S", 0.05)
+    with Raw(path) as client:
+        client.begin()
+        client.open()
+        epoch = client.answer().opened.epoch
+        (connection,) = service.app._server._local.open
+        step = SessionRequest(step={"epoch": epoch, "seq": 9, "executed_through": 0, "parts": [{}]})
+        raw = frame(DATA, step.SerializeToString(), 0, STREAM) * 10
+        client.socket.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            while connection._may_write.is_set():
+                client.socket.sendall(raw)
+        service.in_loop(lambda: connection._end_with(b""))
+        until(lambda: not service.app._server._local.open)
+
+
+def test_the_file_of_another_service_stays(path):
+    with running(Config(listen="127.0.0.1:0", session_socket=path)):
+        os.unlink(path)
+        other = running(Config(listen="127.0.0.1:0", session_socket=path))
+        other.__enter__()
+    with Raw(path):
+        pass
+    other.__exit__(None, None, None)
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_socket_stays(path, kind):
+    {"file": lambda: open(path, "w").close(), "folder": lambda: os.mkdir(path), "link": lambda: os.symlink("x", path)}[
+        kind
+    ]()
+    with pytest.raises(Unavailable, match="session_socket: cannot listen on"):
+        running(Config(listen="127.0.0.1:0", session_socket=path)).__enter__()
+    assert os.path.lexists(path)
 
 
 def test_the_file_goes_with_the_service_and_is_not_taken_from_another(path):

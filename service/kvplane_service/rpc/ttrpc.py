@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, cast
@@ -29,6 +30,7 @@ _UNREAD_BYTES = 64 << 10
 _MAX_REQUEST_BYTES = 16 << 10  # of the frame that begins a stream, before the call is admitted
 _UNSENT_BYTES = 64 << 10  # answers that wait for the client; above it the stream waits
 _BACKLOG = 512  # connections that wait to be accepted
+_WATCH_S = 1.0  # between two looks at a client of which nothing is read
 _LAST_S = 1.0  # time for the last bytes to be written when a stream ends
 
 
@@ -56,6 +58,7 @@ class TtrpcServer:
         self.open: set[_Connection] = set()
         self._config = config
         self._server: asyncio.Server | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of the socket's file
 
     async def start(self) -> None:
         """Start serving. Raises Unavailable if another process listens on the socket, or it cannot be created."""
@@ -65,6 +68,7 @@ class TtrpcServer:
             self._server = await asyncio.get_running_loop().create_unix_server(self._connection, path, backlog=_BACKLOG)
         except OSError as error:
             raise not_free(f"unix:{path}", error.strerror or str(error), "session_socket") from None
+        self._file = _file_at(path)
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections, wait at most `grace_s` seconds until the open ones have ended, and end the
@@ -73,7 +77,7 @@ class TtrpcServer:
         if self._server is None:
             return
         self._server.close()
-        with suppress(OSError):
+        if _file_at(self._config.session_socket) == self._file:  # or another service listens there now
             os.unlink(self._config.session_socket)
         tasks = [one.task for one in self.open if one.task is not None]
         if tasks:
@@ -82,7 +86,14 @@ class TtrpcServer:
             one.end()
 
     def _connection(self) -> _Connection:
-        return _Connection(self, self._config.max_message_bytes, len(self.open) >= self._config.max_connections)
+        return _Connection(self, self._config.max_message_bytes, self._config.max_connections)
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
 
 
 class _Connection(asyncio.Protocol):
@@ -92,17 +103,18 @@ class _Connection(asyncio.Protocol):
         task: serves the call; None before the call has begun.
     """
 
-    def __init__(self, server: TtrpcServer, max_message_bytes: int, is_refused: bool) -> None:
+    def __init__(self, server: TtrpcServer, max_message_bytes: int, max_connections: int) -> None:
         self.task: asyncio.Task[None] | None = None
         self._server = server
         self._max_message_bytes = max_message_bytes
-        self._is_refused = is_refused
+        self._max_connections = max_connections
         self._loop = asyncio.get_running_loop()
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._received = bytearray()
         self._reader: asyncio.Future[None] | None = None  # set while the call waits for a message
-        self._is_paused = self._is_closed_by_client = False
+        self._is_paused = self._is_closed_by_client = self._has_ended = False
+        self._is_lost = False
         self._stream = 0
         self._metadata: tuple[tuple[str, str], ...] = ()
 
@@ -111,7 +123,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for the frame that begins the call."""
         self._transport = cast(asyncio.Transport, transport)
-        if self._is_refused:
+        if len(self._server.open) >= self._max_connections:
             self._transport.abort()
             return
         self._server.open.add(self)
@@ -129,14 +141,23 @@ class _Connection(asyncio.Protocol):
         elif len(self._received) > _UNREAD_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
+            self._watch()
 
     def eof_received(self) -> bool:
-        """End the call: a client that sends no more ends its stream with a frame."""
-        return False
+        """End the stream of a client that sends no more, once the call has read what it sent; or the call, if the
+        client is gone.
+        """
+        self._has_ended = True
+        if self.task is None or self._is_hung_up():
+            return False
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         """Cancel the call, as gRPC does if its client is gone."""
-        if self._is_refused:
+        self._is_lost = True
+        if self not in self._server.open:
             return
         self._silent.cancel()
         self._server.open.discard(self)
@@ -161,13 +182,18 @@ class _Connection(asyncio.Protocol):
             LimitExceeded: the message is longer than `max_message_bytes`.
             InvalidArgument: the frame is none of a stream's data.
         """
+        has_waited = False
         while not self._is_closed_by_client:
             if self._has_frame():
+                if not has_waited:
+                    await asyncio.sleep(0)  # other connections are served between two messages
                 flags, data = self._take()
                 self._is_closed_by_client = bool(flags & REMOTE_CLOSED)
                 if not flags & NO_DATA:
                     return data
                 continue
+            if self._has_ended:
+                break
             if self._is_paused:
                 self._is_paused = False
                 self._transport.resume_reading()
@@ -176,10 +202,13 @@ class _Connection(asyncio.Protocol):
                 await self._reader
             finally:
                 self._reader = None
+            has_waited = True
         return grpc.aio.EOF
 
     async def write(self, message: bytes) -> None:
-        """Send a message, once the client has read most of those before."""
+        """Send a message, and wait until the client has read most of those before. A client that is gone gets none."""
+        if self._is_lost:
+            return
         self._transport.write(frame(DATA, message, stream=self._stream))
         if not self._may_write.is_set():
             await self._may_write.wait()
@@ -251,11 +280,28 @@ class _Connection(asyncio.Protocol):
 
     def _end_with(self, status: bytes) -> None:
         """Send the status, empty for OK, and close the connection."""
+        if self._is_lost:
+            return
         response = TtrpcResponse(status=status).SerializeToString()
         self._transport.write(frame(RESPONSE, response, stream=self._stream))
         self._transport.close()
         self._silent.cancel()
         self._silent = self._loop.call_later(_LAST_S, self._transport.abort)  # of a client that does not read
+
+    def _watch(self) -> None:
+        """Break the connection if its client is gone, which is not seen otherwise while nothing is read."""
+        if self._is_lost or not self._is_paused:
+            return
+        if self._is_hung_up():
+            self.end()
+        else:
+            self._loop.call_later(_WATCH_S, self._watch)
+
+    def _is_hung_up(self) -> bool:
+        """Return whether the client has closed its end for both directions."""
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _has_frame(self, kind: int = DATA, max_bytes: int = 0) -> bool:
         """Return whether a whole frame has arrived. Raises as `read` for one that is refused."""

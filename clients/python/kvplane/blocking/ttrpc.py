@@ -6,13 +6,14 @@ service. Nothing here blocks but `receive` and `exhaust`, which have a timeout.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -36,6 +37,8 @@ from kvplane.wire.ttrpc import DATA, FIRST_STREAM, HEADER, NO_DATA, REMOTE_CLOSE
 
 _CHUNK = 64 << 10  # bytes that one read takes at most
 _MAX_PATH = 107  # bytes of the path of a Unix socket, on Linux
+_MAX_POLL_S = 3600.0
+_READS_OF_CHECK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,35 @@ class SessionSocket:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if there can be no socket of this path."""
-        if "\0" in self.path or len(self.path.encode()) > _MAX_PATH:
-            raise InvalidArgument(
-                f"{self.path[:200]!r} is not the path of a Unix socket",
-                field="session_socket",
-                remedy=f"give a path of at most {_MAX_PATH} bytes",
-            )
+        with suppress(UnicodeEncodeError):
+            if "\0" not in self.path and len(os.fsencode(self.path)) <= _MAX_PATH:
+                return
+        raise InvalidArgument(
+            f"{self.path[:200]!r} is not the path of a Unix socket",
+            field="session_socket",
+            remedy=f"give a path of at most {_MAX_PATH} bytes",
+        )
 
     def connect(self) -> socket.socket:
         """Return a connected socket that does not block.
 
         Raises:
             PermissionDenied: this process may not use the socket.
-            Unavailable: no service listens, or too many connections wait.
+            Unavailable: no service listens, too many connections wait, or this process has too many open files.
         """
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            connected.connect(self.path)
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            with ExitStack() as stack:
+                stack.callback(connected.close)
+                connected.connect(self.path)
+                stack.pop_all()
         except PermissionError as error:
-            connected.close()
             raise PermissionDenied(
                 f"cannot connect to {self.path}: {error.strerror}",
                 field="session_socket",
                 remedy="let the user of this process write to the socket and enter its directory",
             ) from None
         except OSError as error:
-            connected.close()
             raise Unavailable(
                 f"cannot connect to {self.path}: {error.strerror}",
                 field="session_socket",
@@ -95,6 +101,7 @@ class TtrpcStream:
         """Begin the stream. Raises as `SessionSocket.connect`, and as `Access.metadata`."""
         metadata = at.access.metadata() if at.access.token else ()
         self._socket = at.connect()
+        _streams.add(self)
         self._ending = finalize(self, self._socket.close)
         self._ending.atexit = False  # the end of the process ends the stream too
         self._poll = select.poll()
@@ -125,7 +132,7 @@ class TtrpcStream:
         if self._early is not None:
             answer, self._early = self._early, None
             return answer
-        if not self._arrived:
+        if not self._arrived and self._end is None:
             self._wait(timeout_s)
         return self._take()
 
@@ -152,10 +159,11 @@ class TtrpcStream:
         service can write on while the engine does not call `receive`.
         """
         self._flush()
-        while self._end is None and self._read():
-            pass
+        for _ in range(_READS_OF_CHECK):
+            if self._end is not None or not self._read():
+                break
         if self._end is not None:
-            raise self._end
+            raise self._ended_with(self._end)
 
     def exhaust(self, timeout_s: float) -> None:
         """Read until the stream ends or `timeout_s` seconds have passed."""
@@ -204,17 +212,20 @@ class TtrpcStream:
         """Wait until an answer has arrived or the stream has ended."""
         deadline_s = time.monotonic() + timeout_s
         left_s = timeout_s
-        while not self._arrived and self._end is None:
-            if not self._poll.poll(1000 * left_s) and left_s <= 0:
+        while True:
+            self._poll.poll(1000 * min(max(0.0, left_s), _MAX_POLL_S))
+            self._flush()
+            self._read()
+            if self._arrived or self._end is not None:
+                return
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 self._end = DeadlineExceeded(
                     f"the service did not answer within {timeout_s} s",
                     remedy="open the session again, or raise the timeout",
                 )
                 self.cut()
                 return
-            self._flush()
-            self._read()
-            left_s = max(0.0, deadline_s - time.monotonic())
 
     def _read(self) -> bool:
         """Take what has arrived, without waiting. Returns whether there may be more."""
@@ -264,18 +275,36 @@ class TtrpcStream:
     def _take(self) -> stream_messages.Taken:
         if not self._arrived:
             assert self._end is not None, "`_wait` returns with an answer or an end"
-            raise self._end
+            raise self._ended_with(self._end)
         try:
             return stream_messages.taken(self._arrived.popleft())
         except DecodeError as error:
             self._arrived.clear()
-            end = self._end = stream_messages.reader_failed(error)
+            self._end = stream_messages.reader_failed(error)
             self.cut()
-            raise end from error
+            raise self._ended_with(self._end) from error
+
+    def _ended_with(self, end: KvplaneError) -> KvplaneError:
+        """Close the connection, and return an equal error to raise: a traceback keeps what it passed."""
+        self._unsent.clear()
+        self._socket.close()
+        return type(end)(end.message, field=end.field, remedy=end.remedy, metadata=end.metadata)
 
     def _ends_with(self, end: KvplaneError) -> None:
         """Keep why the stream ended: the first reason counts."""
         self._end = self._end or end
+
+
+_streams: WeakSet[TtrpcStream] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the connections of this process's parent: one that the child kept open would outlive the engine."""
+    for stream in list(_streams):
+        stream._socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _ended() -> KvplaneError:
