@@ -55,6 +55,18 @@ def test_cost_of_schedule_is_that_of_the_results():
     assert f"one run each, {date[1]})" in SAID
 
 
+def test_steps_out_of_process_are_those_of_the_results():
+    cells = json.loads((RESULTS / "peer.json").read_text())["cells"]
+    sentences = {256: "takes {}, {}, {} and {} of the time", 1: "with one request {}, {}, {} and {} times as long"}
+    for requests, words in sentences.items():
+        ratios = [
+            f"{cell['ratio']:.2g}"
+            for cell in cells
+            if (cell["case"]["kind"], cell["case"]["size"], cell["side"]) == ("decode", requests, "session socket")
+        ]
+        assert words.format(*ratios) in SAID
+
+
 def test_restart_is_that_of_the_results():
     measured = json.loads((RESULTS / "restart.json").read_text())
     (one,) = (each for each in measured if (each["store"], each["groups"]) == ("SQLite", 1))
