@@ -24,6 +24,7 @@ from kvplane.base.errors import (
     InternalError,
     InvalidArgument,
     LimitExceeded,
+    Moved,
     NotFound,
     PermissionDenied,
     StaleEpoch,
@@ -37,6 +38,7 @@ from kvplane.blocking.transport import GrpcTransport
 from kvplane.blocking.ttrpc import SessionSocket, TtrpcStream
 from kvplane.rpc.access import PLAIN
 from kvplane.rpc.channel import open_channel
+from kvplane.rpc.status import encode_status
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.v1.allocation_pb2 import Draining, Heartbeat, SessionRequest, SessionResponse
@@ -167,6 +169,26 @@ def test_another_service_of_the_list_is_reached_by_grpc(world, path):
         addresses = f"127.0.0.1:1,{other.service.address}"
         with connect(addresses) as client, client.session(world.replica, session_socket=f"{path}.none") as session:
             assert session.apply(ASK).parts[0].admit_granted == [20]
+
+
+def test_a_replica_that_moved_is_followed_to_its_owner_by_grpc(path):
+    """The service on this machine redirects the session to another one."""
+    with closing(GrpcWorld("127.0.0.1:0")) as owner, socket.create_server(path, family=socket.AF_UNIX) as listener:
+        moved = Moved("the replica is elsewhere", metadata={"address": owner.service.address})
+        response = TtrpcResponse(status=encode_status(moved).SerializeToString()).SerializeToString()
+
+        def redirect():
+            other, _ = listener.accept()
+            with other:
+                other.recv(1 << 16)
+                other.sendall(frame(RESPONSE, response))
+
+        redirecting = threading.Thread(target=redirect)
+        redirecting.start()
+        with connect("127.0.0.1:1") as client, client.session(owner.replica, session_socket=path) as session:
+            assert session.apply(ASK).parts[0].admit_granted == [20]
+            assert session.apply(part_of(RunRow(0))).parts[0].granted == [20]
+        redirecting.join()
 
 
 def test_open_and_step_have_a_deadline(path):

@@ -472,6 +472,22 @@ def test_the_file_of_another_service_stays(path):
     assert not os.path.exists(path)
 
 
+@pytest.mark.parametrize("key", ["session_socket", "listen"])
+def test_a_hung_process_that_listens_delays_no_start(path, key):
+    given = {"listen": "127.0.0.1:0", key: path if key == "session_socket" else f"unix:{path}"}
+    with contextlib.ExitStack() as stack:
+        hung = stack.enter_context(socket.socket(socket.AF_UNIX))
+        hung.bind(path)
+        hung.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(path)
+        with pytest.raises(Unavailable, match=f"{key}: cannot listen on unix:.*in use"):
+            running(Config.model_validate(given)).__enter__()
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_what_is_no_socket_stays(path, kind):
     {"file": lambda: open(path, "w").close(), "folder": lambda: os.mkdir(path), "link": lambda: os.symlink("x", path)}[

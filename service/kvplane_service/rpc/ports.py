@@ -59,11 +59,13 @@ def check_free(address: str, key: str) -> None:
 
 
 def _check_socket_file(path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             return
+        except BlockingIOError:
+            pass  # a process listens that accepts none of the connections that wait
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
