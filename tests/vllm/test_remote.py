@@ -29,12 +29,13 @@ def run(model, kind, num_seeds, *more):
 few_of_stock = cache(lambda model, *more: run(model, "stock", FEW_SEEDS, *more))
 
 
-def remote(model, pipeline, *more, num_seeds=FEW_SEEDS):
+def remote(model, pipeline, *more, num_seeds=FEW_SEEDS, session_socket=""):
     """Run an engine, and check the number of messages of each schedule(): one if it only continues the decodes of the
     one before, else two at most. Its pool must have been short of blocks: 20 preemptions if it answers 20 seeds.
     """
-    with processes.Service() as service:
-        found = run(model, "remote", num_seeds, *more, service.address, "r", pipeline)
+    with processes.Service(session_socket=session_socket) as service:
+        local = [session_socket] if session_socket else []
+        found = run(model, "remote", num_seeds, *more, service.address, "r", pipeline, *local)
     assert found["manager"] == "RemoteManager"
     steps, preempted = (sum(seed[name] for seed in found["seeds"]) for name in ("steps", "preempted"))
     print(
@@ -57,6 +58,11 @@ def test_all_decisions_equal_those_of_stock_without_a_pipeline(model):
     assert differing(stock_of(model), found) == {}
     assert found["messages"].get("2", 0) < 0.05 * found["messages"]["1"]
     assert found["unused"] == 0
+
+
+def test_all_decisions_equal_those_of_stock_over_the_session_socket(tmp_path):
+    found = remote("llama", "off", session_socket=str(tmp_path / "sessions"))
+    assert differing(few_of_stock("llama"), found) == {}
 
 
 @pytest.mark.parametrize("model", POOLS)

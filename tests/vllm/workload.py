@@ -236,8 +236,8 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
         address, replica = target
         more["additional_config"] = {"kvplane": {"mode": "mirror", "address": address, "replica": replica}}
     if kind == "remote":
-        names = "address", "replica", "pipeline"
-        more["additional_config"] = {"kvplane": {"mode": "remote", **dict(zip(names, target, strict=True))}}
+        names = "address", "replica", "pipeline", "session_socket"
+        more["additional_config"] = {"kvplane": {"mode": "remote", **dict(zip(names, target, strict=False))}}
     copies = count_copies()
     observed = Observed(engine(model, kind, num_blocks, **more), model)
     counts = Messages(observed.scheduler) if kind == "remote" else None
