@@ -78,7 +78,8 @@ class TtrpcServer:
             return
         self._server.close()
         if _file_at(self._config.session_socket) == self._file:  # or another service listens there now
-            os.unlink(self._config.session_socket)
+            with suppress(OSError):  # it was removed by hand, or its directory is not writable any more
+                os.unlink(self._config.session_socket)
         tasks = [one.task for one in self.open if one.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
