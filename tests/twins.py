@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -820,6 +821,17 @@ def seal_any_version(real: Real) -> Real:
     return lambda self, payload: real(replace(self, version=0), payload)
 
 
+def slots_alone(real: Real) -> Real:
+    """Slots of the host prove keys, whatever memory they belong to."""
+
+    def shown_slots(shown: Any, spec: Any) -> Any:
+        kept = array("Q", real(shown, spec))
+        kept[spec.num_blocks :] = array("Q", shown)[spec.num_blocks :] if kept else kept
+        return memoryview(kept) if kept else ()
+
+    return shown_slots
+
+
 def first_end_counts(real: Real) -> Real:
     """A job is over when one rank has ended it."""
 
@@ -1176,6 +1188,13 @@ TWINS: dict[str, Twin] = {
     "jobs of an earlier engine not awaited": Twin(
         "a new engine carries out no order while movers work on jobs of the one before",
         (Patch("kvplane.tier_jobs:TierJobs.may_carry_out", answer(True)),),
+    ),
+    "host slots of another memory prove keys": Twin(
+        "a slot of the host proves a key only in the memory in which it was written",
+        (
+            Patch("kvplane_service.replicas.engine_lives:disks_alone", slots_alone),
+            Patch("kvplane_service.replicas.recovery:disks_alone", slots_alone),
+        ),
     ),
     "version not in the seal": Twin(
         "a load takes only the content that its order names, also where a write was lost",

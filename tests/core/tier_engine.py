@@ -24,7 +24,7 @@ from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
 from kvplane_service.core.tiers import behind
-from kvplane_service.replicas.stamps import slots_alone
+from kvplane_service.replicas.stamps import disks_alone
 from tests.core import page_scheduler
 from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
@@ -380,7 +380,7 @@ class TierEngine(TierScheduler, RandomEngine):
         self.kept_slots += sum(len(tier.key) for tier in self.replica.coordinator.tiers.each)
 
     def _begin_epoch(self) -> None:
-        shown = slots_alone(self.memory.stamps, self.replica.spec.num_blocks)
+        shown = disks_alone(self.memory.stamps, self.replica.spec)
         is_new = self.has_new_memory
         self.replica.begin_epoch(self.epoch, shown if is_new else self.memory.stamps, memory_is_new=is_new)
 

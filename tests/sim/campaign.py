@@ -66,6 +66,7 @@ TIER_TWINS = {
     "runs before its load is done": 2,
     "version not in the seal": 3,
     "jobs of an earlier engine not awaited": 170391,
+    "host slots of another memory prove keys": 190486,
 }
 
 

@@ -26,7 +26,7 @@ from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import OnEnd
-from kvplane_service.replicas.stamps import newest_epoch, slots_alone
+from kvplane_service.replicas.stamps import disks_alone, newest_epoch
 
 Work = Generator[None]
 Clock = Callable[[], int]  # monotonic nanoseconds
@@ -182,9 +182,8 @@ class EngineLives:
         """
         stored = self.recovering
         is_other = self._is_other(request.incarnation)
-        # The stamps of another memory describe other pages: they verify none of these keys, only those of slots.
-        num_blocks = self._replica.spec.num_blocks
-        stamp_table = slots_alone(request.stamp_table, num_blocks) if is_other else request.stamp_table
+        # The stamps of another memory describe other pages and host slots: they verify only keys of slots of disks.
+        stamp_table = disks_alone(request.stamp_table, self._replica.spec) if is_other else request.stamp_table
         if stored is None:
             yield from self._replica.end_epoch(stamp_table)
         else:

@@ -16,7 +16,7 @@ from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.recovery import RecoveredState
-from kvplane_service.replicas.stamps import slots_alone
+from kvplane_service.replicas.stamps import disks_alone
 from kvplane_service.runtime.executors import Offload
 
 UNSTORED_EPOCHS = 16  # epochs that may have begun without being stored yet
@@ -122,7 +122,7 @@ class Recovering:
         engine life.
         """
         if not self.belongs_to(incarnation):
-            shown = slots_alone(shown, replica.spec.num_blocks)
+            shown = disks_alone(shown, replica.spec)
         outcome = replica.install_recovered(self._proof_of(replica, shown).state)
         self.entries, self._proof = [], None
         self.recovered = outcome.kept

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvplane.base.groups import NULL_BLOCK
+from kvplane.base.groups import NULL_BLOCK, ReplicaSpec, TierKind
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import Words, behind_reset, words_of
@@ -41,15 +41,22 @@ def no_stamps(num_blocks: int) -> Sequence[int]:
     return memoryview(bytes(num_blocks * 8)).cast("Q")
 
 
-def slots_alone(shown: Sequence[int], num_blocks: int) -> Sequence[int]:
-    """Return a stamp table that proves no block, and the slots of tiers as `shown` does; an empty one if it has none.
+def disks_alone(shown: Sequence[int], spec: ReplicaSpec) -> Sequence[int]:
+    """Return a stamp table that proves no block and no slot of a host tier, and the slots of disks as `shown` does; an
+    empty one if it has no slots.
 
-    For pages that were allocated again: what is on a disk outlives them.
+    For pages that were allocated again: what is on a disk outlives them. The slots of the host do not; other slots of
+    the same versions may have taken their place, if a service that lost its store gave out an epoch again.
     """
-    if len(shown) <= num_blocks:
+    first = spec.num_blocks
+    if len(shown) <= first:
         return ()
     kept = words_of(shown).copy()
-    kept[:num_blocks] = 0
+    kept[:first] = 0
+    for tier in spec.tiers:
+        if tier.kind is not TierKind.DISK:
+            kept[first : first + tier.num_blocks] = 0
+        first += tier.num_blocks
     return memoryview(kept.view(np.uint8).data).cast("Q")
 
 
