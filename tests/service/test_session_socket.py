@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import random
 import re
@@ -430,6 +431,35 @@ def test_a_client_that_is_gone_is_seen_while_nothing_is_read(service, path, monk
         assert connection._is_paused
     until(lambda: not service.app._server._local.open)
     until(lambda: service.state() != "LIVE")
+
+
+def test_a_client_is_watched_by_one_timer(service, path, monkeypatch):
+    """However often reading is paused and resumed."""
+    monkeypatch.setattr(ttrpc, "_WATCH_S", 0.02)
+    looks = list[float]()
+    with Raw(path) as client:
+        client.begin()
+        client.open()
+        client.answer()
+        (connection,) = service.app._server._local.open
+
+        def look() -> bool:
+            looks.append(time.monotonic())
+            return False
+
+        monkeypatch.setattr(connection, "_is_hung_up", look)
+
+        def pause_often() -> None:
+            connection._received.extend(HEADER.pack(1 << 20, STREAM, DATA, 0) + bytes(80 << 10))
+            reader, connection._reader = connection._reader, None
+            for _ in range(100):
+                connection._is_paused = False
+                connection.data_received(b"")
+            connection._reader = reader
+
+        service.in_loop(pause_often)
+        until(lambda: len(looks) > 2)
+        assert all(after - before > 0.01 for before, after in itertools.pairwise(looks))
 
 
 def test_a_client_that_sends_no_more_gets_its_answers(service, path):

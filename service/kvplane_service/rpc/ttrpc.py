@@ -116,6 +116,7 @@ class _Connection(asyncio.Protocol):
         self._reader: asyncio.Future[None] | None = None  # set while the call waits for a message
         self._is_paused = self._is_closed_by_client = self._has_ended = False
         self._is_lost = False
+        self._watching: asyncio.TimerHandle | None = None
         self._stream = 0
         self._metadata: tuple[tuple[str, str], ...] = ()
 
@@ -142,7 +143,7 @@ class _Connection(asyncio.Protocol):
         elif len(self._received) > _UNREAD_BYTES and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
-            self._watch()
+            self._watching = self._watching or self._loop.call_later(_WATCH_S, self._watch)
 
     def eof_received(self) -> bool:
         """End the stream of a client that sends no more, once the call has read what it sent; or the call, if the
@@ -291,12 +292,13 @@ class _Connection(asyncio.Protocol):
 
     def _watch(self) -> None:
         """Break the connection if its client is gone, which is not seen otherwise while nothing is read."""
+        self._watching = None
         if self._is_lost or not self._is_paused:
             return
         if self._is_hung_up():
             self.end()
         else:
-            self._loop.call_later(_WATCH_S, self._watch)
+            self._watching = self._loop.call_later(_WATCH_S, self._watch)
 
     def _is_hung_up(self) -> bool:
         """Return whether the client has closed its end for both directions."""

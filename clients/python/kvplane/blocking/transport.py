@@ -147,7 +147,7 @@ class GrpcTransport:
         stream, self._stream, self.ready = self._stream, None, _nothing
         if stream is not None:
             stream.send(stream_messages.close_message())
-            stream.exhaust(CLOSE_TIMEOUT_S)
+            _exhaust(stream, CLOSE_TIMEOUT_S)
 
     def abort(self) -> None:
         """Cancel the stream and refuse to open another stream. Any thread may call this method."""
@@ -163,6 +163,18 @@ class GrpcTransport:
         stream, self._stream, self.ready = self._stream, None, _nothing
         if stream is not None:
             stream.cut()
+
+
+def _exhaust(stream: _Stream | TtrpcStream, timeout_s: float) -> None:
+    """Read until the stream ends or `timeout_s` seconds have passed, then cut it."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while True:
+            stream.receive(max(0.0, deadline_s - time.monotonic()))
+    except KvplaneError:
+        return  # it has ended, is broken or is late
+    finally:
+        stream.cut()
 
 
 class _End:
@@ -238,17 +250,6 @@ class _Stream:
         """Raise the error with which the stream ended; do nothing if it is open."""
         if not self._call.is_active():
             raise self._error()
-
-    def exhaust(self, timeout_s: float) -> None:
-        """Read until the stream ends or `timeout_s` seconds have passed, then stop gRPC's sender thread."""
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while True:
-                self.receive(max(0.0, deadline_s - time.monotonic()))
-        except KvplaneError:
-            return  # it has ended, is broken or is late
-        finally:
-            self.cut()
 
     def cut(self) -> None:
         """Cancel the stream and stop the reader and gRPC's sender thread. Any thread may call this method."""

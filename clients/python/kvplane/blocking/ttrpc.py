@@ -165,17 +165,6 @@ class TtrpcStream:
         if self._end is not None:
             raise self._ended_with(self._end)
 
-    def exhaust(self, timeout_s: float) -> None:
-        """Read until the stream ends or `timeout_s` seconds have passed."""
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while True:
-                self.receive(max(0.0, deadline_s - time.monotonic()))
-        except KvplaneError:
-            return  # it has ended, is broken or is late
-        finally:
-            self.cut()
-
     def cut(self) -> None:
         """End the stream; a call that waits returns. Any thread may call this method."""
         with suppress(OSError):  # it is not connected any more
