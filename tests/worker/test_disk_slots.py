@@ -146,6 +146,48 @@ def test_a_file_of_something_else_is_refused_and_not_changed(tmp_path: Path):
     assert (tmp_path / "name").read_bytes() == b"my thesis" * 1000
 
 
+@pytest.mark.parametrize(
+    "content", [bytes(4096) + b"image of a disk" * 9000, bytes(8) + b"x" * 9000, b"kvptier2" + b"later" * 9000, b"x"]
+)
+def test_only_an_empty_file_or_one_of_a_tier_is_written(tmp_path: Path, content: bytes):
+    (tmp_path / "name").write_bytes(content)
+    with pytest.raises(InvalidArgument, match="no file of a disk tier"):
+        DiskSlots(SPEC, 5000, tmp_path, "name")
+    assert (tmp_path / "name").read_bytes() == content
+    (tmp_path / "empty").touch()
+    DiskSlots(SPEC, 5000, tmp_path, "empty").close()
+
+
+def test_a_pipe_in_place_of_the_file_is_refused_and_stays(tmp_path: Path):
+    os.mkfifo(tmp_path / "name")
+    with pytest.raises(InvalidArgument, match="no file of a disk tier"):
+        DiskSlots(SPEC, 5000, tmp_path, "name")
+    assert (tmp_path / "name").is_fifo()
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    """It has the form of a tier's file, and that user can write what it says into its slots."""
+    DiskSlots(SPEC, 5000, tmp_path, "name").close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidArgument, match="of this user"):
+        DiskSlots(SPEC, 5000, tmp_path, "name")
+
+
+def test_a_worker_that_is_killed_while_it_reserves_its_file_can_start_again(tmp_path: Path, monkeypatch):
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in ("ftruncate", "posix_fallocate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, step, killed)
+            with pytest.raises(KeyboardInterrupt):
+                DiskSlots(SPEC, 5000, tmp_path, "name")
+        again = DiskSlots(SPEC, 5000, tmp_path, "name")
+        assert again.take_over(None) is None
+        again.close()
+        again.path.unlink()
+
+
 def test_a_disk_without_room_is_refused_with_what_fits(tmp_path: Path):
     with pytest.raises(OutOfMemory, match="free") as refused:
         DiskSlots(TierSpec(TierKind.DISK, 1 << 22), 1 << 30, tmp_path, "name")

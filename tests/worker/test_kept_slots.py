@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import NULL_BLOCK, TierKind, TierSpec
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.stamps import Stamp
@@ -162,6 +163,47 @@ def test_a_damaged_index_is_not_used(rig: Rig, tmp_path: Path, damage: str):
     else:
         identity = bytes(16)
     assert read_index(index, identity, SLOTS) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "without end"])
+def test_what_is_no_index_is_not_read(tmp_path: Path, kind: str):
+    """A pipe would wait for a writer, a file of many gigabytes would fill the memory."""
+    slots = DiskSlots(SPEC, WIDTH, tmp_path, NAME)
+    slots.begin(None)
+    slots.close(Kept(3, [5] * SLOTS))
+    index = tmp_path / f"{NAME}.index"
+    if kind == "without end":
+        os.truncate(index, 1 << 42)
+    else:
+        other = index.rename(tmp_path / "other")
+        {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink(other, path)}[kind](index)
+    again = DiskSlots(SPEC, WIDTH, tmp_path, NAME)
+    assert again.take_over(None) is None
+    if kind == "folder":
+        with pytest.raises(InvalidArgument, match="cannot be removed") as refused:
+            again.begin(None)
+        assert refused.value.field == "--disk"
+    else:
+        again.begin(None)
+        assert not os.path.lexists(index)
+    again.close()
+
+
+@pytest.mark.parametrize("fails", ["fsync", "open", "rename"])
+def test_a_worker_leaves_although_its_index_cannot_be_written(tmp_path: Path, monkeypatch, caplog, fails: str):
+    slots = DiskSlots(SPEC, WIDTH, tmp_path, NAME)
+    slots.begin(None)
+
+    def refuse(*args: object) -> None:
+        raise OSError(5, "the disk fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"fsync": (os, "fsync"), "open": (os, "open"), "rename": (Path, "rename")}[fails], refuse)
+        slots.close(Kept(3, [5] * SLOTS))
+    assert "keeps nothing for the next worker" in caplog.text
+    again = DiskSlots(SPEC, WIDTH, tmp_path, NAME)
+    assert again.take_over(None) is None
+    again.close()
 
 
 def test_a_table_of_other_sizes_proves_nothing():

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -100,7 +101,12 @@ class DiskSlots:
             if not self._does(os.pwritev, [buffer], 0):
                 problem = f"{self.path} cannot be written"
                 raise InvalidArgument(problem, field="--disk", remedy="give a folder on another disk")
-        remove_index(self._index)
+        try:
+            remove_index(self._index)
+        except OSError as error:
+            raise InvalidArgument(
+                f"{self._index} cannot be removed: {error.strerror}", field="--disk", remedy="give another folder"
+            ) from None
 
     @property
     def _index(self) -> Path:
@@ -111,13 +117,17 @@ class DiskSlots:
         return buffer if self._does(os.preadv, [buffer], 0) else None
 
     def _check_kind(self) -> None:
-        """Refuse a file that no worker wrote: it may be the user's."""
-        if not os.fstat(self._file).st_size:
+        """Refuse a file that no worker of this user wrote: it may be someone else's, who could write its slots."""
+        info = os.fstat(self._file)
+        is_ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
+        if is_ours and not info.st_size:
             return
-        head = self._head()
-        if head is None or head[: len(MAGIC)] not in (MAGIC, bytes(len(MAGIC))):
+        head = self._head() if is_ours else None
+        if head is None or head[: len(MAGIC)] != MAGIC:
             raise InvalidArgument(
-                f"{self.path} is no file of a disk tier", field="--disk", remedy="remove it, or give another folder"
+                f"{self.path} is no file of a disk tier of this user",
+                field="--disk",
+                remedy="remove it, or give another folder",
             )
 
     def _lock(self) -> None:
@@ -135,6 +145,11 @@ class DiskSlots:
         try:
             if size > room:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if is_new:  # from its first byte on the file is of a tier, and holds nothing
+                buffer, _ = self._buffer(1, 0)
+                buffer[: len(MAGIC)] = MAGIC
+                os.pwritev(self._file, [buffer], 0)
+                os.fsync(self._file)
             os.ftruncate(self._file, size)
             os.posix_fallocate(self._file, 0, size)
         except OSError as error:
@@ -180,10 +195,14 @@ class DiskSlots:
 
     def close(self, kept: Kept | None = None) -> None:
         """Close the file; see `Slots.close`."""
-        if kept is not None:
-            os.fsync(self._file)  # else a crash of the host could leave an index that is newer than the slots
-            write_index(self._index, self.identity, kept)
-        os.close(self._file)
+        try:
+            if kept is not None:
+                os.fsync(self._file)  # else a crash of the host could leave an index that is newer than the slots
+                write_index(self._index, self.identity, kept)
+        except OSError as error:
+            _log.warning("%s keeps nothing for the next worker: %s", self.path, error)
+        finally:
+            os.close(self._file)
 
     def _at(self, slot: int) -> int:
         return ALIGNMENT_BYTES + slot * self._stride

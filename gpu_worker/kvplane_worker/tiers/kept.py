@@ -26,6 +26,7 @@ from kvplane.base.stamps import in_time
 
 MAGIC = b"kvpindx1"
 _HEAD = struct.Struct("<8s16sQQ")  # magic, what the slots are, owner epoch, number of slots
+_SUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,15 @@ def write_index(path: Path, identity: bytes, kept: Kept) -> None:
 
 def read_index(path: Path, identity: bytes, num_slots: int) -> Kept | None:
     """Return the content of an index; None if there is none, it is damaged, or of other slots."""
+    size = _HEAD.size + 8 * num_slots
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+        # A pipe in its place would wait for a writer, and a file without end would fill the memory.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            raw = file.read(size + _SUM_BYTES + 1)
+    except OSError:
         return None
-    body, versions = raw[:-16], array("Q")
-    if len(body) != _HEAD.size + 8 * num_slots or xxhash.xxh3_128(body).digest() != raw[-16:]:
+    body, versions = raw[:-_SUM_BYTES], array("Q")
+    if len(body) != size or xxhash.xxh3_128(body).digest() != raw[-_SUM_BYTES:]:
         return None
     magic, of, owner_epoch, count = _HEAD.unpack_from(body)
     versions.frombytes(body[_HEAD.size :])
