@@ -37,7 +37,7 @@ ISSUED = """
     idle check over a change,
     saved before execution, saves of pages that changed, tier load before launches, loads done on one rank,
     runs before its load is done, version not in the seal, jobs of an earlier engine not awaited,
-    host slots of another memory prove keys,
+    host slots of another memory prove keys, slots of another disk prove keys,
     held keys are read, changes of blocks that are not read yet count,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """

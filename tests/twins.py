@@ -20,9 +20,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
+from kvplane.base.groups import TierKind
 from kvplane_service.auth.gate import CALL
 from kvplane_service.replicas import cores
 from kvplane_service.store.record import MAGIC
@@ -821,15 +823,22 @@ def seal_any_version(real: Real) -> Real:
     return lambda self, payload: real(replace(self, version=0), payload)
 
 
-def slots_alone(real: Real) -> Real:
+def slots_of_any_memory(real: Real) -> Real:
     """Slots of the host prove keys, whatever memory they belong to."""
 
-    def shown_slots(shown: Any, spec: Any) -> Any:
-        kept = array("Q", real(shown, spec))
-        kept[spec.num_blocks :] = array("Q", shown)[spec.num_blocks :] if kept else kept
-        return memoryview(kept) if kept else ()
+    def shown_of(shown: Any, spec: Any, now: Any, before: Any) -> Any:
+        kept = array("Q", real(shown, spec, now, before) or bytes(8 * len(shown)))
+        firsts = accumulate((tier.num_blocks for tier in spec.tiers), initial=spec.num_blocks)
+        for first, tier in zip(firsts, spec.tiers, strict=False):
+            if tier.kind is TierKind.HOST and shown:
+                kept[first : first + tier.num_blocks] = array("Q", shown[first : first + tier.num_blocks])
+        return memoryview(kept)
 
-    return shown_slots
+    return shown_of
+
+
+def all_alike(real: Real) -> Real:
+    return lambda self, number: real(self, 1)
 
 
 def first_end_counts(real: Real) -> Real:
@@ -920,10 +929,7 @@ TWINS: dict[str, Twin] = {
     ),
     "incarnation ignored": Twin(
         "stored keys belong to one incarnation of the page memory",
-        (
-            Patch(f"{SERVICE}.replicas.recovery:Recovering.belongs_to", answer(True)),
-            Patch(f"{SERVICE}.replicas.engine_lives:EngineLives._is_other", answer(False)),
-        ),
+        (Patch(f"{SERVICE}.replicas.stamps:Contents.may_have_pages_of", answer(True)),),
     ),
     "one rank unchecked": Twin(
         "a hit after a restart needs a match on every rank",
@@ -1192,9 +1198,13 @@ TWINS: dict[str, Twin] = {
     "host slots of another memory prove keys": Twin(
         "a slot of the host proves a key only in the memory in which it was written",
         (
-            Patch("kvplane_service.replicas.engine_lives:disks_alone", slots_alone),
-            Patch("kvplane_service.replicas.recovery:disks_alone", slots_alone),
+            Patch(f"{SERVICE}.replicas.engine_lives:shown_of", slots_of_any_memory),
+            Patch(f"{SERVICE}.replicas.recovery:shown_of", slots_of_any_memory),
         ),
+    ),
+    "slots of another disk prove keys": Twin(
+        "a slot of a disk proves a key only in the file in which it was written",
+        (Patch("kvplane.base.stamp_table:StampTable.name_disks", all_alike),),
     ),
     "version not in the seal": Twin(
         "a load takes only the content that its order names, also where a write was lost",

@@ -30,6 +30,7 @@ from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.process import gc_policy
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.stamps import Contents
 from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.memory import MemoryStore
@@ -131,7 +132,7 @@ def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) ->
     gc_policy.apply()
     begin = time.process_time()
     log = load_log(store, LOG)
-    Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, stamps, 1)
+    Recovering(1, Contents(1), loading=False, entries=log.entries()).prove(replica, stamps)
     replica.enter_epoch(2, stamps)
     return replica, time.process_time() - begin
 

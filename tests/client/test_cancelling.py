@@ -24,6 +24,7 @@ from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.stamps import Contents
 from tests.client.loop_thread import Awaited, on_shared_loop, shared_loop
 from tests.client.worlds import GrpcWorld, InProcessWorld
 from tests.twins import weakened
@@ -112,7 +113,7 @@ def restarted(world: InProcessWorld) -> None:
     epoch = world.host.epoch
     world.registry = Registry(Config(), lambda: 0)
     world.register()
-    world.host.recover(Recovering(epoch, 0, loading=False, entries=[]))
+    world.host.recover(Recovering(epoch, Contents(), loading=False, entries=[]))
 
 
 def requests() -> Revival:

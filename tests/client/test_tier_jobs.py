@@ -121,6 +121,20 @@ def test_orders_of_a_new_engine_wait_for_jobs_of_the_one_before(jobs, tables):
     assert jobs.may_carry_out
 
 
+def test_a_session_that_breaks_while_an_engine_waits_does_not_end_the_wait(jobs, tables):
+    """The loads of the engine before are in no list that the next session of this one gives."""
+    tables[0].begin_life(EPOCH)
+    jobs.begin(EPOCH + 1, ())
+    assert not jobs.may_carry_out
+    tables[0].begin_life(EPOCH + 1)
+    jobs.begin(EPOCH + 2, ())
+    assert not jobs.may_carry_out
+    for table in tables:
+        table.begin_life(EPOCH + 2)
+    jobs.begin(EPOCH + 3, ())
+    assert jobs.may_carry_out
+
+
 def test_waiting_ends_with_a_job(jobs, tables):
     tables[0].begin_life(EPOCH)
     tables[1].begin_life(EPOCH)

@@ -12,6 +12,7 @@ from kvplane_service.core.resume import Resumption
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.stamps import Contents
 from tests.engine.backends import Place
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
@@ -31,7 +32,7 @@ class Restarting(World):
         self.registry, self.lives = Registry(Config(), lambda: 0), self.lives + 1
         host = self.registry.register(self.name, entry.registration).host
         entries = [old.replica.entries()] if with_entries else []
-        host.recover(Recovering(old.epoch, 0, loading=False, entries=entries))
+        host.recover(Recovering(old.epoch, Contents(), loading=False, entries=entries))
 
     def transport(self) -> SessionTransport:
         return CutByRestarts(self)
@@ -81,7 +82,7 @@ def test_resumed_requests_keep_their_pages(name):
     report, world, resumed = serve(BY_NAME[name], 5, 11)
     assert (report.differing, report.off) == (0, 0)
     assert world.session.resume_refused is None
-    assert world.lives > 5
+    assert world.lives >= 5
     assert resumed >= world.lives // 2
 
 

@@ -25,6 +25,7 @@ from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, pa
 from kvplane_service.config import Config
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState, new_replica
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.stamps import Contents
 from kvplane_service.replicas.step_order import UnaryStep
 from tests.service.hosts import HostWorld, spec_of
 
@@ -216,7 +217,7 @@ class TestLoads:
 
     def test_after_a_restart_only_reported_busy_blocks_are_held(self):
         world = HostWorld()
-        world.host.recover(Recovering(1, 5, loading=False))
+        world.host.recover(Recovering(1, Contents(5), loading=False))
         assert world.open(incarnation=5, busy_blocks=(4,)).opened.busy_blocks == (4,)
 
 

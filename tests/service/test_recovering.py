@@ -14,6 +14,7 @@ from kvplane.base.errors import LimitExceeded
 from kvplane_service.config import Config
 from kvplane_service.replicas.host import new_replica
 from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.replicas.stamps import Contents
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
 from tests.service.hosts import spec_of
@@ -106,7 +107,7 @@ def prove(recovering, replica, stamps, offload):
 
 
 async def test_repeated_verification_of_one_memory_runs_once():
-    recovering, replica, offload = Recovering(1, 1, loading=False), new_replica(spec_of()), ManualOffload()
+    recovering, replica, offload = Recovering(1, Contents(1), loading=False), new_replica(spec_of()), ManualOffload()
     first = prove(recovering, replica, (7,) * 21, offload)
     await asyncio.sleep(0)
     first.cancel()
@@ -122,7 +123,7 @@ async def test_repeated_verification_of_one_memory_runs_once():
 
 
 async def test_failed_verification_is_raised_and_retried():
-    recovering, replica, offload = Recovering(1, 1, loading=False), new_replica(spec_of()), ManualOffload()
+    recovering, replica, offload = Recovering(1, Contents(1), loading=False), new_replica(spec_of()), ManualOffload()
     offload.may_run.set()
 
     async def full(call):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base import stamps as base
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.stamp_table import StampReading, agreed_stamps
 from kvplane_service.replicas import stamps
+from kvplane_service.replicas.stamps import Contents, shown_of
 from kvplane_service.rpc.claims import _proven
+from tests.core.builders import full, replica_spec
 
 tables = st.lists(st.integers(0, 3).map(lambda number: number << 56 | number << 32 | number), min_size=6, max_size=6)
 readings = st.builds(StampReading, st.just(1), st.one_of(tables, st.just([1, 2])))
@@ -34,6 +38,35 @@ async def test_confirmed_stamps_equal_agreed_stamps(shown, read):
     else:
         agreed = agreed_stamps([StampReading(1, shown), *read])
         assert tuple(await _proven(array("Q", shown), read)) == agreed
+
+
+PAGES, DISKS = (
+    Contents(5, 50),
+    replica_spec(full(16), num_blocks=4, tiers=(TierSpec(TierKind.HOST, 2), TierSpec(TierKind.DISK, 3))),
+)
+SHOWN = (0, 1, 2, 3, 11, 12, 21, 22, 23)
+
+
+@pytest.mark.parametrize(
+    ("now", "proven"),
+    [
+        (Contents(5, 50), SHOWN),
+        (Contents(5, 0), SHOWN),
+        (Contents(0, 0), SHOWN),
+        (Contents(6, 50), (0, 0, 0, 0, 0, 0, 21, 22, 23)),
+        (Contents(6, 51), ()),
+        (Contents(6, 0), ()),
+    ],
+)
+def test_stamps_prove_keys_of_their_memory_and_of_their_disks(now, proven):
+    assert tuple(shown_of(SHOWN, DISKS, now, PAGES)) == proven
+    assert tuple(shown_of(SHOWN, DISKS, now, Contents())) == SHOWN, "nothing was stated before"
+
+
+def test_disks_that_are_not_stated_are_known_as_long_as_the_memory_is():
+    assert Contents().after(PAGES) == Contents(5, 0).after(PAGES) == PAGES
+    assert Contents(6, 0).after(PAGES) == Contents(6, 0)
+    assert Contents(6, 51).after(PAGES) == Contents(6, 51)
 
 
 async def test_confirmed_without_a_table_or_reading_is_empty():

@@ -19,7 +19,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.tiers import behind
-from tests.service.tiered import HOST, Served
+from tests.service.tiered import Served
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,9 @@ def test_a_reset_is_one_event():
     assert not served.follower.view
 
 
-@pytest.mark.parametrize("shown", ["all", "none", "other pages", "another memory"])
+@pytest.mark.parametrize(
+    "shown", ["all", "none", "other pages", "another memory", "another memory and disk", "a disk without a number"]
+)
 def test_a_new_life_says_what_the_tiers_keep(shown):
     served = Served()
     for fill in range(20):
@@ -86,11 +88,15 @@ def test_a_new_life_says_what_the_tiers_keep(shown):
             served.reopen(())
         case "other pages":  # none has a key: the tiers still have theirs
             served.reopen([0] * 21 + stamps[21:])
-        case "another memory":  # of a worker whose disk kept its slots
-            served.reopen([*stamps[:21], *[0] * HOST.num_blocks, *stamps[21 + HOST.num_blocks :]], incarnation=6)
+        case "another memory":  # of a worker whose disk kept its slots; that the others have their stamps is chance
+            served.reopen(stamps, incarnation=6)
+        case "another memory and disk":
+            served.reopen(stamps, incarnation=6, disks=51)
+        case "a disk without a number":
+            served.reopen(stamps, incarnation=6, disks=0)
     of_tiers = {entry.tier for entry in served.follower.view if entry.tier}
     both = {Medium.HOST, Medium.DISK}
-    assert of_tiers == {"all": both, "none": set(), "other pages": both, "another memory": {Medium.DISK}}[shown]
+    assert of_tiers == {"all": both, "other pages": both, "another memory": {Medium.DISK}}.get(shown, set())
     assert any(not entry.tier for entry in served.follower.view) is (shown == "all")
     for fill in range(20, 40):
         served.serve(fill)

@@ -40,7 +40,7 @@ class Served:
         registration = Registration(given, namespace_digest=b"n" * 32, plans=(PLAN,))
         self.entry = self.registry.register("r", registration)
         self.host = self.entry.host
-        self.engine = Engine(self.host, incarnation=5)
+        self.engine = Engine(self.host, incarnation=5, disk_incarnation=50)
         self.follower = Follower()
         self.subscription = self.host.events.subscribe(0, lambda: None)
         self.events: list[CacheEvent] = []
@@ -76,8 +76,8 @@ class Served:
         self.follower.read(batches)
         self.follower.check(self.host.replica.reference(), self.engine.seq)
 
-    def reopen(self, stamps: Any, incarnation: int = 5) -> None:
-        self.engine = Engine(self.host, incarnation=incarnation, stamp_table=stamps)
+    def reopen(self, stamps: Any, incarnation: int = 5, disks: int = 50) -> None:
+        self.engine = Engine(self.host, incarnation=incarnation, stamp_table=stamps, disk_incarnation=disks)
         self._loads, self._writes = [], []
         self.look()
 

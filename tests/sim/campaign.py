@@ -67,6 +67,7 @@ TIER_TWINS = {
     "version not in the seal": 3,
     "jobs of an earlier engine not awaited": 170391,
     "host slots of another memory prove keys": 190486,
+    "slots of another disk prove keys": 31,
 }
 
 

@@ -111,6 +111,7 @@ class EngineLife(RandomScheduler):
             rng.getrandbits(64),
             stamp_table=self._group.agreed_stamps(),
             incarnation=self._group.incarnation,
+            disk_incarnation=self._group.disk_incarnation,
             busy_blocks=self.site.busy_blocks(),
             owner_epoch=self._owner_epoch(),
         )
@@ -349,7 +350,17 @@ class EngineLife(RandomScheduler):
         resume = None if self._has_lost or self._chance(20) else self._resume(running)
         self._offered = resume is not None
         stamps, busy = self._group.agreed_stamps(), self.site.busy_blocks()
-        return Revival(stamps, self._group.incarnation, news, running, held, resume, busy, self._owner_epoch())
+        return Revival(
+            stamps,
+            self._group.incarnation,
+            news,
+            running,
+            held,
+            resume,
+            busy,
+            self._owner_epoch(),
+            self._group.disk_incarnation,
+        )
 
     def _may_leave_launch(self) -> bool:
         """Whether the first launch runs on every rank: after it the requests could continue."""

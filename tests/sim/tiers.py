@@ -151,6 +151,13 @@ class SimSlots:
         """The disk that another worker had."""
         self.identity, self.slots = other.identity, other.slots
 
+    def resemble(self, other: SimSlots) -> None:
+        """Another disk: the same versions, and the pages of other slots of the same group."""
+        pages: dict[int, Page | None] = {}  # by group, the one before
+        for slot, (content, page) in other.slots.items():
+            self.slots[slot] = replace(content, identity=self.identity), copy_of(pages.get(content.group))
+            pages[content.group] = page
+
 
 def _seal(content: Content) -> bytes:
     """What the product compares; a page of texts has no bytes."""
@@ -172,6 +179,7 @@ class SimTiers:
         groups = [SimpleNamespace(group=group, bytes_per_block=1, layers=(1,)) for group in range(len(spec.groups))]
         memory: Any = SimpleNamespace(num_blocks=spec.num_blocks, memory=device, group=groups.__getitem__)
         self.movers = Movers(MoverMemory(memory, stamps, self.slots), self, self.table, num_threads=0)  # type: ignore[arg-type]
+        self._name_disks()
         self._lost: list[tuple[float, Job]] = []
         self.loses, self.fails, self.slow = rng.choice([0, 0, 0.05]), rng.choice([0, 0, 0.1]), rng.choice([1, 1, 8])
 
@@ -185,6 +193,23 @@ class SimTiers:
                 self.stamps.begin_above(kept.owner_epoch)
                 mine.take_over(theirs)
             first += mine.spec.num_blocks
+        self._name_disks()
+
+    def resemble(self, other: SimTiers) -> None:
+        """Have another disk, that served a service which knew nothing of this one: its slots have the versions of those
+        of the disk before, and what another slot has.
+        """
+        first = self.spec.num_blocks
+        for mine, theirs in zip(self.slots, other.slots, strict=True):
+            if mine.spec.kind is TierKind.DISK:
+                ids = range(first, first + mine.spec.num_blocks)
+                self.stamps.write(ids, [other.stamps.read(block) for block in ids])
+                mine.resemble(theirs)
+            first += mine.spec.num_blocks
+
+    def _name_disks(self) -> None:
+        identities = [one.identity for one in self.slots if one.spec.kind is TierKind.DISK]
+        self.stamps.name_disks(int.from_bytes(b"".join(identities)[:8], "little"))
 
     async def run(self) -> None:
         """Carry out jobs until the worker dies."""

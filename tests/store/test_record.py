@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import fields, replace
 
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.registry import Registration
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.record import CHUNK, HEADER_BYTES, REGISTRATION, pack_chunk, seal, unpack_chunk, unseal
+from kvplane_service.store.registration import ReplicaRecord, pack_record, unpack_record
+from tests.core.builders import full, replica_spec
 from tests.store.contract import load_log
 
 LOG = LogName("r", b"n" * 16, 7)
@@ -136,3 +140,13 @@ def test_a_log_is_used_without_its_refused_chunks():
     }
     assert [entries.age[0] for entries in loaded.entries()] == [7, 1]
     assert loaded.rows == 6
+
+
+def test_a_record_of_an_earlier_version_names_no_disks():
+    record = ReplicaRecord("r", Registration(replica_spec(full(16))), 3, 77, "host:7070", 10**12, disk_incarnation=9)
+    raw = pack_record(record)
+    assert unpack_record(raw) == record
+    content = json.loads(bytes(unseal(REGISTRATION, raw)))
+    del content["disk_incarnation"]
+    earlier = unpack_record(seal(REGISTRATION, json.dumps(content).encode()))
+    assert earlier == replace(record, disk_incarnation=0)

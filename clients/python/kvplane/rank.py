@@ -328,11 +328,13 @@ class RankGroup:
     @property
     def incarnation(self) -> int:
         """A number that identifies the memory of all ranks together, for `Revival.incarnation`."""
-        first, *others = (table.incarnation for table in self._tables)
-        if not others:
-            return first
-        named = b"".join(each.to_bytes(8, "little") for each in (first, *others))
-        return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") or 1
+        return _one_number([table.incarnation for table in self._tables])
+
+    @property
+    def disk_incarnation(self) -> int:
+        """A number that identifies what the disk tiers of all ranks hold, for `Revival`; 0 = unknown."""
+        numbers = [table.disk_incarnation for table in self._tables]
+        return _one_number(numbers) if all(numbers) else 0
 
     @property
     def owner_epoch(self) -> int:
@@ -377,6 +379,14 @@ class RankGroup:
         `OpenRequest.stamp_table`.
         """
         return agreed_stamps([table.reading() for table in self._tables])
+
+
+def _one_number(numbers: Sequence[int]) -> int:
+    """Return a number, not 0, that names these numbers of the ranks together."""
+    if len(numbers) == 1:
+        return numbers[0]
+    named = b"".join(each.to_bytes(8, "little") for each in numbers)
+    return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") or 1
 
 
 def _may_load(table: StampTable, epoch: int, seq: int, part: int, load_after: int) -> bool:

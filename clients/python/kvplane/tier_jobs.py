@@ -60,7 +60,7 @@ class TierJobs:
         self._positions = [table.num_ended for table in tables]
         self._moving: dict[int, _Moving] = {}
         self._over: list[int] = []  # jobs in `_moving` that ended on all ranks
-        self._epoch, self._is_first_life = 0, True
+        self._epoch, self._is_alone = 0, False  # whether movers have stopped the jobs of all engines before this one
         self._left_busy: tuple[int, ...] | None = None  # busy blocks, while movers may work on jobs of earlier lives
 
     @property
@@ -83,17 +83,17 @@ class TierJobs:
         self._moving.clear()
         self._over.clear()
         self._positions = [table.num_ended for table in self._tables]
-        self._is_first_life = not self._epoch
+        self._is_alone = bool(self._epoch) and self.may_carry_out
         self._epoch, self._left_busy = epoch, tuple(busy_blocks)
 
     @property
     def may_carry_out(self) -> bool:
         """Whether the orders of this engine life may be carried out: not while movers may work on jobs of an engine
         before this one. A load of that engine can write pages that the service gives away: the service knows them only
-        if it claimed every worker and got its answer. An engine that reopens its session has listed its own loads
-        (`blocks_loading`), and waits for nothing.
+        if it claimed every worker and got its answer. An engine that has waited once, and reopens its session, has
+        listed its own loads (`blocks_loading`), and waits for nothing.
         """
-        return not self._is_first_life or self._have_begun()
+        return self._is_alone or self._have_begun()
 
     def await_earlier(self, timeout_s: float) -> None:
         """Wait until `may_carry_out`. Raises Unavailable after this time: a worker has died, or its movers hang."""

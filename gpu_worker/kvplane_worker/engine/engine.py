@@ -158,7 +158,14 @@ class Engine:
         stamps = group.agreed_stamps()
         busy = self._jobs.blocks_loading if self._jobs is not None else ()
         return Revival(
-            stamps, group.incarnation, news, running, resume=image, busy_blocks=busy, owner_epoch=group.owner_epoch
+            stamps,
+            group.incarnation,
+            news,
+            running,
+            resume=image,
+            busy_blocks=busy,
+            owner_epoch=group.owner_epoch,
+            disk_incarnation=group.disk_incarnation,
         )
 
     def _executed_through(self) -> int:

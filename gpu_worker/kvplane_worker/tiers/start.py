@@ -73,7 +73,14 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
                 _take_over(made, first, holdings.stamps, options.left)
             first += spec.num_blocks
         cleanup.pop_all()
+    holdings.stamps.name_disks(_number_of([one.identity for one in slots if isinstance(one, DiskSlots)]))
     return Movers(MoverMemory(pages, holdings.stamps, slots), ops, holdings.jobs)
+
+
+def _number_of(identities: Sequence[bytes]) -> int:
+    """Return a number, not 0, that names the contents of these disk tiers; 0 if there are none."""
+    digest = blake2b(b"".join(identities), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") or 1) if identities else 0
 
 
 def _check_size(options: TierOptions, index: int, width: int) -> None:

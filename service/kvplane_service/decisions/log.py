@@ -57,6 +57,7 @@ class Life:
         memory_is_new: no load of an earlier life can still write to the page memory.
         state: the exported state of an engine that decides itself (a mirror), from which the replica continues; empty
             for a life that begins without requests.
+        disk_incarnation: number that identifies what the disk tiers hold, 0 = unknown.
     """
 
     epoch: int
@@ -67,6 +68,7 @@ class Life:
     busy: Sequence[int] = ()
     memory_is_new: bool = False
     state: bytes = b""
+    disk_incarnation: int = 0
 
 
 Entry: TypeAlias = Decision | Life

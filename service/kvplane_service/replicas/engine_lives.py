@@ -26,7 +26,7 @@ from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import OnEnd
-from kvplane_service.replicas.stamps import disks_alone, newest_epoch
+from kvplane_service.replicas.stamps import Contents, newest_epoch, shown_of
 
 Work = Generator[None]
 Clock = Callable[[], int]  # monotonic nanoseconds
@@ -80,7 +80,7 @@ class Opening:
         work, self.work = self.work, None
         mine, other = self.request, request
         if work is not None and (
-            mine.incarnation != other.incarnation
+            Contents.named_by(mine) != Contents.named_by(other)
             or mine.busy_blocks != other.busy_blocks
             or not are_equal(mine.stamp_table, other.stamp_table)
         ):
@@ -146,7 +146,7 @@ class EngineLives:
         self._events = events
         self._hold = hold
         self._num_ranks = num_ranks
-        self._incarnation = 0  # incarnation of the page memory; 0: no engine has stated it
+        self._contents = Contents()  # what engines have stated
         self._loss = _Loss()
         self._came_back = False  # keys were recovered from a store, and subscribers were not notified yet
         self.opening: Opening | None = None
@@ -167,10 +167,12 @@ class EngineLives:
         if all epochs are used.
         """
         begun = max(begun, request.owner_epoch)
+        begun = max(begun, newest_epoch(request.stamp_table))
         if self.recovering is not None:
-            epoch = self.recovering.epoch_above(self._replica, request.stamp_table, begun)
+            shown = self.recovering.shown_by(request, self._replica.spec)
+            epoch = self.recovering.epoch_above(self._replica, shown, begun)
         else:
-            epoch = max(begun, newest_epoch(request.stamp_table)) + 1
+            epoch = begun + 1
         if epoch > MAX_EPOCH:
             raise LimitExceeded(f"all {MAX_EPOCH} epochs are used", remedy="deregister and register the replica again")
         return epoch
@@ -180,17 +182,17 @@ class EngineLives:
 
         `began` is called when the life has begun; after that only the removals of lost keys are published.
         """
-        stored = self.recovering
-        is_other = self._is_other(request.incarnation)
+        stored, spec, now = self.recovering, self._replica.spec, Contents.named_by(request)
+        is_other = not now.may_have_pages_of(self._contents)
         # The stamps of another memory describe other pages and host slots: they verify only keys of slots of disks.
-        stamp_table = disks_alone(request.stamp_table, self._replica.spec) if is_other else request.stamp_table
+        stamp_table = shown_of(request.stamp_table, spec, now, self._contents)
         if stored is None:
             yield from self._replica.end_epoch(stamp_table)
         else:
-            self._incarnation = request.incarnation
+            self._contents = now
             self.recovering, self.recovered = None, stored
-            stored.prove(self._replica, stamp_table, request.incarnation)
-            self._came_back = self._replica.spec.events
+            stored.prove(self._replica, stored.shown_by(request, spec))
+            self._came_back = spec.events
             yield
         loss = self._loss
         loss.runs += self._replica.take_events().runs
@@ -204,16 +206,10 @@ class EngineLives:
         yield from self._show(loss)
         self._enter(stamp_table, is_other, began)
 
-    def continue_from(self, incarnation: int) -> None:
-        """The replica continues an engine life that began elsewhere, on this page memory."""
-        self._incarnation = incarnation or self._incarnation
+    def continue_from(self, life: Life) -> None:
+        """The replica continues an engine life that began elsewhere."""
+        self._contents = Contents(life.incarnation, life.disk_incarnation).after(self._contents)
         self.recovering, self.kept_keys, self._loss, self._came_back = None, 0, _Loss(), False
-
-    def _is_other(self, incarnation: int) -> bool:
-        """Whether `incarnation` is another page memory than that of the last engine life; 0 (not stated) counts as the
-        same.
-        """
-        return 0 != incarnation != self._incarnation != 0
 
     def forget_some(self) -> bool:
         """Free the memory of some of the events of lost keys. Returns whether none is left."""
@@ -237,11 +233,12 @@ class EngineLives:
         request, epoch, busy = opening.request, opening.epoch, opening.request.busy_blocks
         all_new = is_other and self._num_ranks == 1  # with several ranks, some may have kept their pages
         self.kept_keys = self._replica.enter_epoch(epoch, stamp_table, busy, all_new)
-        self._incarnation = request.incarnation or self._incarnation
+        self._contents = Contents.named_by(request).after(self._contents)
         busy_lost = self._replica.take_events().runs
         loss.runs += busy_lost
         shown = [*self._hold.begin_life(busy_lost), *self._replica.tiers.take_events()]
-        began(Life(epoch, stamp_table, CacheEvents(loss.runs), self._clock(), request.incarnation, busy, all_new))
+        life = Life(epoch, stamp_table, CacheEvents(loss.runs), self._clock(), request.incarnation, busy, all_new)
+        began(replace(life, disk_incarnation=self._contents.disks))
         self.lost = loss.runs if len(loss.runs) > _RUNS_PER_BATCH else []
         if not self._came_back:  # else the keys of busy blocks were not announced
             for _ in self._publish(shown):

@@ -92,7 +92,8 @@ class ReplicaHost(HostState):
         """
         if self.recovering is not None and request.epoch == NEW_EPOCH:
             self.check_open(request)
-            await self.recovering.prove_ahead(self.replica, request.stamp_table, offload)
+            shown = self.recovering.shown_by(request, self.replica.spec)
+            await self.recovering.prove_ahead(self.replica, shown, offload)
 
     def next_epoch(self, request: OpenRequest) -> int:
         """Return the epoch number of the engine life that this request would begin. Raises LimitExceeded."""
@@ -253,7 +254,7 @@ class ReplicaHost(HostState):
         self.epoch, self._life_nonce, self.has_left = life.epoch, nonce, False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self._order.seq = self.replica.seq
-        self._lives.continue_from(life.incarnation)
+        self._lives.continue_from(life)
         self._hold.clear()
         self.decisions.append(life)
         self.events.publish(life.epoch, life.events)

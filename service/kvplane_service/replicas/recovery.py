@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvplane.base.errors import Unavailable
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.recovery import RecoveredState
-from kvplane_service.replicas.stamps import disks_alone
+from kvplane_service.replicas.stamps import Contents, shown_of
 from kvplane_service.runtime.executors import Offload
 
 UNSTORED_EPOCHS = 16  # epochs that may have begun without being stored yet
@@ -39,7 +41,7 @@ class Recovering:
 
     Attributes:
         epoch: the highest epoch that has begun, according to the store.
-        incarnation: incarnation of the page memory that the entries belong to.
+        contents: incarnations of the page memory and of the disks that the entries belong to.
         loading: whether the store is still being read.
         entries: the entries read so far; the newest first once `loading` is False.
         rows: number of stored rows that were read.
@@ -49,7 +51,7 @@ class Recovering:
     """
 
     epoch: int
-    incarnation: int
+    contents: Contents
     loading: bool = True
     entries: list[Entries] = field(default_factory=list)
     rows: int = 0
@@ -79,9 +81,9 @@ class Recovering:
         """Record that the entries will not be read, and why. After that no session can open the replica."""
         self.loading, self.failed = False, why
 
-    def belongs_to(self, incarnation: int) -> bool:
-        """Whether the entries can describe this page memory; 0 (not stated) counts as the same memory."""
-        return incarnation in (0, self.incarnation)
+    def shown_by(self, request: OpenRequest, spec: ReplicaSpec) -> Sequence[int]:
+        """Return the stamps of an engine that can verify the entries."""
+        return shown_of(request.stamp_table, spec, Contents.named_by(request), self.contents)
 
     def epoch_above(self, replica: ReplicaCore, shown: Sequence[int], owner: int) -> int:
         """Return an epoch in which no stamp (version number of a content) was issued.
@@ -117,12 +119,8 @@ class Recovering:
         if self.recovered is None:
             self._proof = _Proof(shown, state)
 
-    def prove(self, replica: ReplicaCore, shown: Sequence[int], incarnation: int) -> None:
-        """Install the entries that the stamps of this page memory verify, and drop the others; call it before the first
-        engine life.
-        """
-        if not self.belongs_to(incarnation):
-            shown = disks_alone(shown, replica.spec)
+    def prove(self, replica: ReplicaCore, shown: Sequence[int]) -> None:
+        """Install the entries that these stamps verify, and drop the others; call it before the first engine life."""
         outcome = replica.install_recovered(self._proof_of(replica, shown).state)
         self.entries, self._proof = [], None
         self.recovered = outcome.kept

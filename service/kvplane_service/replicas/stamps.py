@@ -6,10 +6,12 @@ A stamp table has the stamps (version numbers of contents) of all blocks of a pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvplane.base.groups import NULL_BLOCK, ReplicaSpec, TierKind
+from kvplane.base.session import OpenRequest
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import Words, behind_reset, words_of
@@ -41,12 +43,48 @@ def no_stamps(num_blocks: int) -> Sequence[int]:
     return memoryview(bytes(num_blocks * 8)).cast("Q")
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Identifies what a stamp table describes; 0 = unknown.
+
+    Stamps are unique within equal numbers only: a service that lost its store gives an epoch again, and content of
+    other pages, or of another disk, then gets stamps that were given before.
+
+    Attributes:
+        pages: incarnation of the page memory; the slots of host tiers are as old.
+        disks: incarnation of what the disk tiers hold, which outlives the pages.
+    """
+
+    pages: int = 0
+    disks: int = 0
+
+    @classmethod
+    def named_by(cls, request: OpenRequest) -> Contents:
+        """Return what an engine states when it opens a session."""
+        return cls(request.incarnation, request.disk_incarnation)
+
+    def may_have_pages_of(self, before: Contents) -> bool:
+        """Whether the page memory is that of `before`; an unknown one counts as the same."""
+        return not self.pages or not before.pages or self.pages == before.pages
+
+    def after(self, before: Contents) -> Contents:
+        """Return what is known of an engine life that states these numbers, behind one with those of `before`."""
+        pages = self.pages or before.pages
+        return Contents(pages, self.disks or (before.disks if pages == before.pages else 0))
+
+
+def shown_of(shown: Sequence[int], spec: ReplicaSpec, now: Contents, before: Contents) -> Sequence[int]:
+    """Return a stamp table that proves what `shown` proves of keys from before: with page memory of another incarnation
+    no block and no slot of a host tier, with other or unknown disks no slot at all.
+    """
+    if now.may_have_pages_of(before):
+        return shown  # as long as the page memory exists, a disk tier has the same file
+    return disks_alone(shown, spec) if now.disks and now.disks == before.disks else ()
+
+
 def disks_alone(shown: Sequence[int], spec: ReplicaSpec) -> Sequence[int]:
     """Return a stamp table that proves no block and no slot of a host tier, and the slots of disks as `shown` does; an
     empty one if it has no slots.
-
-    For pages that were allocated again: what is on a disk outlives them. The slots of the host do not; other slots of
-    the same versions may have taken their place, if a service that lost its store gave out an epoch again.
     """
     first = spec.num_blocks
     if len(shown) <= first:

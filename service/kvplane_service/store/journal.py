@@ -138,13 +138,18 @@ class Written:
 class ReplicaJournal:
     """Changes of one replica on one incarnation (allocation) of the replica's page memory that are not stored yet. The
     journal does no I/O.
+
+    Attributes:
+        log: name of the log that has its changes.
+        disk_incarnation: number that identifies what the disk tiers hold, 0 = unknown.
+        written: what `take` returned.
     """
 
     def __init__(self, log: LogName, source: ReplicaCore, max_entries: int, clock: Callable[[], int]) -> None:
         """`take` reads keys from `source`; at most `max_entries` changes are queued; `clock` returns monotonic
         nanoseconds.
         """
-        self.log = log
+        self.log, self.disk_incarnation = log, 0
         self.written = Written()
         self._source = source
         # Ids of the first slots of tiers, which are entries as blocks are, with versions as stamps.

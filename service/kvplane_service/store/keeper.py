@@ -328,7 +328,7 @@ class Keeper:
         except KvplaneError:
             del self._restored[name]
             raise
-        entry.host.recover(Recovering(record.epoch, record.incarnation))
+        entry.host.recover(Recovering(record.epoch, record.contents))
         return True
 
     async def _load(self, name: str, record: ReplicaRecord, ends_ns: int) -> None:
@@ -378,6 +378,7 @@ class Keeper:
         incarnation = record.incarnation if record else self._entropy.draw()
         log = LogName(name, namespace_of(entry.registration), incarnation)
         journal = ReplicaJournal(log, host.replica, self._config.store_lag_entries, self._runtime.clock)
+        journal.disk_incarnation = record.disk_incarnation if record else 0
         self._journals[name] = journal
         host.decisions.follow(partial(self._follow, name, journal))
         host.mirror.on_lost.append(partial(self._lost, name, journal))
@@ -410,13 +411,14 @@ class Keeper:
             log, now_ms = LogName(name, journal.log.namespace, life.incarnation), self._entropy.wall_clock_ms()
             # The time in ms is above all chunk numbers of that log, because no log gets a chunk per millisecond.
             self._writer.drop(journal.switch(log, after=now_ms))
+        journal.disk_incarnation = life.disk_incarnation
         self._writer.record_changed(name)
 
     def _pack_record(self, entry: Entry, journal: ReplicaJournal) -> bytes:
         now_ms = self._entropy.wall_clock_ms()
         host = entry.host
         released = host.name in self._released
-        by = (self.owner, now_ms, released, self.process)
+        by = (self.owner, now_ms, released, self.process, journal.disk_incarnation)
         return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, journal.log.incarnation, *by))
 
     async def _superseded(self, name: str, journal: ReplicaJournal, number: int) -> bool:

@@ -17,6 +17,7 @@ from kvplane.base.groups import EvictionPolicy
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane_service.registry import Registration
+from kvplane_service.replicas.stamps import Contents
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.record import REGISTRATION, seal, unseal
@@ -35,6 +36,7 @@ class ReplicaRecord:
         owner: address of the service that wrote the record.
         written_ms: time of writing, in milliseconds since 1970.
         released: True if the owner has released the replica to other services.
+        disk_incarnation: number that identifies what the disk tiers hold that the log describes, 0 = unknown.
         process: random number of the process that wrote the record, because another process may reuse the address.
     """
 
@@ -46,6 +48,12 @@ class ReplicaRecord:
     written_ms: int
     released: bool = False
     process: int = 0
+    disk_incarnation: int = 0
+
+    @property
+    def contents(self) -> Contents:
+        """What the log describes."""
+        return Contents(self.incarnation, self.disk_incarnation)
 
     @property
     def log(self) -> LogName:
@@ -84,6 +92,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "written_ms": record.written_ms,
         "released": record.released,
         "process": record.process,
+        "disk_incarnation": record.disk_incarnation,
     }
     return seal(REGISTRATION, json.dumps(content, separators=(",", ":")).encode())
 
@@ -111,6 +120,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             _number(content["written_ms"], 1 << 64),
             bool(content.get("released", False)),
             _number(content.get("process", 0), 1 << 64),  # records of earlier versions have none
+            _number(content.get("disk_incarnation", 0), 1 << 64),  # nor this
         )
     except Exception as error:  # whatever a forged body raises ends here
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error

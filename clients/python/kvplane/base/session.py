@@ -89,6 +89,8 @@ class OpenRequest:
             life, since two services that do not know of each other may give two lives the same epoch. In a mirror: a
             number that the engine draws once.
         mirror: set if the engine decides in its own process and the service applies the same steps after it.
+        disk_incarnation: identifies what the disk tiers hold (`RankGroup.disk_incarnation`), 0 = unknown. With another
+            page memory, keys of slots of disks stay valid only if this number is as before.
     """
 
     replica: str
@@ -103,6 +105,7 @@ class OpenRequest:
     owner_epoch: int = 0
     life_nonce: int = 0
     mirror: MirrorTerms | None = None
+    disk_incarnation: int = 0
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument if the steps have another version than this code supports."""

@@ -2,11 +2,12 @@
 pages.
 
     byte 0     8         12         16          24          32         40      48      56       64
-         | magic | version | blocks | incarnation | owner epoch |      0     | seq | part+bits | executed | stamps ...
+         | magic | version | blocks | incarnation | owner epoch |    disks   | seq | part+bits | executed | stamps ...
 
 All numbers are little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = unknown content. Each write has
 eight bytes, so that a reader in another process sees either the old or the new value. Of a replica with tiers, the
-slots of the tiers are further blocks, whose stamp is the version that the slot holds (`ReplicaSpec.num_stamps`).
+slots of the tiers are further blocks, whose stamp is the version that the slot holds (`ReplicaSpec.num_stamps`). What
+the slots of disks hold outlives the memory: `disks` is the number that identifies it, 0 = there is no disk tier.
 
 The table is in the same memory as the pages, which outlives the engine. So the table also records the epoch of the
 engine life that owns the pages (the *owner epoch*, which never decreases), the step and part up to which the rank
@@ -33,7 +34,7 @@ STAMP_BYTES = 8
 
 _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
-_INCARNATION, _OWNER_EPOCH, _, _SEQ, _PART, _EXECUTED = range(2, 8)
+_INCARNATION, _OWNER_EPOCH, _DISKS, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
 _ALL_PARTS = _BUSY - 1  # the last part of a step
 _EARLIER = 1 << 33  # launches of earlier engine lives may still run on this rank
@@ -173,6 +174,15 @@ class StampTable:
     def begin_above(self, epoch: int) -> None:
         """Let epochs up to this one own a new table: none of them is used again for what outlived the memory."""
         self._words[_OWNER_EPOCH] = epoch
+
+    @property
+    def disk_incarnation(self) -> int:
+        """The number that identifies what the slots of disk tiers hold; 0 = there are none, or none is stated."""
+        return self._words[_DISKS]
+
+    def name_disks(self, disk_incarnation: int) -> None:
+        """State what identifies the content of the disk tiers, a u64: before the table is lent to an engine."""
+        self._words[_DISKS] = disk_incarnation
 
     @property
     def executed(self) -> int:

@@ -13,6 +13,8 @@ from kvplane.sansio.retry import RetryPolicy
 from kvplane.session.known_requests import KnownRequests
 from kvplane.session.reopening import Revival
 
+_MEMORY = ("incarnation", "disk_incarnation", "owner_epoch")
+
 
 class SessionOptions(TypedDict, total=False):
     """The options of `Client.session`.
@@ -21,7 +23,8 @@ class SessionOptions(TypedDict, total=False):
         epoch: epoch of the engine life to continue; NEW_EPOCH, the default, begins a new engine life.
         life_nonce: with an epoch, required: `life_nonce` of the session that began this engine life or continued it.
         with_events: whether answers contain cache events.
-        stamp_table, incarnation, owner_epoch: see OpenRequest; not together with a `revive`, whose Revival has them.
+        stamp_table, incarnation, disk_incarnation, owner_epoch: see OpenRequest; not together with a `revive`, whose
+            Revival has them.
         client: name of the client, for operators.
         retry: how to retry after the stream breaks, see Session.
         step_timeout_s: seconds that a call waits for an answer before it raises DeadlineExceeded.
@@ -38,6 +41,7 @@ class SessionOptions(TypedDict, total=False):
     with_events: bool
     stamp_table: Sequence[int]
     incarnation: int
+    disk_incarnation: int
     owner_epoch: int
     client: str
     retry: RetryPolicy | None
@@ -68,11 +72,11 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
     epoch, life = options.get("epoch", NEW_EPOCH), options.get("life_nonce", 0)
     stamps = tuple(options.get("stamp_table", ()))
     with_events, client = options.get("with_events", False), options.get("client", "")
-    incarnation, owner_epoch = options.get("incarnation", 0), options.get("owner_epoch", 0)
+    numbers = {name: options.get(name, 0) for name in _MEMORY}
     if revive is None:
-        memory = {"stamp_table": stamps, "incarnation": incarnation, "owner_epoch": owner_epoch, "life_nonce": life}
+        memory = {"stamp_table": stamps, "life_nonce": life, **numbers}
         return OpenRequest(replica, draw_nonce(), epoch, with_events, client, **memory)  # type: ignore[arg-type]
-    given = [name for name in ("stamp_table", "epoch", "life_nonce", "incarnation", "owner_epoch") if options.get(name)]
+    given = [name for name in ("stamp_table", "epoch", "life_nonce", *_MEMORY) if options.get(name)]
     if given:
         name = given[0]
         raise InvalidArgument(

@@ -41,6 +41,7 @@ class Revival:
             step listed in `Cache.loads_over`.
         owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new engine life gets a higher
             epoch.
+        disk_incarnation: identifies what the disk tiers hold (`RankGroup.disk_incarnation`), 0 = unknown.
         resume: the blocks of running requests that continue, and those of transfers; None: all running requests are
             preempted. Omit every request whose pages a failed launch may have written.
     """
@@ -53,6 +54,7 @@ class Revival:
     resume: Resume | None = None
     busy_blocks: tuple[int, ...] = ()
     owner_epoch: int = 0
+    disk_incarnation: int = 0
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
         """Return the message that opens the session for the first time."""
@@ -70,6 +72,7 @@ class Revival:
             incarnation=self.incarnation,
             busy_blocks=tuple(sorted({*self.busy_blocks, *busy})),
             owner_epoch=self.owner_epoch,
+            disk_incarnation=self.disk_incarnation,
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:

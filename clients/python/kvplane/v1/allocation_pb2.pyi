@@ -751,7 +751,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "life_nonce", "mirror")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "life_nonce", "mirror", "disk_incarnation")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -764,6 +764,7 @@ class SessionOpen(_message.Message):
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LIFE_NONCE_FIELD_NUMBER: _ClassVar[int]
     MIRROR_FIELD_NUMBER: _ClassVar[int]
+    DISK_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -776,7 +777,8 @@ class SessionOpen(_message.Message):
     owner_epoch: int
     life_nonce: int
     mirror: MirrorTerms
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ..., mirror: _Optional[_Union[MirrorTerms, _Mapping]] = ...) -> None: ...
+    disk_incarnation: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ..., mirror: _Optional[_Union[MirrorTerms, _Mapping]] = ..., disk_incarnation: _Optional[int] = ...) -> None: ...
 
 class MirrorTerms(_message.Message):
     __slots__ = ("core_version", "commit")

@@ -44,6 +44,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "step_version": request.step_version,
         "owner_epoch": request.owner_epoch,
         "life_nonce": request.life_nonce,
+        "disk_incarnation": request.disk_incarnation,
     }
     if request.mirror is not None:
         fields["mirror"] = {
@@ -81,6 +82,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
         owner_epoch=message.owner_epoch,
         life_nonce=message.life_nonce,
         mirror=_decode_terms(message.mirror) if message.HasField("mirror") else None,
+        disk_incarnation=message.disk_incarnation,
     )
 
 
