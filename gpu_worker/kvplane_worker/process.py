@@ -215,7 +215,7 @@ class WorkerProcess:
 
         Raises:
             WorkerExists: the lease expired, and another worker registered for the rank.
-            WrongPlan, NoPlan: the replica was registered again, with another memory layout.
+            WrongPlan, NoPlan: the replica was registered again, with another memory layout or other tiers.
         """
         lease_s = 1.0
         try:
@@ -299,8 +299,8 @@ class WorkerProcess:
         """Register again with a service that does not know the worker, such as a restarted service. Returns the length
         of the lease in milliseconds.
 
-        Pages stay valid if the memory layout is the same. Returns 0 if the service refuses, for instance because it
-        does not know the replica.
+        Pages stay valid if the memory layout and the tiers are the same. Returns 0 if the service refuses, for instance
+        because it does not know the replica.
         """
         assert self._served is not None
         try:
@@ -320,6 +320,15 @@ class WorkerProcess:
                 f"the pages have layout {self._info.plan_digest}, the replica now has layout {digest}",
                 field="replica",
                 remedy="start the worker again, so that it allocates the new layout",
+            )
+        assert self._served is not None
+        movers = self._served.movers
+        held = [(tier.spec.kind, tier.spec.num_blocks) for tier in movers.tiers] if movers is not None else []
+        if held != [(tier.kind, tier.num_blocks) for tier in assignment.tiers]:
+            raise WrongPlan(
+                "the replica now has other tiers than those of this worker",
+                field="replica",
+                remedy="start the worker again, so that it allocates the new tiers",
             )
 
     def _update_info(self, state: WorkerState | None = None, incarnation: int = 0, digest: str = "") -> None:

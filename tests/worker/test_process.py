@@ -21,6 +21,7 @@ from kvplane.base.errors import (
     WorkerExists,
     WrongPlan,
 )
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
 from kvplane.v1.allocation_pb2 import ListReplicasRequest
@@ -282,6 +283,22 @@ def test_cache_outlives_service_and_engine(tmp_path):
             assert second.do("serve", 0, PROMPT)[0] == 96
     finally:
         here.end()
+
+
+@pytest.mark.parametrize(
+    "tiers", [(), (TierSpec(TierKind.HOST, 11),), (TierSpec(TierKind.DISK, 10),)], ids=["none", "larger", "a disk"]
+)
+def test_worker_exits_when_the_tiers_change(tmp_path, tiers):
+    """Its stamp table has other slots: no engine could open a session with it, or a disk would be what memory is."""
+    with world(tmp_path, worker_lease_ms=1500) as here:
+        here.register(namespace=b"n", tiers=(TierSpec(TierKind.HOST, 10),))
+        child, _ = here.worker()
+        with connect(here.service.address) as client:
+            client.deregister_replica("r")
+        here.register(namespace=b"n", tiers=tiers)
+        assert isinstance(child.receive(), WrongPlan)
+        child.wait()
+        here.worker()
 
 
 def test_worker_exits_when_the_plan_changes(tmp_path):
