@@ -17,16 +17,25 @@ inline Answers answers;
 
 constexpr size_t kShortColumn = 24;  // entries up to which a list is made in less time than an array
 
-// A column of an answer: a list, or an array of u32 or u64 that reads like one.
-template <typename Stored, typename T>
-PyObject* ColumnToPy(const std::vector<T>& column, size_t short_column = kShortColumn) {
-    if (column.size() <= short_column) return ToPy(column);
-    const Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(column.size() * sizeof(Stored))));
-    auto* into = reinterpret_cast<Stored*>(PyBytes_AsString(bytes.get()));
-    std::transform(column.begin(), column.end(), into, [](T value) { return static_cast<Stored>(value); });
+// A column of an answer of the numbers that `number_at` returns: a list, or an array of u32 or u64 that reads like one.
+template <typename Stored, typename NumberAt>
+PyObject* ColumnToPy(size_t count, NumberAt&& number_at, size_t short_column = kShortColumn) {
+    if (count <= short_column) {
+        Owned list(PyList_New(static_cast<Py_ssize_t>(count)));
+        for (size_t at = 0; at < count; ++at)
+            PyList_SetItem(list.get(), static_cast<Py_ssize_t>(at), ToPy(number_at(at)));
+        return list.Release();
+    }
+    const Owned bytes(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * sizeof(Stored))));
+    auto* const into = reinterpret_cast<Stored*>(PyBytes_AsString(bytes.get()));
+    for (size_t at = 0; at < count; ++at) into[at] = static_cast<Stored>(number_at(at));
     static PyObject* const codes[] = {PyUnicode_FromString("I"), PyUnicode_FromString("Q")};
     PyObject* const code = codes[sizeof(Stored) == 8];
     return NotNull(PyObject_CallFunctionObjArgs(answers.packed_ints, code, bytes.get(), nullptr));
+}
+template <typename Stored, typename T>
+PyObject* ColumnToPy(const std::vector<T>& column, size_t short_column = kShortColumn) {
+    return ColumnToPy<Stored>(column.size(), [&](size_t at) { return column[at]; }, short_column);
 }
 
 // Sets an attribute of a new object, without the checks of its class. Takes over the reference.
@@ -61,13 +70,12 @@ void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
 
 // Columns of jobs: every third one, of jobs, versions and stamps, is of u64, the others of u32.
 template <size_t N>
-void SetColumns(PyObject* object, PyObject* const (&names)[N], const std::array<JobOrders::Values, N>& columns) {
-    for (size_t at = 0; at < N; ++at) {
-        if (at % 3 == 0) {
-            SetColumn<uint64_t>(object, names[at], columns[at]);
-        } else {
-            SetColumn<uint32_t>(object, names[at], columns[at]);
-        }
+void SetColumns(PyObject* object, PyObject* const (&names)[N], const JobOrders::Rows<N>& rows) {
+    for (size_t column = 0; column < N && !rows.empty(); ++column) {
+        const auto number_at = [&](size_t row) { return static_cast<uint64_t>(rows[row][column]); };
+        const bool is_long = column % 3 == 0;
+        SetAttribute(object, names[column], is_long ? ColumnToPy<uint64_t>(rows.size(), number_at)
+                                                    : ColumnToPy<uint32_t>(rows.size(), number_at));
     }
 }
 

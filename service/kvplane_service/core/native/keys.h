@@ -149,14 +149,17 @@ class Index {
     }
     void Replace(const auto& records, uint32_t before, uint32_t after) {
         MakeRoom(records, after);
-        const Spot spot = At(before, records[before].key);
+        Spot spot = At(before, Sought(records[before].key).hash);
+        spot.tag = TagOf(entries_[spot.at]);
         entries_[spot.at] = EntryOf(after, spot);
     }
     void Remove(const auto& records, uint32_t record) {
         Remove(records, record, records[record].key);
     }
-    void Remove(const auto& records, uint32_t record, const Sought& key) {
-        size_t hole = At(record, key).at;
+    void Remove(const auto& records, uint32_t record, const Sought& key) { RemoveAt(records, record, key.hash); }
+    // `hash`: the lower half of that of its key, since no table has more entries than numbers of 32 bits.
+    void RemoveAt(const auto& records, uint32_t record, uint64_t hash) {
+        size_t hole = At(record, hash).at;
         for (size_t at = (hole + 1) & Mask(); entries_[at] != kNoRecord; at = (at + 1) & Mask()) {
             const size_t distance = DistanceOf(records, at), gap = (at - hole) & Mask();
             if (distance >= gap) {
@@ -168,7 +171,8 @@ class Index {
         --count_;
     }
     // Fetches what a look-up of the key will read.
-    void Prefetch(const Sought& key) const { __builtin_prefetch(&entries_[Place(key)]); }
+    void Prefetch(const Sought& key) const { PrefetchAt(key.hash); }
+    void PrefetchAt(uint64_t hash) const { __builtin_prefetch(&entries_[static_cast<size_t>(hash) & Mask()]); }
     size_t count() const { return count_; }
 
   private:
@@ -191,8 +195,9 @@ class Index {
         }
         return spot;
     }
-    Spot At(uint32_t record, const Sought& key) const {
-        Spot spot = Begin(key);
+    // Without the tag.
+    Spot At(uint32_t record, uint64_t hash) const {
+        Spot spot{static_cast<size_t>(hash) & Mask(), 0, 0};
         for (; entries_[spot.at] == kNoRecord || RecordOf(entries_[spot.at]) != record; Next(&spot))
             Require(entries_[spot.at] != kNoRecord, "a key is not in the index");
         return spot;

@@ -31,9 +31,6 @@ class Frame {
             return Hashes{one.bytes.data(), one.size};
         });
     }
-    void Add(uint32_t number, const std::vector<Hashes>& parts) {
-        if (!parts.empty()) AddJoined(number, parts, [](const Hashes& one) { return one; });
-    }
     // The digests of a row are one value.
     void Add(uint32_t number, const Hashed& hashed) {
         if (hashed.num_hashes.empty()) return;
@@ -103,6 +100,15 @@ class Frame {
             at += size;
         }
         heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(body_.size() - begin)});
+    }
+
+    // Adds a chunk of a known size, which `write` writes.
+    template <typename Write>
+    void AddWritten(uint32_t number, size_t size, Write&& write) {
+        const size_t begin = body_.size();
+        body_.resize(begin + size);
+        heads_.insert(heads_.end(), {number, 0, static_cast<uint32_t>(size)});
+        write(body_.data() + begin);
     }
 
     void AddFrame(uint32_t number, const Frame& frame) {
@@ -235,15 +241,14 @@ class EventColumns {
         const Block* block = events.blocks.data();
         const Int* start = events.starts.data();
         taken_.reserve(taken_.size() + events.rows.size());
-        hashes_.reserve(hashes_.size() + events.blocks.size());
         blocks_.reserve(blocks_.size() + events.blocks.size());
         for (const CacheEvents::Row& row : events.rows) {
             const bool has_starts = row.kind == kStored && !events.starts.empty();
             const auto* const parent = hash;
             hash += row.parent_size != 0;
             if (share == kAllEvents || (row.kind == kStored) == (share == kStoredEvents)) {
-                taken_.push_back({&row, &events, parent, medium, has_starts});
-                for (size_t at = 0; at < row.count; ++at) hashes_.push_back({hash[at].data(), row.hash_size});
+                taken_.push_back({&row, &events, parent, hash, medium, has_starts});
+                hash_bytes_ += row.count * row.hash_size;
                 blocks_.insert(blocks_.end(), block, block + row.count);
                 if (has_starts) starts_.insert(starts_.end(), start, start + row.count);
             }
@@ -255,8 +260,8 @@ class EventColumns {
 
     Frame Packed() const {
         constexpr size_t kEach = 32;
-        Frame frame(kEach * (1 + taken_.size()) + (sizeof(uint32_t) + kDigestBytes) * hashes_.size() +
-                    sizeof(uint32_t) * (blocks_.size() + starts_.size()));
+        Frame frame(kEach * (1 + taken_.size()) + hash_bytes_ +
+                    sizeof(uint32_t) * (2 * blocks_.size() + starts_.size()));
         const auto numbers = [&](uint32_t number, auto&& of) {
             frame.AddNumbers(number, taken_.size(), [&](size_t at) { return static_cast<Int>(of(taken_[at])); });
         };
@@ -266,9 +271,10 @@ class EventColumns {
         const auto count = [](const Taken& one) { return one.row->count; };
         scalar(0, [](const Taken& one) { return one.row->kind; });
         scalar(1, [](const Taken& one) { return one.row->group; });
-        if (!hashes_.empty()) {
+        if (!blocks_.empty()) {
             numbers(2, count);
-            frame.Add(2 + Packer::flat, hashes_);
+            const size_t num_bytes = sizeof(uint32_t) * (1 + blocks_.size()) + hash_bytes_;
+            frame.AddWritten(2 + Packer::flat, num_bytes, [&](uint8_t* into) { WriteHashes(into); });
             numbers(3, count);
             frame.Add(3 + Packer::flat, blocks_);
         }
@@ -293,7 +299,7 @@ class EventColumns {
     struct Taken {
         const CacheEvents::Row* row;
         const CacheEvents* events;
-        const decltype(Digest::bytes)* parent;  // of `parent_size` bytes
+        const decltype(Digest::bytes)*parent, *hashes;  // the first one of `parent_size` bytes
         Int medium;
         bool has_starts;
 
@@ -312,8 +318,30 @@ class EventColumns {
         return std::any_of(taken_.begin(), taken_.end(), is);
     }
 
+    // Their number, the length of each, their bytes.
+    void WriteHashes(uint8_t* into) const {
+        const auto word = [&](size_t value) {
+            const auto stored = static_cast<uint32_t>(value);
+            std::memcpy(into, &stored, sizeof stored);
+            into += sizeof stored;
+        };
+        word(blocks_.size());  // each event has a block for each hash
+        for (const Taken& one : taken_) {
+            for (size_t at = 0; at < one.row->count; ++at) word(one.row->hash_size);
+        }
+        for (const Taken& one : taken_) {
+            const size_t size = one.row->hash_size;
+            if (size == kDigestBytes) {  // they follow each other
+                if (one.row->count) std::memcpy(into, one.hashes, one.row->count * size);
+                into += one.row->count * size;
+                continue;
+            }
+            for (size_t at = 0; at < one.row->count; ++at, into += size) std::memcpy(into, one.hashes[at].data(), size);
+        }
+    }
+
     std::vector<Taken> taken_;
-    std::vector<Hashes> hashes_;  // in the memory of the events
+    size_t hash_bytes_ = 0;
     BlockList blocks_;
     Column starts_;
 };

@@ -17,7 +17,13 @@ namespace kvplane {
     {#name, [](const PartResult& from, uint32_t number, Frame& frame) {       \
          if (from.tiers != nullptr) frame.Add(number, from.tiers->path);      \
      }}
-#define PACK_JOBS(kind, at, name) PACK_TIERS(orders.name, orders.kind[at])
+#define PACK_JOBS(kind, column, name)                                                           \
+    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) {               \
+         if (from.tiers == nullptr || from.tiers->orders.kind.empty()) return;                  \
+         const auto& rows = from.tiers->orders.kind;                                            \
+         frame.AddNumbers(number, rows.size(),                                                  \
+                          [&](size_t at) { return static_cast<uint64_t>(rows[at][column]); });  \
+     }}
 
 inline void ReadPartLayout(PyObject* of_part) {
     static constexpr Packer::Scalar<Part> part_scalars[] = {

@@ -154,16 +154,16 @@ struct BlockLists {
 // `kvplane.base.step`; and new versions of slots.
 struct JobOrders {
     using Values = std::vector<uint64_t>;
+    template <size_t N>
+    using Rows = std::vector<std::array<Int, N>>;  // a number of 64 bits is the Int of the same bits
 
-    std::array<Values, 7> load;
-    std::array<Values, 6> save, move;
+    Rows<7> load;
+    Rows<6> save, move;
     BlockList stamp_block;
     Values stamp;
 
-    bool empty() const { return load[0].empty() && save[0].empty() && move[0].empty() && stamp.empty(); }
-    size_t num_values() const {
-        return load.size() * load[0].size() + save.size() * save[0].size() + move.size() * move[0].size();
-    }
+    bool empty() const { return load.empty() && save.empty() && move.empty() && stamp.empty(); }
+    size_t num_values() const { return 7 * load.size() + 6 * (save.size() + move.size()); }
 
     template <size_t N>
     static void AddRow(std::array<Values, N>* columns, const std::array<Int, N>& row) {
@@ -173,23 +173,20 @@ struct JobOrders {
     // Returns the rows, and makes room for as many.
     JobOrders Take() {
         JobOrders fresh;
-        const auto make_room = [](auto* columns, const auto& before) {
-            for (size_t at = 0; at < before.size(); ++at) (*columns)[at].reserve(before[at].size());
-        };
-        make_room(&fresh.load, load);
-        make_room(&fresh.save, save);
-        make_room(&fresh.move, move);
+        fresh.load.reserve(load.size());
+        fresh.save.reserve(save.size());
+        fresh.move.reserve(move.size());
         return std::exchange(*this, std::move(fresh));
     }
     // Adds the rows of others behind these.
     void Append(const JobOrders& others) {
-        const auto append = [](Values* values, const Values& further) {
-            values->insert(values->end(), further.begin(), further.end());
+        const auto append = [](auto* rows, const auto& further) {
+            rows->insert(rows->end(), further.begin(), further.end());
         };
-        for (size_t at = 0; at < load.size(); ++at) append(&load[at], others.load[at]);
-        for (size_t at = 0; at < save.size(); ++at) append(&save[at], others.save[at]);
-        for (size_t at = 0; at < move.size(); ++at) append(&move[at], others.move[at]);
-        stamp_block.insert(stamp_block.end(), others.stamp_block.begin(), others.stamp_block.end());
+        append(&load, others.load);
+        append(&save, others.save);
+        append(&move, others.move);
+        append(&stamp_block, others.stamp_block);
         append(&stamp, others.stamp);
     }
 };

@@ -9,7 +9,8 @@
 
 namespace {
 
-// Bytes that grow. Once memory is out, `ok` is false and nothing more is added.
+// A message that is written from its end to its front, so that the length of a field is known when its content is
+// written, which is copied nowhere else. Once memory is out, `ok` is false and nothing more is added.
 class Bytes {
    public:
     Bytes() = default;
@@ -18,38 +19,34 @@ class Bytes {
 
     bool ok = true;
     size_t size() const { return size_; }
-    const uint8_t* data() const { return data_; }
+    const uint8_t* data() const { return data_ + room_ - size_; }
 
-    // Room for `count` more bytes; nullptr without memory.
+    // Room for `count` bytes before the others; nullptr without memory.
     uint8_t* More(size_t count) {
         if (size_ + count > room_) {
-            const size_t room = 2 * (size_ + count) + 256;
-            void* const grown = ok ? PyMem_Realloc(data_, room) : nullptr;
+            const size_t room = 2 * (size_ + count) + kRoom;
+            auto* const grown = ok ? static_cast<uint8_t*>(PyMem_Malloc(room)) : nullptr;
             ok = grown != nullptr;
             if (!ok) return nullptr;
-            data_ = static_cast<uint8_t*>(grown);
+            if (size_ > 0) std::memcpy(grown + room - size_, data(), size_);
+            PyMem_Free(data_);
+            data_ = grown;
             room_ = room;
         }
-        uint8_t* const at = data_ + size_;
         size_ += count;
-        return at;
+        return data_ + room_ - size_;
     }
 
     void Number(uint32_t field, uint64_t value) {
         if (value != 0) Head(field, 0, value);
     }
 
-    // Begins a field of `count` bytes.
-    void Begin(uint32_t field, size_t count) { Head(field, 2, count); }
-
-    void Field(uint32_t field, const Bytes& inner) {
-        ok = ok && inner.ok;
-        Begin(field, inner.size());
-        uint8_t* const at = More(inner.size());
-        if (at != nullptr && inner.size() > 0) std::memcpy(at, inner.data(), inner.size());
-    }
+    // The bytes behind the first `end` ones from the end become a field.
+    void EndField(uint32_t field, size_t end) { Head(field, 2, size_ - end); }
 
    private:
+    static constexpr size_t kRoom = 4096;
+
     void Head(uint32_t field, uint32_t kind, uint64_t value) {
         uint8_t head[20];
         const auto count = static_cast<size_t>(Varint(Varint(head, field << 3 | kind), value) - head);
@@ -61,18 +58,19 @@ class Bytes {
     size_t size_ = 0, room_ = 0;
 };
 
-// Adds a list, or an array of the same width. Returns false for anything else: Python names its fault.
+// Adds a field: a list, or an array of the same width. Returns false for anything else: Python names its fault.
 bool AddColumn(Bytes* into, uint32_t field, size_t width, PyObject* column) {
     if (PyList_Check(column)) {
         const Py_ssize_t count = PyList_Size(column);
         if (count == 0) return true;
-        into->Begin(field, static_cast<size_t>(count) * width);
+        const size_t end = into->size();
         uint8_t* at = into->More(static_cast<size_t>(count) * width);
         for (Py_ssize_t i = 0; at != nullptr && i < count; ++i) {
             const unsigned long long value = PyLong_AsUnsignedLongLong(PyList_GetItem(column, i));
             if (PyErr_Occurred() || (width == 4 && value > UINT32_MAX)) return false;
             at = width == 4 ? Write(at, static_cast<uint32_t>(value)) : Write(at, static_cast<uint64_t>(value));
         }
+        into->EndField(field, end);
         return true;
     }
     Py_buffer view;
@@ -80,9 +78,10 @@ bool AddColumn(Bytes* into, uint32_t field, size_t width, PyObject* column) {
     const bool fits = view.itemsize == static_cast<Py_ssize_t>(width);
     const auto size = static_cast<size_t>(view.len);
     if (fits && size > 0) {
-        into->Begin(field, size);
+        const size_t end = into->size();
         uint8_t* const at = into->More(size);
         if (at != nullptr) std::memcpy(at, view.buf, size);
+        into->EndField(field, end);
     }
     PyBuffer_Release(&view);
     return fits;
@@ -95,21 +94,21 @@ PyObject* Interned(const char* name, PyObject** made) {
 
 // Adds the columns of an object with these attributes.
 bool AddObject(Bytes* into, uint32_t field, const Column* columns, size_t count, PyObject** names, PyObject* object) {
-    Bytes inner;
-    for (size_t i = 0; i < count; ++i) {
+    const size_t end = into->size();
+    for (size_t i = count; i-- > 0;) {
         PyObject* const column = PyObject_GetAttr(object, Interned(columns[i].name, &names[i]));
-        const bool is_added = column != nullptr && AddColumn(&inner, columns[i].number, columns[i].width, column);
+        const bool is_added = column != nullptr && AddColumn(into, columns[i].number, columns[i].width, column);
         Py_XDECREF(column);
         if (!is_added) return false;
     }
-    if (inner.size() > 0) into->Field(field, inner);
+    if (into->size() > end) into->EndField(field, end);
     return true;
 }
 
 // Adds the columns that a dict has. Returns false if it has any other that is not empty.
 bool AddColumns(Bytes* into, const Column* columns, size_t count, PyObject** names, PyObject* given,
                 Py_ssize_t* known) {
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = count; i-- > 0;) {
         PyObject* const column = PyDict_GetItemWithError(given, Interned(columns[i].name, &names[i]));
         if (column == nullptr && PyErr_Occurred()) return false;
         if (column == nullptr) continue;
@@ -139,31 +138,31 @@ bool OthersAreEmpty(PyObject* given, const Column* columns, size_t count, F&& is
 
 bool AddOrders(Bytes* part, PyObject* orders) {
     static PyObject* names[kNumOrders];
-    Bytes inner;
+    const size_t end = part->size();
     Py_ssize_t count = 0;
     PyObject* const given = PyObject_GenericGetDict(orders, nullptr);
-    const bool is_added = given != nullptr && AddColumns(&inner, kOrders, kNumOrders, names, given, &count);
+    const bool is_added = given != nullptr && AddColumns(part, kOrders, kNumOrders, names, given, &count);
     const bool is_all = is_added && (PyDict_Size(given) == count ||
                                      OthersAreEmpty(given, kOrders, kNumOrders, [](PyObject*) { return false; }));
     Py_XDECREF(given);
-    if (is_all && inner.size() > 0) part->Field(15, inner);
+    if (is_all && part->size() > end) part->EndField(15, end);
     return is_all;
 }
 
 bool AddPart(Bytes* part, PyObject* given) {
     static PyObject *of_part[kNumPart], *of_blocks[kNumBlocks], *others[4];
     Py_ssize_t count = 0;
-    if (!AddColumns(part, kPart, kNumFirst, of_part, given, &count)) return false;
-    PyObject* const blocks = PyDict_GetItemWithError(given, Interned("new_blocks", &others[0]));
-    if (blocks != nullptr && !AddObject(part, 7, kBlocks, kNumBlocks, of_blocks, blocks)) return false;
-    PyObject* const tables = PyDict_GetItemWithError(given, Interned("tables", &others[1]));
-    if (tables != nullptr && !AddObject(part, 8, kBlocks, kNumBlocks, of_blocks, tables)) return false;
-    PyObject* const orders = PyDict_GetItemWithError(given, Interned("orders", &others[2]));
-    if (orders != nullptr && !AddOrders(part, orders)) return false;
-    PyObject* const free_blocks = PyDict_GetItemWithError(given, Interned("free_blocks", &others[3]));
-    if (free_blocks != nullptr) part->Number(16, PyLong_AsUnsignedLong(free_blocks));
     constexpr size_t kNumLast = kNumPart - kNumFirst;
     if (!AddColumns(part, kPart + kNumFirst, kNumLast, of_part + kNumFirst, given, &count)) return false;
+    PyObject* const free_blocks = PyDict_GetItemWithError(given, Interned("free_blocks", &others[3]));
+    if (free_blocks != nullptr) part->Number(16, PyLong_AsUnsignedLong(free_blocks));
+    PyObject* const orders = PyDict_GetItemWithError(given, Interned("orders", &others[2]));
+    if (orders != nullptr && !AddOrders(part, orders)) return false;
+    PyObject* const tables = PyDict_GetItemWithError(given, Interned("tables", &others[1]));
+    if (tables != nullptr && !AddObject(part, 8, kBlocks, kNumBlocks, of_blocks, tables)) return false;
+    PyObject* const blocks = PyDict_GetItemWithError(given, Interned("new_blocks", &others[0]));
+    if (blocks != nullptr && !AddObject(part, 7, kBlocks, kNumBlocks, of_blocks, blocks)) return false;
+    if (!AddColumns(part, kPart, kNumFirst, of_part, given, &count)) return false;
     count += (blocks != nullptr) + (tables != nullptr) + (orders != nullptr) + (free_blocks != nullptr);
     if (PyErr_Occurred()) return false;
     return PyDict_Size(given) == count || OthersAreEmpty(given, kPart, kNumPart, [](PyObject* name) {
@@ -181,16 +180,17 @@ PyObject* WriteAnswer(PyObject*, PyObject* arguments) {
     PyObject* given;
     if (!PyArg_ParseTuple(arguments, "KKKO!:write_answer", &seq, &number, &published_through, &PyDict_Type, &given))
         return nullptr;
-    Bytes part, result, message;
-    if (!AddPart(&part, given)) {
+    Bytes message;
+    message.Number(4, published_through);
+    const size_t end = message.size();
+    if (!AddPart(&message, given)) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    result.Number(1, seq);
-    result.Number(2, number);
-    result.Field(3, part);
-    result.Number(4, published_through);
-    message.Field(2, result);
+    message.EndField(3, end);
+    message.Number(2, number);
+    message.Number(1, seq);
+    message.EndField(2, 0);
     if (!message.ok) return PyErr_NoMemory();
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(message.data()),
                                      static_cast<Py_ssize_t>(message.size()));

@@ -108,7 +108,7 @@ class SaveBehind {
         const Int job = tiers_.NextJob(), group = pool_.pairs.Group(key.key.pair);
         const uint64_t stamp = pool_.stamp[block];
         tiers_.jobs.saves.Add(job, Save{block, stamp, 0, slot});
-        JobOrders::AddRow<6>(&tiers_.orders.save, {job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
+        tiers_.orders.save.push_back({job, Int{block}, group, static_cast<Int>(stamp), 0, slot});
         directory_.Note(block, first.RecordOf(slot));
         return true;
     }

@@ -19,9 +19,10 @@ inline bool AcceptsJobs(const Cache& cache, const Tiers& tiers, Int executed_thr
         if (!std::all_of(jobs->begin(), jobs->end(), is_job)) return false;
     }
     if (cache.jobs_before < 0 || cache.jobs_before > last + 1) return false;
-    return std::all_of(cache.jobs_done.begin(), cache.jobs_done.end(), [&](Int job) {
-        const auto load = tiers.jobs.loads.find(job);
-        return load == tiers.jobs.loads.end() || load->second.after <= executed_through;
+    const std::map<Int, Load>& loads = tiers.jobs.loads;
+    return loads.empty() || std::all_of(cache.jobs_done.begin(), cache.jobs_done.end(), [&](Int job) {
+        const auto load = loads.find(job);
+        return load == loads.end() || load->second.after <= executed_through;
     });
 }
 

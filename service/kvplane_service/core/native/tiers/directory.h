@@ -12,6 +12,7 @@ struct alignas(64) InTiers {
     Key key;                            // pair 0: an unused record
     std::array<uint32_t, kMostTiers> slot{kNoRecord, kNoRecord};  // by tier
     Block block = kNullBlock;  // of the device: the one with this key that `Directory::Note` noted
+    uint32_t hash = 0;         // of the key: the lower half
     uint64_t stamp = 0;        // of that block then; 0: none is noted; `Directory::kSeveral`: several are
 };
 
@@ -45,13 +46,13 @@ class Directory {
 
     // A slot gets a key, or will be written with it; returns the record.
     uint32_t Enter(size_t tier, uint32_t slot, const Sought& key) {
-        uint32_t record = Find(key);
-        if (record == kNoRecord) {
-            record = NewRecord();
-            records_[record].key = key.key;
-            index_.FindOrAdd(records_, record, key);
-        }
-        return Enter(tier, slot, record);
+        const uint32_t fresh = NewRecord();
+        records_[fresh].key = key.key;
+        records_[fresh].hash = static_cast<uint32_t>(key.hash);
+        const uint32_t known = index_.FindOrAdd(records_, fresh, key);
+        if (known == kNoRecord) return Enter(tier, slot, fresh);
+        Free(fresh);
+        return Enter(tier, slot, known);
     }
     uint32_t Enter(size_t tier, uint32_t slot, uint32_t record) {
         uint32_t& there = records_[record].slot[tier];
@@ -64,9 +65,8 @@ class Directory {
         InTiers& one = records_[record];
         one.slot[tier] = kNoRecord;
         if (!IsUnused(one)) return;
-        index_.Remove(records_, record, one.key);
-        one = InTiers();
-        free_.push_back(record);
+        index_.RemoveAt(records_, record, one.hash);
+        Free(record);
     }
 
     // Fetches what a look-up of the key will read.
@@ -79,7 +79,7 @@ class Directory {
         for (size_t other = 0; other < kMostTiers; ++other) {
             if (other != tier && one.slot[other] != kNoRecord) return;
         }
-        Expect(one.key);
+        index_.PrefetchAt(one.hash);
     }
 
     // -- blocks of the device ----------------------------------------------------------------------------------------
@@ -138,6 +138,11 @@ class Directory {
         const uint32_t record = free_.back();
         free_.pop_back();
         return record;
+    }
+    // A record without slots, and without a noted block.
+    void Free(uint32_t record) {
+        records_[record].key.pair = 0;
+        free_.push_back(record);
     }
     void VisitAgain(Block block) {
         noted_[block] = kUnknown;

@@ -221,8 +221,8 @@ class TierLoads {
             const Location& source = one.source;
             load.rows.push_back(Fill(slot, filled[row], one));
             TierOf(source).Pin(source.slot);
-            JobOrders::AddRow<7>(&tiers_.orders.load, {job, source.tier, source.slot, source.version, Int{filled[row]},
-                                                       one.group, static_cast<Int>(pool_.stamp[filled[row]])});
+            tiers_.orders.load.push_back({job, source.tier, source.slot, source.version, Int{filled[row]}, one.group,
+                                          static_cast<Int>(pool_.stamp[filled[row]])});
         }
         tiers_.AddLoad(job, std::move(load));
         tiers_.BeginLoad(slot, job);
@@ -278,14 +278,14 @@ class TierLoads {
 
     void End(Int job, bool is_done, PartResult* result) {
         Jobs& jobs = tiers_.jobs;
-        if (auto load = jobs.loads.extract(job)) {
+        if (auto load = jobs.loads.empty() ? decltype(jobs.loads)::node_type() : jobs.loads.extract(job)) {
             EndLoad(job, load.mapped(), is_done, result);
-        } else if (const auto save = jobs.saves.Take(job)) {
+        } else if (const Save* const save = jobs.saves.Take(job)) {
             const Save& write = *save;
             if (const Save* const next = jobs.saves.Behind(kAhead)) __builtin_prefetch(&pool_.stamp[next->block]);
             const bool is_good = is_done && pool_.stamp[write.block] == write.stamp;
             EndWrite(job, write.tier, write.slot, is_done, is_good, &tiers_.counters.saved);
-        } else if (const auto move = jobs.moves.Take(job)) {
+        } else if (const Move* const move = jobs.moves.Take(job)) {
             const Move& write = *move;
             const bool is_good = is_done && tiers_.IsIntact(write.source);
             EndWrite(job, write.tier, write.slot, is_done, is_good, &tiers_.counters.moved);

@@ -96,8 +96,7 @@ class Tier {
     void EndWrite(Int slot, bool is_good, Int job) {
         Require(state[At(slot)] == SlotState::kWritten, "a slot is not being written");
         if (is_good) {
-            Settle(slot, job, SlotState::kRecent);
-            const Key& key = KeyOf(slot);
+            const Key& key = Settle(slot, job, SlotState::kRecent);
             ++UseOf(key).stored;
             if (spec_.events) Report(slot, key, kStored, kNoReason);
         } else {
@@ -139,18 +138,19 @@ class Tier {
         if (slot != kNoSlot) DropSlot(slot, reason);
     }
     void DropSlot(Int slot, RemoveReason reason) {
-        Require(HasKey(slot), "a slot has no key");
-        const Key key = KeyOf(slot);
-        Unlink(slot);
-        num_shadows -= IsShadow(slot);
-        --num_held_;
-        Leave(slot);
-        version[At(slot)] = 0;
-        if (!pins[At(slot)]) free.push_back(static_cast<uint32_t>(slot));
+        const size_t at = At(slot);
+        Require(state[at] >= SlotState::kRecent, "a slot has no key");
+        const Key& key = directory_[record_[at]].key;
         GroupUse& use = UseOf(key);
         --use.held;
         use.evicted += reason == kEvicted;
         if (spec_.events) Report(slot, key, kRemoved, reason);
+        Unlink(slot);
+        num_shadows -= state[at] == SlotState::kShadow;
+        --num_held_;
+        Leave(slot);
+        version[at] = 0;
+        if (!pins[at]) free.push_back(static_cast<uint32_t>(slot));
     }
 
     // Keeps a slot that has a key from being written; its key becomes the last one to be evicted.
@@ -183,8 +183,9 @@ class Tier {
     // `key`: or its record.
     template <typename K>
     void MarkWritten(Int slot, const K& key) {
-        record_[At(slot)] = directory_.Enter(Number(), static_cast<uint32_t>(slot), key);
-        state[At(slot)] = SlotState::kWritten;
+        const size_t at = At(slot);
+        record_[at] = directory_.Enter(Number(), static_cast<uint32_t>(slot), key);
+        state[at] = SlotState::kWritten;
     }
     // Gives a slot without a key this one, which is evicted last of its queue.
     void Hold(Int slot, const Key& key, Int of_version, SlotState queue) {
@@ -238,8 +239,9 @@ class Tier {
 
     // The slot does not have its key any more: the device may save it again, and the nearer tier move it.
     void Leave(Int slot) {
-        const uint32_t record = std::exchange(record_[At(slot)], kNoRecord);
-        state[At(slot)] = SlotState::kNoKey;
+        const size_t at = At(slot);
+        const uint32_t record = std::exchange(record_[at], kNoRecord);
+        state[at] = SlotState::kNoKey;
         directory_.Forget(record);
         if (nearer_ != nullptr) {
             if (const Int copy = nearer_->SlotWith(directory_[record]); copy != kNoSlot) nearer_->VisitAgain(copy);
@@ -248,11 +250,15 @@ class Tier {
     }
 
     // The slot has the key that was entered, in this version, and is evicted last of its queue.
-    void Settle(Int slot, Int of_version, SlotState queue) {
-        version[At(slot)] = of_version;
+    // Returns the key.
+    const Key& Settle(Int slot, Int of_version, SlotState queue) {
+        const size_t at = At(slot);
+        version[at] = of_version;
         Insert(slot, queue);
         ++num_held_;
-        ++UseOf(KeyOf(slot)).held;
+        const Key& key = directory_[record_[at]].key;
+        ++UseOf(key).held;
+        return key;
     }
 
     Int TakeSlot() {
@@ -294,8 +300,9 @@ class Tier {
         Insert(slot, queue);
     }
     void Unlink(Int slot) {
-        const Link link = links_[LinkOf(slot)];
-        seen_.Remove(static_cast<uint32_t>(LinkOf(slot)), Preceding(static_cast<uint32_t>(LinkOf(slot))));
+        const auto at = static_cast<uint32_t>(LinkOf(slot));
+        const Link link = links_[at];
+        seen_.Remove(at, Preceding(at));
         links_[link.previous].next = link.next;
         links_[link.next].previous = link.previous;
     }

@@ -68,11 +68,11 @@ class InOrder {
 
     Int size() const { return size_; }
     bool IsNext(Int number) const { return entries_.empty() || entries_.back().number < number; }
-    bool contains(Int number) const {
-        return At(number) != entries_.end();
-    }
+    bool contains(Int number) const { return At(number) != entries_.size(); }
     void Add(Int number, const T& value) {
         Require(IsNext(number), "numbers of jobs ascend");
+        const size_t kept = static_cast<size_t>(size_) + kMaxJobs / 8;
+        if (2 * first_ > entries_.size() + kMaxJobs / 8 || entries_.size() - first_ > 2 * kept) Tidy();
         entries_.push_back({number, value});
         ++size_;
     }
@@ -81,16 +81,14 @@ class InOrder {
         const size_t at = first_ + count;
         return at < entries_.size() ? &entries_[at].value : nullptr;
     }
-    std::optional<T> Take(Int number) {
-        const auto found = entries_.begin() + (At(number) - entries_.cbegin());
-        if (found == entries_.end()) return {};
-        std::optional<T> taken(found->value);
-        found->is_there = false;
+    // Removes a value, which can be read until the next one is added; null if it is not there.
+    const T* Take(Int number) {
+        const size_t at = At(number);
+        if (at == entries_.size()) return nullptr;
+        entries_[at].is_there = false;
         --size_;
         while (first_ < entries_.size() && !entries_[first_].is_there) ++first_;
-        const size_t kept = static_cast<size_t>(size_) + kMaxJobs / 8;
-        if (2 * first_ > entries_.size() + kMaxJobs / 8 || entries_.size() - first_ > 2 * kept) Tidy();
-        return taken;
+        return &entries_[at].value;
     }
     void clear() {
         entries_.clear();
@@ -112,14 +110,16 @@ class InOrder {
         first_ = 0;
     }
     // Where the number is; the end if it is not there.
-    auto At(Int number) const {
-        auto found = entries_.begin() + static_cast<std::ptrdiff_t>(first_);
-        if (found != entries_.end() && found->number < number) {
-            found = std::lower_bound(found, entries_.end(), number,
-                                     [](const Entry& one, Int other) { return one.number < other; });
+    size_t At(Int number) const {
+        const size_t none = entries_.size();
+        if (first_ == none || number < entries_[first_].number) return none;
+        size_t at = first_;  // where it mostly is
+        if (entries_[at].number != number) {
+            const auto found = std::lower_bound(entries_.begin() + static_cast<std::ptrdiff_t>(first_), entries_.end(),
+                                                number, [](const Entry& one, Int other) { return one.number < other; });
+            at = static_cast<size_t>(found - entries_.begin());
         }
-        const bool is_there = found != entries_.end() && found->number == number && found->is_there;
-        return is_there ? found : entries_.end();
+        return at < none && entries_[at].number == number && entries_[at].is_there ? at : none;
     }
 
     std::vector<Entry> entries_;
@@ -243,7 +243,7 @@ class Tiers {
         if (to == kNoSlot) return false;
         const Int job = NextJob();
         jobs.moves.Add(job, Move{source, target.number, to});
-        JobOrders::AddRow<6>(&orders.move, {job, source.tier, slot, source.version, target.number, to});
+        orders.move.push_back({job, source.tier, slot, source.version, target.number, to});
         return true;
     }
 
