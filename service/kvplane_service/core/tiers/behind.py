@@ -22,13 +22,15 @@ from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import MAX_JOBS, Save, Tiers
 
 AHEAD_SHARE = 2  # at most one of this number of blocks of the pool is looked at: a prompt may take most of a small pool
+SLOT_SHARE = 2  # the same of the slots that they are copied to: more would evict each other there, and be copied again
 AHEAD_STEPS = 10  # steps whose blocks are looked at: twice those that are in flight while a save is
 SAVED_STEPS = 2  # blocks saved at the end of a step, in blocks that a step takes
 
 
 def most_ahead(spec: ReplicaSpec) -> int:
     """Return the number of blocks of a pool that are looked at, at most."""
-    return max(1, spec.num_blocks // AHEAD_SHARE)
+    places = [spec.num_blocks // AHEAD_SHARE, *(tier.num_blocks // SLOT_SHARE for tier in spec.tiers[:1])]
+    return max(1, min(places))
 
 
 class SaveBehind:
@@ -59,7 +61,7 @@ class SaveBehind:
         left = self._save_wanted(self._save(self._evicted_next(ahead, next_victim), room))
         for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
             if tier.num_free < ahead and behind.wanted.policy is not SavePolicy.REUSE:
-                left = self._move(tier, behind, ahead, left)
+                left = self._move(tier, behind, min(ahead, max(1, behind.num_slots // SLOT_SHARE)), left)
             left = self._move_wanted(tier, behind, left)
 
     def _evicted_next(self, ahead: int, next_victim: int | None) -> Iterator[int]:

@@ -6,6 +6,7 @@
 namespace kvplane {
 
 constexpr Int kAheadSteps = 10;  // steps whose blocks are looked at: twice those that are in flight while a save is
+constexpr Int kSlotShare = 2;    // at most one of this number of slots is looked at, of those that are copied to
 constexpr Int kSavedSteps = 2;   // blocks saved at the end of a step, in blocks that a step takes
 
 class SaveBehind {
@@ -23,7 +24,10 @@ class SaveBehind {
         left = SaveWanted(SaveSome(ahead, left, next_victim));
         for (size_t number = 0; number + 1 < tiers_.each.size(); ++number) {
             Tier &tier = tiers_.each[number], &behind = tiers_.each[number + 1];
-            if (tier.num_free() < ahead && behind.wanted.policy != kReuse) left = MoveSome(tier, behind, ahead, left);
+            const Int looked_at = std::min(ahead, std::max<Int>(1, behind.num_slots / kSlotShare));
+            if (tier.num_free() < ahead && behind.wanted.policy != kReuse) {
+                left = MoveSome(tier, behind, looked_at, left);
+            }
             left = MoveWanted(tier, behind, left);
         }
     }
