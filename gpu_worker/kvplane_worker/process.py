@@ -179,9 +179,11 @@ class WorkerProcess:
             if tiers:
                 content = assignment.content_id, options.rank
                 name = shared_prefix(run_dir.path).rstrip("-")
-                where = TierOptions(tiers, options.disk, name, *content, run_dir.left, options.most_bytes)
+                left = run_dir.left, run_dir.forget_left
+                where = TierOptions(tiers, options.disk, name, *content, *left, options.most_bytes)
                 self._served.movers = start_movers(holdings, where, self._backend.ops)
             self._update_info(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=plan.digest())
+        run_dir.forget_left()
         self._servicer = WorkerServicer(self._served)
         self._server = WorkerServer(self._servicer, run_dir.path)
         self._server.start()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_worker.attach import describe
 from kvplane_worker.engine.config import MIXED
+from kvplane_worker.lending.rundir import STATE
 from tests.engine import child
 from tests.engine.test_processes import POOL, count_wrong, register, serve_all
+from tests.service.rig import until
+from tests.worker import children
 from tests.worker.rig import World, world
 
 TIERS = (TierSpec(TierKind.DISK, 900),)
@@ -76,6 +81,36 @@ def test_the_next_worker_offers_what_the_disk_kept(tmp_path: Path, leave: bool):
         after = Life(here)
         loads_first(after)
         after.serve(lambda one: one.loaded > 20)
+
+
+def test_a_worker_that_does_not_come_up_leaves_the_disk_to_the_one_after_it(tmp_path: Path):
+    """The service is down when a killed worker is started again: it gives up, is stopped, or is killed in its turn."""
+    with world(tmp_path, worker_lease_ms=2000) as here:
+        register(here, replace(POOL, tiers=TIERS))
+        life = Life(here)
+        life.serve(lambda one: one.saved > SAVED)
+        life.end(leave=False)
+        for rank in range(MIXED.num_ranks):
+            options = replace(here.options(rank), service=f"unix:{tmp_path}/absent")
+            for end in (None, "terminate", "kill"):
+                child = here.start(children.worker, replace(options, wait=end is not None))
+                if end is None:
+                    assert isinstance(child.receive(), Unavailable)
+                else:
+                    wait_until_used(options.run_dir, child.pid)
+                    getattr(child, end)()
+                if not child.ended:
+                    child.wait()
+        until(lambda: not here.shown())  # the lease of the first one has ended
+        loads_first(Life(here))
+        assert not [name for name in here.shared_files() if name.endswith("-left")]
+
+
+def wait_until_used(path: Path | None, pid: int) -> None:
+    """Wait until this process is the worker of a directory."""
+    assert path is not None
+    state = path / STATE
+    until(lambda: state.exists() and json.loads(state.read_text())["pid"] == pid)
 
 
 def test_the_next_service_knows_what_the_disk_kept(tmp_path: Path):

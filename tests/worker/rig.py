@@ -142,7 +142,9 @@ class World:
             if not child.ended:
                 child.kill()
         for lock in self.folder.glob(f"*/{LOCK}"):
-            RunDir(lock.parent).leave()
+            left = RunDir(lock.parent)
+            left.forget_left()
+            left.leave()
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from kvplane.base.worker import is_socket_path
 from kvplane_worker.memory.shared import SHM_FOLDER
 
 SOCKET, GRPC_SOCKET, TOKEN, LOCK, STATE = "worker.sock", "grpc.sock", "token", "lock", "worker.json"
+TABLE, LEFT = "-stamps", "-left"  # ends of the names of stamp tables in shared memory
 MAX_SOCKET_CHARS = 107  # most characters of a Unix socket address
 
 
@@ -64,6 +65,7 @@ class RunDir:
         token: secret that engines must send.
         last: the worker that used the directory before; None if there was none, or its file cannot be read.
         left: the stamp table of a worker that was killed, if no process has it mapped any more; b"" if there is none.
+            It stays for the next worker until `forget_left`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,15 +143,25 @@ class RunDir:
         """
         for name in (SOCKET, GRPC_SOCKET, TOKEN):
             (self.path / name).unlink(missing_ok=True)
-        for left in SHM_FOLDER.glob(f"{shared_prefix(self.path)}*"):
-            left.unlink(missing_ok=True)
+        for left in self._shared(""):
+            if not left.name.endswith(LEFT):
+                left.unlink(missing_ok=True)
+
+    def forget_left(self) -> None:
+        """Remove the table of `left`: another one has what it says."""
+        for table in self._shared(LEFT):
+            table.unlink(missing_ok=True)
 
     def _left_table(self) -> bytes:
         """Return the stamp table that a killed worker left. A process that maps it may still write it: then b""."""
-        tables = list(SHM_FOLDER.glob(f"{shared_prefix(self.path)}*-stamps"))
-        if len(tables) != 1 or _is_mapped(tables[0]):
-            return b""
-        return tables[0].read_bytes()
+        left, tables = self._shared(LEFT), self._shared(TABLE)
+        if not left and len(tables) == 1 and not _is_mapped(tables[0]):
+            left = [tables[0].rename(str(tables[0]).removesuffix(TABLE) + LEFT)]
+        return left[0].read_bytes() if left else b""
+
+    def _shared(self, end: str) -> list[Path]:
+        """The shared memory of this directory whose names have this end."""
+        return list(SHM_FOLDER.glob(f"{shared_prefix(self.path)}*{end}"))
 
     def _read_state(self) -> LastWorker | None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -37,6 +37,7 @@ class TierOptions:
         content_id: as in `Assignment`.
         rank: the rank.
         left: stamp table of a worker of this rank that was killed; b"" = there is none.
+        forget_left: removes it, when the stamp table of this worker says the same.
         most_bytes: limits of the operator by kind of tier; a kind without one has the free memory, or the free disk.
     """
 
@@ -46,6 +47,7 @@ class TierOptions:
     content_id: bytes = b""
     rank: int = 0
     left: bytes = b""
+    forget_left: Callable[[], None] = lambda: None
     most_bytes: Mapping[TierKind, int] = field(default_factory=dict)
 
 
@@ -70,7 +72,7 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
             slots.append(made)
             cleanup.callback(made.close)
             if isinstance(made, DiskSlots):
-                _take_over(made, first, holdings.stamps, options.left)
+                _take_over(made, first, holdings.stamps, options)
             first += spec.num_blocks
         cleanup.pop_all()
     holdings.stamps.name_disks(_number_of([one.identity for one in slots if isinstance(one, DiskSlots)]))
@@ -108,14 +110,15 @@ def _host(spec: TierSpec, width: int, holdings: Holdings) -> HostSlots:
     return HostSlots(spec, width, str(holdings.buffers.memory.device))
 
 
-def _take_over(slots: DiskSlots, first: int, stamps: StampTable, left: bytes) -> None:
+def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOptions) -> None:
     """Let the stamp table say what a file holds from the time of an earlier worker of this rank."""
     num_slots = slots.spec.num_blocks
-    kept = slots.take_over(left_by(left, first, num_slots, stamps.num_blocks))
+    kept = slots.take_over(left_by(options.left, first, num_slots, stamps.num_blocks))
     if kept is not None:
         stamps.write(range(first, first + num_slots), kept.versions)
         stamps.begin_above(max(stamps.owner_epoch, kept.owner_epoch))
         _log.info("%s: %d slots kept their content", slots.path, num_slots - kept.versions.count(0))
+    options.forget_left()  # before the file changes: a worker that is killed earlier leaves it to the next one
     slots.begin(kept)
 
 
