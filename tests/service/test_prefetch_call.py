@@ -117,9 +117,11 @@ def test_a_copy_that_would_end_too_late_is_left_out(client, engine):
     part = part_of(cache=Cache(costs_ns=[1000, 1000, 10**9]))
     engine.session.apply(part)
     with engine.idling():
+        soon = client.prefetch("r", prompt(3), within_s=0.0001)  # 0 would be "at any time"
         late = client.prefetch("r", prompt(3), within_s=3.9)
         done = client.prefetch("r", prompt(3), within_s=4.1)
-    assert (late.copied_blocks, late.outcome) == (0, pb.PREFETCH_OUTCOME_TOO_LATE)
+    for one in (soon, late):
+        assert (one.copied_blocks, one.outcome) == (0, pb.PREFETCH_OUTCOME_TOO_LATE)
     assert (done.copied_blocks, done.outcome) == (4, pb.PREFETCH_OUTCOME_ALL)
 
 
@@ -134,6 +136,12 @@ def test_refusals_name_the_field_and_change_nothing(client, engine, monkeypatch)
     with pytest.raises(InvalidArgument) as long:
         client.prefetch("r", prompt(3), within_s=3601.0)
     assert long.value.field == "within_ms"
+    for no_time in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidArgument, match="is no time") as refused:
+            client.prefetch("r", prompt(3), within_s=no_time)
+        assert refused.value.field == "within_s"
+        with pytest.raises(InvalidArgument, match="is no time"):
+            client.retain("r", prompt(3), ttl_s=no_time)
     assert client.snapshot("r", summary=True).digest == before
     client.register_replica("one", spec_of(21, tiers=TIERS[:1]), namespace_digest=b"n" * 32)
     with client.session("one"), pytest.raises(InvalidArgument) as alone:

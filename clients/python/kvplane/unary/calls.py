@@ -8,12 +8,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, isfinite
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
 from kvplane import wire
-from kvplane.base.errors import FailedPrecondition
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.requests import Allocate, At, Commit, Content, Ending
 from kvplane.base.sources import LayerSource, ModelSource
@@ -168,7 +169,7 @@ def reset_prefix_cache(replica: str, at: At) -> Call[allocation_pb2.ResetPrefixC
 @checked
 def prefetch(replica: str, content: Content, within_s: float, at: At) -> Call[allocation_pb2.PrefetchResponse]:
     """Build the call that copies what only the disk has of a prompt to the host tier."""
-    fields = {"content": wire.encode_content(content), "within_ms": round(within_s * 1000)}
+    fields = {"content": wire.encode_content(content), "within_ms": _milliseconds(within_s, "within_s")}
     fields["header"] = _header(replica, at)
     request = build(allocation_pb2.PrefetchRequest, "request", fields)
     return Call(f"/{ALLOCATION}/Prefetch", request, allocation_pb2.PrefetchResponse)
@@ -177,10 +178,17 @@ def prefetch(replica: str, content: Content, within_s: float, at: At) -> Call[al
 @checked
 def retain(replica: str, content: Content, ttl_s: float, priority: int, at: At) -> Call[allocation_pb2.RetainResponse]:
     """Build the call that retains the cached prefix of a prompt for a time, or releases it."""
-    fields = {"content": wire.encode_content(content), "ttl_ms": round(ttl_s * 1000), "priority": priority}
+    fields = {"content": wire.encode_content(content), "ttl_ms": _milliseconds(ttl_s, "ttl_s"), "priority": priority}
     fields["header"] = _header(replica, at)
     request = build(allocation_pb2.RetainRequest, "request", fields)
     return Call(f"/{ALLOCATION}/Retain", request, allocation_pb2.RetainResponse)
+
+
+def _milliseconds(seconds: float, field: str) -> int:
+    """Return a time in milliseconds, rounded up: 0 has a meaning of its own."""
+    if not isfinite(seconds) or seconds < 0:
+        raise InvalidArgument(f"{seconds} is no time", field=field, remedy="give seconds, 0 or more")
+    return ceil(seconds * 1000)
 
 
 @checked
