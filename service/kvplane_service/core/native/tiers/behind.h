@@ -104,8 +104,9 @@ class SaveBehind {
     }
     bool IsExecuted(Block block) const { return pool_.key_step[block] <= pool_.executed_through; }
 
-    // Orders the save of a block; returns false if there is no slot for it.
-    bool OrderSave(Block block, const Sought& key) {
+    // Orders the save of a block; returns false if there is no slot for it. As in other calls that each job takes, what
+    // it calls is made part of it, which the compiler would not do in a library of this size.
+    [[gnu::flatten]] bool OrderSave(Block block, const Sought& key) {
         Tier& first = tiers_.each[0];
         const Int slot = tiers_.BeginWrite(first, key);
         if (slot == kNoSlot) return false;

@@ -320,14 +320,16 @@ class Tier {
     // Consecutive keys of one group, domain, kind and reason are one event.
     void Report(Int slot, const Key& key, EventKind kind, RemoveReason reason) {
         const Run run{kind, reason, key.pair};
-        if (events.empty() || run != run_) {
-            const Int group = pairs_.Group(key.pair);
-            const Int size = kind == kStored ? spec_.groups[static_cast<size_t>(group)].block_size : 0;
-            events.Add({.kind = kind, .group = group, .reason = reason, .block_size = size}, pairs_.Domain(key.pair),
-                       pairs_.Name(key.pair), Digest());
-            run_ = run;
-        }
+        if (events.empty() || run != run_) BeginEvent(run);
         events.AddKey(key.digest, static_cast<Block>(slot));
+    }
+
+    [[gnu::noinline]] void BeginEvent(const Run& run) {
+        const Int group = pairs_.Group(run.pair);
+        const Int size = run.kind == kStored ? spec_.groups[static_cast<size_t>(group)].block_size : 0;
+        events.Add({.kind = run.kind, .group = group, .reason = run.reason, .block_size = size},
+                   pairs_.Domain(run.pair), pairs_.Name(run.pair), Digest());
+        run_ = run;
     }
 
     const Spec& spec_;

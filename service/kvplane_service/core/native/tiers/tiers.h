@@ -237,7 +237,7 @@ class Tiers {
     }
 
     // Orders a copy of a slot that has a key into another tier; returns false if that has no slot for it.
-    bool OrderMove(Tier& tier, Int slot, Tier& target) {
+    [[gnu::flatten]] bool OrderMove(Tier& tier, Int slot, Tier& target) {
         const Location source{tier.number, slot, tier.VersionOf(slot)};
         const Int to = BeginWrite(target, tier.RecordOf(slot));
         if (to == kNoSlot) return false;
@@ -248,7 +248,7 @@ class Tiers {
     }
 
     // The end of a job that wrote a slot: the slot has the key, or is free. `is_save`: from the device.
-    void EndWrite(Int job, Int number, Int slot, bool is_good, bool is_save) {
+    [[gnu::flatten]] void EndWrite(Int job, Int number, Int slot, bool is_good, bool is_save) {
         Tier& tier = each[static_cast<size_t>(number)];
         tier.EndWrite(slot, is_good, job);
         if (!is_good) return;
