@@ -806,21 +806,23 @@ def skip_failed_steps(real: Real) -> Real:
 def save_unread(_: Real) -> Real:
     """A mover saves a page without a look at its stamp."""
 
-    def save(self: Any, row: Any) -> bool:
-        pages = self._place.pages.group(row.group)
+    def save(self: Any, piece: Any) -> list[int]:
+        pages = self._place.pages.group(piece[0].group)
 
-        def fill(target: Any) -> bool:
-            self._ops.gather(pages, [row.block], target)
-            return True
+        def fill(target: Any) -> list[bool]:
+            self._ops.gather(pages, [row.block for row in piece], target)
+            return [True for _ in piece]
 
-        return self._write(self._content(row.tier, row.slot, row.group, row.job), pages.bytes_per_block, fill)
+        contents = [self._content(row.tier, row.slot, row.group, row.job) for row in piece]
+        good = self._write(contents, pages.bytes_per_block, fill)
+        return [row.job for row, is_good in zip(piece, good, strict=True) if is_good]
 
     return save
 
 
 def seal_any_version(real: Real) -> Real:
     """A seal does not have the version."""
-    return lambda self, payload: real(replace(self, version=0), payload)
+    return lambda self, payload: real(self._replace(version=0), payload)
 
 
 def slots_of_any_memory(real: Real) -> Real:
@@ -844,10 +846,11 @@ def all_alike(real: Real) -> Real:
 def first_end_counts(real: Real) -> Real:
     """A job is over when one rank has ended it."""
 
-    def end(self: Any, rank: int, job: int, is_done: bool) -> None:
-        if job in self._moving:
-            self._moving[job].ranks.intersection_update({rank})
-        real(self, rank, job, is_done)
+    def end(self: Any, rank: int, first: int, count: int, is_done: bool) -> None:
+        for moving in self._moving:
+            if moving.first <= first < moving.first + moving.count:
+                moving.left = [left if at == rank else 0 for at, left in enumerate(moving.left)]
+        real(self, rank, first, count, is_done)
 
     return end
 

@@ -63,7 +63,7 @@ def disk() -> bool:
         noise = torch.randint(0, 256, (1, SLOT_BYTES), dtype=torch.uint8)
         contents = [Content(slots.identity, 0, slot, 0, slot + 1) for slot in range(SLOTS)]
         for content in contents:
-            assert slots.write(content, SLOT_BYTES, lambda row: bool(row.copy_(noise).numel()))
+            assert slots.write([content], SLOT_BYTES, lambda rows: [bool(rows.copy_(noise).numel())])[0]
         pages = torch.empty(SLOTS, SLOT_BYTES, dtype=torch.uint8)
         stride = ALIGNMENT_BYTES + slots.slot_bytes
         buffers = [memoryview(mmap.mmap(-1, PIECE * stride)) for _ in range(SLOTS // PIECE)]

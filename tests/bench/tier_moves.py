@@ -25,6 +25,7 @@ from kvplane_worker.ops.interface import GroupPages
 from kvplane_worker.ops.torch_ops import TorchOps, pages
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import HostSlots, MoverMemory, Movers
+from tests.base.job_rows import record
 from tests.bench.goals import goal
 from tests.service.tier_rows import Rows, plan_with, rows_of_hit
 
@@ -61,11 +62,11 @@ class Bench:
         groups = [group for group, count in sorted(self.rows.everything.items()) for _ in range(count)]
         self.group_of = dict(zip(self.versions, groups, strict=True))
         saves = [
-            JobRow(job, JobKind.SAVE, 0, EPOCH, 1, 0, 0, 0, block, job, block, block, self.group_of[block])
+            JobRow(job, JobKind.SAVE, EPOCH, 1, 0, 0, 0, block, job, block, block, self.group_of[block])
             for block, job in self.versions.items()
         ]
         for save in saves:
-            while not self.table.order([save]):
+            while not self.table.order(record([save])):
                 time.sleep(0.001)
         assert self.wait(len(saves)) == len(saves)
 
@@ -77,15 +78,13 @@ class Bench:
                 left[group] -= 1
                 chosen.append(block)
         self.job += 1
+        step = EPOCH, 1, 0
         rows = [
-            JobRow(
-                self.job, JobKind.LOAD, len(chosen) - at, EPOCH, 1, 0, 0, 0, block, self.versions[block], block, block,
-                self.group_of[block],
-            )
-            for at, block in enumerate(chosen, 1)
-        ]  # fmt: skip
+            JobRow(self.job, JobKind.LOAD, *step, 0, 0, block, self.versions[block], block, block, self.group_of[block])
+            for block in chosen
+        ]
         began = time.process_time()
-        assert self.table.order(rows)
+        assert self.table.order(record(rows))
         assert self.wait(1) == 1
         return time.process_time() - began
 
@@ -95,8 +94,8 @@ class Bench:
         while count:
             ends = self.table.ends_from(self.position)
             self.position += len(ends)
-            count -= len(ends)
-            done += sum(is_done for _, is_done in ends)
+            count -= sum(end.num_jobs for end in ends)
+            done += sum(end.num_jobs for end in ends if end.is_done)
             time.sleep(0.002)
         return done
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from kvplane.base.errors import Unavailable
@@ -44,6 +46,12 @@ def save(job, block):
     )
 
 
+def saves(jobs):
+    numbers, same = list(jobs), [1] * len(jobs)
+    orders = Orders(save_job=numbers, save_block=same, save_group=same, save_stamp=same, save_tier=same, save_slot=same)
+    return PartResult(orders=orders)
+
+
 def reported(jobs, executed=0):
     cache = Cache()
     jobs.report(cache, executed)
@@ -53,11 +61,11 @@ def reported(jobs, executed=0):
 def test_rows_of_a_job_say_what_follows_and_when_it_may_begin(jobs, tables):
     jobs.order(7, 1, load(JOB + 1, [4, 6], after=6))
     for table in tables:
-        rows = table.take()
-        assert [(row.job, row.kind, row.left, row.block) for row in rows] == [(JOB + 1, 1, 1, 4), (JOB + 1, 1, 0, 6)]
+        (rows,) = table.take()
+        assert [(row.job, row.kind, row.block) for row in rows] == [(JOB + 1, 1, 4), (JOB + 1, 1, 6)]
         assert {(row.epoch, row.seq, row.part, row.after) for row in rows} == {(EPOCH, 7, 1, 6)}
     jobs.order(8, 0, save(JOB + 2, 3))
-    (row,) = tables[0].take()
+    ((row,),) = tables[0].take()
     assert (row.kind, row.slot, row.version, row.block, row.stamp) == (JobKind.SAVE, 3, JOB + 2, 3, 9)
 
 
@@ -88,13 +96,72 @@ def test_a_load_is_reported_when_the_step_before_it_is_executed(jobs, tables):
 
 
 def test_where_a_table_is_full_the_jobs_fail(jobs, tables):
-    jobs.order(1, 0, load(JOB + 1, list(range(1, 9))))
+    jobs.order(1, 0, load(JOB + 1, list(range(1, 20))))
     tables[0].take()
-    jobs.order(2, 0, save(JOB + 2, 3))
-    assert [row.job for row in tables[0].take()] == [JOB + 2]
+    jobs.order(2, 0, saves(range(JOB + 2, JOB + 7)))
+    assert [[row.job for row in rows] for rows in tables[0].take()] == [list(range(JOB + 2, JOB + 7))]
     assert reported(jobs) == Cache()  # rank 0 works on it
-    tables[0].end(JOB + 2, is_done=True)
-    assert reported(jobs).jobs_failed == [JOB + 2]
+    tables[0].end(JOB + 2, is_done=True, count=5)
+    assert reported(jobs).jobs_failed == list(range(JOB + 2, JOB + 7))
+
+
+def test_jobs_that_ranks_end_in_other_portions_are_over_one_by_one(jobs, tables):
+    jobs.order(1, 0, saves([JOB + 1, JOB + 2, JOB + 3, JOB + 5, JOB + 6]))  # 4 is of another kind
+    jobs.order(2, 0, load(JOB + 4, [4]))
+    assert (jobs.num_moving, jobs.blocks_loading) == (6, (4,))
+    tables[0].end(JOB + 1, is_done=True, count=6)
+    tables[1].end(JOB + 2, is_done=True, count=2)
+    assert reported(jobs).jobs_done == [JOB + 2, JOB + 3]
+    tables[1].end(JOB + 4, is_done=False, count=2)
+    assert reported(jobs).jobs_failed == [JOB + 4, JOB + 5]
+    assert (jobs.num_moving, jobs.blocks_loading) == (2, ())
+    tables[1].end(JOB + 6, is_done=True)
+    tables[1].end(JOB + 1, is_done=True)
+    assert reported(jobs).jobs_done == [JOB + 6, JOB + 1]
+    assert jobs.num_moving == 0
+
+
+def test_ends_that_are_reported_again_or_of_jobs_that_are_not_in_flight_do_not_count(jobs, tables):
+    jobs.order(1, 0, saves(range(JOB + 1, JOB + 6)))
+    tables[0].end(JOB - 10, is_done=True, count=13)
+    for _ in range(2):
+        tables[0].end(JOB + 2, is_done=False)
+    assert reported(jobs) == Cache()
+    tables[1].end(JOB + 1, is_done=True, count=1000)
+    assert reported(jobs) == Cache(jobs_done=[JOB + 1, JOB + 2])
+    tables[0].end(JOB + 1, is_done=True, count=5)
+    assert reported(jobs) == Cache(jobs_done=[JOB + 3, JOB + 4, JOB + 5])
+    tables[1].end(JOB + 1, is_done=False, count=5)
+    assert reported(jobs) == Cache()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_ends_are_those_of_a_set_per_rank(jobs, tables, seed):
+    rng = Random(seed)
+    left: dict[int, list[bool | None]] = {}  # by job and rank: how it ended
+    number = JOB
+    for at in range(30):
+        taken = list[int]()
+        for _ in range(rng.randrange(12)):
+            number += rng.choice([1, 1, 1, 2, 5])
+            taken.append(number)
+        for table in tables:
+            table.take()
+        jobs.order(at + 1, 0, saves(taken))
+        left.update((job, [None, None]) for job in taken)
+        for _ in range(rng.randrange(6)):
+            rank, first, count = rng.randrange(2), rng.randrange(JOB, number + 2), rng.randrange(1, 9)
+            is_done = rng.random() < 0.7
+            tables[rank].end(first, is_done, count)
+            for job in range(first, first + count):
+                if job in left and left[job][rank] is None:
+                    left[job][rank] = is_done
+        over = {job: ends for job, ends in left.items() if None not in ends}
+        cache = reported(jobs)
+        assert sorted(cache.jobs_done) == [job for job, ends in over.items() if all(ends)]
+        assert sorted(cache.jobs_failed) == [job for job, ends in over.items() if not all(ends)]
+        left = {job: ends for job, ends in left.items() if job not in over}
+        assert jobs.num_moving == len(left)
 
 
 def test_a_new_life_ends_what_earlier_ones_left_once_no_mover_works_on_it(jobs, tables):

@@ -10,9 +10,11 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import or_
 from random import Random
 from typing import Any
 
@@ -31,6 +33,7 @@ from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.tiers import HostSlots, Movers
 from kvplane_worker.tiers.movers import Job
 from kvplane_worker.tiers.seal import UNSEALED, Content
+from kvplane_worker.tiers.slots import Fill
 from tests.engine.__main__ import line
 from tests.engine.faults import Fault
 from tests.engine.stress import DENSE, FULL, LATENT_ROWS, STATE, Mix, Report, run_mix, tuned
@@ -158,12 +161,13 @@ class Damaged(HostSlots):
 
     share = 0.2
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
-        is_good = super().write(content, num_bytes, fill)
-        rng = Random(content.version)
-        if is_good and rng.random() < self.share:
-            self._damage(content.slot, num_bytes, rng)
-        return is_good
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
+        good = super().write(contents, num_bytes, fill)
+        for content, is_good in zip(contents, good, strict=True):
+            rng = Random(content.version)
+            if is_good and rng.random() < self.share:
+                self._damage(content.slot, num_bytes, rng)
+        return good
 
     def _damage(self, slot: int, num_bytes: int, rng: Random) -> None:
         how = rng.choice(["payload", "header", "cut", "swapped"])
@@ -184,10 +188,15 @@ class Damaged(HostSlots):
 class Forgetful(HostSlots):
     """Some writes are lost without an error, as those of a disk can be: the slot keeps what it had."""
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
-        if Random(content.version).random() < 0.3:
-            return True
-        return super().write(content, num_bytes, fill)
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
+        lost = [Random(content.version).random() < 0.3 for content in contents]
+        slots = [content.slot for content in compress(contents, lost)]
+        held = [(self._header(slot), self._rows[slot].clone()) for slot in slots]
+        good = super().write(contents, num_bytes, fill)
+        for slot, (header, row) in zip(slots, held, strict=True):
+            self._set_header(slot, header)
+            self._rows[slot] = row
+        return list(map(or_, good, lost))
 
 
 class Slow(HostSlots):
@@ -248,12 +257,12 @@ class LateCopies(TorchOps):
 class NeverEnding(Movers):
     """The end of some loads is never reported."""
 
-    def _end(self, job: Job, is_done: bool) -> None:
-        if job.rows[0].kind == JobKind.LOAD and job.number % 3 == 0:
+    def _end(self, job: Job, done: Collection[int]) -> None:
+        if job.kind == JobKind.LOAD and job.number % 3 == 0:
             with self._lock:
                 self._working.remove(job)
             return
-        super()._end(job, is_done)
+        super()._end(job, done)
 
 
 # -- faults that must be caught ---------------------------------------------------------------------------------------
@@ -316,10 +325,11 @@ class AnyRank(CountingEngine):
 
 
 class FirstEnd(TierJobs):
-    def _end(self, rank: int, job: int, is_done: bool) -> None:
-        if job in self._moving:
-            self._moving[job].ranks.intersection_update({rank})
-        super()._end(rank, job, is_done)
+    def _end(self, rank: int, first: int, count: int, is_done: bool) -> None:
+        for moving in self._moving:
+            if moving.first <= first < moving.first + moving.count:
+                moving.left = [left if at == rank else 0 for at, left in enumerate(moving.left)]
+        super()._end(rank, first, count, is_done)
 
 
 class NextRow(Movers):

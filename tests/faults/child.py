@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kvplane
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
-from kvplane.base.job_table import JobRow, JobTable
+from kvplane.base.job_table import JobTable
 from kvplane.base.step import Cache, End, Part, PartResult, StepResult
 from kvplane.blocking.session import Session
 from kvplane.rank import Moves, PageMover, Rank
@@ -141,8 +141,8 @@ class TrappedTable:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sound, name)
 
-    def order(self, rows: Sequence[JobRow]) -> bool:
-        done = self.sound.order(rows)
+    def order(self, record: bytes, checksum: int) -> bool:
+        done = self.sound.order(record, checksum)
         self.reach(JOBS)
         return done
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,10 @@ def draw_tiers(rng: Random) -> tuple[TierSpec, ...]:
 class Baton:
     """A function on a thread, which runs from one `pause` to the next."""
 
-    def __init__(self, act: Callable[[], bool]) -> None:
+    def __init__(self, act: Callable[[], Any]) -> None:
         self._act, self._mine, self._theirs = act, threading.Semaphore(0), threading.Semaphore(0)
-        self.is_over = self.result = self._is_abandoned = False
+        self.is_over = self._is_abandoned = False
+        self.result: Any = ()
         self.bug: Exception | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -119,18 +121,20 @@ class SimSlots:
         self.slots: dict[int, tuple[Content, Page | None]] = {}
         self.damages, self.forgets = rng.choice([0, 0, 0.1]), rng.choice([0, 0, 0.1])
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Any], bool]) -> bool:
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Callable[[Any], list[bool]]) -> list[bool]:
         del num_bytes
-        target = Rows([None])
-        if self._rng.random() < self.forgets:
-            return fill(target)  # the disk keeps what it had
-        self.slots.pop(content.slot, None)
+        target = Rows([None for _ in contents])
+        kept = [self._rng.random() < self.forgets for _ in contents]  # the disk keeps what it had
+        for content, is_kept in zip(contents, kept, strict=True):
+            if not is_kept:
+                self.slots.pop(content.slot, None)
         self._pause()
-        is_good = fill(target)
-        self._pause()
-        if is_good and self._rng.random() >= self.damages:
-            self.slots[content.slot] = content, target.pages[0]
-        return is_good
+        good = fill(target)
+        for content, page, is_kept, is_good in zip(contents, target.pages, kept, good, strict=True):
+            self._pause()
+            if is_good and not is_kept and self._rng.random() >= self.damages:
+                self.slots[content.slot] = content, page
+        return good
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Any:
         del num_bytes
@@ -155,7 +159,7 @@ class SimSlots:
         """Another disk: the same versions, and the pages of other slots of the same group."""
         pages: dict[int, Page | None] = {}  # by group, the one before
         for slot, (content, page) in other.slots.items():
-            self.slots[slot] = replace(content, identity=self.identity), copy_of(pages.get(content.group))
+            self.slots[slot] = content._replace(identity=self.identity), copy_of(pages.get(content.group))
             pages[content.group] = page
 
 
@@ -234,11 +238,10 @@ class SimTiers:
         if self.rng.random() < self.loses:
             self._lost.append((self.world.loop.time() + _LOST_S, job))
             return
-        is_load = job.rows[0].kind == JobKind.LOAD
-        self.world.num_loaded += len(job.rows) * (is_load and baton.result)
-        self.movers._end(job, baton.result and self.rng.random() >= self.fails)
+        self.world.num_loaded += len(job.rows) * (job.kind == JobKind.LOAD and bool(baton.result))
+        self.movers._end(job, [number for number in baton.result if self.rng.random() >= self.fails])
         if self.rng.random() < 0.05:
-            self.table.end(job.number, self.rng.random() < 0.5)  # reported twice
+            self.table.end(job.number, self.rng.random() < 0.5, len(job.numbers))  # reported twice
 
     def _end_lost(self) -> None:
         """Ends that were lost come late, as failures."""
@@ -246,7 +249,7 @@ class SimTiers:
         for at, job in list(self._lost):
             if at <= now or self.world.is_finishing:
                 self._lost.remove((at, job))
-                self.movers._end(job, is_done=False)
+                self.movers._end(job, ())
 
     def end(self) -> None:
         """The worker has died."""
@@ -256,7 +259,7 @@ class SimTiers:
     def blocks_of_loads(self) -> set[int]:
         """Blocks that loads of any engine life may still write: also of those that no mover has seen."""
         jobs = [*self.movers._loads, *self.movers._working]
-        rows = [*(row for job in jobs for row in job.rows), *self.movers._half, *JobTable(bytearray(self._raw)).take()]
+        rows = chain(*(job.rows for job in jobs), *JobTable(bytearray(self._raw)).take())
         return {row.block for row in rows if row.kind == JobKind.LOAD}
 
     def check_keys(self, replica: Replica, texts: Texts) -> None:
@@ -278,13 +281,13 @@ class SimTiers:
 
     def gather(self, group: Any, blocks: Sequence[int], target: Rows) -> None:
         del group
-        (block,) = blocks
-        first = copy_of(self.pages.pages.get(block))
-        self.pause()
-        last = copy_of(self.pages.pages.get(block))
-        if first is not None and last is not None and first.group == last.group:
-            half = len(first.slots) // 2
-            target.pages = [Page(first.group, first.slots[:half] + last.slots[half:])]
+        for at, block in enumerate(blocks):
+            first = copy_of(self.pages.pages.get(block))
+            self.pause()
+            last = copy_of(self.pages.pages.get(block))
+            if first is not None and last is not None and first.group == last.group:
+                half = len(first.slots) // 2
+                target.pages[at] = Page(first.group, first.slots[:half] + last.slots[half:])
 
     def scatter(self, group: Any, blocks: Sequence[int], rows: Rows) -> None:
         del group

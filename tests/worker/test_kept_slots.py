@@ -19,6 +19,7 @@ from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import Kept, left_by, read_index
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import HostSlots
+from tests.base.job_rows import results
 from tests.worker.test_page_buffers import BLOCKS
 from tests.worker.tier_rig import EPOCH, SLOTS, Rig
 
@@ -53,7 +54,7 @@ def snapshots(rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[L
         path = folder / str(len(made)) / NAME
         path.parent.mkdir()
         shutil.copy(rig.disk.path, path)
-        made.append(Left(path, rig.stamps.snapshot(), dict(rig.table.ends_from(0))))
+        made.append(Left(path, rig.stamps.snapshot(), results(rig.table.ends_from(0))))
 
     def watched(real: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any) -> Any:
@@ -218,7 +219,7 @@ def test_a_table_of_other_sizes_proves_nothing():
 def test_a_file_of_another_registration_begins_empty(tmp_path: Path, change: dict[str, Any]):
     held = DiskSlots(SPEC, WIDTH, tmp_path, NAME, b"the same content")
     held.begin(None)
-    assert held.write(Content(held.identity, DISK, 0, 0, 5), 100, lambda row: True)
+    assert held.write([Content(held.identity, DISK, 0, 0, 5)], 100, lambda row: [True]) == [True]
     held.close(Kept(3, [5] * SLOTS))
     spec = TierSpec(TierKind.DISK, change.get("slots", SLOTS))
     other = DiskSlots(spec, change.get("width", WIDTH), tmp_path, NAME, change.get("content", b"the same content"))

@@ -13,11 +13,13 @@ from kvplane.base.errors import OutOfMemory, StaleEpoch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.planner import Layout
 from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.tiers import DiskSlots, HostSlots, Movers
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.tiers import DiskSlots, HostSlots, Movers, movers
 from kvplane_worker.tiers.movers import NUM_THREADS
 from kvplane_worker.tiers.seal import HEADER_BYTES, UNSEALED, Content
-from tests.worker.test_page_buffers import BLOCKS
-from tests.worker.tier_rig import EPOCH, IDENTITY, STAMP, WAIT_S, Rig
+from kvplane_worker.tiers.slots import aligned
+from tests.worker.test_page_buffers import BLOCKS, rank_plan
+from tests.worker.tier_rig import EPOCH, IDENTITY, SLOTS, STAMP, WAIT_S, Rig
 
 CORRUPTIONS = 300
 TARGET = 12  # the first page that damaged slots are loaded into
@@ -64,6 +66,55 @@ def test_a_save_of_a_page_that_changes_meanwhile_is_discarded():
     assert not made.until(1)
     made.load(2, [(0, 1, 9)])
     assert not made.until(2)
+    made.movers.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_saves_of_a_part_are_copied_together_and_those_that_fail_fail_alone(tmp_path, kind):
+    """One copy for each run of slots, one end for each run of jobs with one result."""
+
+    class Counts(TorchOps):
+        def gather(self, group, blocks, staging):
+            copied.append(list(blocks))
+            super().gather(group, blocks, staging)
+            made.stamps.write([6], [999])
+
+    copied = list[list[int]]()
+    made, tier = Rig(ops=Counts(), disk=tmp_path), int(kind == "disk")
+    saved = {block: made.page(0, block) for block in range(3, 11)}
+    rows = [made.row_of_save(100 + at, 3 + at, 20 + at + (at > 5))._replace(tier=tier) for at in range(8)]
+    rows[1] = rows[1]._replace(stamp=7)
+    rows.append(rows[-1]._replace(job=108, version=108, slot=SLOTS))
+    rows.append(rows[-1]._replace(job=109, version=109, slot=30, block=BLOCKS))
+    made.save_all(rows)
+    results = [made.until(job) for job in range(100, 110)]
+    assert results == [True, False, True, False, True, True, True, True, False, False]
+    assert copied == [[3, 4, 5, 6, 7, 8], [9, 10]]
+    ends = [(100, 1, True), (101, 1, False), (102, 1, True), (103, 1, False), (104, 4, True), (108, 2, False)]
+    assert made.table.ends_from(0) == ends
+    slots = made.movers.tiers[tier]
+    assert (slots.counts.saved, slots.counts.discarded, slots.counts.failed) == (6, 2, 0)
+    first = made.movers._place.first_id(tier)
+    held = [made.stamps.read(first + row.slot) for row in rows[:8]]
+    assert held == [job if is_good else 0 for job, is_good in zip(range(100, 108), results, strict=False)]
+    made.stamps.write([6], [STAMP + 6])
+    for at, (block, page) in enumerate(saved.items()):
+        made.load(200 + at, [(rows[at].slot, 100 + at, 12 + at)], tier=tier)
+        assert made.until(200 + at) == results[at]
+        assert not results[at] or made.page(0, 12 + at) == page, block
+    made.movers.close()
+
+
+def test_a_thread_takes_no_more_saves_at_once_than_a_piece(monkeypatch):
+    pages = PageBuffers.allocate(rank_plan(Layout.LAYER_OUTERMOST))
+    width = max(pages.group(group).bytes_per_block for group in range(pages.num_groups))
+    monkeypatch.setattr(movers, "PIECE_BYTES", 3 * aligned(width))
+    made = Rig()
+    taken, real = list[int](), made.movers._carry_out
+    made.movers._carry_out = lambda job: taken.append(len(job.rows)) or real(job)  # type: ignore[method-assign,func-returns-value]
+    made.save_all([made.row_of_save(1 + at, 1 + at, at) for at in range(8)])
+    assert all(made.until(job) for job in range(1, 9))
+    assert sorted(taken) == [2, 3, 3]
     made.movers.close()
 
 
@@ -227,13 +278,13 @@ def test_no_lock_is_held_while_bytes_move(tmp_path, monkeypatch, is_locked):
     seen, of_slots = set[tuple[type, str]](), (HostSlots, DiskSlots)
     acts: set[tuple[type, str]] = {(TorchOps, "gather"), (TorchOps, "scatter")}
     acts |= {(kind, act) for kind in of_slots for act in ("read", "write")}
-    movers = list[Movers]()
+    watched = list[Movers]()
 
     def watch(owner, name):
         real = getattr(owner, name)
 
         def act(*given):
-            assert not movers[0]._lock._is_owned(), f"a lock is held in {name}"  # type: ignore[attr-defined]
+            assert not watched[0]._lock._is_owned(), f"a lock is held in {name}"  # type: ignore[attr-defined]
             seen.add((owner, name))
             return real(*given)
 
@@ -250,7 +301,7 @@ def test_no_lock_is_held_while_bytes_move(tmp_path, monkeypatch, is_locked):
     if is_locked:
         monkeypatch.setattr(Movers, "_carry_out", locked)
     rig = Rig(disk=tmp_path)
-    movers.append(rig.movers)
+    watched.append(rig.movers)
     rig.save(1, 3, 0)
     assert rig.until(1) is not is_locked
     if not is_locked:
@@ -272,16 +323,6 @@ def test_no_job_of_a_new_life_begins_while_a_mover_works_for_an_earlier_one(stop
     ops.go.set()
     assert rig.until(20)
     assert rig.ended[9] is False
-
-
-def test_rows_of_an_earlier_life_whose_job_is_not_whole_are_dropped(rig: Rig):
-    """The engine was killed between two rows of a table that its rank wrote in pieces."""
-    rig.load(5, [(0, 1, 9)], left=3)
-    until(lambda: not rig.table.take())
-    rig.movers.claim(EPOCH + 1)
-    until(lambda: rig.table.life == EPOCH + 1)
-    rig.save(6, 3, 0, epoch=EPOCH + 1)
-    assert rig.until(6)
 
 
 def test_of_idle_threads_one_looks_at_the_job_table(rig: Rig):

@@ -15,6 +15,7 @@ from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import DiskSlots, HostSlots, MoverMemory, Movers, Slots
 from kvplane_worker.tiers.movers import NUM_THREADS
+from tests.base.job_rows import record, results
 from tests.worker.test_page_buffers import BLOCKS, rank_plan
 
 SLOTS, WAIT_S, EPOCH, STAMP = 40, 30, 3, 100
@@ -66,20 +67,26 @@ class Rig:
         return b"".join(bytes(layer[block].tolist()) for layer in self.pages.group(group).layers)
 
     def save(self, job: int, block: int, slot: int, group: int = 0, **changes: int) -> None:
-        row = JobRow(job, JobKind.SAVE, 0, EPOCH, 1, 0, 0, 0, slot, job, block, STAMP + block, group)
-        assert self.table.order([row._replace(**changes)])
+        self.save_all([self.row_of_save(job, block, slot, group)._replace(**changes)])
+
+    def row_of_save(self, job: int, block: int, slot: int, group: int = 0) -> JobRow:
+        return JobRow(job, JobKind.SAVE, EPOCH, 1, 0, 0, 0, slot, job, block, STAMP + block, group)
+
+    def save_all(self, rows: list[JobRow]) -> None:
+        """Saves of one part."""
+        assert self.table.order(record(rows))
 
     def load(self, job: int, rows: list[tuple[int, int, int]], group: int = 0, **changes: int) -> None:
         """`rows`: slot, version, block."""
         made = [
-            JobRow(job, JobKind.LOAD, len(rows) - at, EPOCH, 1, 0, 0, 0, slot, version, block, STAMP + block, group)
-            for at, (slot, version, block) in enumerate(rows, 1)
+            JobRow(job, JobKind.LOAD, EPOCH, 1, 0, 0, 0, slot, version, block, STAMP + block, group)
+            for slot, version, block in rows
         ]
-        assert self.table.order([row._replace(**changes) for row in made])
+        assert self.table.order(record([row._replace(**changes) for row in made]))
 
     def move(self, job: int, slot: int, version: int, to_slot: int) -> None:
         """Move a slot of the host to the disk."""
-        assert self.table.order([JobRow(job, JobKind.MOVE, 0, EPOCH, 1, 0, 0, 0, slot, version, 1, to_slot, 0)])
+        assert self.table.order(record([JobRow(job, JobKind.MOVE, EPOCH, 1, 0, 0, 0, slot, version, 1, to_slot, 0)]))
 
     def until(self, job: int) -> bool:
         """Wait for the end of a job; returns whether it is done."""
@@ -88,6 +95,6 @@ class Rig:
             assert time.monotonic() < deadline, f"job {job} has not ended"
             ends = self.table.ends_from(self._position)
             self._position += len(ends)
-            self.ended.update(ends)
+            self.ended.update(results(ends))
             time.sleep(0.0005)
         return self.ended[job]

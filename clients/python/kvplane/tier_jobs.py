@@ -15,37 +15,54 @@ for number, result in enumerate(answer.parts, answer.part):
 from __future__ import annotations
 
 import time
+from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, or_
+from zlib import crc32
 
 from kvplane.base.errors import Unavailable
-from kvplane.base.job_table import JobKind, JobRow, JobTable
-from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Cache, Orders, PartResult
+from kvplane.base.job_table import JobTable, record_of
+from kvplane.base.step import Cache, Orders, PartResult
 
 _JOB_BITS = 32  # a job is numbered by its epoch and a counter of this number of bits
 _POLL_S = 0.0002
+_FIRST = attrgetter("first")
 
 
 @dataclass(slots=True)
 class _Moving:
-    """A job in flight.
+    """Jobs in flight with consecutive numbers: saves or moves of a part, or one load.
 
     Attributes:
+        first, count: their numbers.
+        left: by rank, the jobs that its movers have not ended: a bit for each, the lowest one for the first.
         after: a load is not reported as done before this step is executed.
-        blocks: blocks that it fills.
-        ranks: ranks whose movers have not ended it.
-        since_ns: when it was ordered.
-        tiers: that it reads.
-        is_good: whether no rank failed it.
+        blocks: blocks that a load fills.
+        since_ns: when they were ordered.
+        tiers: that a load reads.
+        failed: jobs that a rank has failed, as in `left`.
     """
 
-    after: int
-    blocks: list[int]
-    ranks: set[int]
-    since_ns: int
-    tiers: set[int] = field(default_factory=set)
-    is_good: bool = True
+    first: int
+    count: int
+    left: list[int]
+    after: int = 0
+    blocks: Sequence[int] = ()
+    since_ns: int = 0
+    tiers: frozenset[int] = frozenset()
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """Jobs of one `_Moving` that all ranks have ended."""
+
+    moving: _Moving
+    jobs: Sequence[int]
+    is_good: bool
 
 
 class TierJobs:
@@ -58,20 +75,22 @@ class TierJobs:
         self._loaded_ns = 0  # when the last load ended
         self._tables = tuple(tables)
         self._positions = [table.num_ended for table in tables]
-        self._moving: dict[int, _Moving] = {}
-        self._over: list[int] = []  # jobs in `_moving` that ended on all ranks
+        self._moving: list[_Moving] = []  # by number, without those that all ranks have ended
+        self._over: list[_Over] = []
         self._epoch, self._is_alone = 0, False  # whether movers have stopped the jobs of all engines before this one
         self._left_busy: tuple[int, ...] | None = None  # busy blocks, while movers may work on jobs of earlier lives
 
     @property
     def num_moving(self) -> int:
         """The number of jobs whose end was not reported yet."""
-        return len(self._moving)
+        ended = sum(len(over.jobs) for over in self._over)
+        return ended + sum(reduce(or_, moving.left).bit_count() for moving in self._moving)
 
     @property
     def blocks_loading(self) -> tuple[int, ...]:
         """The blocks that loads in flight, also of earlier engine lives, may write: for `Revival.busy_blocks`."""
-        blocks = {block for moving in self._moving.values() for block in moving.blocks}
+        loads = [*self._moving, *(over.moving for over in self._over)]
+        blocks = {block for load in loads for block in load.blocks}
         return tuple(sorted(blocks.union(self._left_busy or ())))
 
     def begin(self, epoch: int, busy_blocks: Sequence[int]) -> None:
@@ -109,20 +128,17 @@ class TierJobs:
 
         The jobs fail where a table is full: then nothing is saved, and requests that wait for loads are preempted.
         """
-        after = dict(zip(result.admit_job, result.admit_load_after, strict=False))
-        rows = list(_rows(result.orders, (self._epoch, seq, part), after))
-        now = self._clock()
-        for row in rows:
-            moving = self._moving.get(row.job)
-            if moving is None:
-                self._moving[row.job] = moving = _Moving(row.after, [], set(range(len(self._tables))), now)
-            if row.kind == JobKind.LOAD:
-                moving.blocks.append(row.block)
-                moving.tiers.add(row.tier)
+        orders, after = result.orders, dict(zip(result.admit_job, result.admit_load_after, strict=False))
+        record = record_of(orders, (self._epoch, seq, part), after)
+        if not record:
+            return
+        checksum, new = crc32(record), list(self._new(orders, after))
+        for moving in new:
+            insort(self._moving, moving, key=_FIRST)
         for rank, table in enumerate(self._tables):
-            if rows and not table.order(rows):
-                for job in dict.fromkeys(row.job for row in rows):
-                    self._end(rank, job, is_done=False)
+            if not table.order(record, checksum):
+                for moving in new:
+                    self._end(rank, moving.first, moving.count, is_done=False)
 
     def report(self, cache: Cache, executed_through: int) -> None:
         """Add the jobs that have ended on every rank to the facts of the next step.
@@ -132,16 +148,14 @@ class TierJobs:
         for rank, table in enumerate(self._tables):
             ends = table.ends_from(self._positions[rank])
             self._positions[rank] += len(ends)
-            for job, is_done in ends:
-                self._end(rank, job, is_done)
-        waiting = list[int]()
-        for job in self._over:
-            moving = self._moving[job]
-            if moving.is_good and moving.after > executed_through:
-                waiting.append(job)
-                continue
-            (cache.jobs_done if moving.is_good else cache.jobs_failed).append(job)
-            del self._moving[job]
+            for first, count, is_done in ends:
+                self._end(rank, first, count, is_done)
+        waiting = list[_Over]()
+        for over in self._over:
+            if over.is_good and over.moving.after > executed_through:
+                waiting.append(over)
+            else:
+                (cache.jobs_done if over.is_good else cache.jobs_failed).extend(over.jobs)
         self._over = waiting
         if self._left_busy is not None and self._have_begun():
             cache.jobs_before = self._epoch << _JOB_BITS
@@ -172,29 +186,62 @@ class TierJobs:
     def _have_begun(self) -> bool:
         return all(table.life >= self._epoch for table in self._tables)
 
-    def _end(self, rank: int, job: int, is_done: bool) -> None:
-        moving = self._moving.get(job)
-        if moving is None or rank not in moving.ranks:
-            return  # of an earlier engine life, or reported before
-        moving.is_good &= is_done
-        moving.ranks.remove(rank)
-        if not moving.ranks:
-            self._over.append(job)
-            if moving.blocks and moving.is_good:
-                self._measure(moving)
+    def _new(self, orders: Orders, after: Mapping[int, int]) -> Iterator[_Moving]:
+        """Yield the jobs of a part that has some."""
+        num_ranks = len(self._tables)
+        first = 0
+        for job, count in Counter(orders.load_job).items() if orders.load_job else ():
+            at = slice(first, first := first + count)
+            blocks, tiers = list(orders.load_block[at]), frozenset(orders.load_tier[at])
+            yield _Moving(job, 1, [1] * num_ranks, after.get(job, 0), blocks, self._clock(), tiers)
+        for jobs in (orders.save_job, orders.move_job):
+            for some in _runs(jobs) if jobs else ():
+                yield _Moving(some.start, len(some), [(1 << len(some)) - 1] * num_ranks)
+
+    def _end(self, rank: int, first: int, count: int, is_done: bool) -> None:
+        """Note that the movers of a rank have ended jobs with consecutive numbers. Those of an earlier engine life, and
+        those that this rank has ended before, do not count.
+        """
+        at = max(0, bisect_right(self._moving, first, key=_FIRST) - 1)
+        while at < len(self._moving) and self._moving[at].first < first + count:
+            moving = self._moving[at]
+            low, high = max(first, moving.first), min(first + count, moving.first + moving.count)
+            ended = (((1 << max(0, high - low)) - 1) << (low - moving.first)) & moving.left[rank]
+            moving.left[rank] ^= ended
+            moving.failed |= 0 if is_done else ended
+            left = reduce(or_, moving.left)
+            self._note_over(moving, ended & ~left)
+            if left:
+                at += 1
+            else:
+                del self._moving[at]
+
+    def _note_over(self, moving: _Moving, jobs: int) -> None:
+        """Note that all ranks have ended these jobs."""
+        for some, is_good in ((jobs & ~moving.failed, True), (jobs & moving.failed, False)):
+            if some:
+                self._over.append(_Over(moving, _numbers(moving.first, some), is_good))
+                if moving.blocks and is_good:
+                    self._measure(moving)
 
 
-def _rows(orders: Orders, step: tuple[int, int, int], after: dict[int, int]) -> Iterator[JobRow]:
-    """Yield the rows of the jobs of a part. `step`: epoch, seq, part. `after`: the step that each load waits for."""
-    left = Counter(orders.load_job)
-    for job, tier, slot, version, block, group, stamp in _columns(orders, LOAD_COLUMNS):
-        left[job] -= 1
-        yield JobRow(job, JobKind.LOAD, left[job], *step, after.get(job, 0), tier, slot, version, block, stamp, group)
-    for job, block, group, stamp, tier, slot in _columns(orders, SAVE_COLUMNS):
-        yield JobRow(job, JobKind.SAVE, 0, *step, 0, tier, slot, job, block, stamp, group)
-    for job, tier, slot, version, to_tier, to_slot in _columns(orders, MOVE_COLUMNS):
-        yield JobRow(job, JobKind.MOVE, 0, *step, 0, tier, slot, version, to_tier, to_slot, 0)
+def _runs(jobs: Sequence[int]) -> Iterator[range]:
+    """Yield the runs of consecutive numbers of a column, whose numbers ascend: mostly one."""
+    if jobs[-1] - jobs[0] == len(jobs) - 1:
+        yield range(jobs[0], jobs[-1] + 1)
+        return
+    first = last = jobs[0]
+    for job in jobs[1:]:
+        if job != last + 1:
+            yield range(first, last + 1)
+            first = job
+        last = job
+    yield range(first, last + 1)
 
 
-def _columns(orders: Orders, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    return zip(*(getattr(orders, name) for name in names), strict=True)
+def _numbers(first: int, bits: int) -> Sequence[int]:
+    """Return the numbers whose bits are set; the lowest bit is that of `first`."""
+    start = (bits & -bits).bit_length() - 1
+    if not bits >> start & (bits >> start) + 1:
+        return range(first + start, first + bits.bit_length())
+    return [first + at for at, bit in enumerate(reversed(bin(bits))) if bit == "1"]

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,7 +70,21 @@ class StatePages:
     ssm: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+class HostRun(NamedTuple):
+    """Layers whose pages of a block follow each other in host memory.
+
+    Attributes:
+        address, stride: of block 0, and from there to the next one.
+        offset, size: of these bytes in a staging buffer's row.
+    """
+
+    address: int
+    stride: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)  # without slots: what is derived from the layers is kept
 class GroupPages:
     """The whole pages of one KV cache group, as bytes.
 
@@ -79,10 +94,26 @@ class GroupPages:
 
     layers: tuple[Tensor, ...]
 
-    @property
+    @cached_property
     def bytes_per_block(self) -> int:
         """The bytes of one block over all layers, which is the width of a staging buffer's row."""
         return sum(layer.shape[1] for layer in self.layers)
+
+    @cached_property
+    def host_runs(self) -> tuple[HostRun, ...]:
+        """Where the pages are in host memory, in the order of the layers; empty if they are not, or not contiguous."""
+        if any(layer.device.type != "cpu" or layer.stride(1) != 1 for layer in self.layers):
+            return ()
+        runs, offset = list[HostRun](), 0
+        for layer in self.layers:
+            address, stride, size = layer.data_ptr(), layer.stride(0), layer.shape[1]
+            last = runs[-1] if runs else None
+            if last is not None and (last.address + last.size, last.stride) == (address, stride):
+                runs[-1] = last._replace(size=last.size + size)
+            else:
+                runs.append(HostRun(address, stride, offset, size))
+            offset += size
+        return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)

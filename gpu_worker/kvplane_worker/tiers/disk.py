@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
 from kvplane.base.groups import TierSpec
 from kvplane_worker.tiers.kept import Kept, read_index, remove_index, write_index
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
-from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, SlotCounts, aligned
+from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, aligned
 
 MAGIC = b"kvptier1"
 _CONTENT = struct.Struct(f"<8s{IDENTITY_BYTES}sQQ")  # magic, content, number of slots, bytes of a slot
@@ -162,14 +163,22 @@ class DiskSlots:
                 metadata={"asked": str(size), "free": str(room), "num_blocks": str(room // self._stride)},
             ) from None
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """See `Slots.write`. False also while the disk fails."""
-        buffer, rows = self._buffer(1, num_bytes)
-        if self.is_suspended or not fill(rows):
-            return False
-        payload = buffer[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes]
-        buffer[:HEADER_BYTES] = content.seal(payload)
-        return self._does(os.pwritev, [buffer], self._at(content.slot))
+        buffer, rows = self._buffer(len(contents), num_bytes)
+        if self.is_suspended:
+            return [False] * len(contents)
+        good = fill(rows)
+        width = len(buffer) // len(contents)
+        for at in compress(range(len(contents)), good):
+            row = buffer[at * width : (at + 1) * width]
+            row[:HEADER_BYTES] = contents[at].seal(row[ALIGNMENT_BYTES : ALIGNMENT_BYTES + num_bytes])
+        if all(good) and width == self._stride:  # rows that follow each other in the file too
+            return [self._does(os.pwritev, [buffer], self._at(contents[0].slot))] * len(contents)
+        for at in compress(range(len(contents)), list(good)):
+            row = buffer[at * width : (at + 1) * width]
+            good[at] = self._does(os.pwritev, [row], self._at(contents[at].slot))
+        return good
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
         """See `Slots.read`. None also while the disk fails."""

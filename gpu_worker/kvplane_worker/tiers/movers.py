@@ -5,8 +5,10 @@ engine's steps.
     save   page ─ same stamp before and after ─▶ slot, sealed
     move   slot ─ seal verified ─▶ slot of another tier, sealed
 
-No lock is held while bytes move. A claim raises the epoch under the lock of these checks: afterwards no load of an
-earlier engine life begins another piece, and the pieces that are being written are known (`written`).
+A thread takes all rows of a load, or saves or moves of one part up to PIECE_BYTES: many small blocks cost one wake-up,
+one copy for each run of slots, and one end. No lock is held while bytes move. A claim raises the epoch under the lock
+of these checks: afterwards no load of an earlier engine life begins another piece, and the pieces that are being
+written are known (`written`).
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import and_, attrgetter
 
 import torch
 from torch import Tensor
@@ -30,11 +33,12 @@ from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers.kept import kept_of
 from kvplane_worker.tiers.seal import Content
-from kvplane_worker.tiers.slots import Slots
+from kvplane_worker.tiers.slots import Fill, Slots
 
 NUM_THREADS = 4  # verified loads of four read a disk as fast as it is; two leave it idle while they copy
 PIECE_BYTES = 4 << 20  # a claim waits for no more than the pieces under way
 BUSY_POLL_S, IDLE_POLL_S = 0.0002, 0.005  # between looks at the job table, while jobs wait and while there are none
+_PLACE = attrgetter("tier", "group", "slot")
 
 _log = logging.getLogger(__name__)
 
@@ -60,14 +64,24 @@ class MoverMemory:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """All rows of a job."""
+    """What a thread carries out at a time: all rows of a load, or saves or moves of one part, each a job of its own."""
 
     rows: tuple[JobRow, ...]
 
     @property
     def number(self) -> int:
-        """The number of the job."""
+        """The number of the first job."""
         return self.rows[0].job
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the jobs."""
+        return tuple(dict.fromkeys(row.job for row in self.rows))
+
+    @property
+    def kind(self) -> int:
+        """What is done with the rows (`JobKind`)."""
+        return self.rows[0].kind
 
     @property
     def epoch(self) -> int:
@@ -84,7 +98,6 @@ class Movers:
         self._ops = ops
         self._table = table
         self._lock = threading.Condition()
-        self._half: list[JobRow] = []  # rows of a job whose last row is not there yet
         self._loads: deque[Job] = deque()
         self._writes: deque[Job] = deque()  # saves and moves
         self._working: list[Job] = []
@@ -138,18 +151,33 @@ class Movers:
         use_device(str(self._place.pages.memory.device))
         with self._a_stream():
             while (job := self._next()) is not None:
-                is_done = False
+                done: Collection[int] = ()
                 try:
-                    is_done = self._carry_out(job)
+                    done = self._carry_out(job)
                 except Exception:  # the outermost shell of the thread: the job has failed, others follow
-                    _log.exception("job %d failed", job.number)
-                self._end(job, is_done)
+                    _log.exception("jobs from %d on failed", job.number)
+                self._end(job, done)
 
-    def _end(self, job: Job, is_done: bool) -> None:
+    def _end(self, job: Job, done: Collection[int]) -> None:
+        """End a job, and its thread's work on it. `done`: the numbers that are done; the others failed."""
         with self._lock:
             self._working.remove(job)
-            self._table.end(job.number, is_done)
-            self._lock.notify_all()  # jobs of a new engine life wait for it
+            self._note_ends(job, done)
+            if self._table.life != self._place.stamps.owner_epoch:
+                self._lock.notify_all()  # jobs of a new engine life wait for it
+
+    def _note_ends(self, job: Job, done: Collection[int]) -> None:
+        """Write the ends of a job's numbers, those of consecutive ones with the same result together."""
+        first = count = 0
+        was_done = False
+        for number in job.numbers:
+            if count and number == first + count and (number in done) == was_done:
+                count += 1
+                continue
+            if count:
+                self._table.end(first, was_done, count)
+            first, count, was_done = number, 1, number in done
+        self._table.end(first, was_done, count)
 
     def _a_stream(self) -> AbstractContextManager[object]:
         device = self._place.pages.memory.device
@@ -180,22 +208,28 @@ class Movers:
     def _take(self) -> None:
         """Take new jobs from the table; end those of other engine lives than the owner's, which will not begin."""
         owner, new = self._place.stamps.owner_epoch, self._table.take()
-        for row in new:
-            self._half.append(row)
-            if not row.left:
-                job, self._half = Job(tuple(self._half)), []
-                (self._loads if row.kind == JobKind.LOAD else self._writes).append(job)
-        if self._table.life != owner or any(row.epoch != owner for row in new):
+        for rows in new:
+            if rows[0].kind == JobKind.LOAD:
+                self._loads.append(Job(rows))
+            else:
+                self._writes.extend(self._shares(rows))
+        if self._table.life != owner or any(rows[0].epoch != owner for rows in new):
             self._loads, self._writes = self._of_life(owner, self._loads), self._of_life(owner, self._writes)
-            self._half = [row for row in self._half if row.epoch == owner]
         if self._table.life != owner and not any(job.epoch != owner for job in self._working):
             self._table.begin_life(owner)
+
+    def _shares(self, rows: tuple[JobRow, ...]) -> Iterator[Job]:
+        """Yield saves or moves of a part in jobs of at most PIECE_BYTES, so that a load waits for no more than that."""
+        widest = max((tier.slot_bytes for tier in self._place.tiers), default=1)
+        most = max(1, PIECE_BYTES // widest)
+        for first in range(0, len(rows), most):
+            yield Job(rows[first : first + most])
 
     def _of_life(self, owner: int, jobs: deque[Job]) -> deque[Job]:
         """Return the jobs of this engine life; end the others."""
         for job in jobs:
             if job.epoch != owner:
-                self._table.end(job.number, is_done=False)
+                self._note_ends(job, ())
         return deque(job for job in jobs if job.epoch == owner)
 
     def _first(self) -> Job | None:
@@ -221,37 +255,42 @@ class Movers:
 
     # -- what it does --------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, job: Job) -> bool:
-        """Do a job; returns whether all is where it should be, and verified."""
-        first = job.rows[0]
-        if not all(map(self._names_slots, job.rows)):
-            _log.error("job %d names a slot that is not there", job.number)
-            return False
-        if first.kind == JobKind.LOAD:
-            return all(self._load(piece) for piece in self._pieces(job.rows))
-        return self._save(first) if first.kind == JobKind.SAVE else self._move(first)
+    def _carry_out(self, job: Job) -> Collection[int]:
+        """Do a job; returns the numbers that are done: all is where it should be, and verified."""
+        rows = [row for row in job.rows if self._names_slots(row)]
+        if len(rows) < len(job.rows):
+            _log.error("job %d names a slot or a page that is not there", job.number)
+        if job.kind == JobKind.LOAD:
+            is_done = len(rows) == len(job.rows) and all(self._load(piece) for piece in self._pieces(rows))
+            return {job.number} if is_done else ()
+        if job.kind == JobKind.SAVE:
+            return {number for piece in self._pieces(rows) for number in self._save(piece)}
+        return {row.job for row in rows if self._move(row)}
 
     def _names_slots(self, row: JobRow) -> bool:
-        """Whether there are the slots of a row: a file would grow by a write behind its end."""
+        """Whether there are the slots of a row, where a file would grow by a write behind its end, and the page."""
         tiers, places = self._place.tiers, [(row.tier, row.slot)]
         if row.kind == JobKind.MOVE:
             places.append((row.block, row.stamp))
+        elif row.block >= self._place.pages.num_blocks:
+            return False
         return all(tier < len(tiers) and slot < tiers[tier].spec.num_blocks for tier, slot in places)
 
     def _pieces(self, rows: Sequence[JobRow]) -> Iterator[list[JobRow]]:
         """Yield runs of rows of one group in consecutive slots of one tier, of at most PIECE_BYTES."""
         piece: list[JobRow] = []
-        for row in sorted(rows, key=lambda row: (row.tier, row.group, row.slot)):
+        for row in sorted(rows, key=_PLACE):
             most = PIECE_BYTES // max(1, self._place.pages.group(row.group).bytes_per_block)
             place = (row.tier, row.group, row.slot)
             if piece and (len(piece) >= most or place != (piece[-1].tier, piece[-1].group, piece[-1].slot + 1)):
                 yield piece
                 piece = []
             piece.append(row)
-        yield piece
+        if piece:
+            yield piece
 
     def _load(self, piece: list[JobRow]) -> bool:
-        first, stamps = piece[0], self._place.stamps
+        first = piece[0]
         tier, pages = self._place.tiers[first.tier], self._place.pages.group(first.group)
         contents = [self._content(row.tier, row.slot, row.group, row.version) for row in piece]
         rows = tier.read(contents, pages.bytes_per_block)
@@ -261,7 +300,7 @@ class Movers:
             return False
         blocks = tuple(row.block for row in piece)
         with self._writing(first.epoch, blocks) as may_write:
-            if not may_write or any(stamps.read(row.block) != row.stamp for row in piece):
+            if not may_write or not all(self._are_as_ordered(piece)):
                 tier.counts.discarded += len(piece)
                 return False
             if pages.layers:
@@ -283,22 +322,35 @@ class Movers:
             with self._lock:
                 self._written.remove(blocks if may_write else ())
 
-    def _save(self, row: JobRow) -> bool:
-        tier, pages, stamps = self._place.tiers[row.tier], self._place.pages.group(row.group), self._place.stamps
+    def _are_as_ordered(self, piece: Sequence[JobRow]) -> list[bool]:
+        """Whether the page of each row has its stamp."""
+        stamps = self._place.stamps.words
+        return [stamps[row.block] == row.stamp for row in piece]
 
-        def fill(target: Tensor) -> bool:
-            if stamps.read(row.block) != row.stamp:
-                return False
+    def _save(self, piece: list[JobRow]) -> list[int]:
+        """Save pages into consecutive slots of one tier; returns the jobs that are done.
+
+        A page whose stamp is wrong before or after the copy is discarded, whatever the copy of it is.
+        """
+        first = piece[0]
+        tier, pages = self._place.tiers[first.tier], self._place.pages.group(first.group)
+
+        def fill(target: Tensor) -> list[bool]:
+            before = self._are_as_ordered(piece)
+            if not any(before):
+                return before
             if pages.layers:
-                self._ops.gather(pages, [row.block], target)
+                self._ops.gather(pages, [row.block for row in piece], target)
                 self._wait()
-            return stamps.read(row.block) == row.stamp
+            return list(map(and_, before, self._are_as_ordered(piece)))
 
-        is_good = self._write(self._content(row.tier, row.slot, row.group, row.job), pages.bytes_per_block, fill)
-        tier.counts.saved += is_good
-        tier.counts.saved_bytes += is_good * pages.bytes_per_block
-        tier.counts.discarded += not is_good
-        return is_good
+        contents = [self._content(row.tier, row.slot, row.group, row.job) for row in piece]
+        good = self._write(contents, pages.bytes_per_block, fill)
+        done = [row.job for row in compress(piece, good)]
+        tier.counts.saved += len(done)
+        tier.counts.saved_bytes += len(done) * pages.bytes_per_block
+        tier.counts.discarded += len(piece) - len(done)
+        return done
 
     def _move(self, row: JobRow) -> bool:
         source, target = self._place.tiers[row.tier], self._place.tiers[row.block]
@@ -309,23 +361,26 @@ class Movers:
             return False
         content = self._content(row.block, row.stamp, group, row.job)
 
-        def fill(to: Tensor) -> bool:
+        def fill(to: Tensor) -> list[bool]:
             to.copy_(payload)
-            return True
+            return [True]
 
-        is_good = self._write(content, num_bytes, fill)
+        (is_good,) = self._write([content], num_bytes, fill)
         target.counts.saved += is_good
         target.counts.saved_bytes += is_good * num_bytes
         return is_good
 
-    def _write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
-        """Write a slot; meanwhile and after a failure the stamp table says that it holds nothing."""
-        block = [self._place.first_id(content.tier) + content.slot]
-        self._place.stamps.write(block, [0])
-        is_good = self._place.tiers[content.tier].write(content, num_bytes, fill)
-        if is_good:
-            self._place.stamps.write(block, [content.version])
-        return is_good
+    def _write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
+        """Write consecutive slots of a tier, as `Slots.write`; meanwhile and after a failure the stamp table says that
+        they hold nothing.
+        """
+        first, stamps = contents[0], self._place.stamps
+        base = self._place.first_id(first.tier)
+        stamps.write([base + content.slot for content in contents], [0] * len(contents))
+        good = self._place.tiers[first.tier].write(contents, num_bytes, fill)
+        written = list(compress(contents, good))
+        stamps.write([base + content.slot for content in written], [content.version for content in written])
+        return good
 
     def _content(self, tier: int, slot: int, group: int, version: int) -> Content:
         return Content(self._place.tiers[tier].identity, tier, slot, group, version)

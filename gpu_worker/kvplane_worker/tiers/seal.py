@@ -7,7 +7,7 @@ written in part are all detected. The checksum is XXH3-128: it finds damage, and
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -19,8 +19,7 @@ HEADER_BYTES = _HEADER.size + CHECKSUM_BYTES
 UNSEALED = bytes(HEADER_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """What a slot holds.
 
     Attributes:

@@ -6,6 +6,7 @@ import mmap
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 
 import torch
@@ -17,6 +18,8 @@ from kvplane.base.worker import TierUse
 from kvplane_worker.memory import free_host_bytes, pin_host_memory
 from kvplane_worker.tiers.kept import Kept
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, UNSEALED, Content, held_in
+
+Fill = Callable[[Tensor], list[bool]]  # fills rows, and says of each whether it is what it should be
 
 ALIGNMENT_BYTES = 4096
 MOST_OF_FREE = 0.8  # share of the free host memory that a tier may take
@@ -50,9 +53,9 @@ class Slots(Protocol):
     identity: bytes
     counts: SlotCounts
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
-        """Let `fill` write the payload, uint8 [1, num_bytes], and seal it if the result is True. Until then the slot
-        holds nothing. Returns the result.
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
+        """Let `fill` write the payloads of consecutive slots, uint8 [len(contents), num_bytes], and seal those whose
+        result is True. Until then a slot holds nothing. Returns which are sealed.
         """
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
@@ -120,13 +123,14 @@ class HostSlots:
         self._headers = bytearray(spec.num_blocks * HEADER_BYTES)
         pin_host_memory(self._rows, device)
 
-    def write(self, content: Content, num_bytes: int, fill: Callable[[Tensor], bool]) -> bool:
+    def write(self, contents: Sequence[Content], num_bytes: int, fill: Fill) -> list[bool]:
         """See `Slots.write`."""
-        self._set_header(content.slot, UNSEALED)
-        is_good = fill(self._rows[content.slot : content.slot + 1, :num_bytes])
-        if is_good:
+        first, count = contents[0].slot, len(contents)
+        self._headers[first * HEADER_BYTES : (first + count) * HEADER_BYTES] = UNSEALED * count
+        good = fill(self._rows[first : first + count, :num_bytes])
+        for content in compress(contents, good):
             self._set_header(content.slot, content.seal(self._payload(content.slot, num_bytes)))
-        return is_good
+        return good
 
     def read(self, contents: Sequence[Content], num_bytes: int) -> Tensor | None:
         """See `Slots.read`."""

@@ -381,11 +381,11 @@ class Orders:
     Attributes:
         load_job, load_tier, load_slot, load_version, load_block, load_group, load_stamp: rows to load: read slot
             `load_slot` of tier `load_tier` into the page of `load_block`, whose stamp is `load_stamp`. A row whose slot
-            does not hold version `load_version` fails its job. The rows of one job are one hit (`admit_job`).
-        save_job, save_block, save_group, save_stamp, save_tier, save_slot: pages to save, one per job: write the page
-            into the slot as version `save_job`. The job fails if the page's stamp is not `save_stamp` before or after.
+            does not hold version `load_version` fails its job. Rows of one job follow each other: a hit (`admit_job`).
+        save_job, save_block, save_group, save_stamp, save_tier, save_slot: pages to save, one per job, ascending: write
+            the page to the slot as version `save_job`. The job fails if its stamp is not `save_stamp` before or after.
         move_job, move_tier, move_slot, move_version, move_to_tier, move_to_slot: slots to copy to another tier, one per
-            job: there it is version `move_job`. The job fails if the source does not hold version `move_version`.
+            job, ascending: version `move_job` there. The job fails if the source does not hold version `move_version`.
     """
 
     stamp_block: MutableSequence[int] = field(default_factory=list)

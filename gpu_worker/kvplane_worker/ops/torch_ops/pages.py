@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import memmove
 from itertools import chain, groupby, repeat
-from operator import itemgetter
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def signed(word: int) -> int:
 
 def on_host(group: GroupPages, staging: Tensor) -> bool:
     """Whether pages and staging are host memory, and the bytes of each page and row are contiguous."""
-    return all(each.device.type == "cpu" and each.stride(1) == 1 for each in (staging, *group.layers))
+    return bool(group.host_runs) and staging.device.type == "cpu" and staging.stride(1) == 1
 
 
 def runs_on_host(
@@ -107,22 +107,13 @@ def runs_on_host(
     """Yield (addresses in the pages, addresses in the rows, bytes at each): for every run of layers whose pages of a
     block are contiguous, those of equal size together, one row after the other, so that each row is passed once.
     """
-    runs = list[tuple[int, int, int, int]]()  # of block 0: address, bytes between blocks, offset in the row, bytes
-    offset = 0
-    for layer in group.layers:
-        address, stride, size = layer.data_ptr(), layer.stride(0), layer.shape[1]
-        if runs and runs[-1][:2] == (address - runs[-1][3], stride):
-            address, _, first, before = runs.pop()
-            runs.append((address, stride, first, before + size))
-        else:
-            runs.append((address, stride, offset, size))
-        offset += size
+    runs = group.host_runs
     row, width = staging.data_ptr(), staging.stride(0)
-    steps = {stride: [block * stride for block in blocks] for _, stride, _, _ in runs}
-    for size, equal in groupby(runs, key=itemgetter(3)):
+    steps = {run.stride: [block * run.stride for block in blocks] for run in runs}
+    for size, equal in groupby(runs, key=attrgetter("size")):
         some, last = list(equal), row + len(blocks) * width
-        pages = zip(*(map(address.__add__, steps[stride]) for address, stride, _, _ in some), strict=True)
-        rows = zip(*(range(row + offset, last + offset, width) for _, _, offset, _ in some), strict=True)
+        pages = zip(*(map(run.address.__add__, steps[run.stride]) for run in some), strict=True)
+        rows = zip(*(range(row + run.offset, last + run.offset, width) for run in some), strict=True)
         yield chain.from_iterable(pages), chain.from_iterable(rows), size
 
 
