@@ -16,7 +16,7 @@ from kvplane.base.groups import NULL_BLOCK, TierKind, TierSpec
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.stamps import Stamp
 from kvplane_worker.tiers.disk import DiskSlots
-from kvplane_worker.tiers.kept import Kept, left_by, read_index
+from kvplane_worker.tiers.kept import Kept, kept_of, left_table, read_index
 from kvplane_worker.tiers.seal import Content
 from kvplane_worker.tiers.slots import HostSlots
 from tests.base.job_rows import results
@@ -41,6 +41,7 @@ class Left:
 def rig(tmp_path: Path):
     made = Rig(disk=tmp_path / "disk", num_threads=1)
     made.disk.begin(None)
+    made.stamps.name_disks(made.disk.number)
     yield made
     if not made.movers._is_closed:
         made.movers.close()
@@ -94,10 +95,9 @@ def test_a_worker_killed_between_any_two_acts_leaves_nothing_wrong(rig: Rig, tmp
     assert len(left) > 30
     kept_somewhere = set[int]()
     for one in left:
-        kept = left_by(one.table, DISK_SLOT, SLOTS, BLOCKS + 2 * SLOTS)
-        assert kept is not None
         slots = DiskSlots(SPEC, rig.disk.slot_bytes, one.file.parent, NAME)
-        assert slots.take_over(kept) is kept
+        kept = slots.take_over(left_table(one.table, BLOCKS + 2 * SLOTS), DISK_SLOT)
+        assert kept is not None
         held = {slot: version for slot, version in enumerate(kept.versions) if version}
         for slot, version in held.items():
             row = slots.read([Content(slots.identity, DISK, slot, 0, version)], len(expected[version]))
@@ -140,8 +140,9 @@ def test_a_reset_and_an_eviction_outlive_the_worker(rig: Rig):
     rig.stamps.write(range(DISK_SLOT, DISK_SLOT + 4), versions)
     rig.stamps.write([NULL_BLOCK], [Stamp(0, EPOCH, 11).pack()])
     rig.stamps.write([DISK_SLOT + 3], [Stamp(0, EPOCH, 99).pack()])
-    kept = left_by(rig.stamps.snapshot(), DISK_SLOT, SLOTS, BLOCKS + 2 * SLOTS)
-    assert kept is not None
+    left = left_table(rig.stamps.snapshot(), BLOCKS + 2 * SLOTS)
+    assert left is not None
+    kept = kept_of(left, DISK_SLOT, SLOTS)
     assert list(kept.versions[:4]) == [0, 0, versions[2], Stamp(0, EPOCH, 99).pack()]
 
 
@@ -207,12 +208,28 @@ def test_a_worker_leaves_although_its_index_cannot_be_written(tmp_path: Path, mo
     again.close()
 
 
+def test_a_table_proves_nothing_of_another_file(rig: Rig, tmp_path: Path):
+    """A worker of other weights was killed, and left its table; the file of these ones lost its index."""
+    rig.save(1, 3, 7, tier=DISK)
+    assert rig.until(1)
+    left = left_table(rig.stamps.snapshot(), BLOCKS + 2 * SLOTS)
+    assert left is not None
+    shutil.copy(rig.disk.path, tmp_path / NAME)
+    same = DiskSlots(SPEC, rig.disk.slot_bytes, tmp_path, NAME)
+    kept = same.take_over(left, DISK_SLOT)
+    assert kept is not None
+    assert kept.versions[7] == 1
+    left.name_disks(same.number + 1)
+    assert same.take_over(left, DISK_SLOT) is None
+    same.close()
+
+
 def test_a_table_of_other_sizes_proves_nothing():
     table = StampTable.create(bytearray(4096), 20, incarnation=1)
-    assert left_by(table.snapshot(), 10, 10, 20) is not None
-    assert left_by(table.snapshot(), 10, 10, 21) is None
-    assert left_by(b"", 10, 10, 20) is None
-    assert left_by(table.snapshot()[:30], 10, 10, 20) is None
+    assert left_table(table.snapshot(), 20) is not None
+    assert left_table(table.snapshot(), 21) is None
+    assert left_table(b"", 20) is None
+    assert left_table(table.snapshot()[:30], 20) is None
 
 
 @pytest.mark.parametrize("change", [{"content": b"another content!"}, {"slots": SLOTS + 1}, {"width": 9000}])
@@ -223,7 +240,10 @@ def test_a_file_of_another_registration_begins_empty(tmp_path: Path, change: dic
     held.close(Kept(3, [5] * SLOTS))
     spec = TierSpec(TierKind.DISK, change.get("slots", SLOTS))
     other = DiskSlots(spec, change.get("width", WIDTH), tmp_path, NAME, change.get("content", b"the same content"))
-    assert other.take_over(Kept(3, [5] * SLOTS)) is None
+    left = StampTable.create(bytearray(4096), SLOTS + 1, incarnation=1)
+    left.write(range(SLOTS + 1), [5] * (SLOTS + 1))
+    left.name_disks(held.number)
+    assert other.take_over(left) is None
     other.begin(None)
     assert other.read([Content(other.identity, DISK, 0, 0, 5)], 100) is None
     other.close()

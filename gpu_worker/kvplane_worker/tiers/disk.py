@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kvplane.base.errors import InvalidArgument, OutOfMemory, WorkerExists
 from kvplane.base.groups import TierSpec
-from kvplane_worker.tiers.kept import Kept, read_index, remove_index, write_index
+from kvplane.base.stamp_table import StampTable
+from kvplane_worker.tiers.kept import Kept, kept_of, read_index, remove_index, write_index
 from kvplane_worker.tiers.seal import HEADER_BYTES, IDENTITY_BYTES, Content, held_in
 from kvplane_worker.tiers.slots import ALIGNMENT_BYTES, Fill, SlotCounts, aligned
 
@@ -81,17 +82,25 @@ class DiskSlots:
             self._reserve(ALIGNMENT_BYTES + spec.num_blocks * self._stride)
             undo.pop_all()
 
-    def take_over(self, left: Kept | None) -> Kept | None:
+    @property
+    def number(self) -> int:
+        """A number, not 0, that names the content of the file, in stamp tables."""
+        return int.from_bytes(self.identity[:8], "little") or 1
+
+    def take_over(self, left: StampTable | None, first: int = 0) -> Kept | None:
         """Return what the file holds for an equal tier: according to its index, else to `left`, the table of a worker
-        that was killed. None: the file begins empty. Call it before the first write, and write the versions to the
-        stamp table before `begin`.
+        that was killed, if it is of this file; `first` is the id of the first slot there. None: the file begins empty.
+        Call it before the first write, and write the versions to the stamp table before `begin`.
         """
         head = self._head()
         size = _CONTENT.size
         if head is None or head[:size] != self._content:
             return None
         self.identity = bytes(head[size : size + IDENTITY_BYTES])
-        return read_index(self._index, self.identity, self.spec.num_blocks) or left
+        kept = read_index(self._index, self.identity, self.spec.num_blocks)
+        if kept is None and left is not None and left.disk_incarnation == self.number:
+            return kept_of(left, first, self.spec.num_blocks)
+        return kept
 
     def begin(self, kept: Kept | None) -> None:
         """Begin to use the file, with what it kept or empty. Raises InvalidArgument if it cannot be written."""

@@ -49,13 +49,13 @@ def kept_of(table: StampTable, first: int, num_slots: int) -> Kept:
     return Kept(table.owner_epoch, [version if in_time(version) > last_reset else 0 for version in versions])
 
 
-def left_by(table: bytes, first: int, num_slots: int, num_stamps: int) -> Kept | None:
-    """Return what the stamp table of a killed worker says of these slots; None if it is the table of other ones."""
+def left_table(table: bytes, num_stamps: int) -> StampTable | None:
+    """Return the stamp table of a killed worker; None if it is of another number of blocks and slots."""
     try:
         left = StampTable(bytearray(table))
     except InvalidArgument:
         return None  # there is none, or it was being created
-    return kept_of(left, first, num_slots) if left.num_blocks == num_stamps else None
+    return left if left.num_blocks == num_stamps else None
 
 
 def write_index(path: Path, identity: bytes, kept: Kept) -> None:

@@ -16,7 +16,7 @@ from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.memory import is_in_memory
 from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.tiers.disk import DiskSlots
-from kvplane_worker.tiers.kept import left_by
+from kvplane_worker.tiers.kept import left_table
 from kvplane_worker.tiers.movers import MoverMemory, Movers
 from kvplane_worker.tiers.seal import IDENTITY_BYTES
 from kvplane_worker.tiers.slots import HostSlots, Slots
@@ -75,14 +75,7 @@ def start_movers(holdings: Holdings, options: TierOptions, ops: PageOps) -> Move
                 _take_over(made, first, holdings.stamps, options)
             first += spec.num_blocks
         cleanup.pop_all()
-    holdings.stamps.name_disks(_number_of([one.identity for one in slots if isinstance(one, DiskSlots)]))
     return Movers(MoverMemory(pages, holdings.stamps, slots), ops, holdings.jobs)
-
-
-def _number_of(identities: Sequence[bytes]) -> int:
-    """Return a number, not 0, that names the contents of these disk tiers; 0 if there are none."""
-    digest = blake2b(b"".join(identities), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") or 1) if identities else 0
 
 
 def _check_size(options: TierOptions, index: int, width: int) -> None:
@@ -113,13 +106,15 @@ def _host(spec: TierSpec, width: int, holdings: Holdings) -> HostSlots:
 def _take_over(slots: DiskSlots, first: int, stamps: StampTable, options: TierOptions) -> None:
     """Let the stamp table say what a file holds from the time of an earlier worker of this rank."""
     num_slots = slots.spec.num_blocks
-    kept = slots.take_over(left_by(options.left, first, num_slots, stamps.num_blocks))
+    kept = slots.take_over(left_table(options.left, stamps.num_blocks), first)
     if kept is not None:
         stamps.write(range(first, first + num_slots), kept.versions)
         stamps.begin_above(max(stamps.owner_epoch, kept.owner_epoch))
+        stamps.name_disks(slots.number)
         _log.info("%s: %d slots kept their content", slots.path, num_slots - kept.versions.count(0))
     options.forget_left()  # before the file changes: a worker that is killed earlier leaves it to the next one
     slots.begin(kept)
+    stamps.name_disks(slots.number)  # an empty file has another
 
 
 def _disk(options: TierOptions, index: int, width: int, holdings: Holdings) -> DiskSlots:
