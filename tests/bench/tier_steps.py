@@ -2,12 +2,13 @@
 
     python -m tests.bench.tier_steps        prints the tables and writes tests/bench/results/tier_steps.md
 
-The pool and the host tier are full, so what a step takes is evicted, saved and moved; each job ends three steps after
-it was ordered. The ways of a ratio alternate in one process, or in one service. `apply` is timed as in
-`tests.bench.cores`; the service is a process, whose CPU time in all threads is read: that of the round that took least,
-since others disturb it, and the median of the ratios of the rounds. Of the engine, the table has what its thread does
-for a step: the orders of a rank (`Rank.carry_out`), and the jobs (`TierJobs.order`, `report`), whose ends come as two
-movers write them; both together are compared with a rank without tiers.
+The pool, the host tier and the logs of the service are full, so what a step takes is evicted, saved and moved, and
+what it records replaces an older record; each job ends three steps after it was ordered. The ways of a ratio
+alternate in one process, or in one service. `apply` is timed as in `tests.bench.cores`; the service is a process,
+whose CPU time in all threads is read: that of the round that took least, since others disturb it, and the median of
+the ratios of the rounds. Of the engine, the table has what its thread does for a step: the orders of a rank
+(`Rank.carry_out`), and the jobs (`TierJobs.order`, `report`), whose ends come as two movers write them; both together
+are compared with a rank without tiers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvplane.blocking.session import Session
 from kvplane.rank import CallersMoves, Rank
 from kvplane.tier_jobs import TierJobs
 from kvplane_service.cli.child import ServiceChild
+from kvplane_service.config import Config
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.native import NativeReplica
 from kvplane_service.process import gc_policy
@@ -42,6 +44,7 @@ from tests.bench.neighbour import cpu_ms
 RESULTS = Path(__file__).parent / "results" / "tier_steps.md"
 SHAPES = {"1 full": (ONE, 20_000), "1 full, 6 windows": (SEVEN, 80_000)}
 WARM, STEPS = 256, 64  # steps until the demand of the admissions is forgotten, and those that are measured
+FILL = Config().decision_log_steps  # steps until the logs of a service are full, and it takes no new memory
 AT_ONCE = 4  # requests that are admitted in a step, so that not much is saved ahead
 LATE = 3  # steps until a job ends
 PROMPT, PROMPTS = 4096, 100  # tokens; prompts that return, more than the device holds
@@ -79,7 +82,7 @@ class Engine:
     def step(self, part: Part) -> None:
         """Apply a step of one part."""
         if done := self._jobs.popleft():
-            part.cache = Cache(jobs_done=done)
+            part.cache = Cache(jobs_done=array("Q", done))  # type: ignore[arg-type]  # as a service reads it
         self.answer = self._apply(part)
         orders = self.answer.orders
         self._jobs.append([*orders.save_job, *orders.move_job, *dict.fromkeys(orders.load_job)])
@@ -174,6 +177,10 @@ def service_times(groups: tuple[GroupSpec, ...], num_blocks: int) -> Iterator[li
         client.register_replica("tiers", with_tiers(bare), namespace_digest=b"w" * 32)
         with client.session("bare") as one, client.session("tiers") as other:
             engines = [Engine(num_blocks, session is other, partial(answered, session)) for session in (one, other)]
+            for engine in engines:
+                for _ in range(FILL):
+                    engine.step(engine.next(MISSES))
+                engine.end()
             for kind in KINDS:
                 for engine in engines:
                     engine.begin(kind)
