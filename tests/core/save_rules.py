@@ -43,6 +43,11 @@ def with_checkpoints(spec: ReplicaSpec, rng: Random) -> ReplicaSpec:
     return changed
 
 
+def with_shares(tiers: Sequence[TierSpec], rng: Random) -> tuple[TierSpec, ...]:
+    """Return the tiers with a share of each that an owner may retain: nothing, little, half, or all."""
+    return tuple(replace(tier, retained_percent=rng.choice([0, 20, 50, 100])) for tier in tiers)
+
+
 @contextmanager
 def uses_noted() -> Iterator[None]:
     """Count the uses of every key, and check each save and move against them."""
@@ -64,7 +69,7 @@ def uses_noted() -> Iterator[None]:
         read(self, load)
 
     def begin_write(self: Tiers, tier: Tier, key: Key) -> int | None:
-        is_used = key in loaded if tier.number else uses[key] > 1
+        is_used = (key in loaded if tier.number else uses[key] > 1) or key in self._pool.retained.of_key
         if tier.wanted.policy is SavePolicy.REUSE and not is_used:
             raise SavedTooEarly(f"tier {tier.number} saves {key}, which was used once")
         return begin(self, tier, key)

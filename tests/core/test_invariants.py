@@ -16,6 +16,8 @@ from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
 from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, prompt_and_window, state, window
 from tests.core.test_retain import rows_for
+from tests.core.test_retained_tiers import OTHER, in_tier
+from tests.core.tier_engine import small_pools
 
 NAME = re.compile(r'BrokenInvariant\(\s*"(\w+)"')
 
@@ -40,6 +42,22 @@ def retained():
     engine = plain()
     engine.step(Part(retain=rows_for(engine, "ccccdddd")))
     return engine
+
+
+def kept():
+    """A tier has three slots whose keys are retained."""
+    with small_pools():
+        engine = in_tier()
+    engine.step(Part(retain=rows_for(engine, OTHER)))
+    assert tier(engine).num_retained == 3
+    return engine
+
+
+def promote(engine):
+    """A slot is in the list of another priority."""
+    slot = next(iter(tier(engine).retained))
+    tier(engine).retained.remove(slot)
+    tier(engine).retained.put(100, slot)
 
 
 def running():
@@ -214,7 +232,7 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("stamps", plain, lambda engine: engine.pool.stamp.__setitem__(1, engine.pool.stamp[2]), "blocks 1 and 2"),
     ("tentative_keys", in_flight, lambda engine: tracker(engine).tentative.clear(), "its key waits for step 1"),
     ("evictable_count", plain, lambda engine: setattr(engine.pool, "num_evictable", 1), "2 free blocks carry a key"),
-    ("retained", retained, lambda engine: engine.pool.retained.used.clear(), "have {} keys, counted \\[2\\]"),
+    ("retained", retained, lambda engine: engine.pool.retained.used.clear(), "have {} keys, counted \\[\\[2\\]\\]"),
     ("retained", retained, lambda engine: setattr(engine.pool.retained, "num_free", 9), "counted 9"),
     ("retained", retained, lambda engine: engine.pool.retained.of_key.clear(), "do not lead to the name"),
     ("retained", retained, lambda engine: engine.pool.retained.remove(5), "retained, expected"),
@@ -248,6 +266,11 @@ FAULTS: list[tuple[str, Callable[[], Engine], Callable[[Engine], object], str]] 
     ("superblocks", split, lambda engine: engine.pool.free.has_state.__setitem__(2, 1), "another kind|under a state"),
     ("superblocks", split, lambda engine: engine.pool.free._list_of.__setitem__(10, engine.pool.free.cached),
      "block 10 is wrongly among those of cut superblocks"),
+    ("tiers", kept, lambda engine: tier(engine).kept.update(dict.fromkeys(tier(engine).kept, 39)), "3 keys are"),
+    ("tiers", kept, lambda engine: setattr(tier(engine).retained, "num_free", 9), "in 3 slots of 9"),
+    ("tiers", kept, lambda engine: setattr(tier(engine), "most_retained", 1), "each at most 1"),
+    ("tiers", kept, promote, "slots .* are retained, expected"),
+    ("retained", kept, lambda engine: engine.pool.retained.of_key.update({("", 0, b""): set()}), "no block and no"),
     ("tiers", tiered, lambda engine: tier(engine).free.append(0), "slot 0 has two states"),
     ("tiers", tiered, lambda engine: setattr(tier(engine), "num_used", 64), "64 slots were used"),
     ("tiers", tiered, lambda engine: setattr(tier(engine).uses[0], "held", 9), "the groups have"),

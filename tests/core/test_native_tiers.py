@@ -28,6 +28,7 @@ from tests.core import (
     test_preempted,
     test_prefetch,
     test_retain,
+    test_retained_tiers,
     test_save_policies,
     test_tier_costs,
     test_tiers,
@@ -199,6 +200,7 @@ def cases_of(module):
 CASES = [
     *cases_of(test_prefetch),
     *cases_of(test_retain),
+    *cases_of(test_retained_tiers),
     *cases_of(test_save_policies),
     *cases_of(test_preempted),
     *cases_of(test_checkpoint_percent),

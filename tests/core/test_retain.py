@@ -18,7 +18,7 @@ from kvplane_service.decisions.text import operation_lines
 from tests.core.builders import Engine, digests, full, state, window
 
 TEXT = "aaaabbbbcccc"
-RETAINED, RELEASED, OVER_BUDGET, TOO_MANY, OTHER_OWNER = RetainOutcome
+RETAINED, RELEASED, OVER_BUDGET, TOO_MANY, OTHER_OWNER = list(RetainOutcome)[:5]
 FOREVER = 10**9
 ALIGNED = AlignSpec(4, 4096)
 POLICIES = {
@@ -142,7 +142,7 @@ def test_a_key_is_retained_while_any_retention_has_it():
     engine = holding()
     retain(engine, "aaaabbbb", priority=90, until=50)
     retain(engine, TEXT, priority=10, until=100)
-    assert engine.pool.retained.used == {"": 3}
+    assert engine.pool.retained.used == {"": [3]}
     assert retain(engine, "aaaabbbb", until=0)[3] is RELEASED
     flood(engine)
     assert kept(engine) == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import replica_spec
-from tests.core.save_rules import uses_noted, with_checkpoints, with_policies
+from tests.core.save_rules import uses_noted, with_checkpoints, with_policies, with_shares
 from tests.core.test_page_contents import MIXES
 from tests.core.tier_engine import TierEngine, small_pools
 
@@ -27,6 +28,7 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     tiers = with_policies(rng.choice([(host,), (host, disk), (host, disk), (disk,)]), Random(f"{mix} {seed}"))
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, tiers=tiers, **{**changes, **sizes})
     spec = with_checkpoints(spec, Random(f"{seed} {mix}"))
+    spec = replace(spec, tiers=with_shares(spec.tiers, Random(f"{mix} {seed} shares")))
     with small_pools(), uses_noted():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
         engine.tide = TIDE if seed % 3 == 2 else 0

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvplane.base.step import RemoveReason
+from kvplane_service.core import retaining
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import BlockPool
@@ -87,7 +88,7 @@ def _left(real: Wrapped) -> Wrapped:
 
 
 # Name -> (class, method, change). One rule has tests alone (`test_tiers`): that a load of a dropped key fails.
-TWINS: dict[str, tuple[type, str, Callable[[Any], object]]] = {
+TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
     "what a preempted request leaves is not withdrawn": (InFlightTracker, "prepare_return", lambda real: _kept(real)),
     "a request leaves a hit that is not loaded": (InFlightTracker, "preempt", lambda real: _left(real)),
     "saved before its step is executed": (SaveBehind, "_is_executed", lambda real: lambda self, block: True),
@@ -110,6 +111,11 @@ TWINS: dict[str, tuple[type, str, Callable[[Any], object]]] = {
     "loads fill any share of the pool": (Tiers, "num_loading", lambda real: property(lambda self: 0)),
     "an admission waits for a load that was given up": (TierLoads, "_is_awaited", lambda real: lambda self, job: True),
     "a load without rows": (TierLoads, "choose", lambda real: _empty_load(real)),
+    "slots stay where they were when a retention ends": (Tier, "place_again", lambda real: lambda self, key: None),
+    "a key that its last slot lost stays retained": (Tier, "note_lost", lambda real: lambda self, key: None),
+    "a share of a tier without an end": (retaining, "_most", lambda real: lambda blocks, percent: (
+        [real(blocks, percent)[0], *(tier.num_slots for tier in blocks.pool.retained.tiers)]
+    )),
     "an eviction of a tier that is no event": (Tier, "take_events", lambda real: lambda self: (
         [event for event in real(self) if event.reason is not RemoveReason.EVICTED]
     )),

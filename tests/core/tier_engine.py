@@ -49,7 +49,7 @@ def small_pools() -> Iterator[None]:
 def slots_of(core: Any) -> object:
     """What the service reads of the tiers."""
     tiers = core.tiers
-    names = ("num_slots", "num_held", "num_shadows", "num_free", "hit_tokens", "uses")
+    names = ("num_slots", "num_held", "num_shadows", "num_retained", "num_free", "hit_tokens", "uses")
     counts = [[getattr(tier, name) for name in names] for tier in tiers.each]
     last = tiers.last_job if counts else 0  # without tiers it is no part of the state
     jobs = [tiers.load_after(job) for job in range(max(1, last - 9), last + 2)]

@@ -68,6 +68,9 @@ def test_a_service_that_does_not_know_when_tiers_save_is_refused_by_name():
     with pytest.raises(FailedPrecondition, match="does not know checkpoints") as refused:
         calls.check_policy(replace(SPEC, tiers=(replace(host, checkpoint_percent=15), disk)), answer)
     assert refused.value.field == "tiers[0].checkpoint_percent"
+    with pytest.raises(FailedPrecondition) as refused:
+        calls.check_policy(replace(SPEC, tiers=(host, replace(disk, retained_percent=15))), answer)
+    assert refused.value.field == "tiers[1].retained_percent"
 
 
 def test_a_registered_replica_has_its_policy_until_it_is_deregistered():

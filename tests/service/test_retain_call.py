@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from kvplane import AdmitRow, Allocate, Commit, Content, FactRow, NewsRow, connect, part_of
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.retain import Retain
 from kvplane.base.step import End, Part
 from kvplane_service.config import Config
@@ -134,9 +136,29 @@ def test_more_than_the_share_is_refused_with_what_is_left(client, engine):
     with engine.idling():
         for fill in (3, 4):
             client.retain("r", prompt(fill), ttl_s=9)
-        with pytest.raises(InvalidArgument, match="needs 4 blocks, and of the owner's 25 % of the pool 2 are left"):
+        with pytest.raises(InvalidArgument, match="needs 4 blocks, and of the owner's share of the pool 2 are left"):
             client.retain("r", prompt(5), ttl_s=9)
     assert client.describe_replica("r").retained_prefixes == 2
+
+
+@pytest.mark.parametrize(("kind", "name"), [(TierKind.HOST, "host tier"), (TierKind.DISK, "disk")])
+def test_more_than_the_share_of_a_tier_is_refused_with_what_is_left(client, kind, name):
+    spec = replace(spec_of(41), tiers=(TierSpec(kind, 40, retained_percent=5),))
+    client.register_replica("tiered", spec, namespace_digest=b"n")
+    client.allocate_slots("tiered", Allocate("a", prompt(3)))
+    client.commit_blocks("tiered", Commit("a"))
+    client.free("tiered", "a")
+    with pytest.raises(
+        InvalidArgument, match=f"needs 4 blocks, and of the owner's share of the {name} 2 are"
+    ) as refused:
+        client.retain("tiered", prompt(3), ttl_s=9)
+    assert refused.value.field == "content"
+    assert "in the owner's limits and in the registration of the tier" in refused.value.remedy
+    answer = client.describe_replica("tiered")
+    assert answer.retained_prefixes == 0
+    assert dict(answer.retain_counts) == {f"over_{kind.value}_budget": 1}
+    assert answer.spec.tiers[0].retained_percent == 5
+    client.deregister_replica("tiered")
 
 
 def test_without_a_session_the_call_itself_retains_and_later_calls_end_it(client):

@@ -10,7 +10,9 @@ from rich.console import Console
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec, TierKind
-from kvplane.base.step import RowFlag
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
+from kvplane.base.retain import Retain
+from kvplane.base.step import ExtraKeys, Part, RowFlag, Step
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.v1.replica_pb2 import TIER_KIND_DISK, TIER_KIND_HOST
 from kvplane_service.cli.query.replica import _description
@@ -73,7 +75,7 @@ def test_metrics_count_what_the_tiers_hold_and_did(served):
         assert metrics[f'kvplane_tier_info{{checkpoint_percent="0",replica="r",save="behind",tier="{name}"}}'] == 1
         slots = {
             state: metrics[f'kvplane_tier_slots{{replica="r",state="{state}",tier="{name}"}}']
-            for state in ("cached", "shadow", "free", "in_use")
+            for state in ("cached", "shadow", "retained", "free", "in_use")
         }
         assert sum(slots.values()) == tier.num_slots
         assert slots["cached"] + slots["shadow"] == len(tier.key)
@@ -127,12 +129,31 @@ def test_describe_has_each_tier_and_group(served):
 def test_describe_prints_tiers_and_what_workers_did(served):
     answer = described(served)
     lines = [" ".join(line.split()) for line in "\n".join(_description(answer)).splitlines()]
-    assert "TIER GROUP SAVE SLOTS HELD STORED LOADED EVICTED HIT TOKENS" in lines
+    assert "TIER GROUP SAVE SLOTS HELD RETAINED STORED LOADED EVICTED HIT TOKENS" in lines
     host = answer.tiers[0]
-    assert f"host all behind 80 {host.held_blocks} {host.hit_tokens}" in lines
+    assert f"host all behind 80 {host.held_blocks} 0 {host.hit_tokens}" in lines
     assert any(line.startswith("disk 1 sliding_window ") for line in lines)
     assert "rank 0, host tier: 3 MiB saved, 0 bytes loaded; blocks: 2 refused" in lines
     assert "rank 0, disk tier: 0 bytes saved, 1 GiB loaded; blocks: 3 failed, suspended: its disk fails" in lines
+
+
+def test_what_is_retained_is_shown_by_tier():
+    host, disk = SPEC.tiers
+    served = Served(spec=replace(SPEC, tiers=(replace(host, retained_percent=50), disk)))
+    for number in range(FILLS):
+        served.serve(number, RowFlag.LOAD)
+    replica, hasher = served.host.replica, RequestHasher(HashScheme.of(SPEC), ExtraKeys())
+    rows = Retain([4], hasher.append(pack_tokens([FILLS - 12] * 64)), until_ns=[9], percent=[100])
+    replica.apply(Step(replica.epoch, replica.seq + 1, [Part(retain=rows)]))
+    metrics, answer = metrics_of(served), described(served)
+    assert metrics['kvplane_tier_slots{replica="r",state="retained",tier="host"}'] == 6
+    assert [one.retained_blocks for one in answer.tiers] == [6, 0]
+    lines = [" ".join(line.split()) for line in "\n".join(_description(answer)).splitlines()]
+    held = answer.tiers[0].held_blocks
+    assert any(line.startswith(f"host all behind, 50% retained per owner 80 {held} 6 ") for line in lines), lines
+    console = Console(width=90, record=True)
+    console.print(panel(answer, Trend()))
+    assert f"{held:,} of 80 slots, 6 retained, " in console.export_text()
 
 
 def test_top_shows_how_full_each_tier_is(served):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvplane.sansio.owners import Owners
 from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
-from tests.core.save_rules import with_checkpoints
+from tests.core.save_rules import with_checkpoints, with_shares
 from tests.core.test_page_contents import SPLIT_MIXES
 from tests.core.tier_engine import small_pools
 from tests.sim import history, rules
@@ -211,6 +211,8 @@ class World:
         }
         for site in self.sites.values():
             site.retains = seed % 5 == 0 and not site.is_mirrored and site.spec.blocks_per_state == 1
+            if site.retains:
+                site.spec = replace(site.spec, tiers=with_shares(site.spec.tiers, Random(seed)))
         self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
         self.steps = self.num_services = self.num_loaded = self.num_retained = 0
         self.is_finishing = self._has_hit_across = False

@@ -130,6 +130,10 @@ class TierView(Protocol):
         """Number of keys that the device has again."""
 
     @property
+    def num_retained(self) -> int:
+        """Number of keys that are evicted after all others, because a prefix is retained."""
+
+    @property
     def num_free(self) -> int:
         """Number of slots that can be written without an eviction."""
 

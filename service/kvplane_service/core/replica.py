@@ -445,6 +445,7 @@ class Replica:
         if self.spec.tiers:
             self._save_behind.close_step(self.tracker.next_victim(seq))
             self.tiers.complete(last)
+            self._pool.retained.forget_lost()  # what the saves and moves evicted
         self.counters.steps += 1
         last.free_blocks = self._pool.num_free
 

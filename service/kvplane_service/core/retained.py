@@ -6,6 +6,10 @@ A *retention* names keys: those that a hit of its prefix needs. Every block with
 held too, but only free blocks are in a list of this module. A key that no block has any more is not retained any more,
 from the end of the part on; so what is evicted, reset or dropped ends by itself, and what moves to another block stays.
 
+With tiers that retain, the *places* are the device, 0, and these tiers, 1 on. A key is retained in the place where it
+was found and in those behind it, to which it may move: it counts in all of them, so that what is retained in a place
+for an owner is never more than what was permitted there. `Tier` has the lists of its slots.
+
 Retention decides the order of free blocks, and nothing else: what may be allocated does not depend on it.
 """
 
@@ -21,6 +25,9 @@ from kvplane_service.core.keys import Key
 
 if TYPE_CHECKING:
     from kvplane_service.core.pool import BlockPool
+    from kvplane_service.core.tiers.tier import Tier
+
+DEVICE = 0  # the first place
 
 
 class Name(NamedTuple):
@@ -38,44 +45,78 @@ class Retention:
     Attributes:
         priority: 0 to 100.
         until_ns: its end.
-        keys: by group, the one at the end of the prefix first: of these the first is evicted first.
+        keys: by group, the one at the end of the prefix first: of these the first is evicted first; with the first
+            place where each is retained.
     """
 
     priority: int
     until_ns: int
-    keys: dict[Key, None] = field(default_factory=dict)
+    keys: dict[Key, int] = field(default_factory=dict)
 
 
-class RetainedBlocks:
+class PriorityLists:
+    """Free blocks, or slots, that are retained: a list for each priority.
+
+    Attributes:
+        num_free: number of them.
+        priority: of each.
+    """
+
+    def __init__(self) -> None:
+        self.num_free = 0
+        self.priority: dict[int, int] = {}
+        self._lists: dict[int, dict[int, None]] = {}  # by priority, the one to evict first first
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield them in order of eviction."""
+        return chain.from_iterable(self._lists[priority] for priority in sorted(self._lists))
+
+    def put(self, priority: int, one: int) -> None:
+        """Add one, which is evicted last of its priority."""
+        self._lists.setdefault(priority, {})[one] = None
+        self.priority[one] = priority
+        self.num_free += 1
+
+    def remove(self, one: int) -> bool:
+        """Remove one; returns whether it was in a list."""
+        priority = self.priority.pop(one, None)
+        if priority is None:
+            return False
+        others = self._lists[priority]
+        del others[one]
+        if not others:
+            del self._lists[priority]
+        self.num_free -= 1
+        return True
+
+
+class RetainedBlocks(PriorityLists):
     """The retentions of a replica, and the lists of the free blocks that they retain.
 
     Attributes:
         each: by name, the one that was made or renewed last last.
         of_key: names of the retentions of each key.
-        used: number of keys by owner.
+        used: number of keys by owner, in each place.
         num_named: number of keys, counted once per retention.
-        lost: keys that a block lost in this part.
+        lost: keys that a block, or a slot, lost in this part.
         is_active: False while an engine life ends; then no block is in a list.
-        num_free: number of blocks in the lists.
+        tiers: those that retain, the nearest first.
+        holders: all tiers, if one of them retains: what any of them has may move to that.
     """
 
     def __init__(self, pool: BlockPool) -> None:
+        super().__init__()
         self._pool = pool
         self.each: dict[Name, Retention] = {}
         self.of_key: dict[Key, set[Name]] = {}
-        self.used: dict[str, int] = {}
+        self.used: dict[str, list[int]] = {}
         self.num_named = 0
         self.lost: list[Key] = []
         self.is_active = True
-        self.num_free = 0
-        self._lists: dict[int, dict[int, None]] = {}  # by priority, the block to evict first first
-        self._priority: dict[int, int] = {}  # of each block in a list
+        self.tiers: list[Tier] = []
+        self.holders: Sequence[Tier] = ()
 
     # -- free blocks -------------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the free blocks in order of eviction."""
-        return chain.from_iterable(self._lists[priority] for priority in sorted(self._lists))
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks."""
@@ -83,18 +124,6 @@ class RetainedBlocks:
         for block in taken:
             self.remove(block)
         return taken
-
-    def remove(self, block: int) -> bool:
-        """Remove a block; returns whether it was in a list."""
-        priority = self._priority.pop(block, None)
-        if priority is None:
-            return False
-        blocks = self._lists[priority]
-        del blocks[block]
-        if not blocks:
-            del self._lists[priority]
-        self.num_free -= 1
-        return True
 
     def next_victims(self, count: int) -> list[int]:
         """Remove and return the first `count` blocks of the free list and of these lists behind it."""
@@ -125,16 +154,18 @@ class RetainedBlocks:
             if priority is None:
                 others.append(block)
             else:
-                self._lists.setdefault(priority, {})[block] = None
-                self._priority[block] = priority
-                self.num_free += 1
+                self.put(priority, block)
         return others
 
     def _priority_of(self, block: int) -> int | None:
         """Return the highest priority of the keys of a block; None if none is retained."""
         keys = (self._pool.key_of(block), *self._pool.more_keys.get(block, ()))
-        names = chain.from_iterable(self.of_key.get(key, ()) for key in keys if key is not None)
-        return max((self.each[name].priority for name in names), default=None)
+        return self.priority_of([key for key in keys if key is not None], DEVICE)
+
+    def priority_of(self, keys: Iterable[Key], place: int) -> int | None:
+        """Return the highest priority that these keys have in a place; None if none is retained there."""
+        named = ((key, self.each[name]) for key in keys for name in self.of_key.get(key, ()))
+        return max((one.priority for key, one in named if one.keys[key] <= place), default=None)
 
     # -- retentions --------------------------------------------------------------------------------------------------
 
@@ -149,10 +180,11 @@ class RetainedBlocks:
     def _enlist(self, name: Name, retention: Retention) -> None:
         self.each[name] = retention
         self.num_named += len(retention.keys)
-        for key in retention.keys:
-            names = self.of_key.setdefault(key, set())
-            self.used[name.owner] = self.used.get(name.owner, 0) + (not any(one.owner == name.owner for one in names))
-            names.add(name)
+        used = self.used.setdefault(name.owner, [0] * self.num_places)
+        for key, place in retention.keys.items():
+            for one in range(place, self._first_place(name.owner, key)):
+                used[one] += 1
+            self.of_key.setdefault(key, set()).add(name)
 
     def remove_all(self, names: Iterable[Name]) -> None:
         """End these retentions."""
@@ -161,12 +193,25 @@ class RetainedBlocks:
             self._forget(name, keys)
             self._place_again(keys)
 
-    def count_new(self, name: Name, keys: Iterable[Key]) -> int:
-        """Count the keys of the owner if it retained these instead of those of the retention with this name."""
-        before = self.each.get(name)
-        gone = sum(1 for key in (before.keys if before is not None else ()) if self._is_only(name, key))
-        ours = (any(one != name and one.owner == name.owner for one in self.of_key.get(key, ())) for key in keys)
-        return self.used.get(name.owner, 0) - gone + sum(not one for one in ours)
+    @property
+    def num_places(self) -> int:
+        """Number of places: the device, and the tiers that retain."""
+        return 1 + len(self.tiers)
+
+    def used_by(self, owner: str) -> list[int]:
+        """Return the number of keys of an owner in each place."""
+        return self.used.get(owner, [0] * self.num_places)[:]
+
+    def count_new(self, name: Name, keys: dict[Key, int]) -> list[int]:
+        """Count the keys of the owner in each place if it retained these instead of those of the retention with this
+        name.
+        """
+        before, used = self.each.get(name), self.used_by(name.owner)
+        for counted, sign in ((before.keys if before is not None else {}, -1), (keys, 1)):
+            for key, place in counted.items():
+                for one in range(place, self._first_place(name.owner, key, without=name)):
+                    used[one] += sign
+        return used
 
     def has_room(self, name: Name, count: int) -> bool:
         """Return whether a retention with this name may have `count` keys: what all of them need is limited, since
@@ -175,10 +220,13 @@ class RetainedBlocks:
         before = self.each.get(name)
         named = self.num_named + count - (len(before.keys) if before is not None else 0)
         has_place = before is not None or len(self.each) < MAX_RETAINED
-        return has_place and named <= MAX_RETAINED_PER_BLOCK * self._pool.num_blocks
+        num_blocks = self._pool.num_blocks + sum(tier.num_slots for tier in self.tiers)
+        return has_place and named <= MAX_RETAINED_PER_BLOCK * num_blocks
 
-    def _is_only(self, name: Name, key: Key) -> bool:
-        return not any(one != name and one.owner == name.owner for one in self.of_key[key])
+    def _first_place(self, owner: str, key: Key, without: Name | None = None) -> int:
+        """Return the first place where the owner retains a key, except by one retention; `num_places` if nowhere."""
+        names = (one for one in self.of_key.get(key, ()) if one.owner == owner and one != without)
+        return min((self.each[one].keys[key] for one in names), default=self.num_places)
 
     def _forget(self, name: Name, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -186,24 +234,26 @@ class RetainedBlocks:
         del self.each[name]
 
     def _forget_key(self, name: Name, key: Key) -> None:
-        names = self.of_key[key]
-        if self._is_only(name, key):
-            self.used[name.owner] -= 1
-            if not self.used[name.owner]:
-                del self.used[name.owner]
+        names, used = self.of_key[key], self.used[name.owner]
+        for one in range(self.each[name].keys[key], self._first_place(name.owner, key, without=name)):
+            used[one] -= 1
+        if not any(used):
+            del self.used[name.owner]
         names.remove(name)
         self.num_named -= 1
         if not names:
             del self.of_key[key]
 
     def _place_again(self, keys: Iterable[Key]) -> None:
-        """Put the free blocks with these keys where they belong now: those that are not retained any more at the back
-        of the free list, as if they were used now.
+        """Put the free blocks and the slots with these keys where they belong now: those that are not retained any more
+        at the back of the free list, as if they were used now.
         """
         pool, moved = self._pool, list[int]()
         for key in keys:
+            for tier in self.tiers:
+                tier.place_again(key)
             for block in pool.blocks_of(key):
-                if not pool.references[block] and self._priority_of(block) != self._priority.get(block):
+                if not pool.references[block] and self._priority_of(block) != self.priority.get(block):
                     self.leave_free(block)
                     moved += self.enter([block])
         pool.free.append(moved)
@@ -217,19 +267,22 @@ class RetainedBlocks:
             self._pool.free.prepend([block])
 
     def forget_lost(self) -> None:
-        """End the retention of the keys that no block has any more, of those that blocks lost."""
+        """End the retention of the keys that no block and no tier has any more, of those that were lost."""
         lost, self.lost = self.lost, []
         self._forget_absent(lost)
 
     def _forget_absent(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            if key not in self.of_key or self._pool.blocks_of(key):
+            if key not in self.of_key or not self._is_absent(key):
                 continue
             for name in list(self.of_key[key]):
                 self._forget_key(name, key)
                 del self.each[name].keys[key]
                 if not self.each[name].keys:
                     del self.each[name]
+
+    def _is_absent(self, key: Key) -> bool:
+        return not self._pool.blocks_of(key) and not any(tier.has(key) for tier in self.holders)
 
     def suspend(self) -> None:
         """Put all blocks at the back of the free list, in order: an engine life ends, and its keys are verified."""
@@ -257,36 +310,50 @@ class RetainedBlocks:
             yield f"{len(blocks)} retained free blocks, counted {self.num_free}, or a block in two lists"
         for block in blocks:
             is_free[block] = True
-        owners, expected = dict[str, set[Key]](), dict[int, int]()
+        owners, expected = dict[str, list[set[Key]]](), dict[int, int]()
         for name, one in self.each.items():
-            owners.setdefault(name.owner, set()).update(one.keys)
-            for block in chain.from_iterable(map(pool.blocks_of, one.keys)):
+            for place, kept in enumerate(owners.setdefault(name.owner, [set() for _ in range(self.num_places)])):
+                kept.update(key for key, first in one.keys.items() if first <= place)
+            on_device = (key for key, first in one.keys.items() if first == DEVICE)
+            for block in chain.from_iterable(map(pool.blocks_of, on_device)):
                 if not pool.references[block] and self.is_active:
                     expected[block] = max(expected.get(block, 0), one.priority)
             if not one.keys or any(name not in self.of_key.get(key, ()) for key in one.keys):
                 yield f"the keys of {name.owner!r} do not lead to the name"
             yield ""
-        if expected != self._priority:
+        if self.is_active and not self.lost and any(map(self._is_absent, self.of_key)):
+            yield "a key is retained that no block and no tier has"
+        if expected != self.priority:
             yield f"free blocks {blocks[:9]} are retained, expected {list(expected.items())[:9]}"
         named = sum(len(one.keys) for one in self.each.values())
         if (sum(map(len, self.of_key.values())), self.num_named) != (named, named):
             yield "a key leads to a name that does not retain it, or keys are not counted"
-        if self.used != {owner: len(keys) for owner, keys in owners.items()}:
-            yield f"the owners have {self.used} keys, counted {list(map(len, owners.values()))}"
+        if self.used != {owner: list(map(len, places)) for owner, places in owners.items()}:
+            yield f"the owners have {self.used} keys, counted {[list(map(len, one)) for one in owners.values()]}"
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> list[Any]:
         """Return the retentions, and the blocks of each list by priority."""
-        each = [[*name, one.priority, one.until_ns, [key[1:] for key in one.keys]] for name, one in self.each.items()]
+        each = [
+            [*name, one.priority, one.until_ns, [kept_key(key, place) for key, place in one.keys.items()]]
+            for name, one in self.each.items()
+        ]
         return [each, [[priority, list(self._lists[priority])] for priority in sorted(self._lists)]]
 
     def load(self, state: Sequence[Any]) -> None:
         """Load the state, into an object without retentions, of a pool that has its keys."""
         each, lists = state
         for owner, domain, digest, priority, until_ns, keys in each:
-            retention = Retention(priority, until_ns, {(domain, *key): None for key in keys})
+            retention = Retention(priority, until_ns)
+            for group, key, *place in keys:
+                retention.keys[domain, group, key] = place[0] if place else DEVICE
             self._enlist(Name(owner, domain, digest), retention)
-        self._lists = {priority: dict.fromkeys(blocks) for priority, blocks in lists}
-        self._priority = {block: priority for priority, blocks in lists for block in blocks}
-        self.num_free = len(self._priority)
+        for priority, blocks in lists:
+            for block in blocks:
+                self.put(priority, block)
+
+
+def kept_key(key: Key, place: int) -> list[Any]:
+    """Return a retained key without its domain, and its first place if that is a tier."""
+    return [*key[1:], place] if place != DEVICE else [*key[1:]]

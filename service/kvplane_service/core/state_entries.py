@@ -46,6 +46,8 @@ def spec_digest(spec: ReplicaSpec) -> bytes:
     """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
     of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
     of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
+    shares = [tier.retained_percent for tier in spec.tiers]
+    of_tiers += f" retained_percent={shares}" if any(shares) else ""
     return hashlib.sha256((repr(spec) + of_states + of_tiers).encode()).digest()
 
 

@@ -18,6 +18,7 @@ def encode_tiers(replica: ReplicaCore) -> list[pb.TierStatus]:
             shadow_blocks=tier.num_shadows,
             free_blocks=tier.num_free,
             hit_tokens=tier.hit_tokens,
+            retained_blocks=tier.num_retained,
             groups=[
                 pb.TierGroup(
                     held_blocks=use.held,

@@ -212,8 +212,8 @@ _FAMILIES = (
     Family(
         CounterMetricFamily,
         "kvplane_retentions",
-        "Prefixes that were to be retained or released: retained (or renewed), released, over_budget, too_many, "
-        "other_owner.",
+        "Prefixes that were to be retained or released: retained (or renewed), released, over_budget, "
+        "over_host_budget, over_disk_budget, too_many, other_owner.",
         ("outcome",),
         lambda host: [((outcome.name.lower(),), count) for outcome, count in host.tally.retentions.items()],
     ),

@@ -106,15 +106,16 @@ def _info(replica: ReplicaCore) -> _Values:
 
 
 _SLOTS = (
-    "Slots of a tier: cached (with a key); shadow (with a key that the device has again, evicted first); free; in_use "
-    "(being written, or read without a key)."
+    "Slots of a tier: cached (with a key); shadow (with a key that the device has again, evicted first); retained "
+    "(with a key of a retained prefix, evicted last); free; in_use (being written, or read without a key)."
 )
 
 
 def _slots(replica: ReplicaCore) -> _Values:
     for name, tier in _named(replica):
-        held, shadows, free = tier.num_held, tier.num_shadows, tier.num_free
-        states = {"cached": held - shadows, "shadow": shadows, "free": free, "in_use": tier.num_slots - held - free}
+        held, shadows, retained, free = tier.num_held, tier.num_shadows, tier.num_retained, tier.num_free
+        states = {"cached": held - shadows - retained, "shadow": shadows, "retained": retained, "free": free}
+        states["in_use"] = tier.num_slots - held - free
         yield from (((name, state), count) for state, count in states.items())
 
 

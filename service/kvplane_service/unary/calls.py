@@ -303,11 +303,19 @@ class PrefetchCall(UnaryCall[StepResult]):
         return Plan(Part(prefetch=rows), _itself)
 
 
+_OF_TIER = "in the owner's limits and in the registration of the tier"
+_OVER_BUDGET = {
+    int(RetainOutcome.OVER_BUDGET): ("pool", "in the owner's limits"),
+    int(RetainOutcome.OVER_HOST_BUDGET): ("host tier", _OF_TIER),
+    int(RetainOutcome.OVER_DISK_BUDGET): ("disk", _OF_TIER),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RetainCall(UnaryCall[StepResult]):
     """One Retain call: retains the cached prefix of a prompt for `owner` and `ttl_ns`, or releases it if that is 0.
 
-    `percent`: of the blocks of the pool that may be retained for the owner.
+    `percent`: of the blocks of the pool, and of the slots of each tier, that may be retained for the owner.
     """
 
     content: Content
@@ -335,12 +343,13 @@ class RetainCall(UnaryCall[StepResult]):
         """Raise the refusal of the row, which changed nothing."""
         done = step.parts[0].retained
         blocks, left, outcome = done.blocks[0], done.left[0], done.outcome[0]
-        if outcome == RetainOutcome.OVER_BUDGET:
-            what = f"the prefix needs {blocks} blocks, and of the owner's {self.percent} % of the pool {left} are left"
-            remedy = "release a prefix, retain a shorter one, or raise retained_percent in the owner's limits"
+        if outcome in _OVER_BUDGET:
+            place, limit = _OVER_BUDGET[outcome]
+            what = f"the prefix needs {blocks} blocks, and of the owner's share of the {place} {left} are left"
+            remedy = f"release a prefix, retain a shorter one, or raise retained_percent {limit}"
             raise InvalidArgument(what, field="content", remedy=remedy)
         if outcome == RetainOutcome.TOO_MANY:
-            each = f"{MAX_RETAINED_PER_BLOCK} times the blocks of its pool"
+            each = f"{MAX_RETAINED_PER_BLOCK} times the blocks of its pool, and of its tiers that retain"
             what = f"the replica retains {MAX_RETAINED} prefixes, or these need, counted each by itself, {each}"
             raise LimitExceeded(what, field="header.replica", remedy="release one, or wait until one ends")
         if outcome == RetainOutcome.OTHER_OWNER:

@@ -142,12 +142,20 @@ class TierSpec:
         checkpoint_percent: of the first tier: groups of windows and states also keep what hits need that end inside a
             prompt, so often that it takes this percentage of the blocks of all other groups; 0 = only where
             `retention_interval` says.
+        retained_percent: of the slots that may be retained for one owner, at most the owner's own percentage; 0 = what
+            is retained on the device is evicted here like any other.
     """
 
     kind: TierKind
     num_blocks: int
     save: SavePolicy = SavePolicy.BEHIND
     checkpoint_percent: int = 0
+    retained_percent: int = 0
+
+    @property
+    def most_retained(self) -> int:
+        """The slots that may be retained for one owner."""
+        return self.num_blocks * self.retained_percent // 100
 
 
 DENSE_RETENTION = -1
@@ -379,6 +387,8 @@ class ReplicaSpec:
             found, name = tier.checkpoint_percent, f"tiers[{index}].checkpoint_percent"
             _require(0 <= found <= 100, name, found, "must be 0 to 100")
             _require(not (index and found), name, found, "must be 0: checkpoints come through the first tier")
+            found, name = tier.retained_percent, f"tiers[{index}].retained_percent"
+            _require(0 <= found <= 100, name, found, "must be 0 to 100")
         kinds = [tier.kind for tier in self.tiers]
         ordered = [kind for kind in TierKind if kind in kinds]
         _require(

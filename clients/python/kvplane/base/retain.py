@@ -8,7 +8,7 @@ from enum import IntEnum
 
 MAX_PRIORITY = 100
 MAX_RETAINED = 1024  # prefixes of one replica
-MAX_RETAINED_PER_BLOCK = 8  # their blocks, each counted once per prefix, per block of the pool
+MAX_RETAINED_PER_BLOCK = 8  # their blocks, each counted once per prefix, per block of the pool and slot that retains
 MAX_RETAINED_NS = 7 * 24 * 3600 * 1_000_000_000  # from `Retain.now_ns` to an end
 MAX_OWNER_CHARS = 256
 
@@ -19,6 +19,9 @@ class Retain:
     after all blocks that are not retained, those of lower priority first. What is retained is not held: it is evicted
     before an allocation fails for it. A row renews an earlier one with equal owner, domain and hashes.
 
+    With tiers that retain, what is cached in them alone is retained too, and what is retained stays so in the tiers to
+    which it moves; it counts in the place where it was found and in all tiers behind that.
+
     Attributes:
         num_hashes: hashes of each row, 1 at least.
         hashes: the digests of all rows, joined.
@@ -26,8 +29,8 @@ class Retain:
         owner: name of the owner of the retention; default "".
         priority: 0 to MAX_PRIORITY; default 0.
         until_ns: u64: the end. A row whose end is not after `now_ns` releases the prefix.
-        percent: default 0: the blocks that may be retained for the owner, of those of the pool; a row that would
-            exceed them changes nothing.
+        percent: default 0: the blocks that may be retained for the owner, of those of the pool, and of the slots of
+            each tier, there at most `TierSpec.retained_percent`; a row that would exceed them changes nothing.
         now_ns: u64, one entry or none, default 0: the time of the part, on the clock of `until_ns`. What ends by then
             is released first, also without rows.
     """
@@ -52,9 +55,11 @@ class RetainOutcome(IntEnum):
 
     RETAINED = 0  # what is cached of the prefix is retained; nothing if nothing is
     RELEASED = 1  # it is not retained for this owner any more, or was not
-    OVER_BUDGET = 2  # `left` blocks are left for the owner, fewer than the row needs
+    OVER_BUDGET = 2  # of the pool `left` blocks are left for the owner, fewer than the row needs
     TOO_MANY = 3  # MAX_RETAINED prefixes are retained, or MAX_RETAINED_PER_BLOCK is reached
     OTHER_OWNER = 4  # a release of what is retained for others alone
+    OVER_HOST_BUDGET = 5  # as OVER_BUDGET, of the host tier
+    OVER_DISK_BUDGET = 6  # as OVER_BUDGET, of the disk
 
 
 @dataclass(slots=True)
@@ -64,7 +69,8 @@ class Retained:
     Attributes:
         hit: tokens of the longest cached prefix.
         blocks: keys of blocks that the row retains, or would; one content of one group is one key.
-        left: further keys that may be retained for the owner, behind this row.
+        left: further keys that may be retained for the owner, behind this row: in the place that is over its budget,
+            else in the one with the fewest.
         outcome: a `RetainOutcome`.
         next_end_ns: one entry: the earliest end of what is retained; none if nothing is.
     """

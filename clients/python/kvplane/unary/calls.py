@@ -93,6 +93,12 @@ def check_policy(
                 field=f"tiers[{index}].checkpoint_percent",
                 remedy="use a service of this version, or deregister the replica and register it with 0",
             )
+        if asked.retained_percent != taken.retained_percent:
+            raise FailedPrecondition(
+                "the service retains nothing in tiers",
+                field=f"tiers[{index}].retained_percent",
+                remedy="use a service of this version, or deregister the replica and register it with 0",
+            )
 
 
 @checked

@@ -296,7 +296,7 @@ class DescribeReplicaResponse(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ..., mirror: _Optional[_Union[MirrorStatus, _Mapping]] = ..., miss_curve: _Optional[_Union[MissCurve, _Mapping]] = ..., core: _Optional[_Union[CoreStatus, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tier_jobs: _Optional[_Mapping[str, int]] = ..., tier_counts: _Optional[_Mapping[str, int]] = ..., retained_prefixes: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., retain_counts: _Optional[_Mapping[str, int]] = ..., slack_blocks: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("kind", "num_blocks", "held_blocks", "shadow_blocks", "free_blocks", "hit_tokens", "groups")
+    __slots__ = ("kind", "num_blocks", "held_blocks", "shadow_blocks", "free_blocks", "hit_tokens", "groups", "retained_blocks")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class TierStatus(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     kind: _replica_pb2.TierKind
     num_blocks: int
     held_blocks: int
@@ -311,7 +312,8 @@ class TierStatus(_message.Message):
     free_blocks: int
     hit_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[TierGroup]
-    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., num_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., shadow_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TierGroup, _Mapping]]] = ...) -> None: ...
+    retained_blocks: int
+    def __init__(self, kind: _Optional[_Union[_replica_pb2.TierKind, str]] = ..., num_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., shadow_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[TierGroup, _Mapping]]] = ..., retained_blocks: _Optional[int] = ...) -> None: ...
 
 class TierGroup(_message.Message):
     __slots__ = ("held_blocks", "stored_blocks", "loaded_blocks", "evicted_blocks")

@@ -208,9 +208,10 @@ class AllocationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
-        With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
-        (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held;
+        tiers with a retained_percent keep them too. With a session, the engine's next step does it. INVALID_ARGUMENT: more than
+        is left of the caller's share of the pool or of a tier (retained_percent of its limits, at most that of the tier), a time
+        or priority out of range, no full block, or a replica with split pages.
         FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
         UNAVAILABLE: the engine has run no step in time, and nothing changed.
         """

@@ -81,9 +81,10 @@ class AllocationStub:
     decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
     """
     Retain: _grpc.UnaryUnaryMultiCallable[_allocation_pb2.RetainRequest, _allocation_pb2.RetainResponse]
-    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
-    With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
-    (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held;
+    tiers with a retained_percent keep them too. With a session, the engine's next step does it. INVALID_ARGUMENT: more than
+    is left of the caller's share of the pool or of a tier (retained_percent of its limits, at most that of the tier), a time
+    or priority out of range, no full block, or a replica with split pages.
     FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
     UNAVAILABLE: the engine has run no step in time, and nothing changed.
     """
@@ -147,9 +148,10 @@ class AllocationAsyncStub(AllocationStub):
     decides itself. UNAVAILABLE: the engine has run no step in time, and nothing was ordered.
     """
     Retain: _aio.UnaryUnaryMultiCallable[_allocation_pb2.RetainRequest, _allocation_pb2.RetainResponse]  # type: ignore[assignment]
-    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
-    With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
-    (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+    """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held;
+    tiers with a retained_percent keep them too. With a session, the engine's next step does it. INVALID_ARGUMENT: more than
+    is left of the caller's share of the pool or of a tier (retained_percent of its limits, at most that of the tier), a time
+    or priority out of range, no full block, or a replica with split pages.
     FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
     UNAVAILABLE: the engine has run no step in time, and nothing changed.
     """
@@ -282,9 +284,10 @@ class AllocationServicer(metaclass=_abc_1.ABCMeta):
         request: _allocation_pb2.RetainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocation_pb2.RetainResponse, _abc.Awaitable[_allocation_pb2.RetainResponse]]:
-        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held.
-        With a session, the engine's next step does it. INVALID_ARGUMENT: more than is left of the caller's share
-        (retained_percent of its limits), a time or priority out of range, no full block, or a replica with split pages.
+        """Retains the cached prefix of a prompt for a time: its blocks are evicted after all that are not retained, and never held;
+        tiers with a retained_percent keep them too. With a session, the engine's next step does it. INVALID_ARGUMENT: more than
+        is left of the caller's share of the pool or of a tier (retained_percent of its limits, at most that of the tier), a time
+        or priority out of range, no full block, or a replica with split pages.
         FAILED_PRECONDITION: the engine decides itself, or has left. PERMISSION_DENIED: a release of what others retain.
         UNAVAILABLE: the engine has run no step in time, and nothing changed.
         """

@@ -166,16 +166,18 @@ class AlignSpec(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., chunk_limit: _Optional[int] = ..., stop_at_tail: bool = ...) -> None: ...
 
 class TierSpec(_message.Message):
-    __slots__ = ("kind", "num_blocks", "save", "checkpoint_percent")
+    __slots__ = ("kind", "num_blocks", "save", "checkpoint_percent", "retained_percent")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_PERCENT_FIELD_NUMBER: _ClassVar[int]
     kind: TierKind
     num_blocks: int
     save: SavePolicy
     checkpoint_percent: int
-    def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ..., save: _Optional[_Union[SavePolicy, str]] = ..., checkpoint_percent: _Optional[int] = ...) -> None: ...
+    retained_percent: int
+    def __init__(self, kind: _Optional[_Union[TierKind, str]] = ..., num_blocks: _Optional[int] = ..., save: _Optional[_Union[SavePolicy, str]] = ..., checkpoint_percent: _Optional[int] = ..., retained_percent: _Optional[int] = ...) -> None: ...
 
 class ReplicaSpec(_message.Message):
     __slots__ = ("groups", "num_blocks", "max_model_len", "hash_block_size", "scheduler_block_size", "max_in_flight_tokens", "hash_algorithm", "hash_seed", "disable_caching", "retention_interval", "partial_hits", "watermark_blocks", "commit", "hash_lookahead_tokens", "prefill_lookahead", "keep_divergence_boundary", "align", "disable_events", "eviction", "tiers", "hint_values", "blocks_per_state")

@@ -151,6 +151,7 @@ def encode_tiers(tiers: Sequence[TierSpec]) -> list[pb.TierSpec]:
                 # Specs with the default keep their earlier bytes.
                 "save": encode_enum(pb.SavePolicy, "SAVE_POLICY", tier.save) if tier.save is not _BEHIND else 0,
                 "checkpoint_percent": tier.checkpoint_percent,
+                "retained_percent": tier.retained_percent,
             },
         )
         for index, tier in enumerate(tiers)
@@ -164,7 +165,8 @@ def decode_tiers(messages: Iterable[pb.TierSpec]) -> tuple[TierSpec, ...]:
 
 def _decode_tier(message: pb.TierSpec, where: str) -> TierSpec:
     save = decode_enum(pb.SavePolicy, "SAVE_POLICY", message.save, f"{where}.save", _BEHIND)
-    return TierSpec(decode_tier_kind(message.kind, where), message.num_blocks, save, message.checkpoint_percent)
+    kind = decode_tier_kind(message.kind, where)
+    return TierSpec(kind, message.num_blocks, save, message.checkpoint_percent, message.retained_percent)
 
 
 def decode_tier_kind(number: int, where: str) -> TierKind:

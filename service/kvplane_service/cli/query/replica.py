@@ -161,16 +161,17 @@ def _tiers(answer: DescribeReplicaResponse) -> str:
     """Return what each tier holds, by group, and in total."""
     from kvplane.v1.replica_pb2 import SAVE_POLICY_BEHIND, GroupKind, SavePolicy
 
-    rows = [["TIER", "GROUP", "SAVE", "SLOTS", "HELD", "STORED", "LOADED", "EVICTED", "HIT TOKENS"]]
+    rows = [["TIER", "GROUP", "SAVE", "SLOTS", "HELD", "RETAINED", "STORED", "LOADED", "EVICTED", "HIT TOKENS"]]
     for tier, spec in zip(answer.tiers, answer.spec.tiers, strict=True):
         name = tier_word(tier.kind)
         for number, (group, use) in enumerate(zip(answer.spec.groups, tier.groups, strict=True)):
             kind = word(GroupKind.Name(group.kind), "GROUP_KIND_")
-            counts = (use.held_blocks, use.stored_blocks, use.loaded_blocks, use.evicted_blocks)
-            rows.append([name, f"{number} {kind}", "", "", *map(str, counts), ""])
+            counts = (use.stored_blocks, use.loaded_blocks, use.evicted_blocks)
+            rows.append([name, f"{number} {kind}", "", "", str(use.held_blocks), "", *map(str, counts), ""])
         save = word(SavePolicy.Name(spec.save or SAVE_POLICY_BEHIND), "SAVE_POLICY_")
         save += f", {spec.checkpoint_percent}% kept" * (spec.checkpoint_percent > 0)
-        sizes = str(tier.num_blocks), str(tier.held_blocks)
+        save += f", {spec.retained_percent}% retained per owner" * (spec.retained_percent > 0)
+        sizes = str(tier.num_blocks), str(tier.held_blocks), str(tier.retained_blocks)
         rows.append([name, "all", save, *sizes, "", "", "", str(tier.hit_tokens)])
     return columns(rows)
 

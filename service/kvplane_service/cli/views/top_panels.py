@@ -63,6 +63,7 @@ def _tiers(answer: DescribeReplicaResponse) -> Iterable[Text]:
             (f"{tier_word(tier.kind)} tier ", "bright_black"),
             bar(tier.held_blocks / tier.num_blocks),
             f" {tier.held_blocks:,} of {tier.num_blocks:,} slots, ",
+            f"{tier.retained_blocks:,} retained, " if tier.retained_blocks else "",
             (f"{tier.hit_tokens:,}", "cyan"),
             " tokens hit by loads",
         )

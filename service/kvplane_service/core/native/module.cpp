@@ -84,8 +84,8 @@ PyObject* New(PyObject*, PyObject* arguments) {
                                    group[8], group[9], group[10], group[11], group[12], group[13]});
         }
         for (const Column& tier : tiers) {
-            Check(tier.size() == 3 && tier[2] >= kBehind && tier[2] <= kReuse);
-            spec.tiers.push_back({tier[0], tier[1], tier[2]});
+            Check(tier.size() == 4 && tier[2] >= kBehind && tier[2] <= kReuse && tier[3] >= 0 && tier[3] <= tier[1]);
+            spec.tiers.push_back({tier[0], tier[1], tier[2], tier[3]});
         }
         Check(IsSound(spec));
         auto core = std::make_unique<Core>(std::move(spec));

@@ -57,6 +57,7 @@ class Replica {
         if (!spec.tiers.empty()) {
             save_behind_.CloseStep(tracker.NextVictim(step));
             blocks.tiers.Give(last);
+            blocks.pool.retained.ForgetLost();  // what the saves and moves evicted
         }
         ++counters.steps;
         last->free_blocks = blocks.pool.num_free();

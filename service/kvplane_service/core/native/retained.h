@@ -7,6 +7,7 @@
 namespace kvplane {
 
 class BlockPool;
+class Tier;
 
 constexpr Int kMaxRetained = 1024;     // prefixes of one replica
 constexpr Int kMaxRetainedPerBlock = 8;  // their blocks, each counted once per prefix, per block of the pool
@@ -15,28 +16,77 @@ constexpr Int kMaxRetainedNs = Int{7} * 24 * 3600 * 1'000'000'000;
 constexpr Int kMaxNs = (Int{1} << 62) - 1;
 constexpr Int kMaxOwnerChars = 256;
 
+constexpr Int kDevice = 0;  // the first place; the tiers that retain are 1 on
+
+struct KeptKey {
+    Key key;
+    Int place;  // the first one where it is retained
+};
+
 struct Retention {
     std::string owner;
     uint32_t domain = 0;
     Digest digest;
     Int priority = 0, until_ns = 0;
-    std::map<Int, Key> keys;  // by position: of one group, the one at the end of the prefix first
+    std::map<Int, KeptKey> keys;  // by position: of one group, the one at the end of the prefix first
 
     bool HasName(const Retention& other) const {
         return owner == other.owner && domain == other.domain && digest == other.digest;
     }
 };
 
-class RetainedBlocks {
+// Free blocks, or slots, that are retained: a list for each priority.
+class PriorityLists {
+  public:
+    static constexpr Int kNone = -1;
+
+    Int num_free() const { return static_cast<Int>(places_.size()); }
+    // (priority, number of the place) -> block or slot, in order of eviction.
+    const std::map<std::pair<Int, Int>, uint32_t>& order() const { return order_; }
+    // The priority of one; kNone if it is in no list.
+    Int PriorityAt(uint32_t one) const {
+        const auto found = places_.find(one);
+        return found == places_.end() ? kNone : found->second.first;
+    }
+    // Adds one at the end of a list.
+    void Put(Int priority, uint32_t one) {
+        const std::pair<Int, Int> place{priority, ++last_place_};
+        order_.emplace(place, one);
+        places_.emplace(one, place);
+    }
+    // Whether it was in a list.
+    bool Remove(uint32_t one) {
+        const auto found = places_.find(one);
+        if (found == places_.end()) return false;
+        order_.erase(found->second);
+        places_.erase(found);
+        return true;
+    }
+    Int First() const { return order_.empty() ? kNone : Int{order_.begin()->second}; }
+    // The one that is evicted behind this one, which is in a list; kNone behind the last one.
+    Int After(uint32_t one) const {
+        const auto next = order_.upper_bound(places_.at(one));
+        return next == order_.end() ? kNone : Int{next->second};
+    }
+
+  private:
+    Int last_place_ = 0;
+    std::map<std::pair<Int, Int>, uint32_t> order_;
+    std::unordered_map<uint32_t, std::pair<Int, Int>> places_;
+};
+
+class RetainedBlocks : public PriorityLists {
   public:
     explicit RetainedBlocks(BlockPool& pool) : pool_(pool) {}
+    using PriorityLists::Remove;
 
     bool empty() const { return of_key_.empty(); }
-    Int num_free() const { return static_cast<Int>(places_.size()); }
     Int num_keys() const { return static_cast<Int>(of_key_.size()); }
-    Int CountKeysOf(const std::string& owner) const {
+    Int num_places() const { return static_cast<Int>(tiers.size()) + 1; }
+    // The number of keys of an owner, by place.
+    Column UsedBy(const std::string& owner) const {
         const auto found = used_.find(owner);
-        return found == used_.end() ? 0 : found->second;
+        return found == used_.end() ? Column(static_cast<size_t>(num_places())) : found->second;
     }
     // By number, in the order in which they were made or renewed.
     const std::map<Int, Retention>& each() const { return each_; }
@@ -44,30 +94,22 @@ class RetainedBlocks {
     // -- free blocks -------------------------------------------------------------------------------------------------
 
     BlockList Order() const {
-        BlockList order;
-        for (const auto& [place, block] : order_) order.push_back(block);
-        return order;
+        BlockList list;
+        for (const auto& [place, block] : order()) list.push_back(block);
+        return list;
     }
     // (priority, block) of the blocks in order of eviction.
     std::vector<std::pair<Int, Block>> Lists() const {
         std::vector<std::pair<Int, Block>> lists;
-        for (const auto& [place, block] : order_) lists.emplace_back(place.first, block);
+        for (const auto& [place, block] : order()) lists.emplace_back(place.first, block);
         return lists;
     }
     void Pop(Int count, BlockList* into) {
         Require(count <= num_free(), "more retained blocks are taken than are free");
         for (; count > 0; --count) {
-            into->push_back(order_.begin()->second);
-            Remove(order_.begin()->second);
+            into->push_back(static_cast<Block>(First()));
+            Remove(into->back());
         }
-    }
-    // Whether the block was in a list.
-    bool Remove(Block block) {
-        const auto found = places_.find(block);
-        if (found == places_.end()) return false;
-        order_.erase(found->second);
-        places_.erase(found);
-        return true;
     }
     inline void LeaveFree(Block block);
     // Counts free blocks as used now.
@@ -84,10 +126,22 @@ class RetainedBlocks {
 
     // -- retentions --------------------------------------------------------------------------------------------------
 
+    bool HasKey(const Key& key) const { return of_key_.contains(key); }
+    // The highest priority that a key has in a place; kNone if it is not retained there.
+    Int PriorityOf(const Key& key, Int place) const {
+        Int highest = kNone;
+        if (const auto found = of_key_.find(key); found != of_key_.end()) {
+            for (const auto& [number, position] : found->second) {
+                const Retention& one = each_.at(number);
+                if (one.keys.at(position).place <= place) highest = std::max(highest, one.priority);
+            }
+        }
+        return highest;
+    }
     // Adds a retention, instead of an earlier one with this name.
     void Add(Retention retention) {
         std::vector<Key> changed = RemoveNamed(retention);
-        for (const auto& [position, key] : retention.keys) changed.push_back(key);
+        for (const auto& [position, one] : retention.keys) changed.push_back(one.key);
         Enlist(std::move(retention));
         PlaceAgain(changed);
     }
@@ -109,23 +163,28 @@ class RetainedBlocks {
     }
     void Clear() { RemoveUntil(kForever); }
 
-    // How many keys the owner would have, with these instead of those of the retention with this name.
-    Int CountNew(const Retention& wanted) const {
+    // How many keys the owner would have, by place, with these instead of those of the retention with this name.
+    Column CountNew(const Retention& wanted) const {
         const auto before = Find(wanted);
         const Int without = before == each_.end() ? -1 : before->first;
-        Int count = CountKeysOf(wanted.owner);
-        if (before != each_.end()) {
-            for (const auto& [position, key] : before->second.keys) count -= !IsOf(wanted.owner, key, without);
-        }
-        for (const auto& [position, key] : wanted.keys) count += !IsOf(wanted.owner, key, without);
-        return count;
+        Column used = UsedBy(wanted.owner);
+        const auto count = [&](const std::map<Int, KeptKey>& keys, Int sign) {
+            for (const auto& [position, one] : keys) AddFrom(one, wanted.owner, without, sign, &used);
+        };
+        if (before != each_.end()) count(before->second.keys, -1);
+        count(wanted.keys, 1);
+        return used;
     }
 
     // -- loss --------------------------------------------------------------------------------------------------------
 
     // A block lost these keys.
     inline void NoteLost(Block block, std::span<const Key> keys);
-    // Ends the retention of the lost keys that no block has any more.
+    // A slot lost its key, or gets none of a job.
+    void NoteLost(const Key& key) {
+        if (of_key_.contains(key)) lost_.push_back(key);
+    }
+    // Ends the retention of the lost keys that no block and no tier has any more.
     void ForgetLost() {
         if (lost_.empty()) return;
         const std::vector<Key> lost = std::move(lost_);
@@ -142,7 +201,7 @@ class RetainedBlocks {
         ForgetAbsent(keys);
         keys.clear();
         for (const auto& [number, one] : each_) {
-            for (const auto& [position, key] : one.keys) keys.push_back(key);
+            for (const auto& [position, kept] : one.keys) keys.push_back(kept.key);
         }
         PlaceAgain(keys);
     }
@@ -151,19 +210,17 @@ class RetainedBlocks {
 
     void Enlist(Retention retention) {
         const Int number = ++last_number_;
-        for (const auto& [position, key] : retention.keys) {
-            used_[retention.owner] += !IsOf(retention.owner, key, -1);
-            of_key_[key].emplace(number, position);
+        Column& used = used_.try_emplace(retention.owner, UsedBy(retention.owner)).first->second;
+        for (const auto& [position, one] : retention.keys) {
+            AddFrom(one, retention.owner, -1, 1, &used);
+            of_key_[one.key].emplace(number, position);
         }
         num_named_ += static_cast<Int>(retention.keys.size());
         each_[number] = std::move(retention);
     }
-    // Puts a free block at the end of a list.
-    void Put(Int priority, Block block) {
-        const std::pair<Int, Int> place{priority, ++last_place_};
-        order_.emplace(place, block);
-        places_.emplace(block, place);
-    }
+
+    std::vector<Tier*> tiers;    // those that retain, the nearest first
+    std::vector<Tier*> holders;  // all tiers, if one of them retains: what any of them has may move to that
 
   private:
     using Each = std::map<Int, Retention>;
@@ -173,20 +230,21 @@ class RetainedBlocks {
     }
     // The highest priority of the keys of a block; -1 if none is retained.
     inline Int PriorityOf(Block block) const;
-    Int PriorityOf(const Key& key) const {
-        Int highest = -1;
+    // The first place where the owner retains a key, except by one retention; `num_places` if nowhere.
+    Int FirstPlace(const std::string& owner, const Key& key, Int without) const {
+        Int first = num_places();
         if (const auto found = of_key_.find(key); found != of_key_.end()) {
-            for (const auto& [number, position] : found->second)
-                highest = std::max(highest, each_.at(number).priority);
+            for (const auto& [number, position] : found->second) {
+                const Retention& one = each_.at(number);
+                if (number != without && one.owner == owner) first = std::min(first, one.keys.at(position).place);
+            }
         }
-        return highest;
+        return first;
     }
-    // Whether another retention of the owner than this one has the key.
-    bool IsOf(const std::string& owner, const Key& key, Int without) const {
-        const auto found = of_key_.find(key);
-        return found != of_key_.end() && std::any_of(found->second.begin(), found->second.end(), [&](const auto& one) {
-            return one.first != without && each_.at(one.first).owner == owner;
-        });
+    // Counts a key in each place where no other retention of the owner than this one has it.
+    void AddFrom(const KeptKey& one, const std::string& owner, Int without, Int sign, Column* used) const {
+        const Int end = FirstPlace(owner, one.key, without);
+        for (Int place = one.place; place < end; ++place) (*used)[static_cast<size_t>(place)] += sign;
     }
     std::vector<Key> RemoveNamed(const Retention& name) {
         const auto found = Find(name);
@@ -195,20 +253,23 @@ class RetainedBlocks {
     // Returns the keys of the retention, which ends.
     std::vector<Key> Forget(Each::const_iterator one) {
         std::vector<Key> keys;
-        for (const auto& [position, key] : one->second.keys) {
-            ForgetKey(one->first, key);
-            keys.push_back(key);
+        for (const auto& [position, kept] : one->second.keys) {
+            ForgetKey(one->first, kept);
+            keys.push_back(kept.key);
         }
         each_.erase(one);
         return keys;
     }
-    void ForgetKey(Int number, const Key& key) {
+    void ForgetKey(Int number, const KeptKey& kept) {
         const std::string& owner = each_.at(number).owner;
-        if (!IsOf(owner, key, number) && --used_[owner] == 0) used_.erase(owner);
-        auto& numbers = of_key_.at(key);
+        const auto used = used_.find(owner);
+        AddFrom(kept, owner, number, -1, &used->second);
+        if (std::all_of(used->second.begin(), used->second.end(), [](Int count) { return count == 0; }))
+            used_.erase(used);
+        auto& numbers = of_key_.at(kept.key);
         numbers.erase(number);
         --num_named_;
-        if (numbers.empty()) of_key_.erase(key);
+        if (numbers.empty()) of_key_.erase(kept.key);
     }
     inline void ForgetAbsent(const std::vector<Key>& keys);
     inline void PlaceAgain(const std::vector<Key>& keys);
@@ -216,13 +277,11 @@ class RetainedBlocks {
     BlockPool& pool_;
     Each each_;
     std::map<Key, std::map<Int, Int>> of_key_;  // by key: the numbers of its retentions, and its position in each
-    std::map<std::string, Int> used_;           // number of keys by owner
+    std::map<std::string, Column> used_;        // number of keys by owner and place
     std::vector<Key> lost_;
     bool is_active_ = true;
-    Int last_number_ = 0, last_place_ = 0;
+    Int last_number_ = 0;
     Int num_named_ = 0;  // keys, counted once per retention
-    std::map<std::pair<Int, Int>, Block> order_;  // (priority, number of the place) -> block
-    std::unordered_map<Block, std::pair<Int, Int>> places_;
 };
 
 }  // namespace kvplane

@@ -5,7 +5,15 @@
 
 namespace kvplane {
 
-enum RetainOutcome : Int { kRetained = 0, kReleased = 1, kOverBudget = 2, kTooManyRetained = 3, kOtherOwner = 4 };
+enum RetainOutcome : Int {
+    kRetained = 0,
+    kReleased = 1,
+    kOverBudget = 2,
+    kTooManyRetained = 3,
+    kOtherOwner = 4,
+    kOverHostBudget = 5,
+    kOverDiskBudget = 6,
+};
 
 class Retainer {
   public:
@@ -30,7 +38,7 @@ class Retainer {
             wanted.digest = digests.at(count - 1);
             wanted.priority = Entry(rows.priority, row, 0);
             wanted.until_ns = until_ns;
-            const Int most = blocks_.spec.num_blocks * Entry(rows.percent, row, 0) / 100;
+            const Column most = MostOf(Entry(rows.percent, row, 0));
             if (until_ns <= now_ns) {
                 Release(wanted, most, result);
             } else {
@@ -44,37 +52,74 @@ class Retainer {
     }
 
   private:
-    void Add(Retention wanted, const Digests& digests, Int most, PartResult* result) {
+    void Add(Retention wanted, const Digests& digests, const Column& most, PartResult* result) {
         const Int num_tokens = digests.count() * blocks_.spec.hash_block_size;
-        const Hit hit = blocks_.lookup->Find(digests, wanted.domain, num_tokens, kInside);
+        const Tiers* tiers = retained_.tiers.empty() ? nullptr : &blocks_.tiers;
+        const Hit hit = blocks_.lookup->Find(digests, wanted.domain, num_tokens, kInside, kForever, tiers);
         std::set<Key> seen;
         for (const BlockList& of_group : hit.blocks) {
             for (auto block = of_group.rbegin(); block != of_group.rend(); ++block) {
-                const Key& key = blocks_.pool.records[*block].key;
-                if (key.pair && seen.insert(key).second) wanted.keys.emplace(static_cast<Int>(wanted.keys.size()), key);
+                const KeptKey kept = KeptOf(*block);
+                if (kept.place < retained_.num_places() && kept.key.pair && seen.insert(kept.key).second)
+                    wanted.keys.emplace(static_cast<Int>(wanted.keys.size()), kept);
             }
         }
-        const Int used = retained_.CountNew(wanted), count = static_cast<Int>(wanted.keys.size());
-        const Int left = most - retained_.CountKeysOf(wanted.owner);
-        if (used > most) return Answer(hit.num_tokens, count, std::max<Int>(0, left), kOverBudget, result);
+        const Column used = retained_.CountNew(wanted), before = retained_.UsedBy(wanted.owner);
+        const Int count = static_cast<Int>(wanted.keys.size());
+        for (size_t place = 0; place < used.size(); ++place) {
+            if (used[place] <= most[place]) continue;
+            const Int left = std::max<Int>(0, most[place] - before[place]);
+            return Answer(hit.num_tokens, count, left, OverBudget(place), result);
+        }
         if (!retained_.HasRoomFor(wanted))
-            return Answer(hit.num_tokens, count, left, kTooManyRetained, result);
+            return Answer(hit.num_tokens, count, Left(most, before), kTooManyRetained, result);
         if (count > 0) {
             retained_.Add(std::move(wanted));
         } else if (retained_.Has(wanted)) {
             retained_.Remove(wanted);
         }
-        Answer(hit.num_tokens, count, most - used, kRetained, result);
+        Answer(hit.num_tokens, count, Left(most, used), kRetained, result);
     }
 
-    void Release(const Retention& name, Int most, PartResult* result) {
+    // A block of a hit: the key, and the first place where it may be retained. A slot of a tier that retains nothing
+    // leaves it to the tiers behind.
+    KeptKey KeptOf(Block block) const {
+        const Location source = blocks_.tiers.LocationOf(block);
+        if (source.slot == kNoSlot) return {blocks_.pool.records[block].key, kDevice};
+        Int place = retained_.num_places();
+        for (const Tier* tier : retained_.tiers) {
+            if (tier->number >= source.tier) place = std::min(place, tier->place);
+        }
+        return {blocks_.tiers.each[static_cast<size_t>(source.tier)].KeyOf(source.slot), place};
+    }
+
+    // How many keys an owner with this percentage may retain, by place.
+    Column MostOf(Int percent) const {
+        Column most{blocks_.spec.num_blocks * percent / 100};
+        for (const Tier* tier : retained_.tiers)
+            most.push_back(std::min(tier->num_slots * percent / 100, tier->most_retained));
+        return most;
+    }
+
+    static Int Left(const Column& most, const Column& used) {
+        Int left = most[0] - used[0];
+        for (size_t place = 1; place < used.size(); ++place) left = std::min(left, most[place] - used[place]);
+        return std::max<Int>(0, left);
+    }
+
+    RetainOutcome OverBudget(size_t place) const {
+        if (place == kDevice) return kOverBudget;
+        return retained_.tiers[place - 1]->medium == kHostMedium ? kOverHostBudget : kOverDiskBudget;
+    }
+
+    void Release(const Retention& name, const Column& most, PartResult* result) {
         RetainOutcome outcome = kReleased;
         if (retained_.Has(name)) {
             retained_.Remove(name);
         } else if (retained_.OthersHave(name)) {
             outcome = kOtherOwner;
         }
-        Answer(0, 0, std::max<Int>(0, most - retained_.CountKeysOf(name.owner)), outcome, result);
+        Answer(0, 0, Left(most, retained_.UsedBy(name.owner)), outcome, result);
     }
 
     static void Answer(Int hit, Int count, Int left, RetainOutcome outcome, PartResult* result) {

@@ -43,8 +43,8 @@ def settings(spec: ReplicaSpec, digest_size: int) -> list[int]:
 
 
 def of_tiers(spec: ReplicaSpec) -> list[list[int]]:
-    """Return the medium of each tier, its number of slots, and its policy."""
-    return [[int(Medium[tier.kind.name]), tier.num_blocks, SAVES[tier.save]] for tier in spec.tiers]
+    """Return the medium of each tier, its number of slots, its policy, and how many keys an owner may retain there."""
+    return [[int(Medium[tier.kind.name]), tier.num_blocks, SAVES[tier.save], tier.most_retained] for tier in spec.tiers]
 
 
 def of_hashes(scheme: HashScheme) -> tuple[bytes, tuple[object, int] | None]:

@@ -296,10 +296,10 @@ inline void LoadKeys(const Loader& load, Replica& replica) {
 inline PyObject* DumpRetained(const RetainedBlocks& retained) {
     Owned each(PyList_New(0));
     for (const auto& [number, one] : retained.each()) {
-        std::vector<Key> keys;
-        for (const auto& [position, key] : one.keys) keys.push_back(key);
+        Owned keys(PyList_New(0));
+        for (const auto& [position, kept] : one.keys) Append(keys, Tuple(ToPy(kept.key), ToPy(kept.place)));
         Append(each, Tuple(ToPy(one.owner), ToPy(Int{one.domain}), ToPy(one.digest), ToPy(one.priority),
-                           ToPy(one.until_ns), ToPy(keys)));
+                           ToPy(one.until_ns), keys.Release()));
     }
     return Tuple(each.Release(), ToPy(retained.Lists()));
 }
@@ -309,21 +309,24 @@ inline void LoadRetained(PyObject* state, Replica& replica) {
     BlockPool& pool = replica.blocks.pool;
     ForEach(At(state, 0), [&](PyObject* one) {
         Retention retention;
-        std::vector<Key> keys;
         FromPy(At(one, 0), &retention.owner);
         FromPy(At(one, 1), &retention.domain);
         FromPy(At(one, 2), &retention.digest);
         FromPy(At(one, 3), &retention.priority);
         FromPy(At(one, 4), &retention.until_ns);
-        FromPy(At(one, 5), &keys);
-        Check(retention.domain < pool.pairs.Capacity() && !keys.empty() && !pool.retained.Has(retention));
+        Check(retention.domain < pool.pairs.Capacity() && !pool.retained.Has(retention));
         Check(retention.priority >= 0 && retention.priority <= kMaxPriority);
         Check(retention.until_ns >= 0 && retention.until_ns <= kMaxNs);
         std::set<Key> seen;
-        for (const Key& key : keys) {
+        ForEach(At(one, 5), [&](PyObject* given) {
+            KeptKey kept{Key(), Number(At(given, 1))};
+            FromPy(At(given, 0), &kept.key);
+            const Key& key = kept.key;
             Check(key.pair > 0 && pool.pairs.Domain(key.pair) < pool.pairs.Capacity() && seen.insert(key).second);
-            retention.keys.emplace(static_cast<Int>(retention.keys.size()), key);
-        }
+            Check(kept.place >= kDevice && kept.place < pool.retained.num_places());
+            retention.keys.emplace(static_cast<Int>(retention.keys.size()), kept);
+        });
+        Check(!retention.keys.empty());
         pool.retained.Enlist(std::move(retention));
     });
     std::vector<std::pair<Int, Block>> lists;

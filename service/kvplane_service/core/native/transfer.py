@@ -19,6 +19,7 @@ from kvplane_service.core.native import _native, tiers
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.resume import ImagePool, Resumption
+from kvplane_service.core.retained import DEVICE, kept_key
 from kvplane_service.core.setup import smallest
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ def _retained(dump: tuple[Any, ...], domains: list[str], key: Callable[[tuple[in
     for priority, block in lists:
         by_priority.setdefault(priority, []).append(block)
     return [
-        [[owner, domains[domain], *others, [key(one)[1:] for one in keys]] for owner, domain, *others, keys in each],
+        [
+            [owner, domains[domain], *others, [kept_key(key(one), place) for one, place in keys]]
+            for owner, domain, *others, keys in each
+        ],
         [list(one) for one in by_priority.items()],
     ]
 
@@ -347,7 +351,12 @@ def _packed_retained(
 ) -> tuple[list[Any], list[tuple[int, int]]]:
     each, lists = entries.get("retained", [([], [])])[0]
     retentions = [
-        (owner, domains.setdefault(domain, len(domains)), *others, [pack((domain, *key)) for key in keys])
+        (
+            owner,
+            domains.setdefault(domain, len(domains)),
+            *others,
+            [(pack((domain, group, digest)), *(place or [DEVICE])) for group, digest, *place in keys],
+        )
         for owner, domain, *others, keys in each
     ]
     return retentions, [(priority, block) for priority, blocks in lists for block in blocks]

@@ -178,8 +178,11 @@ struct GroupSpec {
     bool is_state() const { return kind == kAlignedState || kind == kUncachedState; }
 };
 
+constexpr Int kHostMedium = 1;  // a Medium
+
 struct TierSpec {
     Int medium, num_slots, save;  // save: its SavePolicy
+    Int most_retained;            // keys of one owner
 };
 
 struct Spec {

@@ -4,9 +4,10 @@ what a tier wants earlier than that, by the policies `through` and `reuse` (see 
 At the end of a step the first free blocks in eviction order are passed over, as many as a few steps take; if fewer are
 free, then the last blocks of the request that is preempted next. Those that have an executed key, and are in no tier,
 are saved. Nothing is held for that: a block that is allocated before its job is done gets another stamp, and the save
-is discarded.
+is discarded. What is retained, and evicted so soon for lack of others, is saved, and moved, before them.
 
-With `through` that is done too, for what the limits on jobs left out; with `reuse` not: what is used once is lost.
+With `through` that is done too, for what the limits on jobs left out; with `reuse` only for what is retained: all else
+that is used once is lost.
 """
 
 from __future__ import annotations
@@ -58,9 +59,12 @@ class SaveBehind:
         tiers.demand_now = 0
         ahead = min(self._most_ahead, AHEAD_STEPS * tiers.demand)
         room = min(SAVED_STEPS * tiers.demand, MAX_JOBS - len(tiers.jobs))
+        if self._pool.retained.num_free:
+            retained = islice(self._pool.retained, max(0, ahead - self._pool.free.count))
+            room = self._save(retained, room)
         left = self._save_wanted(self._save(self._evicted_next(ahead, next_victim), room))
         for tier, behind in zip(tiers.each, tiers.each[1:], strict=False):
-            if tier.num_free < ahead and behind.wanted.policy is not SavePolicy.REUSE:
+            if tier.num_free < ahead:
                 left = self._move(tier, behind, min(ahead, max(1, behind.num_slots // SLOT_SHARE)), left)
             left = self._move_wanted(tier, behind, left)
 
@@ -75,7 +79,7 @@ class SaveBehind:
 
     def _save(self, blocks: Iterator[int], room: int) -> int:
         """Save some of the blocks that are evicted next; returns how many further jobs may begin."""
-        tiers = self._tiers
+        tiers, retained = self._tiers, self._pool.retained.of_key
         only_used = tiers.each[0].wanted.policy is SavePolicy.REUSE
         for block in blocks:
             key = self._full_key(block)
@@ -84,7 +88,7 @@ class SaveBehind:
             if tiers.has(key):
                 self._keep(key)
                 continue
-            if only_used:
+            if only_used and key not in retained:
                 continue
             if room <= 0:
                 tiers.counters.no_job += len(tiers.jobs) >= MAX_JOBS
@@ -140,10 +144,14 @@ class SaveBehind:
     def _move(self, tier: Tier, behind: Tier, ahead: int, room: int) -> int:
         """Copy some of the keys that a tier evicts next to the tier behind it; returns as `_save`."""
         tiers, wanted = self._tiers, list[int]()
-        for key, slot in islice(tier.in_order(), ahead):
+        num_others = len(tier.shadows) + len(tier.recent)
+        next_slots: Iterator[int] = islice(tier.retained, max(0, ahead - num_others))
+        if behind.wanted.policy is not SavePolicy.REUSE:
+            next_slots = chain(next_slots, islice(chain(tier.shadows.values(), tier.recent.values()), ahead))
+        for slot in next_slots:
             if len(wanted) >= room:
                 break
-            if key not in behind.writing and behind.find(key) is None:
+            if not behind.has(tier.key[slot]):
                 wanted.append(slot)
         for slot in wanted:
             if not tiers.order_move(tier, slot, behind):

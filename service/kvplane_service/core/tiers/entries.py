@@ -24,9 +24,8 @@ def copy_tiers(tiers: Tiers) -> list[object]:
 
 
 def _copy_tier(tier: Tier) -> list[object]:
-    shadows, recent = (
-        [(key, slot, tier.version[slot]) for key, slot in keys.items()] for keys in (tier.shadows, tier.recent)
-    )
+    rows = [(key, slot, tier.version[slot]) for key, slot in tier.in_order()]  # which are retained follows from the key
+    shadows, recent = rows[: tier.num_shadows], rows[tier.num_shadows :]
     wanted = [tier.wanted.copy()] if tier.wanted.is_early else []
     return [tier.num_slots, tier.num_used, tier.free[:], shadows, recent, *wanted]
 
@@ -50,10 +49,10 @@ def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> Non
         if tier.wanted.is_early or wanted:
             tier.wanted.load(*wanted)
         tier.uses = [GroupUse(0, *row) for row in zip(uses[::3], uses[1::3], uses[2::3], strict=True)]
-        for keys, rows in ((tier.shadows, shadows), (tier.recent, recent)):
-            for key, slot, version in rows:
-                keys[key], tier.key[slot], tier.version[slot] = slot, key, version
-                tier.uses[key[1]].held += 1
+        for key, slot, version in (*shadows, *recent):
+            tier.hold(key, slot, version)
+        for key, _, _ in shadows:
+            tier.make_shadow(key)
     for job, request, serial, num_tokens, after, rows in loads:
         filled = [
             Filled(block, stamp, key, tokens, parent, Location(*source))

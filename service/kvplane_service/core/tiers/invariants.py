@@ -21,6 +21,7 @@ def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
         written = [write for write in tiers.jobs.writes() if write.tier == tier.number]
         yield from _faults_of_slots(tier, [write.slot for write in written])
         yield from _faults_of_keys(tier, tiers.last_job)
+        yield from _faults_of_retained(tier)
         most = tiers.ids.start if not tier.number else tiers.each[tier.number - 1].num_slots
         if any(not 0 <= place < most for place in tier.wanted.version) or len(tier.wanted) != len(tier.wanted.version):
             yield f"tier {tier.number}: wants {len(tier.wanted)} of {len(tier.wanted.version)} places, below {most}"
@@ -70,3 +71,16 @@ def _faults_of_keys(tier: Tier, last_job: int) -> Iterator[str]:
         yield f"tier {tier.number}: {count} keys lead to {len(tier.key)} slots"
     if held != [use.held for use in tier.uses]:
         yield f"tier {tier.number}: the groups have {held} blocks, counted {[use.held for use in tier.uses]}"
+
+
+def _faults_of_retained(tier: Tier) -> Iterator[str]:
+    """Exactly the keys that are retained here, and are no shadows, are in the lists of their priorities."""
+    slots = list(tier.retained)
+    if sorted(slots) != sorted(tier.kept.values()) or len(slots) != tier.num_retained:
+        yield f"tier {tier.number}: {len(tier.kept)} keys are retained, in {len(slots)} slots of {tier.num_retained}"
+    expected = {slot: tier.priority_of(key) for key, slot in chain(tier.recent.items(), tier.kept.items())}
+    if {slot: priority for slot, priority in expected.items() if priority is not None} != tier.retained.priority:
+        yield f"tier {tier.number}: slots {slots[:9]} are retained, expected {list(expected.items())[:9]}"
+    used = tier.used_by_owners()
+    if any(count > tier.most_retained for count in used):
+        yield f"tier {tier.number}: owners retain {used} keys, each at most {tier.most_retained}"

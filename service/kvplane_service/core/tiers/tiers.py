@@ -140,7 +140,9 @@ class Tiers:
 
     def __init__(self, spec: ReplicaSpec, pool: BlockPool) -> None:
         sizes = tuple(group.block_size for group in spec.groups)
-        self.each = tuple(Tier(number, tier, sizes, spec.events) for number, tier in enumerate(spec.tiers))
+        retained = pool.retained
+        self.each = tuple(Tier(number, tier, sizes, spec.events, retained) for number, tier in enumerate(spec.tiers))
+        retained.holders = self.each if retained.tiers else ()
         self.jobs = Jobs()
         self.counters = TierCounters()
         self.last_job = 0
@@ -206,7 +208,7 @@ class Tiers:
 
     def has(self, key: Key) -> bool:
         """Whether a tier has the key, or a job in flight writes it into one."""
-        return any(key in tier.writing or tier.find(key) is not None for tier in self.each)
+        return any(tier.has(key) for tier in self.each)
 
     def is_intact(self, source: Location) -> bool:
         """Whether the slot has had this version without interruption."""
@@ -314,6 +316,7 @@ class Tiers:
         tier.writing.discard(write.key)
         if not is_good:
             tier.free.append(write.slot)
+            tier.note_lost(write.key)
             return
         tier.store(write.key, write.slot, job)
         if tier.wanted.is_early and isinstance(write, Save):

@@ -21,13 +21,12 @@ class SaveBehind {
         tiers_.demand_now = 0;
         const Int ahead = std::min(spec_.most_ahead, kAheadSteps * tiers_.demand);
         Int left = std::min(kSavedSteps * tiers_.demand, kMaxJobs - tiers_.jobs.size());
+        if (pool_.retained.num_free() > 0) left = SaveRetained(ahead - pool_.free.count(), left);
         left = SaveWanted(SaveSome(ahead, left, next_victim));
         for (size_t number = 0; number + 1 < tiers_.each.size(); ++number) {
             Tier &tier = tiers_.each[number], &behind = tiers_.each[number + 1];
             const Int looked_at = std::min(ahead, std::max<Int>(1, behind.num_slots / kSlotShare));
-            if (tier.num_free() < ahead && behind.wanted.policy != kReuse) {
-                left = MoveSome(tier, behind, looked_at, left);
-            }
+            if (tier.num_free() < ahead) left = MoveSome(tier, behind, looked_at, left);
             left = MoveWanted(tier, behind, left);
         }
     }
@@ -39,7 +38,7 @@ class SaveBehind {
         bool stops = false;
         const auto visit = [&](Block block) {
             // With more tokens a block has another key.
-            if (directory_.IsNoted(block) || !HasFullKey(block)) return Visited::kSeen;
+            if (IsDone(block) || !HasFullKey(block)) return Visited::kSeen;
             if (!IsExecuted(block)) return Visited::kAgain;
             const Sought key(pool_.records[block].key);
             if (const uint32_t record = directory_.Find(key); record != kNoRecord) {
@@ -47,7 +46,8 @@ class SaveBehind {
                 directory_.Note(block, record);
                 return Visited::kSeen;
             }
-            if (only_used) {
+            // A free block whose key is retained later leaves the free list, so that `SaveRetained` visits it.
+            if (only_used && !pool_.retained.HasKey(key.key)) {
                 directory_.Note(block);  // until a tier has its key
                 return Visited::kSeen;
             }
@@ -80,6 +80,30 @@ class SaveBehind {
         return room;
     }
 
+    // Saves some of the first `count` retained blocks, evicted soon for lack of others; returns as `SaveSome`.
+    Int SaveRetained(Int count, Int room) {
+        const bool only_used = tiers_.each[0].wanted.policy == kReuse;
+        for (auto next = pool_.retained.order().begin(); next != pool_.retained.order().end() && count > 0; ++next) {
+            const Block block = next->second;
+            --count;
+            if (IsDone(block) || !HasFullKey(block) || !IsExecuted(block)) continue;
+            const Sought key(pool_.records[block].key);
+            if (const uint32_t record = directory_.Find(key); record != kNoRecord) {
+                Keep(directory_[record]);
+                directory_.Note(block, record);
+                continue;
+            }
+            if (only_used && !pool_.retained.HasKey(key.key)) continue;  // it has a further key that is retained
+            if (room <= 0) {
+                tiers_.counters.no_job += tiers_.jobs.size() >= kMaxJobs;
+                return 0;
+            }
+            if (!OrderSave(block, key)) return room;
+            --room;
+        }
+        return room;
+    }
+
     // Saves some of the blocks that the first tier wants early, in order; returns as `SaveSome`.
     Int SaveWanted(Int room) {
         Wanted& wanted = tiers_.each[0].wanted;
@@ -101,6 +125,11 @@ class SaveBehind {
         if (!pool_.HasKey(block)) return false;
         const Int group = pool_.pairs.Group(pool_.records[block].key.pair);
         return pool_.KeyTokens(block) % spec_.groups[static_cast<size_t>(group)].block_size == 0;
+    }
+    // Whether a visit of the block would find nothing new. With `reuse` its key may be retained since it was noted.
+    bool IsDone(Block block) const {
+        const bool may_be_retained = tiers_.each[0].wanted.policy == kReuse && !pool_.retained.empty();
+        return directory_.IsNoted(block) && !may_be_retained;
     }
     bool IsExecuted(Block block) const { return pool_.key_step[block] <= pool_.executed_through; }
 
@@ -129,11 +158,14 @@ class SaveBehind {
     // Copies some of the keys that a tier evicts next to the tier behind it; returns as `SaveSome`.
     Int MoveSome(Tier& tier, Tier& behind, Int ahead, Int room) {
         Column wanted;
-        tier.VisitNew(ahead, [&](Int slot) {
+        const auto visit = [&](Int slot) {
             if (static_cast<Int>(wanted.size()) >= room) return Visited::kStop;
             if (!behind.HasOrWrites(tier.Of(slot))) wanted.push_back(slot);
             return Visited::kSeen;
-        });
+        };
+        Int left = ahead - (tier.num_held() - tier.retained.num_free());  // of what is retained, for lack of others
+        for (Int slot = tier.retained.First(); slot != kNoSlot && left > 0; slot = tier.Next(slot), --left) visit(slot);
+        if (behind.wanted.policy != kReuse) tier.VisitNew(ahead, visit);
         for (auto next = wanted.begin(); next != wanted.end(); ++next) {
             if (tiers_.OrderMove(tier, *next, behind)) continue;
             std::for_each(next, wanted.end(), [&](Int left) { tier.VisitAgain(left); });

@@ -14,7 +14,8 @@ struct GroupUse {
     Int held = 0, stored = 0, loaded = 0, evicted = 0;
 };
 
-enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow };  // kNoKey: free, or only pinned
+// kNoKey: free, or only pinned. kRetained: in no queue, but in a list of `Tier::retained`.
+enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow, kRetained };
 
 class Tier {
   public:
@@ -23,12 +24,18 @@ class Tier {
         : number(tier_number),
           medium(spec.medium),
           num_slots(spec.num_slots),
+          most_retained(spec.most_retained),
           wanted(spec.save, spec.num_slots),
           uses(replica_spec.groups.size()),
           spec_(replica_spec),
           pairs_(directory.pool.pairs),
           directory_(directory),
+          retentions_(directory.pool.retained),
           nearer_(nearer) {
+        if (most_retained > 0) {
+            retentions_.tiers.push_back(this);
+            place = retentions_.num_places() - 1;
+        }
         const auto most = static_cast<size_t>(num_slots);
         record_.reserve(most);  // pages of memory that no slot has used are not in use either
         version.reserve(most);
@@ -51,6 +58,10 @@ class Tier {
     }
     // Whether a slot has the key, or a job writes it into one.
     bool HasOrWrites(const InTiers& one) const { return one.slot[Number()] != kNoRecord; }
+    bool HasOrWrites(const Key& key) const {
+        const uint32_t record = directory_.Find(Sought(key));
+        return record != kNoRecord && HasOrWrites(directory_[record]);
+    }
     bool IsWritten(const InTiers& one) const {
         return HasOrWrites(one) && state[one.slot[Number()]] == SlotState::kWritten;
     }
@@ -68,13 +79,15 @@ class Tier {
     // 0 for a slot without a key.
     Int VersionOf(Int slot) const { return slot >= 0 && slot < num_used() ? version[static_cast<size_t>(slot)] : 0; }
 
-    // The slots with a key in order of eviction, shadows first: Next(kNoSlot) is the first one, kNoSlot is behind the
-    // last one.
+    // The slots with a key in order of eviction, shadows first and what is retained last: Next(kNoSlot) is the first
+    // one, kNoSlot is behind the last one.
     Int Next(Int slot) const {
+        if (slot != kNoSlot && state[At(slot)] == SlotState::kRetained)
+            return retained.After(static_cast<uint32_t>(slot));
         const uint32_t link = Following(slot == kNoSlot ? kShadows : static_cast<uint32_t>(LinkOf(slot)));
-        return link == kRecents ? kNoSlot : SlotOf(link);
+        return link == kRecents ? retained.First() : SlotOf(link);
     }
-    // Visits the first `most` slots with a key, as `Seen::Visit` does.
+    // Visits the first `most` slots with a key that are not retained, as `Seen::Visit` does.
     template <typename F>
     void VisitNew(Int most, F&& visit) {
         seen_.Visit(*this, most, [&](uint32_t link) { return visit(SlotOf(link)); },
@@ -100,6 +113,7 @@ class Tier {
             ++UseOf(key).stored;
             if (spec_.events) Report(slot, key, kStored, kNoReason);
         } else {
+            NoteLost(slot);
             Leave(slot);
             free.push_back(static_cast<uint32_t>(slot));
         }
@@ -124,6 +138,13 @@ class Tier {
     // Makes the key the last one to be evicted.
     void Refresh(Int slot) { Enqueue(slot, SlotState::kRecent); }
 
+    // Puts the key where it belongs now that other prefixes are retained.
+    void PlaceAgain(const Key& key) {
+        const Int slot = Find(Sought(key));
+        if (slot == kNoSlot || IsShadow(slot)) return;
+        if (retentions_.PriorityOf(key, place) != retained.PriorityAt(static_cast<uint32_t>(slot))) Refresh(slot);
+    }
+
     // Records that the device has the key again.
     void MakeShadow(uint32_t record) {
         const Int slot = SlotWith(directory_[record]);
@@ -141,6 +162,7 @@ class Tier {
         const size_t at = At(slot);
         Require(state[at] >= SlotState::kRecent, "a slot has no key");
         const Key& key = directory_[record_[at]].key;
+        NoteLost(slot);
         GroupUse& use = UseOf(key);
         --use.held;
         use.evicted += reason == kEvicted;
@@ -194,7 +216,9 @@ class Tier {
     }
     GroupUse& UseOf(const Key& key) { return uses[static_cast<size_t>(pairs_.Group(key.pair))]; }
 
-    const Int number, medium, num_slots;
+    const Int number, medium, num_slots, most_retained;  // most_retained: keys of one owner
+    Int place = kDevice;          // number of this place in `RetainedBlocks`; kDevice if the tier retains nothing
+    PriorityLists retained;       // the slots whose key is retained, and no shadow
     Wanted wanted;                // what is copied here early
     std::vector<GroupUse> uses;  // by group
     Int hit_tokens = 0, num_shadows = 0;
@@ -249,6 +273,11 @@ class Tier {
         directory_.Leave(Number(), record);
     }
 
+    // The key of a slot, which will have it no more, may be retained no longer.
+    void NoteLost(Int slot) const {
+        if (!retentions_.empty()) retentions_.NoteLost(KeyOf(slot));
+    }
+
     // The slot has the key that was entered, in this version, and is evicted last of its queue.
     // Returns the key.
     const Key& Settle(Int slot, Int of_version, SlotState queue) {
@@ -300,6 +329,10 @@ class Tier {
         Insert(slot, queue);
     }
     void Unlink(Int slot) {
+        if (state[At(slot)] == SlotState::kRetained) {
+            retained.Remove(static_cast<uint32_t>(slot));
+            return;
+        }
         const auto at = static_cast<uint32_t>(LinkOf(slot));
         const Link link = links_[at];
         seen_.Remove(at, Preceding(at));
@@ -307,6 +340,13 @@ class Tier {
         links_[link.next].previous = link.previous;
     }
     void Insert(Int slot, SlotState queue) {
+        if (place != kDevice && queue == SlotState::kRecent && !retentions_.empty()) {
+            if (const Int priority = retentions_.PriorityOf(KeyOf(slot), place); priority >= 0) {
+                state[At(slot)] = SlotState::kRetained;
+                retained.Put(priority, static_cast<uint32_t>(slot));
+                return;
+            }
+        }
         const uint32_t end = queue == SlotState::kShadow ? kShadows : kRecents;
         const auto link = static_cast<uint32_t>(LinkOf(slot));
         links_[link] = {end, links_[end].previous};
@@ -335,6 +375,7 @@ class Tier {
     const Spec& spec_;
     const Pairs& pairs_;
     Directory& directory_;
+    RetainedBlocks& retentions_;
     Tier* nearer_;
     std::vector<uint32_t> record_;  // by slot: of the key that it has, or that a job writes into it
     Int num_held_ = 0;
@@ -344,3 +385,5 @@ class Tier {
 };
 
 }  // namespace kvplane
+
+#include "retained_slots.h"

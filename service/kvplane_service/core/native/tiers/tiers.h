@@ -148,6 +148,10 @@ class Tiers {
             firsts_.push_back(first);
             first += one.num_slots;
         }
+        RetainedBlocks& retained = block_pool.retained;
+        for (Tier& one : each) {
+            if (!retained.tiers.empty()) retained.holders.push_back(&one);
+        }
         depth = static_cast<Int>(each.size());
         num_loading.resize(each.size());
     }
