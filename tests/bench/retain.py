@@ -1,10 +1,13 @@
 """Hits with retained prefixes, on the first half of Mooncake's conversation trace.
 
-    KVPLANE_WORKLOADS=FOLDER python -m tests.bench.retain    prints a table, writes results/retain.md (2 minutes)
+    KVPLANE_WORKLOADS=FOLDER python -m tests.bench.retain    prints tables, writes results/retain.md (4 minutes)
 
 The prompts are replayed one after the other, as by `tests.bench.policies`. Every 100 steps the chosen prefixes are
 retained: those for which most tokens are computed again where nothing is cached (tokens of the prefix x later prompts
 that begin with it). None is the beginning of another one.
+
+With a host tier behind a pool of 1,000 blocks, whose jobs are done at once, they are chosen for 25 % of the host.
+Nothing is retained; or what is on the device, at most 25 % of the pool; or the host retains 25 % of its slots too.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
 from kvplane.base.retain import Retain
-from kvplane.base.step import Admit, End, Facts, News, Part
+from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, RowFlag, Run
 from kvplane_replay.workloads import TraceFile
 from tests.bench.machine import machine_line
 from tests.bench.policies import FULL_ONLY, TRACES, Chain, CoreSession, chains_of, replica_of
@@ -37,30 +41,52 @@ def most_shared(chains: Sequence[Chain], most: int) -> list[list[bytes]]:
     return chosen
 
 
-def replay(chains: Sequence[Chain], num_blocks: int, size: int, prefixes: Sequence[list[bytes]]) -> tuple[float, float]:
-    """Return the percentage of tokens that hit, of all prompts and of prefixes that are chosen, which are
-    retained if `num_blocks` is positive.
-    """
-    session = CoreSession(replica_of(FULL_ONLY, size, abs(num_blocks)))
+class Serving:
+    """An engine that computes one prompt at a time, and movers that do every job at once."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.session = CoreSession(spec)
+        self.flags = [int(RowFlag.LOAD)] if spec.tiers else []
+        self._done: list[int] = []
+
+    def serve(self, chain: Chain, retain: Retain) -> int:
+        """Return the tokens that hit."""
+        digests = b"".join(chain.digests)
+        news = News([0], [chain.num_tokens], num_hashes=[len(chain.digests)], hashes=digests)
+        result = self._step(Part(news=news, admit=Admit([0], flags=self.flags), retain=retain))
+        if result.admit_job and result.admit_job[0]:
+            self._done.append(result.admit_job[0])
+            self._step(Part(run=Run([0])))
+        self._step(Part(facts=Facts([0], end=[End.FREE])))
+        return result.admit_hit[0]
+
+    def _step(self, part: Part) -> PartResult:
+        part.cache = Cache(jobs_done=self._done)
+        self.session.submit(part)
+        (result,) = self.session.receive().parts
+        self._done = list(result.orders.save_job)
+        return result
+
+
+def replay(
+    chains: Sequence[Chain], spec: ReplicaSpec, prefixes: Sequence[list[bytes]], is_retained: bool
+) -> tuple[float, float]:
+    """Return the percentage of tokens that hit, of all prompts and of prefixes that are chosen."""
+    engine, size = Serving(spec), spec.hash_block_size
     heads = {prefix[-1]: len(prefix) for prefix in prefixes}
     hit, asked, of_heads, asked_heads = 0, 0, 0, 0
     for number, chain in enumerate(chains):
         length = max((heads[digest] for digest in chain.digests if digest in heads), default=0)
-        part = Part(
-            news=News([0], [chain.num_tokens], num_hashes=[len(chain.digests)], hashes=b"".join(chain.digests)),
-            admit=Admit([0]),
-        )
-        if number % EVERY == 0 and num_blocks > 0:
-            part.retain = Retain(
+        rows = Retain()
+        if number % EVERY == 0 and is_retained:
+            rows = Retain(
                 [len(prefix) for prefix in prefixes],
                 b"".join(digest for prefix in prefixes for digest in prefix),
                 until_ns=[number + FOREVER] * len(prefixes),
                 percent=[PERCENT] * len(prefixes),
                 now_ns=[number],
             )
-        session.submit(part)
-        found = session.receive().parts[0].admit_hit[0]
-        session.submit(Part(facts=Facts([0], end=[End.FREE])))
+        found = engine.serve(chain, rows)
         hit, asked = hit + found, asked + chain.num_tokens
         if length:
             of_heads, asked_heads = of_heads + min(found, length * size), asked_heads + length * size
@@ -74,7 +100,8 @@ def table(chains: Sequence[Chain], size: int, pools: Sequence[int]) -> list[str]
     for num_blocks in pools:
         for percent in (5, PERCENT):
             prefixes = most_shared(chains, num_blocks * percent // 100)
-            plain, retained = (replay(chains, sign * num_blocks, size, prefixes) for sign in (-1, 1))
+            spec = replica_of(FULL_ONLY, size, num_blocks)
+            plain, retained = (replay(chains, spec, prefixes, is_retained) for is_retained in (False, True))
             blocks = len({digest for prefix in prefixes for digest in prefix})
             shares = [f"{one:.1f} %" for one in (plain[0], retained[0], plain[1], retained[1])]
             lines.append(f"| {' | '.join(map(str, (num_blocks, len(prefixes), blocks, *shares)))} |")
@@ -82,8 +109,24 @@ def table(chains: Sequence[Chain], size: int, pools: Sequence[int]) -> list[str]
     return lines
 
 
+def table_of_tiers(chains: Sequence[Chain], size: int, hosts: Sequence[int]) -> list[str]:
+    """Return the lines of the table with a host tier."""
+    heads = ("host, slots", "prefixes", "their blocks", "retained", "hits", "of the prefixes")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for num_slots in hosts:
+        prefixes = most_shared(chains, num_slots * PERCENT // 100)
+        blocks = len({digest for prefix in prefixes for digest in prefix})
+        for where, percent in (("nothing", 0), ("on the device", 0), ("on device and host", PERCENT)):
+            tiers = (TierSpec(TierKind.HOST, num_slots, retained_percent=percent),)
+            spec = replica_of(FULL_ONLY, size, 1000, tiers=tiers)
+            shares = [f"{one:.1f} %" for one in replay(chains, spec, prefixes, where != "nothing")]
+            lines.append(f"| {' | '.join(map(str, (num_slots, len(prefixes), blocks, where, *shares)))} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
-    """Print the table, and write it."""
+    """Print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--limit", type=int, help="prompts of the trace that are replayed")
     parser.add_argument("--no-write", action="store_true", help="write no file")
@@ -94,12 +137,12 @@ def main() -> None:
         return
     name, size = TRACES["conversation"]
     chains = chains_of(TraceFile(folder / name), size)[: options.limit]
-    lines = table(chains, size, (1000, 3000))
+    lines = [*table(chains, size, (1000, 3000)), "", *table_of_tiers(chains, size, (1000, 3000, 9000))]
     if not options.no_write:
         RESULTS.write_text(f"# Retained prefixes\n\n{HEAD}\n\n{machine_line()}\n\n" + "\n".join(lines) + "\n")
 
 
-HEAD = (__doc__ or "").split("\n\n")[-1].strip()
+HEAD = "\n\n".join((__doc__ or "").split("\n\n")[-2:]).strip()
 
 if __name__ == "__main__":
     main()

@@ -273,9 +273,20 @@ class Tier {
         directory_.Leave(Number(), record);
     }
 
+    // Functions of their own, so that those that each job takes stay short where nothing is retained.
     // The key of a slot, which will have it no more, may be retained no longer.
     void NoteLost(Int slot) const {
-        if (!retentions_.empty()) retentions_.NoteLost(KeyOf(slot));
+        if (!retentions_.empty()) NoteRetainedLost(slot);
+    }
+    [[gnu::noinline]] void NoteRetainedLost(Int slot) const { retentions_.NoteLost(KeyOf(slot)); }
+    [[gnu::noinline]] void RemoveRetained(Int slot) { retained.Remove(static_cast<uint32_t>(slot)); }
+    // Whether the key of the slot is retained here.
+    [[gnu::noinline]] bool InsertRetained(Int slot) {
+        const Int priority = place == kDevice ? -1 : retentions_.PriorityOf(KeyOf(slot), place);
+        if (priority < 0) return false;
+        state[At(slot)] = SlotState::kRetained;
+        retained.Put(priority, static_cast<uint32_t>(slot));
+        return true;
     }
 
     // The slot has the key that was entered, in this version, and is evicted last of its queue.
@@ -329,10 +340,7 @@ class Tier {
         Insert(slot, queue);
     }
     void Unlink(Int slot) {
-        if (state[At(slot)] == SlotState::kRetained) {
-            retained.Remove(static_cast<uint32_t>(slot));
-            return;
-        }
+        if (state[At(slot)] == SlotState::kRetained) return RemoveRetained(slot);
         const auto at = static_cast<uint32_t>(LinkOf(slot));
         const Link link = links_[at];
         seen_.Remove(at, Preceding(at));
@@ -340,13 +348,7 @@ class Tier {
         links_[link.next].previous = link.previous;
     }
     void Insert(Int slot, SlotState queue) {
-        if (place != kDevice && queue == SlotState::kRecent && !retentions_.empty()) {
-            if (const Int priority = retentions_.PriorityOf(KeyOf(slot), place); priority >= 0) {
-                state[At(slot)] = SlotState::kRetained;
-                retained.Put(priority, static_cast<uint32_t>(slot));
-                return;
-            }
-        }
+        if (queue == SlotState::kRecent && !retentions_.empty() && InsertRetained(slot)) return;
         const uint32_t end = queue == SlotState::kShadow ? kShadows : kRecents;
         const auto link = static_cast<uint32_t>(LinkOf(slot));
         links_[link] = {end, links_[end].previous};
