@@ -10,6 +10,7 @@ from kvplane.base.errors import Unavailable
 from kvplane.base.job_table import JobKind, JobTable, job_table_bytes
 from kvplane.base.step import Cache, Orders, PartResult
 from kvplane.tier_jobs import TierJobs
+from tests.twins import weakened
 
 EPOCH = 5
 JOB = EPOCH << 32
@@ -186,6 +187,13 @@ def test_orders_of_a_new_engine_wait_for_jobs_of_the_one_before(jobs, tables):
     jobs.await_earlier(60)
     jobs.begin(EPOCH + 1, (4,))  # a session that is reopened lists its loads
     assert jobs.may_carry_out
+
+
+def test_the_planted_fault_that_waits_for_nothing_is_seen(jobs):
+    """The simulation sees it in one of some 400 seeds."""
+    assert not jobs.may_carry_out
+    with weakened("jobs of an earlier engine not awaited"):
+        assert jobs.may_carry_out
 
 
 def test_a_session_that_breaks_while_an_engine_waits_does_not_end_the_wait(jobs, tables):

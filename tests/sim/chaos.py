@@ -125,7 +125,10 @@ class Chaos:
             process.kill()
 
     def engine_dies(self) -> Iterator[float]:
-        self._crash(self._site().life.process)
+        site = self._site()
+        self._crash(site.life.process)
+        if site.spec.tiers and self._world.seed % 10 == 0:
+            self._crash_services()  # of the same host: only the workers know the loads of this engine
         yield 0.1
 
     def engine_stands_still(self) -> Iterator[float]:

@@ -145,6 +145,8 @@ class Service:
             raise Unavailable("the worker is of another host")
         if here.process.pid != worker.pid or not here.process.alive:
             raise Unavailable("the worker does not answer")
+        if site.spec.tiers and self.world.seed % 5 == 0 and self.world.rng.random() < 0.5:
+            raise Unavailable("the worker is not reached")  # its movers still work for the engine before
         table = here.memory.table
         if here.process.paused:
             self._claim_late(here, epoch)

@@ -157,7 +157,7 @@ class SimSlots:
         self.identity, self.slots = other.identity, other.slots
 
     def resemble(self, other: SimSlots) -> None:
-        """Another disk: the same versions, and the pages of other slots of the same group."""
+        """Have the versions of another memory or disk, and the pages of other slots of the same group."""
         pages: dict[int, Page | None] = {}  # by group, the one before
         for slot, (content, page) in other.slots.items():
             self.slots[slot] = content._replace(identity=self.identity), copy_of(pages.get(content.group))
@@ -189,6 +189,8 @@ class SimTiers:
         self._name_disks()
         self._lost: list[tuple[float, Job]] = []
         self.loses, self.fails, self.slow = rng.choice([0, 0, 0.05]), rng.choice([0, 0, 0.1]), rng.choice([1, 1, 8])
+        if world.seed % 10 == 0:
+            self.slow = 30  # so that loads outlive their engine
 
     def take_over(self, other: SimTiers) -> None:
         """The next worker of the rank has the disk of the last one, and what its stamp table says of it."""
@@ -203,16 +205,13 @@ class SimTiers:
         self._name_disks()
 
     def resemble(self, other: SimTiers) -> None:
-        """Have another disk, that served a service which knew nothing of this one: its slots have the versions of those
-        of the disk before, and what another slot has.
+        """Have served a service that knew nothing of this one: slots have the versions of those of the worker before,
+        and what another slot has.
         """
-        first = self.spec.num_blocks
+        ids = range(self.spec.num_blocks, self.spec.num_stamps)
+        self.stamps.write(ids, [other.stamps.read(block) for block in ids])
         for mine, theirs in zip(self.slots, other.slots, strict=True):
-            if mine.spec.kind is TierKind.DISK:
-                ids = range(first, first + mine.spec.num_blocks)
-                self.stamps.write(ids, [other.stamps.read(block) for block in ids])
-                mine.resemble(theirs)
-            first += mine.spec.num_blocks
+            mine.resemble(theirs)
 
     def _name_disks(self) -> None:
         identities = [one.identity for one in self.slots if one.spec.kind is TierKind.DISK]

@@ -318,10 +318,11 @@ class World:
             process.on_death.append(memory.tiers.end)
             before = site.memories[rank] if rank < len(site.memories) else None
             # An engine that still maps the old memory could change what it says; a crash of the host loses it.
-            if before is not None and not before.writer.pid and self.rng.random() < 0.8:
-                memory.tiers.take_over(before.tiers)
-            elif before is not None and is_alike:
+            keeps_disk = before is not None and not before.writer.pid and self.rng.random() < 0.8
+            if before is not None and is_alike:
                 memory.tiers.resemble(before.tiers)
+            if before is not None and keeps_disk:
+                memory.tiers.take_over(before.tiers)
             process.spawn(memory.tiers.run())
         worker = Worker(site.name, rank, process, memory, site.plan.digest(), self.rng)
         site.memories[rank : rank + 1] = [memory]
