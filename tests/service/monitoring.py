@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -29,6 +28,7 @@ from kvplane_service.store.memory import MemoryStore
 from kvplane_service.telemetry.collector import ServiceCollector
 from tests.service.replaying import BUDGET, COST, SPECS
 from tests.service.rig import until
+from tests.store.servers import free_port
 from tests.store.test_restart import Life
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def prometheus(folder: Path, data: Path, config: str = "") -> Iterator[Prometheu
     """The real one, on a free port, with a database that is there or will be."""
     file = folder / "prometheus.yml"
     file.write_text(config)
-    port = _free_port()
+    port = free_port()
     command = [str(ROOT / "scripts" / "debian.sh"), "prometheus", f"--config.file={file}"]
     command += [f"--storage.tsdb.path={data}", "--storage.tsdb.retention.time=100y"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=warn"]
@@ -166,9 +166,3 @@ def _answers(url: str) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

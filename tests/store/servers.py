@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import shutil
 import socket
 import subprocess
@@ -37,9 +38,12 @@ def redis_command() -> tuple[str, ...]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nothing listens, below those that the system gives to connections: none takes it meanwhile."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(happened, what: str, limit_s: float = START_LIMIT_S) -> None:

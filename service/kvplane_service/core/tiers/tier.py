@@ -91,8 +91,12 @@ class Tier:
 
     def find(self, key: Key) -> int | None:
         """Return the slot that has the key; None if no slot has it."""
-        found = (keys[key] for keys in (self.recent, self.shadows, self.kept) if key in keys)
-        return next(found, None)
+        slot = self.recent.get(key)
+        if slot is None and self.shadows:
+            slot = self.shadows.get(key)
+        if slot is None and self.kept:
+            slot = self.kept.get(key)
+        return slot
 
     def has(self, key: Key) -> bool:
         """Whether a slot has the key, or a job in flight writes it into one."""
