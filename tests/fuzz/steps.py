@@ -332,8 +332,8 @@ def _extreme(source: Source, spec: ReplicaSpec) -> ReplicaSpec:
 
 def _tiered(source: Source, spec: ReplicaSpec) -> ReplicaSpec:
     """A spec with tiers; the given one if that is refused."""
-    host = TierSpec(TierKind.HOST, source.pick([3, 12, 60]))
-    disk = TierSpec(TierKind.DISK, source.pick([2, 10, 80]))
+    host = TierSpec(TierKind.HOST, source.pick([12, 60, 240]))
+    disk = TierSpec(TierKind.DISK, source.pick([8, 40, 160]))
     made = replace(spec, tiers=source.pick([(host,), (host, disk), (host, disk), (disk,)]))
     with suppress(KvplaneError):
         check_spec(made)

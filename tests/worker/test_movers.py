@@ -386,3 +386,24 @@ def until(holds) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.0005)
+
+
+def test_a_move_whose_slot_was_given_away_is_no_damage(tmp_path):
+    """The core gives a slot away while its copy is moved; what lost its bytes under its version is damaged."""
+    rig = Rig(disk=tmp_path)
+    rig.disk.begin(None)
+    rig.save(1, 3, 0)
+    rig.save(2, 4, 1)
+    assert rig.until(1)
+    assert rig.until(2)
+    rig.save(3, 5, 0)
+    assert rig.until(3)
+    host = rig.movers.tiers[0]
+    rig.move(4, 0, 1, 7)
+    assert not rig.until(4)
+    assert (host.counts.discarded, host.counts.refused) == (1, 0)
+    host._rows[1, 0] ^= 1  # type: ignore[attr-defined]
+    rig.move(5, 1, 2, 8)
+    assert not rig.until(5)
+    assert (host.counts.discarded, host.counts.refused) == (1, 1)
+    rig.movers.close()

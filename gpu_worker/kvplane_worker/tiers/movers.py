@@ -357,7 +357,11 @@ class Movers:
         group, num_bytes = source.held(row.slot)
         payload = source.read([self._content(row.tier, row.slot, group, row.version)], num_bytes)
         if payload is None:
-            source.counts.refused += 1
+            # The core may give the slot away while its copy is moved. Then its version is another one, or none, from
+            # before the first byte changes on; a slot that still has its version is damaged.
+            was_taken = self._place.stamps.words[self._place.first_id(row.tier) + row.slot] != row.version
+            source.counts.discarded += was_taken
+            source.counts.refused += not was_taken
             return False
         content = self._content(row.block, row.stamp, group, row.job)
 
