@@ -27,6 +27,7 @@ check: lint types contracts proto-check  ## static checks: style, types, import 
 lint: $(DEV)
 	@echo "== ruff"
 	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m tests.bench.structure --lines
 
 format: $(DEV)  ## fix what ruff can fix, and format the code
 	@$(PYTHON) -m ruff check --fix-only .
