@@ -3,8 +3,8 @@
     whenever nothing is in flight       the view is what the core publishes: every (block, domain, group, digest)
     before that                         nothing is in the view that is not published, and so nothing that has gone
 
-`Followed` puts a follower behind a bare core, with the publication of the service in between; elsewhere a `Follower`
-reads a subscription.
+`Followed` puts a follower behind a bare core, with the service's own publication in between (`publish_step`), which is
+judged too: what the view must be is read from the core. Elsewhere a `Follower` reads a subscription.
 """
 
 from __future__ import annotations
@@ -108,14 +108,8 @@ class Followed:
         events = [part.events for part in result.parts]
         if any(run.kind is EventKind.STORED for of_part in events for run in runs_of(of_part)):
             self._last_stored = step.seq
-        of_tiers = [event for part in result.parts for event in part.tier_events]
-        at = step.seq, step.executed_through
-        shares = None if of_tiers else self._hold.step_packed(*at, events)
-        if shares is None:
-            self._publish(step.epoch, [*self._hold.step(*at, events), *of_tiers])
-        else:
-            self._log.publish_packed(step.epoch, shares)
-            self._take()
+        self._log.publish_step(self._hold, step, result.parts)
+        self._take()
 
     def _publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
         self._log.publish(epoch, events)

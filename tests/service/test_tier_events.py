@@ -7,8 +7,8 @@ import pytest
 
 from kvplane.base.events import EventBatch
 from kvplane.base.groups import Medium
-from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane.session.rows import NewsRow, part_of
+from kvplane.base.step import Cache, CacheEvent, End, EventKind, RemoveReason
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_fleet.faults import Faults
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.hits import claims
@@ -70,6 +70,25 @@ def test_a_reset_is_one_event():
     before = len(served.events)
     served.step(reset=True)
     assert [event.kind for event in served.events[before:]] == [EventKind.CLEARED]
+    assert not served.follower.view
+
+
+@pytest.mark.parametrize("core", ["python", "native"])
+def test_a_reset_behind_the_ends_of_saves_leaves_a_follower_nothing(core, monkeypatch):
+    """In one step: a part stores keys in tiers, the next one resets."""
+    monkeypatch.setenv("KVPLANE_CORE", core)
+    served = Served()
+    for fill in range(8):
+        served.serve(fill)
+    served.step(NewsRow(0, [99] * 65), AdmitRow(0))  # its blocks are those of others, which are saved
+    first, second = part_of(FactRow(0, end=End.FREE)), part_of()
+    first.cache, second.cache = Cache(jobs_done=list(served._writes)), Cache(reset=True)
+    assert [part.reset_done for part in served.engine.step(first, second).parts] == [False, True]
+    batches = served.subscription.take()
+    shown = [(event.kind, bool(event.tier)) for batch in batches for event in batch.events]
+    assert (EventKind.STORED, True) in shown
+    assert shown[-1] == (EventKind.CLEARED, False)
+    served.follower.read(batches)
     assert not served.follower.view
 
 

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, RowFlag, Step, StepResult
+from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
-
-if TYPE_CHECKING:
-    from kvplane_service.core.native.views import NativeTierEvents
 
 # Units of effort: one is a block that is allocated and registered, about 4 us. The estimate is a sum over columns and
 # tends to be too high; it only decides whether a step may hold the event loop.
@@ -179,24 +175,10 @@ class Applying:
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
         took_ns = self._clock() - at_ns
-        events: list[Sequence[CacheEvent]] = []
-        of_tiers: list[Sequence[CacheEvent]] = []  # was executed before it was saved: waits for nothing
-        for part in result.parts:
-            given: Mapping[str, Sequence[CacheEvent]] = vars(part)  # no empty list is made part of it
-            events.append(given.get("events", ()))
-            if of_part := given.get("tier_events"):
-                of_tiers.append(of_part)
+        events = tuple(vars(part).get("events", ()) for part in result.parts)  # no empty list is made part of it
         packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
-        self._decisions.append(Decision(step, result, tuple(events), at_ns, took_ns), packed)
-        are_packed = not of_tiers or all(hasattr(of_part, "shares") for of_part in of_tiers)
-        shares = self._hold.step_packed(step.seq, step.executed_through, events) if are_packed else None
-        if shares is not None:
-            for of_part in of_tiers:
-                shares += cast("NativeTierEvents", of_part).shares()
-            self._events.publish_packed(step.epoch, shares)
-            return result
-        shown = self._hold.step(step.seq, step.executed_through, events)
-        self._events.publish(step.epoch, chain(shown, *of_tiers))
+        self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
+        self._events.publish_step(self._hold, step, result.parts)
         return result
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from kvplane.base.declined import Declined
+from kvplane.base.prefetch import Prefetched
+from kvplane.base.retain import Retained
 from kvplane.base.session import CacheRequest, Progress
 from kvplane.base.step import (
     LOAD_COLUMNS,
@@ -32,6 +35,13 @@ _COLUMNS = (
     "admit_load_after", "peek_hit", "peek_single_group_hit", "num_hashes",
 )  # fmt: skip
 _ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
+_OF_JOBS = (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)
+# What few parts have: columns of the part, and sections with all their columns. Left out where they are empty.
+_RARE_COLUMNS = ("admit_job", "admit_tier_tokens")
+_RARE_SECTIONS = {
+    name: tuple(one.name for one in fields(of))
+    for name, of in (("declined", Declined), ("prefetched", Prefetched), ("retained", Retained))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,8 @@ class Mirrored:
 
 
 def answer_digest(result: StepResult) -> bytes:
-    """Return a digest of everything in an answer: ids, amounts, orders with stamps, and events with their keys.
+    """Return a digest of everything that is compared in an answer: ids, amounts, orders with stamps, jobs, and events
+    with their keys, of the device and of tiers.
 
     Does not depend on how the answer is stored: lists and arrays, or joined and single removals, give equal digests.
     """
@@ -62,14 +73,26 @@ def _add_part(digest: blake2b, part: PartResult) -> None:
     for blocks in (part.new_blocks, part.tables, part.peek_blocks):
         columns += _columns_of(blocks)
     columns += [getattr(part.orders, name) for name in _ORDERS]
-    if part.orders.load_job or part.orders.save_job or part.orders.move_job:
-        columns += [getattr(part.orders, name) for name in (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)]
     columns += [[part.reset_done, part.free_blocks]]
+    for at, rare in enumerate(_rare_columns(part)):
+        if any(rare):
+            columns += [[at], *rare]
     digest.update(array("Q", [len(column) for column in columns]).tobytes())
     for column in columns:
         if column:
             digest.update(array("Q", column).tobytes())
     digest.update(b"".join([*part.last_hash, *_packed_events(part.events)]))
+    if part.tier_events:
+        digest.update(b"".join([b"tiers", *_packed_events(part.tier_events)]))
+
+
+def _rare_columns(part: PartResult) -> Iterator[list[Sequence[int]]]:
+    """Yield the columns of each kind that few parts have."""
+    given = vars(part)  # a section that is missing is empty, and is not made
+    yield [getattr(part.orders, name) for name in _OF_JOBS]
+    yield [given.get(name, ()) for name in _RARE_COLUMNS]
+    for section, names in _RARE_SECTIONS.items():
+        yield [getattr(given[section], name) for name in names] if section in given else []
 
 
 def _columns_of(blocks: Blocks) -> list[Sequence[int]]:
