@@ -1209,6 +1209,14 @@ TWINS: dict[str, Twin] = {
         "a slot of a disk proves a key only in the file in which it was written",
         (Patch("kvplane.base.stamp_table:StampTable.name_disks", all_alike),),
     ),
+    "keys are not compared with the prompt": Twin(
+        "a request whose extra keys do not prove its content has no hashes",
+        (Patch("kvplane.base.hashing.extra_keys:RequestKeys.check_prompt", answer(None)),),
+    ),
+    "what has no name is a key": Twin(
+        "a multimodal item without an identifier proves nothing",
+        (Patch("kvplane.base.hashing.extra_keys:_check_items", answer(None)),),
+    ),
     "version not in the seal": Twin(
         "a load takes only the content that its order names, also where a write was lost",
         (Patch("kvplane_worker.tiers.seal:Content.seal", seal_any_version),),

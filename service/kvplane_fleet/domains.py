@@ -47,9 +47,12 @@ class Domain:
         return HashScheme.named(self.block_size, self.algorithm, self.seed, self.lookahead)
 
     def keys(self, tokens: Sequence[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> list[int]:
-        """Return the keys of the whole hash blocks of a prompt. Raises InvalidArgument for tokens out of range."""
+        """Return the keys of the whole hash blocks of a prompt. Raises InvalidArgument for tokens out of range,
+        or extra keys that prove nothing.
+        """
         scheme = self.scheme
-        return keys_of(RequestHasher(scheme, extra).append(pack_tokens(tokens)), scheme.digest.size, self.key_bytes)
+        hasher = RequestHasher.of_prompt(scheme, extra, len(tokens))
+        return keys_of(hasher.append(pack_tokens(tokens)), scheme.digest.size, self.key_bytes)
 
     @property
     def mask(self) -> int:

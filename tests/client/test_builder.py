@@ -113,7 +113,7 @@ def test_a_session_records_the_hashes_of_a_builder():
             builder.add_hash(0, digests[2])
             builder.add_hash(1, digests[3])
         note(builder.part())
-    news = known.revival(1).news
+    news = known.revival(1, 4).news
     assert (news.num_tokens, news.num_hashes) == ([32, 32], [2, 2])
     assert news.hashes == digests[0] + digests[3] + digests[1] + digests[2]
 
@@ -140,7 +140,7 @@ def test_a_session_records_the_requests_of_parts_with_arrays():
                         facts = [FactRow(slot, tokens=[token]) for slot, token in zip(slots, tokens, strict=True)]
                         apply(builder.part() if build else part_of(*facts, *map(RunRow, slots)))
                 apply(part_of(FactRow(0, tokens=[1, 2, 3]), FactRow(1, end=End.FREE), FactRow(2, end=End.PREEMPTED)))
-                revivals.append(known.revival(session.epoch))
+                revivals.append(known.revival(session.epoch, 4))
         by_builder, by_rows = revivals
         assert by_builder.news == by_rows.news
         assert list(by_builder.news.slot) == [0, 2]

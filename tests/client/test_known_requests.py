@@ -135,7 +135,7 @@ def test_hashes_and_all_fields_of_a_request_are_sent_again():
     first = News([4, 5], [20, 33], [], [1, 2], b"aabbcc", ["x", "y"], ["", "d"], [keys, keys], [0, 1], [0, 99])
     first.hint = [1, 2]
     known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), part_of(FactRow(5, hint=3)))
-    news = known.revival(7).news
+    news = known.revival(7, 4).news
     expected = News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
     expected.hint = [1, 3]
     assert news == expected
@@ -156,7 +156,7 @@ def test_the_record_keeps_what_was_sent_when_the_engine_changes_its_part_later(p
         known.note(step(part), StepResult(1, 0, [PartResult(granted=[1, 1])]))
         for column in (part.facts.slot, part.facts.tokens, part.facts.appended, part.run.slot):
             column[:] = array("I", [9, 9])
-    news = known.revival(1).news
+    news = known.revival(1, 4).news
     assert (news.slot, news.num_tokens) == ([3, 1], [45, 45])
     assert list(news.tokens) == [*range(5), *range(40), *range(5), *range(100, 140)]
 
@@ -176,7 +176,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_part_runs():
         result = PartResult(granted=[0] * len(part.run.slot), preempted=preempted, admit_status=[status])
         known.note(step(part), StepResult(2, 0, [result]))
         assert known.running == runs
-        assert known.revival(1).running == tuple(runs)
+        assert known.revival(1, 4).running == tuple(runs)
 
 
 @pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
@@ -203,7 +203,7 @@ def test_the_record_of_a_preemption_and_admission_in_one_part_is_that_of_the_ser
 
 
 def test_the_new_life_has_a_higher_epoch_and_no_stamps():
-    revival = noted(Part()).revival(7)
+    revival = noted(Part()).revival(7, 4)
     assert (revival.owner_epoch, revival.stamp_table, revival.incarnation) == (7, (), 0)
 
 
@@ -223,7 +223,7 @@ NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
 )
 def test_requests_that_the_session_cannot_restore_end_it(parts, why):
     with pytest.raises(ServiceRestarted, match=why) as caught:
-        noted(*parts).revival(7)
+        noted(*parts).revival(7, 4)
     assert "revive" in caught.value.remedy
 
 
@@ -242,6 +242,6 @@ def test_a_session_with_loads_in_progress_ends_with_its_service():
 def test_malformed_steps_in_flight_end_the_session():
     lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
     with pytest.raises(ServiceRestarted, match="is malformed"):
-        noted(NEWS).after([lost]).revival(7)
-    assert noted(NEWS).after([]).revival(7).running == (0,)
-    assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7).news.num_tokens == [41]
+        noted(NEWS).after([lost]).revival(7, 4)
+    assert noted(NEWS).after([]).revival(7, 4).running == (0,)
+    assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7, 4).news.num_tokens == [41]

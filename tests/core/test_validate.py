@@ -17,7 +17,6 @@ from kvplane.base.step import (
     End,
     ExtraKeys,
     Facts,
-    Multimodal,
     News,
     OnRefusal,
     Part,
@@ -185,9 +184,6 @@ ROWS = {  # field -> parts that are refused for it
         Part(news=News([FREE_SLOT], [5], tokens("aaaab"), max_tokens=[4])),
     ],
     "news.num_hashes[0]": [Part(news=News([FREE_SLOT], [7], num_hashes=[2], hashes=b"h" * 64))],
-    "news.extra_keys[0].multimodal[0].length": [
-        Part(news=News([FREE_SLOT], [1], [1], extra_keys=[ExtraKeys(multimodal=(Multimodal("m", 0, 0),))]))
-    ],
     # run
     "run.extra": [Part(run=Run([TOKENS], extra=[1, 1])), Part(run=Run([TOKENS], extra=[MAX_TOKENS + 1]))],
     "run.cap": [Part(run=Run([TOKENS], cap=[1, 1])), Part(run=Run([TOKENS], cap=[-1]))],

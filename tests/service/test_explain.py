@@ -450,6 +450,13 @@ def test_explain_two_requests_of_one_step():
     assert summary(desk.why_request("two"))[:2] == (Cause.NOTHING, 8)
 
 
+def test_explain_request_whose_image_has_no_identifier():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.admit("b", "aaaabbbbc", extra_keys=ExtraKeys(multimodal=(Multimodal("", 4, 4),)))
+    assert summary(desk.why_request("b")) == (Cause.UNPROVEN_KEYS, 0, (), (0, 0), *NO_STEP)
+
+
 def test_explain_request_with_skip_reading():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.hashing import HashScheme, PackedHashes, RequestHasher, pack_tokens
+from kvplane.base.hashing import HashScheme, HashTail, PackedHashes, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, News
 from kvplane_service.core.requests import Content
+
+UNPROVEN = HashTail(0, b"")
 
 
 class HashedNews(NamedTuple):
@@ -24,15 +26,15 @@ class HashedNews(NamedTuple):
         return Content(list(self.hashes), self.hasher)
 
 
-def hash_news(scheme: HashScheme, news: News, field: str) -> list[HashedNews]:
-    """Return the hashes of the new requests. Raises InvalidArgument for invalid extra keys."""
+def hash_news(scheme: HashScheme, news: News) -> list[HashedNews]:
+    """Return the hashes of the new requests."""
     found, at = [], 0
     given = PackedHashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else PackedHashes()
     for row, num_tokens in enumerate(news.num_tokens):
         if news.tokens:
             extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
             tokens = news.tokens[at : at + num_tokens] if len(news.num_tokens) > 1 else news.tokens
-            found.append(_hash_tokens(scheme, tokens, extra, f"{field}.extra_keys[{row}]"))
+            found.append(_hash_tokens(scheme, tokens, extra))
             at += num_tokens
         else:
             count = news.num_hashes[row] if news.num_hashes else 0
@@ -41,13 +43,23 @@ def hash_news(scheme: HashScheme, news: News, field: str) -> list[HashedNews]:
     return found
 
 
-def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys, field: str) -> HashedNews:
+def hash_alone(scheme: HashScheme, news: News) -> PackedHashes:
+    """Return the hashes of a request that is in no step. Raises InvalidArgument if its extra keys prove nothing."""
+    if news.tokens and news.extra_keys:
+        RequestHasher.of_prompt(scheme, news.extra_keys[0], len(news.tokens))
+    return hash_news(scheme, news)[0].hashes
+
+
+def _hash_tokens(scheme: HashScheme, tokens: Sequence[int], extra: ExtraKeys) -> HashedNews:
+    """Return the hashes of a request. One whose extra keys prove nothing has none, so that it shares no block: to
+    refuse it would refuse the other requests of the step.
+    """
+    size = scheme.digest.size
     try:
-        hasher = RequestHasher(scheme, extra)
-    except InvalidArgument as error:
-        inner = error.field.removeprefix("extra_keys")
-        raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
-    return HashedNews(PackedHashes(hasher.append(pack_tokens(tokens)), scheme.digest.size), hasher)
+        hasher = RequestHasher.of_prompt(scheme, extra, len(tokens))
+    except InvalidArgument:
+        return HashedNews(PackedHashes(size=size), RequestHasher(scheme, extra, UNPROVEN))
+    return HashedNews(PackedHashes(hasher.append(pack_tokens(tokens)), size), hasher)
 
 
 class HashedRows(Sequence[bytes]):

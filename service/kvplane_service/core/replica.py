@@ -25,7 +25,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import words_of
-from kvplane_service.core.contents import hash_news
+from kvplane_service.core.contents import hash_alone, hash_news
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
@@ -84,7 +84,7 @@ class Replica:
         self._validator().check(step)
         if any(part.resume is not None for part in step.parts):
             Resumption(self.coordinator, self._shown).check(step)
-        hashed = [hash_news(self._scheme, part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        hashed = [hash_news(self._scheme, part.news) for part in step.parts]
         contents_of_news = [[one.content() for one in of_part] for of_part in hashed]
         self.begin_step(step.seq, step.executed_through)
         results = []
@@ -224,7 +224,7 @@ class Replica:
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument if any part of the step cannot be applied. Changes nothing."""
-        check_step(self._validator(), self._scheme, step)
+        self._validator().check(step)
 
     def _validator(self) -> StepValidator:
         return StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy, self.tiers)
@@ -269,7 +269,7 @@ class Replica:
         InvalidArgument.
         """
         self.check_alone(Part(news=content))
-        return hash_news(self._scheme, content, "news")[0].hashes
+        return hash_alone(self._scheme, content)
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica with this spec and no requests could not apply the part."""
@@ -475,13 +475,6 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
-
-
-def check_step(validator: StepValidator, scheme: HashScheme, step: Step) -> None:
-    """Raise InvalidArgument if any part of the step cannot be applied to the requests of the validator."""
-    validator.check(step)
-    for number, part in enumerate(step.parts):
-        hash_news(scheme, part.news, f"parts[{number}].news")
 
 
 def check_alone(spec: ReplicaSpec, part: Part) -> None:

@@ -39,6 +39,7 @@ class Cause(StrEnum):
     TENTATIVE = "tentative"
     WINDOW_NOT_RESIDENT = "window_not_resident"
     NO_STATE_AT_BOUNDARY = "no_state_at_boundary"
+    UNPROVEN_KEYS = "unproven_keys"  # its extra keys do not prove its content, so that it shares no block
     OTHER_DOMAIN = "other_domain"
     OTHER_SALT = "other_salt"
     OTHER_LORA = "other_lora"
@@ -143,6 +144,9 @@ class Explainer:
             return Why(Cause.NOT_READ)
         if question.num_tokens - 1 < self._spec.hit_alignment:
             return Why(Cause.BELOW_ONE_BLOCK)
+        hashed = question.num_tokens - self._spec.hash_lookahead_tokens
+        if not question.digests and question.own_keys != NO_EXTRA_KEYS and hashed >= self._spec.hash_block_size:
+            return Why(Cause.UNPROVEN_KEYS)
         if not account.cut_by:
             return Why(Cause.NOTHING)
         if account.missing is None:

@@ -80,7 +80,7 @@ def _checked_hash(
 
 def hash_tokens(scheme: HashScheme, tokens: Sequence[int], keys: ExtraKeys, tail: HashTail | None) -> Hashed:
     """Hash tokens that follow `tail`, the state of the hash chain. The ids must be unsigned 32-bit integers."""
-    hasher = RequestHasher(scheme, keys, tail)
+    hasher = RequestHasher(scheme, keys, tail) if tail else RequestHasher.of_prompt(scheme, keys, len(tokens))
     pieces = [tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE)]
     hashes = b"".join([hasher.append(pack_tokens(piece)) for piece in pieces])
     return Hashed(hashes, hasher.tail)

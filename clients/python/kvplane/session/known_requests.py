@@ -12,9 +12,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from itertools import compress
+from typing import Any
 
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import ServiceRestarted
+from kvplane.base.hashing import continued
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -45,7 +47,7 @@ class _Request:
 
     __slots__ = ("facts", "hashes", "num_hashes", "num_tokens", "tokens")
 
-    def __init__(self, facts: dict[str, object]) -> None:
+    def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
         self.num_tokens = self.num_hashes = 0
         self.tokens = array("I")
@@ -98,7 +100,7 @@ class KnownRequests:
             copy._obstacle = "a step in flight is malformed"
         return copy
 
-    def revival(self, epoch: int) -> Revival:
+    def revival(self, epoch: int, hash_block_size: int) -> Revival:
         """Return the requests for a restarted service, to begin an engine life with a higher epoch than `epoch`.
 
         Raises:
@@ -112,16 +114,17 @@ class KnownRequests:
                 f"the service restarted, and the session cannot send its requests again: {obstacle}",
                 remedy="open the session with the argument revive, a function that returns the engine's requests",
             )
-        return Revival(news=self._news(), running=tuple(sorted(self.running)), owner_epoch=epoch)
+        return Revival(news=self._news(hash_block_size), running=tuple(sorted(self.running)), owner_epoch=epoch)
 
-    def _news(self) -> News:
+    def _news(self, hash_block_size: int) -> News:
         news, hashes = News(slot=list(self._requests)), bytearray()
         for one in self._requests.values():
             news.num_tokens.append(one.num_tokens)
             news.tokens.extend(one.tokens)
             news.num_hashes.append(one.num_hashes)
             hashes += one.hashes
-            for name, value in one.facts.items():
+            facts = {**one.facts, "extra_keys": continued(one.facts["extra_keys"], one.num_tokens, hash_block_size)}
+            for name, value in facts.items():
                 getattr(news, name).append(value)
         news.hashes = bytes(hashes)
         return news

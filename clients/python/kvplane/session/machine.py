@@ -380,7 +380,7 @@ class SessionMachine:
     def _begin_again_from(self, known: KnownRequests) -> Doing[None]:
         """Begin a new engine life (epoch) with the requests that this session has recorded."""
         known = known.after(self.state.unanswered())
-        yield from self._begin_again(known.revival(self.state.epoch))
+        yield from self._begin_again(known.revival(self.state.epoch, self.state.spec.hash_block_size))
         known.running.clear()  # the synthesized answers preempt them
         self._known = known
 

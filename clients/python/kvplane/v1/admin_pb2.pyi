@@ -39,6 +39,7 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_NO_JOB: _ClassVar[MissCause]
     MISS_CAUSE_WAITS: _ClassVar[MissCause]
     MISS_CAUSE_GIVEN_UP: _ClassVar[MissCause]
+    MISS_CAUSE_UNPROVEN_KEYS: _ClassVar[MissCause]
 MISS_CAUSE_UNSPECIFIED: MissCause
 MISS_CAUSE_NOTHING: MissCause
 MISS_CAUSE_CACHING_OFF: MissCause
@@ -67,6 +68,7 @@ MISS_CAUSE_TOO_SLOW: MissCause
 MISS_CAUSE_NO_JOB: MissCause
 MISS_CAUSE_WAITS: MissCause
 MISS_CAUSE_GIVEN_UP: MissCause
+MISS_CAUSE_UNPROVEN_KEYS: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -39,6 +39,7 @@ _SENTENCES = {
         "the prefix was computed, but no state is cached at token {end}: it was not retained, or no chunk ended there "
         "(the row was UNALIGNED, or its step was smaller than a state block)"
     ),
+    "unproven_keys": "its extra keys (images, embeddings, adapter) do not prove its content: it shares no block",
     "other_domain": "tokens {start}..{end} were computed in another domain, {domain}",
     "other_salt": "tokens {start}..{end} were computed with another cache salt, or none",
     "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",

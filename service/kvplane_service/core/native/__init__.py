@@ -25,7 +25,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import SLICE_BLOCKS
-from kvplane_service.core.contents import hash_news
+from kvplane_service.core.contents import hash_alone
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
@@ -44,7 +44,7 @@ from kvplane_service.core.native.transfer import check_image, dump_of, entries_o
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
-from kvplane_service.core.replica import Replica, check_alone, check_step
+from kvplane_service.core.replica import Replica, check_alone
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of
 
@@ -134,7 +134,7 @@ class NativeReplica:
         """Apply a step that the core does not apply at once."""
         if why != HAS_TOKENS:
             validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks, self.tiers)
-            check_step(validator, self._scheme, step)  # names the fault
+            validator.check(step)  # names the fault
         if why == REFUSED:
             self._fall_back(f"step {step.seq} has values that it does not accept")
         if why == RESUMES:
@@ -332,7 +332,7 @@ class NativeReplica:
     def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
         self.check_alone(Part(news=content))
-        return hash_news(self._scheme, content, "news")[0].hashes
+        return hash_alone(self._scheme, content)
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica without requests could not apply the part."""

@@ -38,11 +38,11 @@ class Hashers:
             self._each[slot] = hasher
 
     def hash(self, step: Step) -> tuple[tuple[Any, Any], ...]:
-        """Hash the tokens of a step that the core does not hash: of new requests, which may raise InvalidArgument, and
-        then of running ones. Returns them per part, of facts and news, as the core reads them: counts, HERE for the
+        """Hash the tokens of a step that the core does not hash: of new requests, and then
+        of running ones. Returns them per part, of facts and news, as the core reads them: counts, HERE for the
         other rows with tokens, and the hashes.
         """
-        contents = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
+        contents = [self._hash_news(part.news) for part in step.parts]
         outside, fresh, made = self._outside, set[int](), []
         for part, of_news in zip(step.parts, contents, strict=True):
             facts, at, of_facts = part.facts, 0, list[bytes | None]()
@@ -61,15 +61,15 @@ class Hashers:
             made.append((self._joined(of_facts), self._joined(of_requests)))
         return tuple(made)
 
-    def _hash_news(self, news: News, field: str) -> list[HashedNews | None]:
+    def _hash_news(self, news: News) -> list[HashedNews | None]:
         """Return the hashes of new requests, None for one that the core hashes; [] if no tokens are given."""
         if not news.tokens:
             return []
         if not self._hashes_here:
-            return list(hash_news(self._scheme, news, field))
+            return list(hash_news(self._scheme, news))
         return [
             one if one is not None and one.hasher is not None and one.hasher.extra_keys != NO_EXTRA_KEYS else None
-            for one in hash_news(self._scheme, news, field)
+            for one in hash_news(self._scheme, news)
         ]
 
     def _joined(self, hashed: list[bytes | None]) -> tuple[list[int], bytes] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvplane.base.errors import InvalidArgument
@@ -33,9 +33,9 @@ class RequestKeys:
         block_size: tokens per hash block; `extra.prompt_embeds` has one digest per hash block.
 
     Raises:
-        InvalidArgument: a text cannot be encoded as UTF-8; a multimodal item is empty, overlaps another multimodal item
-            or is out of order; or a digest of embeddings does not have the 32 bytes of a SHA-256. The error's field
-            names it.
+        InvalidArgument: a text cannot be encoded as UTF-8; an adapter or a multimodal item has no name; a multimodal
+            item is empty, overlaps another multimodal item or is out of order; or a digest of embeddings does not have
+            the 32 bytes of a SHA-256. The error's field names it.
     """
 
     extra: ExtraKeys
@@ -46,6 +46,8 @@ class RequestKeys:
             return
         for field, text in zip(("lora_name", "lora_path"), self.extra.lora or (), strict=False):
             _check_text(text, field)
+        if self.extra.lora and not self.extra.lora[0]:
+            raise _bad("lora_name", "the adapter has no name, so that any other one is equal to it", "name the adapter")
         _check_text(self.extra.salt, "salt")
         _check_items(self.extra.multimodal)
         for position, digest in enumerate(self.extra.prompt_embeds):
@@ -55,6 +57,34 @@ class RequestKeys:
                     f"the digest has {len(digest)} bytes, a SHA-256 has {len(_NO_EMBEDS)}",
                     "compute the digests with kvplane.base.hashing.digest_embeds",
                 )
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Check that the keys prove what a new request of this many tokens consists of.
+
+        Raises:
+            InvalidArgument: a multimodal item is not within these tokens; or there is not one digest of embeddings for
+                each block with a token of the prompt. The digest of no bytes stands for no embeddings: it is right for
+                blocks behind the prompt alone, of a request that continues.
+        """
+        for position, item in enumerate(self.extra.multimodal):
+            if _end(item) > num_tokens:
+                raise _bad(
+                    f"multimodal[{position}].offset",
+                    f"the item ends at token {_end(item)}, the request has {num_tokens}",
+                    "give the position of the item's placeholder tokens",
+                )
+        digests, num_blocks = self.extra.prompt_embeds, -(-num_tokens // self.block_size)
+        if not digests:
+            return
+        known = len(digests)
+        while known and digests[known - 1] == _NO_EMBEDS:
+            known -= 1
+        if len(digests) != num_blocks or not known or _NO_EMBEDS in digests[:known]:
+            raise _bad(
+                "prompt_embeds",
+                f"there are {known} digests of embeddings, {len(digests) - known} of no bytes, and {num_blocks} blocks",
+                f"give one per {self.block_size} tokens, by digest_embeds; `continued` adds those behind the prompt",
+            )
 
     @property
     def keyed_until(self) -> int:
@@ -109,6 +139,16 @@ def digest_embeds(embeds: bytes, token_bytes: int, block_size: int, lookahead: i
     return tuple(hashlib.sha256(view[start : start + reach]).digest() for start in starts)
 
 
+def continued(keys: ExtraKeys, num_tokens: int, block_size: int) -> ExtraKeys:
+    """Return the extra keys of a request that has grown to this many tokens, with which it can be sent again as a new
+    one: the digest of no bytes for each hash block behind its prompt.
+    """
+    digests = keys.prompt_embeds
+    if not digests:
+        return keys
+    return replace(keys, prompt_embeds=(*digests, *[_NO_EMBEDS] * (-(-num_tokens // block_size) - len(digests))))
+
+
 def _end(item: Multimodal) -> int:
     return item.offset + item.length
 
@@ -135,6 +175,8 @@ def _check_items(items: tuple[Multimodal, ...]) -> None:
     for position, item in enumerate(items):
         field = f"multimodal[{position}]"
         _check_text(item.identifier, f"{field}.identifier")
+        if not item.identifier:
+            raise _bad(f"{field}.identifier", "it is empty, so that any other item is equal to it", "name the content")
         if item.length < 1:
             raise _bad(f"{field}.length", f"a length of {item.length} tokens is below 1", "leave empty items out")
         if item.offset < end:

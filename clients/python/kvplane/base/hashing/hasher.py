@@ -150,7 +150,8 @@ class HashTail:
 
     Attributes:
         num_blocks: number of blocks hashed so far.
-        digest: hash of the last of these blocks; the scheme's `none_hash` if there is none.
+        digest: hash of the last of these blocks; the scheme's `none_hash` if there is none; b"" if no block of the
+            request gets a hash, because its extra keys prove nothing.
         pending: the tokens after these blocks, four bytes each.
     """
 
@@ -173,10 +174,23 @@ class RequestHasher:
         """
         start = tail or HashTail(0, scheme.none_hash)
         self._scheme = scheme
-        self._keys = RequestKeys(extra_keys, scheme.block_size)
+        self._extra_keys = extra_keys
+        self._keys = RequestKeys(extra_keys if start.digest else NO_EXTRA_KEYS, scheme.block_size)
         self._num_blocks = start.num_blocks
         self._digest = start.digest
         self._pending = start.pending
+
+    @classmethod
+    def of_prompt(cls, scheme: HashScheme, extra_keys: ExtraKeys, num_tokens: int) -> RequestHasher:
+        """Return the hasher of a new request of this many tokens.
+
+        Raises:
+            InvalidArgument: the extra keys are invalid, or do not prove what these tokens are; see
+                `RequestKeys.check_prompt`.
+        """
+        hasher = cls(scheme, extra_keys)
+        hasher._keys.check_prompt(num_tokens)
+        return hasher
 
     @property
     def tail(self) -> HashTail:
@@ -186,7 +200,7 @@ class RequestHasher:
     @property
     def extra_keys(self) -> ExtraKeys:
         """The extra keys of the request."""
-        return self._keys.extra
+        return self._extra_keys
 
     @property
     def num_tokens(self) -> int:
@@ -201,6 +215,8 @@ class RequestHasher:
             InvalidArgument: the length of `packed` is not a multiple of four bytes; nothing is appended.
         """
         check_packed(packed)
+        if not self._digest:
+            return b""
         tokens = self._pending + packed
         full_blocks = (len(tokens) // TOKEN_BYTES - self._scheme.lookahead) // self._scheme.block_size
         if full_blocks <= 0:

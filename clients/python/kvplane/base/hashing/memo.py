@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple, TypeAlias
 
+from kvplane.base.hashing.extra_keys import RequestKeys
 from kvplane.base.hashing.hasher import HashScheme, HashTail, RequestHasher
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
@@ -40,7 +41,7 @@ class HashMemo:
             extra_keys: as of `RequestHasher`; only prompts with equal ones are continued.
 
         Raises:
-            InvalidArgument: as `RequestHasher` and its `append`.
+            InvalidArgument: as `RequestHasher.of_prompt` and `append`.
         """
         check_packed(packed)
         scheme = self._scheme
@@ -49,6 +50,7 @@ class HashMemo:
         known = self._find(beginning, packed)
         num_blocks = len(known.hashes) // scheme.digest.size
         tail = HashTail(num_blocks, known.hashes[-scheme.digest.size :]) if num_blocks else None
+        RequestKeys(extra_keys, scheme.block_size).check_prompt(len(packed) // TOKEN_BYTES)
         hasher = RequestHasher(scheme, extra_keys, tail)
         hashes = known.hashes + hasher.append(packed[num_blocks * stride :])
         if hashes:
