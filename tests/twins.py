@@ -1209,6 +1209,10 @@ TWINS: dict[str, Twin] = {
         "a slot of a disk proves a key only in the file in which it was written",
         (Patch("kvplane.base.stamp_table:StampTable.name_disks", all_alike),),
     ),
+    "stored incarnation forgotten": Twin(
+        "a session that states no incarnation leaves the known one",
+        (Patch(f"{SERVICE}.replicas.stamps:Contents.after", lambda _: lambda now, before: now),),
+    ),
     "keys are not compared with the prompt": Twin(
         "a request whose extra keys do not prove its content has no hashes",
         (Patch("kvplane.base.hashing.extra_keys:RequestKeys.check_prompt", answer(None)),),

@@ -189,7 +189,7 @@ class EngineLives:
         if stored is None:
             yield from self._replica.end_epoch(stamp_table)
         else:
-            self._contents = now
+            self._contents = now.after(stored.contents)
             self.recovering, self.recovered = None, stored
             stored.prove(self._replica, stored.shown_by(request, spec))
             self._came_back = spec.events
