@@ -1,6 +1,6 @@
 """Keys of one page memory never live on another one, whatever sessions state and however often the service restarts.
 
-The stamps of all memories here are equal, as when a service lost its store: only the incarnations tell them apart.
+The stamps of all memories here are equal, as when a service lost its store: only the incarnations distinguish them.
 """
 
 from __future__ import annotations
