@@ -56,7 +56,8 @@ class Registration:
 
     def agrees_with(self, other: Registration) -> bool:
         """Whether both registrations describe the same replica."""
-        return self == other and (self.plans == other.plans or not (self.plans and other.plans))
+        mine, others = (replace(one, spec=one.spec.normalized) for one in (self, other))
+        return mine == others and (self.plans == other.plans or not (self.plans and other.plans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +286,8 @@ def _difference(old: Registration, new: Registration) -> str:
     if old.namespace_digest != new.namespace_digest:
         return "another namespace_digest"
     for name in ReplicaSpec.__dataclass_fields__:
-        value = getattr(old.spec, name)
-        if value != getattr(new.spec, name):
+        value = getattr(old.spec.normalized, name)
+        if value != getattr(new.spec.normalized, name):
             return f"other groups ({len(value)})" if name == "groups" else f"{name} {value}"
     if old.plans != new.plans:
         return "another layout of its memory"

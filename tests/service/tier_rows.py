@@ -12,7 +12,6 @@ from kvplane.base.step import Admit, News, Part, RowFlag, Step
 from kvplane.v1.allocation_pb2 import RegisterReplicaRequest
 from kvplane.v1.replica_pb2 import ModelSource
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.setup import is_cached
 from kvplane_service.rpc.sources import plan_source
 from tests.core.builders import fake_digest
 
@@ -48,7 +47,7 @@ def rows_of_hit(model: str, length: int, on_device: Container[str] = (), tensor_
     digests = [fake_digest(number) for number in range(length // unit)]
     everything = Counter[int]()
     for number, group in enumerate(spec.groups):
-        if not is_cached(group):
+        if not group.is_cached:
             continue
         size = group.block_size // unit
         for index in range(size - 1, len(digests), size):

@@ -17,7 +17,7 @@ from kvplane_service.core.managers.questions import Need
 from kvplane_service.core.policies import make_pool, note_admitted
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.requests import FastPathBounds, Requests
-from kvplane_service.core.setup import hits_end_in_prompt, is_cached, replay_boundaries, states_for_drafts
+from kvplane_service.core.setup import hits_end_in_prompt, replay_boundaries, states_for_drafts
 from kvplane_service.core.tiers.tiers import Tiers
 
 NO_HIT = Hit(0, 0, ())
@@ -101,7 +101,7 @@ class Coordinator:
         self.boundaries = CheckpointRule.of(spec, spec.groups[0])  # of any group: only `last_boundary` is used
         self._checkpoints = tuple(CheckpointRule.of(spec, group) for group in spec.groups if _has_aligned_states(group))
         self.checkpoints_single_group_hits = any(group.checkpoints_single_group_hits for group in spec.groups)
-        self.caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
+        self.caching = tuple(manager for manager in self.managers if manager.spec.is_cached)
         # An allocation changes no other bound of these groups' fast path.
         self._only_tables_grow = all(
             group.kind in (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SLIDING_WINDOW)

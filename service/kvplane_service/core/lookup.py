@@ -13,7 +13,6 @@ from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import KeyIndex, Query
-from kvplane_service.core.setup import is_cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class PrefixLookup:
         self.index = index
         self._spec = spec
         self._managers = managers
-        self._classes = _classes(managers)
+        self._classes = _classes(spec, managers)
 
     def find(self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int, longest: int = FOREVER) -> Hit:
         """Find the longest prefix of at most `longest` tokens that is cached in every group.
@@ -198,14 +197,14 @@ class Search:
         return Hit(length, single_group_hit, tuple(self.row(group) for group in range(self._lookup.num_groups)))
 
 
-def _classes(managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:
+def _classes(spec: ReplicaSpec, managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:
     """Make the look-up classes of the groups that can be cached. Full attention comes first, since its hit limits all
     others.
     """
     members: dict[int, list[GroupManager]] = {}
-    for manager in managers:
-        if is_cached(manager.spec):
-            members.setdefault(manager.spec.lookup_class, []).append(manager)
+    for manager, number in zip(managers, spec.lookup_classes, strict=True):
+        if manager.spec.is_cached:
+            members.setdefault(number, []).append(manager)
     classes = [
         LookupClass(
             tuple(one.group for one in same),

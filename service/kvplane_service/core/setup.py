@@ -19,7 +19,6 @@ _SPLIT_KINDS = (
     GroupKind.SLIDING_WINDOW_MLA,
     GroupKind.MAMBA,
 )
-_NEVER_CACHED = (GroupKind.CROSS, GroupKind.RING)
 
 
 def check_spec(spec: ReplicaSpec) -> None:
@@ -35,6 +34,7 @@ def check_spec(spec: ReplicaSpec) -> None:
     _check_retention(spec)
     if spec.enable_caching:
         _check_drafts(spec)
+        _check_classes(spec)
     check_tiers(spec)
     _check_split(spec)
     HashScheme.of(spec)
@@ -44,22 +44,14 @@ def check_spec(spec: ReplicaSpec) -> None:
     )
 
 
-def is_cached(group: GroupSpec) -> bool:
-    """Whether look-ups can find blocks of the group."""
-    if group.kind is GroupKind.MAMBA:
-        return group.mamba_mode is MambaMode.ALIGN
-    return group.kind not in _NEVER_CACHED
-
-
 def _check_sizes(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
     _require(
         spec.max_model_len <= MAX_TABLE_ENTRIES * group.block_size,
         f"{name}.block_size",
         f"a request of {spec.max_model_len} tokens would have a table of more than {MAX_TABLE_ENTRIES} blocks",
     )
-    scratch = (group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.NONE) or group.kind in _NEVER_CACHED
     _require(
-        scratch or spec.scheduler_block_size % group.block_size == 0,
+        not group.is_cached or spec.scheduler_block_size % group.block_size == 0,
         f"{name}.block_size",
         f"{group.block_size} does not divide scheduler_block_size {spec.scheduler_block_size}",
     )
@@ -83,7 +75,7 @@ def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
         f"{name}.checkpoints_single_group_hits",
         "a state inside a block needs partial_hits, a group that drops_last_block, and prefill_lookahead of 0 or 1",
     )
-    if not is_cached(group):
+    if not group.is_cached:
         return
     _require(
         group.block_size % spec.hash_block_size == 0,
@@ -108,6 +100,19 @@ def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
         "partial_hits",
         f"{name} looks up whole blocks of {group.block_size}; hits inside a block need every group to take part",
     )
+
+
+def _check_classes(spec: ReplicaSpec) -> None:
+    """All groups of a class are looked up by the rule of the first one: one of another form would hit what it lacks."""
+    first: dict[int, int] = {}
+    for number, (group, one) in enumerate(zip(spec.groups, spec.lookup_classes, strict=True)):
+        other = first.setdefault(one, number)
+        if group.is_cached and group.lookup_form != spec.groups[other].lookup_form:
+            raise InvalidArgument(
+                f"{group.lookup_class} is also the class of groups[{other}], which has another format",
+                field=f"groups[{number}].lookup_class",
+                remedy="give groups of one class equal kinds, blocks, windows and chunks, or leave 0 in all groups",
+            )
 
 
 def _check_retention(spec: ReplicaSpec) -> None:

@@ -18,7 +18,6 @@ from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
 from kvplane_service.core.interface import GroupView
-from kvplane_service.core.setup import is_cached
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.decisions.ghost import SIZES
 from kvplane_service.registry import Entry, Registry
@@ -76,7 +75,7 @@ def _by_kind(host: ReplicaHost, value: Callable[[GroupView], float]) -> Values:
 
 def _queried(host: ReplicaHost) -> Values:
     queried = host.replica.counters.queried_tokens
-    return _by_kind(host, lambda group: queried if is_cached(group.spec) else 0)
+    return _by_kind(host, lambda group: queried if group.spec.is_cached else 0)
 
 
 def _hit(host: ReplicaHost) -> Values:

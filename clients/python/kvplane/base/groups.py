@@ -7,7 +7,7 @@ the groups from the layer formats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from kvplane.base.errors import InvalidArgument
@@ -159,6 +159,12 @@ class TierSpec:
 
 
 DENSE_RETENTION = -1
+_LOOKED_UP_AS = {
+    GroupKind.MLA: GroupKind.FULL_ATTENTION,
+    GroupKind.SINK_FULL: GroupKind.FULL_ATTENTION,
+    GroupKind.R_SWA: GroupKind.FULL_ATTENTION,
+    GroupKind.SLIDING_WINDOW_MLA: GroupKind.SLIDING_WINDOW,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,8 @@ class GroupSpec:
         admission_cap_blocks: most blocks that one request holds at once, used by admissions that require free blocks
             for the whole request; 0 = no cap.
         zero_new_blocks: the pages of newly allocated blocks must be zeroed before use.
-        lookup_class: a number; groups with the same number have equal layer formats and one common cache look-up.
+        lookup_class: a number; groups with the same number have equal layer formats and one common cache look-up. 0 in
+            all groups, where formats differ: unset, see `ReplicaSpec.lookup_classes`.
         layer_names: names of the layers, in model order; information only.
         page_bytes: bytes of one block over all layers of the group; information only.
         extra_retained_tokens: window kinds: tokens below the window whose blocks are kept for a prefill with drafts.
@@ -207,6 +214,23 @@ class GroupSpec:
     extra_retained_tokens: int = 0
     checkpoint_alignment: int = 0
     checkpoints_single_group_hits: bool = False
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether look-ups can find blocks of the group."""
+        if self.kind is GroupKind.MAMBA:
+            return self.mamba_mode is MambaMode.ALIGN
+        return self.kind not in (GroupKind.CROSS, GroupKind.RING)
+
+    @property
+    def lookup_form(self) -> tuple[object, ...]:
+        """What the look-up of a group depends on, as far as groups with one look-up must not differ in it.
+
+        Whether the last matched block is left out is no part of it: then it is left out for all of them. Nor is what
+        decides how many blocks a group keeps: a joint look-up needs a block of every group.
+        """
+        kind = _LOOKED_UP_AS.get(self.kind, self.kind)
+        return kind, self.block_size, self.window * (kind is GroupKind.SLIDING_WINDOW), self.chunk
 
     @property
     def checkpoint_blocks(self) -> int:
@@ -329,6 +353,20 @@ class ReplicaSpec:
     def hit_alignment(self) -> int:
         """The number of tokens of which every cache hit's length is a multiple."""
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
+
+    @property
+    def lookup_classes(self) -> tuple[int, ...]:
+        """The look-up class of each group, in order of their first groups: as stated, or if all are 0, one per form."""
+        cached = [group for group in self.groups if group.is_cached]
+        stated, numbers = any(group.lookup_class for group in cached), dict[object, int]()
+        names = [(group.lookup_class if stated else group.lookup_form, group.is_cached) for group in self.groups]
+        return tuple(numbers.setdefault(name if name[1] else None, len(numbers)) for name in names)
+
+    @property
+    def normalized(self) -> ReplicaSpec:
+        """The spec with `lookup_classes`: equal for specs that state the same classes in other ways."""
+        classed = zip(self.groups, self.lookup_classes, strict=True)
+        return replace(self, groups=tuple(replace(group, lookup_class=number) for group, number in classed))
 
     @property
     def num_stamps(self) -> int:

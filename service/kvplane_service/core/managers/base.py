@@ -21,7 +21,6 @@ from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.eviction import note_copied, split_left
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
-from kvplane_service.core.setup import is_cached
 
 NOT_TRACKED = -1
 FOREVER = 1 << 62
@@ -44,8 +43,9 @@ class GroupManager(ABC):
         self.pool = setup.pool
         self.requests = setup.requests
         self.orders = setup.orders
-        joint = [group for group in setup.replica.groups if group.lookup_class == setup.spec.lookup_class]
-        self.drops_last_block = any(group.drops_last_block for group in joint)
+        classes = setup.replica.lookup_classes
+        joint = zip(setup.replica.groups, classes, strict=True)
+        self.drops_last_block = any(one.drops_last_block for one, number in joint if number == classes[self.group])
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
@@ -222,9 +222,10 @@ class GroupManager(ABC):
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
         """Return the table with null blocks where no block is needed any more; None if a needed block is missing."""
-        first = max(self.skipped_tokens(at.computed), 0) // self.block_size
-        if len(table) < self._blocks_for(at.computed) or NULL_BLOCK in table[first:]:
+        read, first = self.first_read(at.computed), max(self.skipped_tokens(at.computed), 0) // self.block_size
+        if len(table) < self._blocks_for(at.computed) or NULL_BLOCK in table[read:]:
             return None
+        first = max(first, *(index + 1 for index in range(read) if table[index] == NULL_BLOCK), 0)
         return [NULL_BLOCK] * first + table[first:]
 
     def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
@@ -235,7 +236,7 @@ class GroupManager(ABC):
         """
         del at
         digests = self.requests.content[slot].digests
-        known = is_cached(self.spec) and (index + 1) * self.block_size <= len(digests) * self.hash_size
+        known = self.spec.is_cached and (index + 1) * self.block_size <= len(digests) * self.hash_size
         return self._digest(digests, index) if known else b""
 
     def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int | None) -> None:
@@ -272,7 +273,7 @@ class GroupManager(ABC):
         count, rest = divmod(num_tokens, self.hash_size)
         in_block = index * self.block_size < num_tokens <= (index + 1) * self.block_size
         known = not rest and 0 < count <= len(self.requests.content[slot].digests)
-        return is_cached(self.spec) and in_block and known and key == self.key(slot, count)
+        return self.spec.is_cached and in_block and known and key == self.key(slot, count)
 
     # -- window ------------------------------------------------------------------------------------------------------
 
@@ -280,6 +281,10 @@ class GroupManager(ABC):
         """Return the number of leading tokens that the token after `num_computed` tokens does not attend to."""
         del num_computed
         return 0
+
+    def first_read(self, num_computed: int) -> int:
+        """Return the index of the first block that the token after `num_computed` tokens needs; others may be kept."""
+        return max(self.skipped_tokens(num_computed), 0) // self.block_size
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
         """Release the blocks that no later token attends to.
@@ -418,12 +423,9 @@ class GroupManager(ABC):
         return self.block_size
 
     def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
-        """Yield the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, and that a hit of `found`
-        tokens may not need.
-        """
+        """Yield the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, not one of `found`."""
         del found
-        first = max(self.skipped_tokens(wanted), 0) // self.block_size
-        for index in range(first, self._blocks_for(wanted)):
+        for index in range(self.first_read(wanted), self._blocks_for(wanted)):
             yield min((index + 1) * self.block_size, wanted)
 
     def may_have_keys(self, count: int) -> bool:
@@ -442,11 +444,8 @@ class GroupManager(ABC):
         return hit[-1] == NULL_BLOCK or self.pool.key_step[hit[-1]] < self.pool.step
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the table still has all blocks that are needed to compute the tokens after the first `num_computed`
-        again.
-        """
-        first = max(self.skipped_tokens(num_computed), 0) // self.block_size
-        return NULL_BLOCK not in self.table[slot][first:]
+        """Whether the table still has all blocks that the tokens after the first `num_computed` need again."""
+        return NULL_BLOCK not in self.table[slot][self.first_read(num_computed) :]
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """Prepare to compute the tokens after the first `num_computed` again.

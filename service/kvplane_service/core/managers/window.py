@@ -36,6 +36,10 @@ class SlidingWindowManager(GroupManager):
         """Return the number of leading tokens outside the window of the next token."""
         return max(0, num_computed - self._margin)
 
+    def first_read(self, num_computed: int) -> int:
+        """Return the index of the first block inside the window: a hit has none of the blocks retained before it."""
+        return max(0, num_computed - self._window + 1) // self.block_size
+
     def window_bound(self, slot: int, num_processed: int) -> int:
         """Return the number of processed tokens at which the next block leaves the window."""
         del slot
@@ -82,7 +86,8 @@ class SlidingWindowManager(GroupManager):
             run += 1
             if run >= needed:
                 return found, index, index + run
-        return found, 0, self._align(run)
+        # The run ends where a hit may end, or with the block behind it that is left out: aligned, a hit would be lost.
+        return found, 0, run if self._safe else self._align(run)
 
     def _align(self, num_blocks: int) -> int:
         while num_blocks * self.block_size % self.replica.hit_alignment != 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.requests import Requests
-from kvplane_service.core.setup import is_cached
 
 
 def blocks_of_hit(spec: ReplicaSpec, num_tokens: int) -> list[int]:
@@ -15,7 +14,7 @@ def blocks_of_hit(spec: ReplicaSpec, num_tokens: int) -> list[int]:
     """
     return [
         num_tokens // manager.block_size - max(manager.skipped_tokens(num_tokens), 0) // manager.block_size
-        if is_cached(manager.spec)
+        if manager.spec.is_cached
         else 0
         for manager in Coordinator(spec, Requests()).managers
     ]
@@ -30,7 +29,7 @@ def blocks_kept(spec: ReplicaSpec, num_tokens: int, chunk_tokens: int) -> list[i
     kept = []
     for manager in Coordinator(spec, Requests()).managers:
         count, size = 0, manager.block_size
-        for start in range(0, num_tokens if is_cached(manager.spec) else 0, chunk_tokens):
+        for start in range(0, num_tokens if manager.spec.is_cached else 0, chunk_tokens):
             first, last = start // size, min(start + chunk_tokens, num_tokens) // size
             mask = manager.reachable_blocks(first, last, [num_tokens])
             mask = [True] * (last - first) if mask is None else mask

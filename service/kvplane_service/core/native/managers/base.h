@@ -248,8 +248,9 @@ class GroupManager {
         return hit.back() == kNullBlock || pool.key_step[hit.back()] < pool.step;
     }
 
+    virtual Int FirstRead(Int num_computed) const { return std::max<Int>(SkippedTokens(num_computed), 0) / block_size; }
     virtual bool CanRewind(Int slot, Int num_computed) const {
-        const Int first = std::max<Int>(SkippedTokens(num_computed), 0) / block_size;
+        const Int first = FirstRead(num_computed);
         const BlockList& blocks = table[slot];
         for (size_t i = static_cast<size_t>(first); i < blocks.size(); ++i) {
             if (blocks[i] == kNullBlock) return false;

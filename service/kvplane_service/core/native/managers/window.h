@@ -13,6 +13,9 @@ class SlidingWindowManager final : public GroupManager {
           margin_(spec.window - 1 + spec.extra_retained_tokens) {}
 
     Int SkippedTokens(Int num_computed) const override { return std::max<Int>(0, num_computed - margin_); }
+    Int FirstRead(Int num_computed) const override {
+        return std::max<Int>(0, num_computed - spec.window + 1) / block_size;
+    }
 
     Int WindowBound(Int, Int num_processed) const override {
         return (SkippedTokens(num_processed) / block_size + 1) * block_size + margin_;
@@ -80,7 +83,7 @@ class SlidingWindowManager final : public GroupManager {
             }
         }
         *start = 0;
-        *end = Align(run);
+        *end = replica.safe ? run : Align(run);
     }
 
     Int Align(Int num_blocks) const {
