@@ -172,9 +172,13 @@ class _Chunked(_Rule):
     form = native.CHUNKED
 
     def _length(self, column: Column, limit: int, query: Query) -> int:
-        chunk = self.spec.chunk
-        first = max(query.max_tokens, 0) // chunk * chunk // self.block_size
-        return (first + _run(self._blocks(column, limit)[first:])) * self.block_size
+        chunk, size, blocks = self.spec.chunk, self.block_size, self._blocks(column, limit)
+        while True:
+            first = len(blocks) * size // chunk * chunk // size
+            end = first + _run(blocks[first:])
+            if end * size // chunk * chunk // size == first:
+                return end * size
+            blocks = blocks[:end]  # it ends in an earlier chunk
 
 
 class _State(_Rule):

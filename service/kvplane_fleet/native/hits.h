@@ -135,7 +135,7 @@ class Search {
         switch (one.kind) {
             case kFull: return Full(one, column, limit, drop);
             case kWindow: return Window(one, column, limit, drop);
-            case kChunked: return Chunked(one, column, limit, max_tokens);
+            case kChunked: return Chunked(one, column, limit);
             default: return State(one, column, limit);
         }
     }
@@ -191,9 +191,15 @@ class Search {
         return end * one.block_size;
     }
 
-    Int Chunked(const LookupClass& one, const Runs& column, Int limit, Int max_tokens) const {
-        const Int first = std::max<Int>(max_tokens, 0) / one.chunk * one.chunk / one.block_size;
-        return EndFrom(Blocks(one, column, limit), first) * one.block_size;
+    Int Chunked(const LookupClass& one, const Runs& column, Int limit) const {
+        const Runs blocks = Blocks(one, column, limit);
+        const auto first_of = [&](Int end) { return end * one.block_size / one.chunk * one.chunk / one.block_size; };
+        Int end = limit / one.block_size;
+        while (true) {
+            const Int first = first_of(end);
+            end = std::min(end, EndFrom(blocks, first));
+            if (first_of(end) == first) return end * one.block_size;
+        }
     }
 
     Int State(const LookupClass& one, const Runs& column, Int limit) const {

@@ -31,15 +31,21 @@ class ChunkedLocalManager(GroupManager):
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Find a prefix: null blocks for all chunks but the last one, then the cached blocks of the last chunk up to a
         missing one.
+
+        Where blocks do not divide chunks, this prefix may end in an earlier chunk, inside whose first block that chunk
+        begins: it is searched again, as a prefix of this length. vLLM takes it without those blocks.
         """
         size = self.block_size
-        first = self.skipped_tokens(max(query.max_tokens, 0)) // size
-        limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
-        rows = [[NULL_BLOCK] * first for _ in query.groups]
-        for index in range(first, limit):
-            blocks = query.find(self._digest(query.digests, index))
-            if blocks is None:
-                break
-            for row, block in zip(rows, blocks, strict=True):
-                row.append(block)
-        return rows, len(rows[0]) * size
+        end = min(query.max_tokens, len(query.digests) * self.hash_size) // size
+        while True:
+            first = max(self.skipped_tokens(end * size), 0) // size
+            rows = [[NULL_BLOCK] * first for _ in query.groups]
+            for index in range(first, end):
+                blocks = query.find(self._digest(query.digests, index))
+                if blocks is None:
+                    break
+                for row, block in zip(rows, blocks, strict=True):
+                    row.append(block)
+            end = len(rows[0])
+            if self.skipped_tokens(end * size) // size == first:
+                return rows, end * size
