@@ -659,6 +659,44 @@ def limit_what_is_read(real: Real) -> Real:
     )
 
 
+def classes_as_stated(_: Real) -> Real:
+    """Groups whose look-up class is not stated are looked up by the rule of the first one."""
+    return lambda self: tuple(group.lookup_class for group in self.groups)
+
+
+def chunk_of_the_longest_hit(_: Real) -> Real:
+    """As vLLM: blocks of the chunk of the longest possible hit, also where the hit ends in an earlier chunk."""
+
+    def find(self: Any, query: Any) -> tuple[list[list[int]], int]:
+        size = self.block_size
+        first = self.skipped_tokens(max(query.max_tokens, 0)) // size
+        rows = [[0] * first for _ in query.groups]
+        for index in range(first, min(query.max_tokens, len(query.digests) * self.hash_size) // size):
+            blocks = query.find(self._digest(query.digests, index))
+            if blocks is None:
+                break
+            for row, block in zip(rows, blocks, strict=True):
+                row.append(block)
+        return rows, len(rows[0]) * size
+
+    return find
+
+
+def align_what_is_left_out(real: Real) -> Real:
+    """As vLLM: of a run from the first block on, the end is aligned before a block is left out, and behind that."""
+
+    def find_run(self: Any, query: Any) -> tuple[dict[int, list[int]], int, int]:
+        found, first, end = real(self, query)
+        return found, first, self._align(end) if first == 0 else end
+
+    return find_run
+
+
+def need_what_is_retained(real: Real) -> Real:
+    """A request needs the blocks that are retained before its window, which no hit has."""
+    return lambda self, num_computed: self.skipped_tokens(num_computed) // self.block_size
+
+
 def keep_copy_of_evicted_state(_: Real) -> Real:
     """A running state is copied before it is overwritten, although its key has gone."""
 
@@ -999,6 +1037,25 @@ TWINS: dict[str, Twin] = {
     "limit of a hit counts what is left out": Twin(
         "a limit equal to the length of a hit finds this hit",
         (Patch(f"{CORE}.lookup:PrefixLookup.find", limit_what_is_read),),
+    ),
+    "classes as stated": Twin(
+        "groups of different formats are looked up each by its own rule, whatever classes are stated",
+        (
+            Patch("kvplane.base.groups:ReplicaSpec.lookup_classes", classes_as_stated),
+            Patch(f"{CORE}.setup:_check_classes", do_nothing),
+        ),
+    ),
+    "chunk of the longest hit": Twin(
+        "a hit has the blocks of the chunk in which it ends",
+        (Patch(f"{CORE}.managers.chunked:ChunkedLocalManager.find", chunk_of_the_longest_hit),),
+    ),
+    "end aligned twice": Twin(
+        "a limit equal to the length of a hit finds this hit",
+        (Patch(f"{CORE}.managers.window:SlidingWindowManager._find_run", align_what_is_left_out),),
+    ),
+    "retained blocks needed": Twin(
+        "a hit needs no block before the window",
+        (Patch(f"{CORE}.managers.window:SlidingWindowManager.first_read", need_what_is_retained),),
     ),
     "keys under a state": Twin(
         "a superblock that is taken for a state, or cut, loses the keys of all its blocks",

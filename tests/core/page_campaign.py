@@ -1,7 +1,8 @@
 """`python -m tests.core.page_campaign --runs N --base S`: random engines on every mix, and the cells that they reached.
 
 Exit 1 when a run breaks a rule, or when a cell that can be reached was reached fewer than 100 times (in proportion less
-for fewer than 20,000 runs). `--twins` says within how many seeds each planted fault is found.
+for fewer than 20,000 runs). `--twins` says within how many seeds each planted fault is found. `--specs N` plays N
+random specs instead (`spec_campaign`), with a table of what was refused, accepted and hit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections import Counter
 from functools import partial
 
+from tests.core import spec_campaign
 from tests.core.permissions import LEAST, Cell, Cells, cells
 from tests.core.test_page_contents import ALL_MIXES, SPLIT_MIXES, run
 from tests.twins import weakened
@@ -88,9 +90,15 @@ def main() -> None:
     parser.add_argument("--base", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--twins", action="store_true")
+    parser.add_argument("--specs", type=int, default=0)
     chosen = parser.parse_args()
+    if chosen.specs:
+        sys.exit(not spec_campaign.main(range(chosen.base, chosen.base + chosen.specs), chosen.jobs))
     if chosen.twins:
         found = {twin: seeds_until_found(twin, chosen.base) for twin in (*PLANTED, *SPLIT_PLANTED)}
+        found |= {
+            twin: spec_campaign.specs_until_found(twin, MOST_SEEDS, chosen.base) for twin in spec_campaign.PLANTED
+        }
         for twin, seed in found.items():
             print(f"{twin}: {f'{seed} seeds' if seed else f'not within {MOST_SEEDS}'}", flush=True)
         sys.exit(not all(found.values()))

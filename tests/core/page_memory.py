@@ -14,7 +14,7 @@ from kvplane.base.checkpoints import CheckpointRule
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Orders
 
-SCRATCH = (GroupKind.MAMBA, GroupKind.RING)  # no slot per token
+SCRATCH = (GroupKind.MAMBA, GroupKind.RING, GroupKind.CROSS)  # no slot per token
 
 
 class WrongPage(AssertionError):
@@ -98,7 +98,7 @@ class Row:
         begin, stop = self.bounds
         for group, table in zip(spec.groups, self.tables, strict=True):
             size = group.block_size
-            if group.kind is GroupKind.RING:
+            if group.kind in (GroupKind.RING, GroupKind.CROSS):
                 used.update(table)
             elif group.kind is GroupKind.MAMBA:  # from the state before it up to those of its last drafts
                 used.update(table[max(0, begin - 1) // size :])
@@ -189,6 +189,7 @@ class Memory:
                 block = tables[number][(end - 1) // group.block_size]
                 if is_last:
                     self._put(number, block, 0, script[:end])
+            if group.kind in SCRATCH:
                 continue
             for at in range(first, end):
                 block = self._block(tables[number], at, group)
@@ -262,7 +263,7 @@ class Memory:
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.MAMBA:
                 self._write_states(number, group, row, good)
-            elif group.kind is not GroupKind.RING:
+            elif group.kind not in SCRATCH:
                 self._write_attention(number, group, row, good)
 
     def _write_states(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
@@ -329,7 +330,7 @@ def _sees_ahead(group: GroupSpec) -> int:
 
 def first_seen(group: GroupSpec, at: int) -> int:
     """First token that the token at this position attends to."""
-    if group.kind is GroupKind.SLIDING_WINDOW:
+    if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA):
         return max(0, at - group.window + 1)
     if group.kind is GroupKind.CHUNKED_LOCAL:
         return at // group.chunk * group.chunk

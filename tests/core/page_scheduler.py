@@ -376,14 +376,7 @@ class RandomScheduler(Answers):
         for slot in SLOTS:
             if slot in self.requests or not self._chance(40):
                 continue
-            script = self._head() + "".join(self.rng.choices("ab", k=LONGEST))
-            limit = self.rng.randint(24 if self.decodes else 4, 46)
-            domain = OTHER if self._chance(15) else ""
-            script = script[:LONGEST].upper() if domain else script[:LONGEST]
-            known = self.rng.randint(2, 10) if self.decodes else self.rng.randint(limit // 2, limit - 1)
-            if self.repeats and self.digests and self._chance(self.repeats):
-                script, domain = self.rng.choice(list(self.digests)[-2:])
-                known = self.rng.randint(2, limit - 1)
+            script, domain, known, limit = self._draw_request()
             self.stays += 1
             self.digests[script, domain] = self.texts.learn(script, domain)
             request = self.requests[slot] = Request((slot, self.stays), script, known, limit, domain)
@@ -401,6 +394,18 @@ class RandomScheduler(Answers):
             else:
                 news.tokens += tokens(script[:known].lower())
         return news
+
+    def _draw_request(self) -> tuple[str, str, int, int]:
+        """Text and domain of a new request, its tokens so far and when it ends."""
+        script = self._head() + "".join(self.rng.choices("ab", k=LONGEST))
+        limit = self.rng.randint(24 if self.decodes else 4, 46)
+        domain = OTHER if self._chance(15) else ""
+        script = script[:LONGEST].upper() if domain else script[:LONGEST]
+        known = self.rng.randint(2, 10) if self.decodes else self.rng.randint(limit // 2, limit - 1)
+        if self.repeats and self.digests and self._chance(self.repeats):
+            script, domain = self.rng.choice(list(self.digests)[-2:])
+            known = self.rng.randint(2, limit - 1)
+        return script, domain, known, limit
 
     def _head(self) -> str:
         return self.rng.choice(HEADS)
