@@ -1,4 +1,4 @@
-"""vLLM's schedulers with kvplane's allocator: the classes to give to `--scheduler-cls`.
+"""vLLM's schedulers with kvplane's allocator. `Scheduler` is the class to give to `--scheduler-cls`.
 
 `--additional-config '{"kvplane": {...}}'` has the options (`options`).
 """
@@ -17,6 +17,7 @@ from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvplane_service.core.replica import Replica
 from kvplane_vllm import connectors
 from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
@@ -95,6 +96,18 @@ class OnKvplane:
             self.kv_cache_manager.executed = 0
             # Without drafts, only a failed load or a session sets a request back; its next row reports that.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
+        logger.info("kvplane decides: %s", self._description(chosen))
+
+    def _description(self, chosen: dict[str, str]) -> str:
+        core = "vLLM's own manager"
+        if self.on_service is not None:
+            core = "of the service"
+        elif self._managed:
+            core = "Python" if type(self.kv_cache_manager.replica) is Replica else "compiled"
+        service = f"{chosen['address']} (replica {chosen['replica']})" if "address" in chosen else "none"
+        parts = {"mode": chosen.get("mode", "inprocess"), "core": core, "service": service}
+        parts |= {"pages": chosen.get("pages", "own"), "scheduler": type(self).__name__}
+        return ", ".join(f"{name} {value}" for name, value in parts.items())
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
         """See vLLM's scheduler. The output also has the number of its step."""
@@ -153,8 +166,14 @@ class OnKvplane:
 
 
 class Scheduler(OnKvplane, module.Scheduler):
-    """vLLM's scheduler with kvplane's allocator."""
+    """vLLM's scheduler with kvplane's allocator: the asynchronous one where vLLM's configuration has that."""
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **options: Any) -> Scheduler:
+        """Return an object of the class that the configuration selects, which `__init__` then builds."""
+        del args, options
+        is_async = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
+        return object.__new__(AsyncScheduler if is_async else cls)
 
 
-class AsyncScheduler(OnKvplane, async_scheduler.AsyncScheduler):
+class AsyncScheduler(Scheduler, async_scheduler.AsyncScheduler):
     """vLLM's scheduler for async scheduling with kvplane's allocator."""

@@ -31,7 +31,7 @@ from kvplane_worker.memory import free_bytes
 from kvplane_worker.ops.select import Choice
 from kvplane_worker.rpc import wire
 from kvplane_worker.rpc.callers import Caller
-from kvplane_worker.tiers import Movers
+from kvplane_worker.tiers import Movers, use_of
 
 MAX_THREADS = 8
 THREADS_FOR_CLAIMS = 2
@@ -162,7 +162,7 @@ class WorkerServicer:
             attached_pid=self.attached_pid,
             staging_rows=[served.holdings.rows(group) for group in groups],
             busy=wire.encode_blocks(list(dict.fromkeys(chain(*list(self._accepted), self._loaded())))),
-            tiers=wire.encode_tiers(served.movers.tiers) if served.movers is not None else (),
+            tiers=_tiers_of(served.movers),
         )
 
     def _loaded(self) -> tuple[int, ...]:
@@ -286,3 +286,12 @@ class WorkerServicer:
                 field="token",
                 remedy="send the content of the file 'token' in the worker's directory",
             )
+
+
+def _tiers_of(movers: Movers | None) -> list[pb.WorkerTier]:
+    """Return the messages of a worker's tiers. Not in `wire`, which engines import: tiers need packages of a worker."""
+    tiers = enumerate(movers.tiers if movers is not None else ())
+    return [
+        client_wire.encode_tier_use(pb.WorkerTier, use_of(one), f"tiers[{number}]", num_blocks=one.spec.num_blocks)
+        for number, one in tiers
+    ]

@@ -1,4 +1,4 @@
-"""Conversion between the messages of kvplane.v1.Worker and the worker's own types."""
+"""Conversion between the messages of kvplane.v1.Worker and the worker's own types, for workers and engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvplane.wire.columns import U32, pack, unpack
 from kvplane.wire.spec import decode_enum
 from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
-from kvplane_worker.tiers import Slots, use_of
 from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
@@ -95,14 +94,6 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
         message.part,
         message.load_after,
     )
-
-
-def encode_tiers(tiers: Sequence[Slots]) -> list[pb.WorkerTier]:
-    """Return the messages of a worker's tiers."""
-    return [
-        wire.encode_tier_use(pb.WorkerTier, use_of(tier), f"tiers[{number}]", num_blocks=tier.spec.num_blocks)
-        for number, tier in enumerate(tiers)
-    ]
 
 
 def encode_transferred(outcome: Outcome) -> pb.TransferResponse:

@@ -1,0 +1,20 @@
+"""The entry point `vllm.general_plugins`: each process of vLLM calls it where kvplane is installed."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+
+TESTED = "0.33"
+
+logger = logging.getLogger("vllm.kvplane")  # with the handlers of vLLM
+
+
+def check() -> None:
+    """Warn of a version of vLLM for which this adapter is not made: a name that changed may end the engine later.
+
+    Changes nothing, and also runs in engines that do not use kvplane.
+    """
+    found = version("vllm")
+    if found.split(".")[:2] != TESTED.split("."):
+        logger.warning("kvplane_vllm is made for vLLM %s, this is %s: leave kvplane's classes out", TESTED, found)
