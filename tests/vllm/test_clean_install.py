@@ -65,7 +65,7 @@ def python(tmp_path_factory):
     subprocess.run([*pip, "-q", "--python", str(made), "install", "--no-deps", str(wheel)], check=True)
     (site,) = (folder / "env" / "lib").glob("python3.*/site-packages")
     (source,) = (environment.FOLDER / "lib").glob("python3.*/site-packages")
-    found = {canonicalize_name(one.name): one for one in distributions(path=[str(source)])}
+    found = {str(canonicalize_name(one.name)): one for one in distributions(path=[str(source)])}
     (ours,) = distributions(path=[str(site)], name="kvplane")
     wanted = [Requirement(text) for text in ours.requires or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": "vllm"})]

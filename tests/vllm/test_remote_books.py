@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
-from kvplane.base.step import Admit, AdmitStatus, End, Run, Step
+from kvplane.base.step import Admit, AdmitStatus, End, Orders, Run, Step
 from kvplane_service.core.replica import Replica
+from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.remote.books import Books
 
 BLOCK = 4
@@ -201,3 +203,93 @@ def test_a_new_session_knows_nothing():
     assert engine.books.lost == [b, a], "the last one returns to the queue first"
     assert not engine.books.entries
     assert engine.books.begin_facts()[1].is_empty
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_removals_without_an_answer_are_sent_again_in_a_new_session(is_answered):
+    engine, books = Engine(), Engine().books
+    books.evict([3])
+    books.reset()
+    if is_answered:
+        engine.books = books
+        engine.send()
+    else:
+        books.end_facts(*books.begin_facts(), [])  # the message, or its answer, is lost
+    books.evict([5])
+    books.forget([])
+    rows, program = books.begin_facts()
+    books.end_facts(rows, program, [])
+    cache = program.parts()[0].cache
+    assert (cache.evicted, cache.reset) == (([5], False) if is_answered else ([3, 5], True))
+
+
+def test_copies_without_a_launch_are_taken_back_with_the_keys_of_their_targets(engine):
+    books = engine.books
+    books.page_orders.add(Orders(copy_src=[3], copy_dst=[6], copy_group=[0]))
+    books.give_up_copies()
+    assert books.page_orders.take_copies() == []
+    assert books.in_doubt
+    engine.send()
+    assert engine.sent[-1].parts[0].cache.evicted == [6]
+
+
+def test_requests_hold_blocks_until_they_leave(engine):
+    a = request("a", 16)
+    assert not engine.books.is_held
+    engine.send(admit=[a])
+    engine.use(a)
+    assert engine.books.is_held
+    engine.books.free(a, End.FREE)
+    assert not engine.books.is_held
+
+
+def test_the_hold_begins_at_the_first_grant_that_was_not_used(engine):
+    """Two answers granted tokens to one request, and no launch used them: the first one is not executed either."""
+    a = request("a", 24)
+    engine.send(admit=[a], cap=8)
+    engine.use(a)
+    for _ in range(2):
+        books = engine.books
+        rows, program = books.begin_facts()
+        books.end_facts(rows, program, [])
+        entry = books.entries["a"]
+        program.run, program.rows.run = [entry], Run([entry.slot], cap=[4])
+        engine.seq += 1
+        step = Step(engine.replica.coordinator.pool.epoch, engine.seq, program.parts(), executed_through=1)
+        books.take(program, engine.replica.apply(step))
+    engine.use()
+    engine.send(run=[a])
+    assert engine.sent[-1].executed_through == 1
+
+
+def test_orders_of_several_steps_end_as_if_carried_out_one_after_the_other():
+    """A launch zeroes first and reads all sources before it writes a target, so a copy of a copy reads its origin."""
+    rng = random.Random(1)
+    for _ in range(300):
+        wanted = {block: f"content {block}" for block in range(12)}
+        merged, read = PageOrders(), set[int]()
+        pages = dict(wanted)
+        for _ in range(rng.randint(1, 4)):
+            orders = Orders()
+            for block in rng.sample(sorted(set(wanted) - read), 2):
+                orders.zero_block.append(block)
+                orders.zero_group.append(0)
+                wanted[block] = "zero"
+            for _ in range(rng.randint(0, 2)):
+                source, target = rng.sample(range(12), 2)
+                orders.copy_src.append(source)
+                orders.copy_dst.append(target)
+                orders.copy_group.append(0)
+                wanted[target] = wanted[source]
+                read |= {source, target}  # a copy holds its blocks until a launch has carried it out
+            merged.add(orders)
+        pages |= dict.fromkeys(merged.take_zeroes(), "zero")
+        pages |= {target: pages[source] for source, target in merged.take_copies()}
+        assert pages == wanted
+
+
+def test_a_page_that_is_zeroed_before_its_copy_is_noticed():
+    orders = PageOrders()
+    orders.add(Orders(copy_src=[3], copy_dst=[6], copy_group=[0]))
+    with pytest.raises(AssertionError, match="zeroed before a launch has copied"):
+        orders.add(Orders(zero_block=[3], zero_group=[0]))

@@ -25,6 +25,7 @@ from kvplane_vllm import events, views
 from kvplane_vllm.cores import new_core, open_step
 from kvplane_vllm.handoffs import Handoffs
 from kvplane_vllm.known import Known
+from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.spec import limits_of, replica_spec
 
 DELAY_CACHING, FULL_FIT = int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
@@ -83,8 +84,7 @@ class InProcessManager(KVCacheManager):
         self._popped: dict[tuple[int, ...], int] = {}  # blocks of `pop_blocks_for_free`, in order -> slot
         self._step: OpenStep | None = None
         self._taken = 0  # parts of the open step whose results were taken
-        self._zero: list[tuple[int, int]] = []  # (group, block)
-        self._copies: list[tuple[int, int, int]] = []  # (group, source, target)
+        self._page_orders = PageOrders()
         self._events: list[Any] = []
         self._handoffs = Handoffs(self.replica)
         self.block_pool: Any = views.Pool(self)
@@ -147,8 +147,7 @@ class InProcessManager(KVCacheManager):
         for result in results:
             orders = result.orders
             if orders.zero_block or orders.copy_src:
-                self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
-                self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+                self._page_orders.add(orders)
             if self.enable_kv_cache_events:
                 self._events += events.convert_all(result.events, self._by_slot, lookahead)
             if self._handoffs:
@@ -466,8 +465,7 @@ class InProcessManager(KVCacheManager):
     def take_new_block_ids(self) -> list[int]:
         """See vLLM's KVCacheManager. Ends the open step."""
         self.close_step()
-        zero, self._zero = self._zero, []
-        return [block for _, block in sorted(zero, key=lambda one: one[0])]
+        return self._page_orders.take_zeroes()
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """See vLLM's KVCacheManager. A load failed after `start_token` tokens were received."""
@@ -477,16 +475,14 @@ class InProcessManager(KVCacheManager):
         for manager in self.managers:
             if manager.spec.zero_new_blocks:
                 rest = manager.table[known.slot][start_token // manager.block_size :]
-                self._zero.extend((manager.group, block) for block in rest)
+                self._page_orders.add_zeroes((manager.group, block) for block in rest)
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
         """See vLLM's KVCacheManager. Ends the open step. The allocator itself keeps source and target blocks of the
         copies allocated.
         """
         self.close_step()
-        copies, self._copies = self._copies, []
-        in_order = sorted(copies, key=lambda one: one[0])
-        return [KVCacheBlockCopy(src_block_id=source, dst_block_id=target) for _, source, target in in_order], []
+        return [KVCacheBlockCopy(*pages) for pages in self._page_orders.take_copies()], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """See vLLM's KVCacheManager."""

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import UNCHANGED, AdmitStatus, Cache, End, Facts, News, Orders, Part, PartResult, StepResult
+from kvplane_vllm.launch import PageOrders
 
 
 class Entry:
@@ -31,7 +32,7 @@ class Entry:
         commit: the tokens whose blocks can be registered, as vLLM reported since the last message; -1 if it did not.
         running: whether it holds blocks at the service.
         leaving: whether its end waits for the next message.
-        step: the last step that granted tokens to it.
+        step: the step that granted it tokens last; the first one of those that vLLM has not used.
         name: its id.
         longest: its most tokens, prompt and output; 0 if it ends without an output.
         tables: its blocks, by group.
@@ -180,6 +181,7 @@ class Books:
         victims: requests that the service preempted for run rows, in its order; vLLM must preempt the same.
         lost: requests that the service preempted for another reason.
         free_blocks: free blocks, as of the last answer.
+        has_states: whether the model has recurrent states.
         num_unused: grants that vLLM did not use, or only in part.
         launch_orders: (step, part, orders) since the last launch; None if nothing takes them.
     """
@@ -188,31 +190,37 @@ class Books:
         """`spec`: the settings of the replica."""
         self._block_sizes = [group.block_size for group in spec.groups]
         self._hash_block_size, self._is_cached = spec.hash_block_size, spec.enable_caching
+        self.has_states = any(group.kind is GroupKind.MAMBA for group in spec.groups)
         self._most_tokens = spec.max_model_len
         self.free_blocks = spec.num_blocks - 1
         self.lost: list[Any] = []
         self.launch_orders: list[tuple[int, int, Orders]] | None = None
         self.num_unused = 0
+        self._evicted: list[int] = []
+        self._reset = False
+        self._unanswered = Cache()  # of the message in flight
         self.forget([])
 
     def forget(self, running: Sequence[Any]) -> None:
-        """Begin with a service that knows nothing; the running requests lost their blocks."""
+        """Begin with a service that knows nothing; the running requests lost their blocks.
+
+        Removals of keys without an answer are sent again: the pages may have kept their keys.
+        """
+        sent, self._unanswered = self._unanswered, Cache()
+        self._evicted, self._reset = [*sent.evicted, *self._evicted], self._reset or sent.reset
         self.entries: dict[str, Entry] = {}
         self.by_slot: dict[int, Entry] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
         self._ended_slots: list[int] = []
         self._ends: list[tuple[Entry, End, int]] = []
-        self._evicted: list[int] = []
-        self._reset = False
         self._hold: int | None = None
         self.grants: dict[str, int] = {}
         self.admitted: dict[str, Admitted] = {}
         self.fresh: set[str] = set()
         self.refused: dict[str, tuple[int, int]] = {}
         self.victims: deque[Entry] = deque()
-        self.zero: list[tuple[int, int]] = []  # (group, block)
-        self.copies: list[tuple[int, int, int]] = []  # (group, source, target)
+        self.page_orders = PageOrders()
         self.events: list[Any] = []
         self.reset_done = False
         self.lost += [one for one in running if one not in self.lost][::-1]  # the last one returns to the queue first
@@ -258,7 +266,7 @@ class Books:
     def end_facts(self, rows: FactRows, program: Program, news: Sequence[Any]) -> None:
         """Complete the facts of a message; `news` are requests that the service does not know."""
         part = program.facts
-        part.cache = Cache(evicted=list(dict.fromkeys(self._evicted)), reset=self._reset)
+        part.cache = self._unanswered = Cache(evicted=list(dict.fromkeys(self._evicted)), reset=self._reset)
         self._evicted.clear()
         self._reset = False
         part.facts = rows.facts()
@@ -360,10 +368,19 @@ class Books:
         self.num_unused += len(self.grants) + len(self.admitted)
         self.grants.clear()
         for one in self.admitted.values():
-            if one.copies:
-                self.copies = [copy for copy in self.copies if copy[2] not in one.copies]
+            self.page_orders.give_up(one.copies)
             self._leave(one.entry, End.PREEMPTED, one.entry.hit)
         self.admitted.clear()
+
+    def give_up_copies(self) -> None:
+        """Take back the copies that no launch has carried out: no key of their targets may outlive the next message."""
+        self._evicted += self.page_orders.targets
+        self.page_orders.give_up(self.page_orders.targets)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether vLLM's requests hold blocks. Call it between two iterations, before an answer is received."""
+        return any(entry.running and not entry.leaving for entry in self.entries.values())
 
     def commit(self, request: Any, num_tokens: int) -> None:
         """Record that the blocks of these tokens can be registered."""
@@ -393,6 +410,7 @@ class Books:
 
     def take(self, program: Program, answer: StepResult) -> int:
         """Record an answer; returns how many tokens it granted to requests that do not need them any more."""
+        self._unanswered = Cache()
         if len(answer.parts) > 1:
             first = answer.parts[0]
             self._lose(first.preempted)
@@ -432,7 +450,8 @@ class Books:
         for entry, granted in zip(entries, result.granted, strict=True):
             if granted:
                 entry.computed += granted
-                entry.step = seq
+                if entry.name not in grants and entry.name not in self.admitted:
+                    entry.step = seq
                 if entry.leaving:
                     unused += granted
                     self.num_unused += 1
@@ -470,8 +489,7 @@ class Books:
 
     def _take_orders(self, result: PartResult) -> None:
         orders = result.orders
-        self.zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
-        self.copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+        self.page_orders.add(orders)
         if result.events:
             self.events += [(event, self.by_slot.get(event.slot)) for event in result.events]
         self.reset_done = self.reset_done or result.reset_done

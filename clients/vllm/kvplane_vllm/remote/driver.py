@@ -35,7 +35,7 @@ class Driver:
         self._planner = Planner(scheduler, books, is_async=is_async)
         self._pipeline, self._is_async = pipeline, is_async
         self._budget = scheduler.max_num_scheduled_tokens
-        self.executed = (link.life, link.answered)
+        self.executed = self._launched = (link.life, link.answered)
         self._reported = link.answered
         self._sent: Program | None = None
         self._used: dict[str, int] = {}
@@ -65,6 +65,8 @@ class Driver:
             self._preempt_lost(preempt)
             self._reopen()
             if not self._was_ahead:
+                if not self._may_send():
+                    raise Away  # until a launch in flight has finished
                 self._exchange(self._plan(0))
                 self._preempt_lost(preempt)
         except Away:
@@ -82,7 +84,8 @@ class Driver:
 
     def end(self) -> tuple[int, int]:
         """End an iteration; returns the last (engine life, step) of it."""
-        books, done = self._books, (self._link.life, self._link.answered)
+        books = self._books
+        self._launched = done = (self._link.life, self._link.answered)
         self._scheduler.max_num_scheduled_tokens = self._budget
         books.drop_unused()
         is_ready = not (self._is_away or books.lost or books.victims or self._link.in_flight)
@@ -95,10 +98,10 @@ class Driver:
         return done
 
     def _reopen(self) -> None:
-        life = self._link.life
-        self._link.reopen()
-        if self._link.life != life and self._books.launch_orders is not None:
+        if not self._link.is_open and self._books.launch_orders:
+            self.write_ahead()
             self._books.launch_orders.clear()  # the ranks refuse those of the last engine life
+        self._link.reopen()
 
     def _preempt_lost(self, preempt: Callable[[list[Any]], None]) -> None:
         if self._books.lost:
@@ -252,6 +255,8 @@ class Driver:
         """Ask for what a grant lacks; returns whether all is granted."""
         if granted >= num_tokens:
             return True
+        if granted and self._books.has_states:
+            return False  # one launch would carry out both grants, and not leave the state after the first one
         grants, name = self._books.grants, entry.request.request_id
         before = grants.get(name, 0)
         self._ask(lambda: self._planner.extension(entry, num_tokens - granted))
@@ -270,15 +275,38 @@ class Driver:
     # -- between iterations ------------------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Remove all keys of the prefix cache; returns whether they were removed."""
+        """Remove all keys of the prefix cache; returns whether they were removed. While requests hold blocks nothing is
+        done, as in vLLM.
+        """
+        if self._books.is_held:
+            return False
         try:
-            self._flush(reset=True)
+            try:
+                return self._reset()
+            except Lost:
+                self._begin_life()
+                return self._reset()  # a new engine life keeps the keys that the stamps of the pages prove
         except Away:
             return False
         except Lost:
             self._begin_life()
-            return True  # a new engine life has no keys
+            return False
+
+    def _reset(self) -> bool:
+        for _ in range(2):
+            self._books.reset()
+            self._flush()
+            if self._books.reset_done:
+                self.write_ahead()
+                break  # else steps without a launch held blocks: now they count as executed
         return self._books.reset_done
+
+    def write_ahead(self) -> None:
+        """Write the stamps of all orders that wait for a launch, so that removals of keys hold even if the engine, or
+        the service, ends before that. Safe: a stamp that is written early only costs hits.
+        """
+        for _, _, orders in self._books.launch_orders or ():
+            self._link.write_stamps(orders)
 
     def flush(self) -> None:
         """Report what ended, if vLLM has no request for which it would call schedule()."""
@@ -290,22 +318,23 @@ class Driver:
             except Lost:
                 self._begin_life()
 
-    def _flush(self, *, reset: bool = False) -> None:
-        """Receive what is in flight, take it back, and report everything. Raises Away or Lost."""
+    def _flush(self) -> None:
+        """Receive what is in flight, take it back, and report everything, while no request of vLLM holds blocks. Raises
+        Away or Lost.
+        """
         books = self._books
         if self._link.in_flight:
             self._receive()
         self._reopen()
         books.drop_unused()
+        books.give_up_copies()
         if not self._may_send():
             raise Away
-        if reset:
-            books.reset()
         rows, program = books.begin_facts()
         books.end_facts(rows, program, [])
         self._exchange(program)
-        if not self._is_async:
-            self.executed = (self._link.life, self._link.answered)  # no launch runs between two iterations
+        if self.executed == self._launched:  # no launch runs: what it did not carry out has been taken back
+            self.executed = self._launched = (self._link.life, self._link.answered)
 
     def free(self, request: Any, end: End) -> None:
         """Record that vLLM ended or preempted a request."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvplane.base.errors import DeadlineExceeded, KvplaneError, Moved, NotFound, ServiceRestarted, Unavailable
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import Part, StepResult
+from kvplane.base.step import Orders, Part, StepResult
 from kvplane.blocking.client import connect
 from kvplane.blocking.session import Session
 from kvplane.sansio.owners import Addresses
@@ -41,6 +41,10 @@ class Memory(Protocol):
 
     def own(self, epoch: int) -> None:
         """Make the engine life of this epoch the only one whose orders the ranks accept."""
+        ...
+
+    def write_stamps(self, orders: Orders) -> None:
+        """Write the stamps of orders before the ranks do."""
         ...
 
 
@@ -159,6 +163,11 @@ class Link:
             logger.info("the service answers again")
         self.answered = result.seq
         return result
+
+    def write_stamps(self, orders: Orders) -> None:
+        """Write the stamps of orders into the page memory, if it outlives the engine."""
+        if self._memory is not None:
+            self._memory.write_stamps(orders)
 
     def close(self) -> None:
         """End the session."""

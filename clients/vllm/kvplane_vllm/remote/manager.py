@@ -246,14 +246,11 @@ class RemoteManager(KVCacheManager):
 
     def take_new_block_ids(self) -> list[int]:
         """See vLLM's KVCacheManager."""
-        zero, self.books.zero = self.books.zero, []
-        return [block for _, block in sorted(zero, key=lambda one: one[0])]
+        return self.books.page_orders.take_zeroes()
 
     def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
         """See vLLM's KVCacheManager. The service keeps source and target blocks of the copies allocated."""
-        copies, self.books.copies = self.books.copies, []
-        in_order = sorted(copies, key=lambda one: one[0])
-        return [KVCacheBlockCopy(src_block_id=source, dst_block_id=target) for _, source, target in in_order], []
+        return [KVCacheBlockCopy(*pages) for pages in self.books.page_orders.take_copies()], []
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return nothing: connectors are refused. See vLLM's KVCacheManager."""
