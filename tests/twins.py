@@ -221,6 +221,12 @@ def answer(value: Any) -> Callable[[Real], Real]:
     return lambda _: lambda *arguments: value
 
 
+def back_by_drafts_alone(real: Real) -> Real:
+    """Trust that the last launch left every state that the drafts could have."""
+    del real
+    return lambda self, slot, computed: self.requests.computed[slot] - computed <= self.spec.speculative_blocks
+
+
 def check_without_life(real: Real) -> Real:
     """Continue an engine life by its epoch alone."""
     return lambda self, request: real(self, replace(request, life_nonce=request.epoch and self._life_nonce))
@@ -1265,6 +1271,10 @@ TWINS: dict[str, Twin] = {
     "slots of another disk prove keys": Twin(
         "a slot of a disk proves a key only in the file in which it was written",
         (Patch("kvplane.base.stamp_table:StampTable.name_disks", all_alike),),
+    ),
+    "states below a hit": Twin(
+        "a request that goes back below a hit that ends in a state is preempted",
+        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.can_rewind", back_by_drafts_alone),),
     ),
     "stored incarnation forgotten": Twin(
         "a session that states no incarnation leaves the known one",

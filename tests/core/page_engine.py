@@ -93,7 +93,7 @@ class RandomEngine(RandomScheduler):
     def _parts(self) -> list[Part]:
         parts = super()._parts()
         rng = copy(self.rng)  # a copy: the run of a seed stays as it was
-        if self.retains and self.spec.blocks_per_state == 1 and rng.random() < 0.3:
+        if self.retains and rng.random() < 0.3:
             parts[-1].retain = retain_rows.drawn(self.replica, rng, self.seq)
         return parts
 

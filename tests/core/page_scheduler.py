@@ -238,6 +238,8 @@ class RandomScheduler(Answers):
         low, high = 1, min(request.truth.end, request.known)
         if self.has_states:
             low = request.truth.shortest
+            if low == request.hit:  # no launch left another state: the replica preempts it
+                low = max(1, low - self.most_drafts)
         if low > high or (self.has_states and request.truth.left.end - low > self.most_drafts):
             return computed
         request.truth.end = self.rng.randint(low, high)

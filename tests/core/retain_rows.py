@@ -14,7 +14,7 @@ def drawn(replica: ReplicaCore, rng: Random, seq: int) -> Retain:
     """Some prefixes of requests, released at once or soon; sometimes only what has ended ends."""
     requests, size = replica.requests, replica.spec.hash_block_size
     rows = Retain(now_ns=[seq * TICK_NS])
-    for slot in requests.slots():
+    for slot in requests.slots() if replica.spec.blocks_per_state == 1 else ():  # split pages take the time alone
         digests = list(requests.hashes(slot))
         if not digests or rng.random() < 0.5:
             continue

@@ -317,3 +317,15 @@ def test_decode_rows_are_not_clipped():
     engine = Engine(state(speculative_blocks=3), full(), num_blocks=60, align=AlignSpec(4, 10))
     chunks_of(engine, "aaaaa")
     assert engine.run(0, text="b", extra=3).granted == [4]
+
+
+@pytest.mark.parametrize("granted", [0, 1])
+def test_a_request_that_goes_back_below_a_hit_that_ends_in_a_state_is_preempted(granted):
+    """No launch left a state there, though as many draft states as tokens are taken back."""
+    engine = Engine(state(4, speculative_blocks=2), full(), num_blocks=40, align=AlignSpec(4, 4096))
+    engine.serve(0, "aaaabbbbc")
+    engine.idle()
+    engine.idle()
+    engine.admit(1, "aaaabbbbcd", cap=granted, min_new=0)
+    (result,) = engine.step(Part(facts=Facts([1], computed=[7])))
+    assert result.preempted == [1]

@@ -17,9 +17,10 @@ from kvplane.base.groups import DENSE_RETENTION, AlignSpec, EvictionPolicy, Grou
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import chunked, full, prompt_and_window, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
-from tests.core.page_memory import Left
+from tests.core.page_memory import Left, WrongPage
 from tests.core.page_requests import PlannedRow, Truth
 from tests.core.permissions import Cells
+from tests.twins import weakened
 
 STEPS = 30
 MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
@@ -193,3 +194,8 @@ def test_a_launch_behind_drafts_uses_the_blocks_that_it_would_read_if_all_were_r
     row.resolve(())
     assert (row.start, row.end) == (9, 11)
     assert row.used_blocks(spec) == {2, 3, 5, 6, 7}
+
+
+def test_a_twin_that_goes_back_below_a_hit_is_found():
+    with weakened("states below a hit"), pytest.raises(WrongPage):
+        run("checkpoints of every chunk, drafts", 47)

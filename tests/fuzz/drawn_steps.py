@@ -8,9 +8,11 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from random import Random
 from typing import Any
 
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
+from kvplane.base.retain import Retain
 from kvplane.base.step import Admit, Budget, Cache, ExtraKeys, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run
 from kvplane_service.core.replica import Replica
 
@@ -102,7 +104,21 @@ class StepSource:
             part.budget = Budget(draw.pick([5, 12, 40]), draw.pick([12, 24, 60]), draw.pick([0, 2]))
         if len(replica.spec.tiers) > 1 and draw.chance(30):
             part.prefetch = self._prefetch(draw.some(coming), replica)
+        self._retain_or_prefetch(part, replica, Random(f"{seq} {live}"))  # from no byte: what was found stays found
         return part
+
+    def _retain_or_prefetch(self, part: Part, replica: Replica, rng: Random) -> None:
+        """Sections that any caller may send to any kind of replica, though not all accept all."""
+        if rng.random() < 0.2:
+            part.retain = Retain(now_ns=[10])
+            for digests in [list(replica.requests.hashes(slot)) for slot in replica.requests.slots()]:
+                if digests and rng.random() < 0.3:
+                    part.retain.num_hashes.append(rng.randint(1, len(digests)))
+                    part.retain.hashes += b"".join(digests[: part.retain.num_hashes[-1]])
+            part.retain.until_ns = [rng.choice([0, 10, 99]) for _ in part.retain.num_hashes]
+            part.retain.percent = [rng.choice([0, 50, 100]) for _ in part.retain.num_hashes]
+        if rng.random() < 0.04 and not part.prefetch.slot:
+            part.prefetch = Prefetch(within_ns=[7] * rng.randrange(2), domain=[""] * rng.randrange(2))
 
     def _prefetch(self, slots: list[int], replica: Replica) -> Prefetch:
         """Requests, and one or two prompts that are given by their hashes."""

@@ -16,9 +16,10 @@ from kvplane.base.errors import (
     StaleEpoch,
 )
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1.replica_pb2 import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane_service.config import Config
 from kvplane_service.replicas.engine_lives import EngineLives
-from tests.service.rig import NONCES, Stream, column, refusal, running, until
+from tests.service.rig import NONCES, SPEC, WAIT_S, Stream, column, refusal, running, until
 
 ADMIT = {
     "news": {"slot": column(0), "num_tokens": column(40), "tokens": column(*range(40))},
@@ -295,3 +296,36 @@ class TestSlowOpening:
         service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="r"))
         assert isinstance(stream.end(), NotFound)
         service.register()
+
+
+SPLIT = ReplicaSpec(
+    groups=[
+        GroupSpec(kind="GROUP_KIND_MAMBA", block_size=64, mamba_mode="MAMBA_MODE_ALIGN", lookup_class=1),
+        GroupSpec(kind="GROUP_KIND_FULL_ATTENTION", block_size=16),
+    ],
+    num_blocks=60,
+    max_model_len=1024,
+    hash_block_size=16,
+    scheduler_block_size=64,
+    max_in_flight_tokens=256,
+    partial_hits=True,
+    align=AlignSpec(block_size=64, chunk_limit=4096, stop_at_tail=True),
+    blocks_per_state=4,
+)
+
+
+@pytest.mark.parametrize("spec", [SPEC, SPLIT], ids=["blocks", "split pages"])
+def test_an_operators_call_goes_with_the_next_step_of_the_engine(service, spec):
+    name = f"split-{spec.blocks_per_state}"
+    service.register(name, spec)
+    stream = service.open(name)
+    calls = [
+        (service.allocation.EvictBlocks, pb.EvictBlocksRequest(header={"replica": name}, block_ids=[20])),
+        (service.allocation.ResetPrefixCache, pb.ResetPrefixCacheRequest(header={"replica": name})),
+    ]
+    for call, request in calls:
+        asked = call.future(request, timeout=WAIT_S)
+        until(lambda: service.in_loop(lambda: len(service.app.registry.get(name).host.mirror.requests._waiting) == 1))
+        assert stream.step({}).WhichOneof("kind") == "result"
+        asked.result()
+    stream.finish()

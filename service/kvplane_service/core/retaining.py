@@ -26,7 +26,7 @@ def check_retain(rows: Retain, spec: ReplicaSpec, where: str) -> None:
     """Raise InvalidArgument for rows of a replica with split pages, for prefixes without a hash, and for ends too far
     away. The caller checks the columns and the hashes.
     """
-    if spec.blocks_per_state > 1:
+    if spec.blocks_per_state > 1 and rows.num_hashes:
         what = "a replica with split pages retains nothing: its superblocks are evicted as a whole"
         raise InvalidArgument(what, field=f"{where}retain", remedy="register it with another planner")
     for row, count in enumerate(rows.num_hashes):

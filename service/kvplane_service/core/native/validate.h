@@ -358,7 +358,10 @@ class StepValidator {
 
     bool AcceptsPrefetch(const Prefetch& prefetch) const {
         const size_t rows = prefetch.slot.size();
-        if (rows == 0) return prefetch.hashes.size == 0 && prefetch.domain.empty() && prefetch.num_hashes.empty();
+        if (rows == 0) {
+            return prefetch.hashes.size == 0 && prefetch.domain.empty() && prefetch.num_hashes.empty() &&
+                   prefetch.within_ns.empty();
+        }
         size_t size = 0;
         if (!Fits(prefetch.num_hashes, prefetch.slot) || !Fits(prefetch.within_ns, prefetch.slot) ||
             (!prefetch.domain.empty() && prefetch.domain.size() != rows) ||
@@ -375,6 +378,7 @@ class StepValidator {
 
     bool AcceptsRetain(const Retain& retain) const {
         const size_t rows = retain.num_hashes.size();
+        if (rows > 0 && spec_.blocks_per_state > 1) return false;  // superblocks are evicted as a whole
         size_t size = 0;
         for (const Column* column : {&retain.priority, &retain.until_ns, &retain.percent}) {
             if (!Fits(*column, retain.num_hashes)) return false;

@@ -172,10 +172,12 @@ class AlignedStateManager final : public GroupManager {
     const std::set<Key>& RecordedKeys() const override { return registered_this_step; }
 
     bool CanRewind(Int slot, Int num_computed) const override {
-        if (requests.computed[slot] - num_computed > spec.speculative_blocks) return false;
+        const Int back = requests.computed[slot] - num_computed;
+        if (back > spec.speculative_blocks) return false;
         const BlockList& blocks = table[slot];
         for (Int index = num_computed / block_size; index < Size(blocks); ++index) {
-            if (blocks[index] == kNullBlock) return false;
+            const Int block = blocks[index];
+            if (block == kNullBlock || (back > 0 && pool.KeyTokens(block) > num_computed)) return false;
         }
         return true;
     }
