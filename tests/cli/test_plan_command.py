@@ -51,6 +51,19 @@ def test_plan_states_the_unit_of_hits(kvplane):
     assert (code, errors.split(":")[1].strip()) == (2, "prefix_match_unit")
 
 
+@pytest.mark.parametrize(
+    ("model", "size", "warning"),
+    [
+        ("llama-3.1-8b", "7", "blocks of 7 tokens: attention kernels have multiples of 16"),
+        ("llama-3.1-8b", "100", "blocks of 100 tokens: attention kernels have multiples of 16"),
+        ("llama-4-scout", "48", "chunks of 8192 tokens begin inside blocks of 48"),
+    ],
+)
+def test_plan_warns_of_blocks_that_no_kernel_has_and_that_no_chunk_is_a_multiple_of(kvplane, model, size, warning):
+    lines = kvplane("plan", model, "--context", "8192", "--block-size", size)[1].splitlines()
+    assert [line for line in lines if line.startswith("warning: ")] == [f"warning: {warning}"]
+
+
 def test_plan_of_an_unknown_model_is_wrong_use(kvplane):
     code, _, errors = kvplane("plan", "gemma-4")
     assert code == 2

@@ -32,7 +32,7 @@ PLANTED = ("classes as stated", "chunk of the longest hit", "end aligned twice",
 class PromptEngine(RandomEngine):
     """Prompts that repeat, continue and share the beginnings of earlier ones, with holes in the cache; counts hits."""
 
-    retains = False
+    retains, checks_every = False, 4
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
         self.prompts = self.prompt_tokens = self.hit_tokens = 0

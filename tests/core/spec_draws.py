@@ -1,4 +1,4 @@
-"""Random specs of replicas as other clients write them: every kind, size, order, class, alignment, retention and drafter.
+"""Random specs of replicas, as other clients write them: every kind, size, order, class, alignment, retention, drafter.
 
 Most are meant well: what a spec must have is there. Some fields are drawn without regard to the others, so that each
 contradiction occurs; `check_spec` refuses those, or they do no harm.
@@ -26,6 +26,7 @@ LONGEST = 64  # tokens of a request
 FULL, MLA = GroupKind.FULL_ATTENTION, GroupKind.MLA
 WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
 CHUNKED, STATE = GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA
+SPLIT = {FULL, MLA, *WINDOWS, STATE}
 SIZES = [(4,), (4,), (2, 4), (4, 8), (2, 4, 8), (3, 6), (1, 2), (4, 6), (4, 16), (5,), (8,), (16,)]
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 40, 64, 100]
 KINDS = [FULL] * 4 + [*WINDOWS] * 2 + [CHUNKED] * 3 + [STATE] * 3
@@ -142,9 +143,14 @@ def _replica(rng: Random, groups: list[GroupSpec], unit: int, is_caching: bool) 
         changes["align"] = AlignSpec(rng.choice([aligned, max(sizes), 0]), 4096, rng.random() < 0.5)
     if is_caching and any(group.kind in (*WINDOWS, STATE) for group in groups):
         changes["retention_interval"] = rng.choice([0, 0, DENSE_RETENTION, aligned, 2 * aligned])
+    blocks = max(32, 4 * len(groups) * (LONGEST // min(group.block_size for group in groups)) // rng.choice([2, 4, 8]))
+    kinds, policy = {group.kind for group in groups}, rng.choice([EvictionPolicy.LRU] * 4 + list(EvictionPolicy))
+    if STATE in kinds and kinds & SPLIT == kinds != {STATE} and policy is EvictionPolicy.LRU and rng.random() < 0.4:
+        changes["blocks_per_state"] = rng.choice([2, 3, 4])
+        blocks *= changes["blocks_per_state"]
     return ReplicaSpec(
         tuple(groups),
-        max(32, 4 * len(groups) * (LONGEST // min(group.block_size for group in groups)) // rng.choice([2, 4, 8])),
+        blocks,
         max_model_len=LONGEST,
         hash_block_size=fine,
         scheduler_block_size=aligned,
@@ -156,7 +162,7 @@ def _replica(rng: Random, groups: list[GroupSpec], unit: int, is_caching: bool) 
         prefill_lookahead=rng.choice([0] * 8 + [1, 2]),
         keep_divergence_boundary=rng.random() < 0.2,
         events=rng.random() < 0.9,
-        eviction=rng.choice([EvictionPolicy.LRU] * 4 + list(EvictionPolicy)),
+        eviction=policy,
         hint_values=rng.choice([0, 0, 3]),
         **changes,
     )

@@ -123,6 +123,22 @@ def chunks_that_end_inside_a_block():
         engine.step(Part(facts=Facts([0], appended=[1], tokens=[97]), run=Run([0]), budget=Budget(100)))
 
 
+def hits_that_end_before_what_is_looked_for():
+    """In an earlier chunk that no block divides, before a block that is left out, behind less than is retained."""
+    for groups, changes in (
+        ((chunked(6),), {}),
+        ((window(1000, drops_last_block=True),), {"scheduler_block_size": 8, "hash_block_size": 4}),
+        ((full(), window(5, extra_retained_tokens=6)), {}),
+    ):
+        engine = twin_engine(*groups, **changes)
+        blocks = engine.serve(0, "a" * 21).table[0]
+        for number in (None, 4, 3):
+            engine.cache(evicted=[] if number is None else [blocks[number]])
+            hit = engine.admit(1, "a" * 21).hit
+            engine.step(Part(facts=Facts([1], computed=[hit])))
+            engine.end(1)
+
+
 def a_ring_without_room():
     engine = twin_engine(full(), ring(), num_blocks=3)
     news = News([0], [8], [97] * 8)
@@ -272,8 +288,9 @@ CASES = [
     a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
     keys_that_are_remembered_no_more,
     prompts_whose_hashes_repeat, domains_of_many_tenants, chunks_that_end_inside_a_block, a_ring_without_room,
-    states_of_drafts_without_room, eviction_of_the_null_block, a_load_that_left_blocks_out,
-    a_victim_whose_positions_another_row_needs, a_shared_block_whose_last_user_released_it_first,
+    hits_that_end_before_what_is_looked_for, states_of_drafts_without_room, eviction_of_the_null_block,
+    a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
+    a_shared_block_whose_last_user_released_it_first,
 ]  # fmt: skip
 
 

@@ -42,7 +42,7 @@ MORE: list[tuple[list[GroupSpec], dict[str, Any]]] = [  # kinds that no honest e
     ([GroupSpec(GroupKind.MLA, 4), GroupSpec(GroupKind.SLIDING_WINDOW_MLA, 4, window=5, lookup_class=1)], {}),
     ([state(mamba_mode=state().mamba_mode.NONE, speculative_blocks=1), full()], {"enable_caching": False}),
     ([prompt_and_window(5), window(9, 8), state(8), sinks(8, 8)], {"scheduler_block_size": 8, "hash_block_size": 4}),
-    ([full(admission_cap_blocks=2)], {"watermark_blocks": 2, "keep_divergence_boundary": True}),
+    ([full(admission_cap_blocks=16)], {"watermark_blocks": 2, "keep_divergence_boundary": True}),
     ([full()], {"enable_caching": False}),
 ]
 

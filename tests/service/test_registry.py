@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound, StaleEpoch
+from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
@@ -39,6 +40,21 @@ def test_a_replica_is_found_by_its_name(registry):
 def test_an_equal_registration_returns_the_first_entry(registry):
     assert registry.register("a", PLAIN) is registry.register("a", Registration(spec_of()))
     assert len(registry) == 1
+
+
+def test_a_registration_with_the_classes_of_look_ups_that_were_derived_is_equal(registry):
+    """A client that states them finds the replica of one that left them out, also from a store, and the reverse."""
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, FULL.block_size, window=9)
+    unset = Registration(replace(spec_of(), groups=(FULL, window)))
+    entry = registry.register("a", unset)
+    stated = Registration(replace(spec_of(), groups=(replace(FULL, lookup_class=5), replace(window, lookup_class=2))))
+    assert registry.register("a", stated) is entry
+    assert registry.register("a", unset) is entry
+    assert entry.registration.spec == unset.spec
+    with pytest.raises(AlreadyExists, match="other groups"):
+        registry.register("a", Registration(replace(spec_of(), groups=(FULL, replace(window, window=10)))))
+    with pytest.raises(AlreadyExists, match="num_blocks 21"):
+        registry.register("a", Registration(replace(stated.spec, num_blocks=22)))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from typing import TypeVar
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane.base.layer_spec import LayerSpec, ceil_div
-from kvplane.base.layers import Layer
+from kvplane.base.layers import ChunkedLocalSpec, Layer
 from kvplane_service.core.planner import CacheGroup, CachePlan, Comparison, PlanOptions, Worker, compare, plan_cache
 from kvplane_service.core.planner.search import MIX
+from kvplane_service.core.planner.sizes import KERNEL_BLOCK
 from kvplane_service.models.catalogue import MODELS, model_layers
 from kvplane_service.models.hf_config import read_model
 from kvplane_service.models.shapes import Model, ModelOptions
@@ -213,7 +214,7 @@ def figures_of(sizing: Sizing) -> Figures:
         decoding_concurrency=_concurrency(sizing.decoding()) or plan.max_concurrency,
         uniform_concurrency=_concurrency(sizing, hybrid=False),
         hit_unit=plan.hit_alignment if sizing.prefix_caching else 0,
-        warnings=(*(warning.message for warning in plan.warnings), *_left_out(sizing)),
+        warnings=(*(warning.message for warning in plan.warnings), *_odd_blocks(plan), *_left_out(sizing)),
     )
 
 
@@ -298,6 +299,16 @@ def _concurrency(sizing: Sizing, hybrid: bool = True) -> float | None:
 def _keeping_all(spec: LayerSpec) -> LayerSpec:
     """Return the format of a layer that keeps every token, whatever it attends to."""
     return spec.as_full_attention(spec.block_size)
+
+
+def _odd_blocks(plan: CachePlan) -> list[str]:
+    """Return what blocks of attention of another size than kernels have, and chunks that no block divides, mean."""
+    attention = [group for group in plan.groups if group.kind is not GroupKind.MAMBA]
+    sizes = sorted({group.block_size for group in attention if group.block_size % KERNEL_BLOCK})
+    found = [f"blocks of {size} tokens: attention kernels have multiples of {KERNEL_BLOCK}" for size in sizes]
+    chunks = [(group.spec.chunk, group.block_size) for group in attention if isinstance(group.spec, ChunkedLocalSpec)]
+    uneven = sorted({(chunk, size) for chunk, size in chunks if chunk % size})
+    return found + [f"chunks of {chunk} tokens begin inside blocks of {size}" for chunk, size in uneven]
 
 
 def _left_out(sizing: Sizing) -> list[str]:

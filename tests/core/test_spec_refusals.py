@@ -1,0 +1,170 @@
+"""Why specs are refused: what each would do without the rule, on the same pages and prompts as one that is accepted.
+
+breaks    it raises, or a page does not hold what a hit claims
+loses     prompts hit less than they could
+waits     requests are admitted late, or never
+hits      it hits what no hash proves
+ignored   what was stated has no effect at all: the replica does what it does without
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvplane.base import groups
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.step import AdmitStatus, RowFlag
+from kvplane_service.core import setup
+from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
+from tests.core.spec_campaign import PromptEngine
+
+SEEDS, STEPS = range(4), 50
+SPLIT: dict[str, Any] = {"hash_block_size": 4, "align": AlignSpec(8, 4096), "blocks_per_state": 2}
+
+
+class Case(NamedTuple):
+    """A spec that is refused for a field, what it does without the rule, and an accepted one that is nearly equal."""
+
+    field: str
+    without: str
+    bad: ReplicaSpec
+    good: ReplicaSpec
+
+
+def spec(*given: GroupSpec, **changes: Any) -> ReplicaSpec:
+    return replica_spec(*given, **{"max_model_len": 64, "max_in_flight_tokens": 256, "num_blocks": 64, **changes})
+
+
+def one(field: str, without: str, bad: dict[str, Any], good: ReplicaSpec) -> Case:
+    """The same spec with another value in one field of the replica, or of its first group."""
+    if not field.startswith("groups["):
+        return Case(field, without, replace(good, **bad), good)
+    return Case(field, without, replace(good, groups=(replace(good.groups[0], **bad), *good.groups[1:])), good)
+
+
+PLAIN, WINDOWS = spec(full()), spec(window(6), full())
+STATES = spec(state(8), full(), hash_block_size=4, align=AlignSpec(8, 4096))
+CASES = [
+    one("groups", "breaks", {"groups": ()}, PLAIN),
+    one("num_blocks", "breaks", {"num_blocks": 1}, PLAIN),
+    one("max_model_len", "breaks", {"max_model_len": 0}, PLAIN),
+    one("hash_block_size", "breaks", {"hash_block_size": 0}, PLAIN),
+    one("hash_block_size", "ignored", {"hash_block_size": 2}, PLAIN),
+    one("scheduler_block_size", "breaks", {"scheduler_block_size": 0}, PLAIN),
+    one("scheduler_block_size", "loses", {"scheduler_block_size": 22}, PLAIN),
+    one("max_in_flight_tokens", "ignored", {"max_in_flight_tokens": 0}, PLAIN),
+    one("watermark_blocks", "waits", {"watermark_blocks": 64}, PLAIN),
+    one("hash_lookahead_tokens", "breaks", {"hash_lookahead_tokens": -1}, PLAIN),
+    one("prefill_lookahead", "ignored", {"prefill_lookahead": -1}, PLAIN),
+    one("blocks_per_state", "breaks", {"blocks_per_state": 0}, PLAIN),
+    one("hint_values", "breaks", {"hint_values": -1}, PLAIN),
+    one("retention_interval", "ignored", {"retention_interval": -2}, WINDOWS),
+    one("retention_interval", "ignored", {"retention_interval": 6}, replace(WINDOWS, retention_interval=8)),
+    one("retention_interval", "ignored", {"retention_interval": 8}, PLAIN),
+    one("groups[0].block_size", "breaks", {"block_size": 0}, PLAIN),
+    one("groups[0].window", "breaks", {"window": 0}, WINDOWS),
+    one("groups[0].window", "ignored", {"window": 8}, PLAIN),
+    one("groups[0].chunk", "breaks", {"chunk": 0}, spec(chunked(8), full())),
+    one("groups[0].chunk", "ignored", {"chunk": 8}, PLAIN),
+    one("groups[0].sink_tokens", "ignored", {"sink_tokens": 6}, spec(sinks(4))),
+    one("groups[0].sink_tokens", "breaks", {"sink_tokens": 8}, PLAIN),
+    one("groups[0].speculative_blocks", "breaks", {"speculative_blocks": -1}, STATES),
+    one("groups[0].admission_cap_blocks", "ignored", {"admission_cap_blocks": -1}, PLAIN),
+    one("groups[0].extra_retained_tokens", "breaks", {"extra_retained_tokens": -3}, WINDOWS),
+    one("groups[0].checkpoint_alignment", "ignored", {"checkpoint_alignment": 1}, PLAIN),
+    one("groups[0].checkpoints_single_group_hits", "ignored", {"checkpoints_single_group_hits": True}, PLAIN),
+    one("groups[0].checkpoints_single_group_hits", "ignored", {"checkpoints_single_group_hits": True}, STATES),
+    one("groups[0].drops_last_block", "breaks", {"drops_last_block": True}, spec(chunked(8), full())),
+    one("groups[0].mamba_mode", "breaks", {"mamba_mode": MambaMode.NONE}, STATES),
+    Case("num_blocks", "waits", spec(sinks(4 * 63)), spec(sinks(4))),
+    Case("groups[0].block_size", "breaks", spec(full(6), full(), hash_block_size=4, scheduler_block_size=12), PLAIN),
+    Case(
+        "groups[0].block_size",
+        "loses",
+        spec(chunked(16, 4), full(8), scheduler_block_size=8),
+        spec(chunked(16, 8), full(8)),
+    ),
+    Case("groups[1].block_size", "loses", spec(full(), full(6), hash_block_size=2, scheduler_block_size=4), PLAIN),
+    Case("groups[1].kind", "hits", spec(full(), cross()), spec(full(), cross(), enable_caching=False)),
+    Case(
+        "scheduler_block_size",
+        "loses",
+        spec(full(is_draft=True, drops_last_block=True), prefill_lookahead=9),
+        spec(full(is_draft=True, drops_last_block=True)),
+    ),
+    Case("groups[1].lookup_class", "breaks", spec(chunked(8), full(lookup_class=2)), spec(chunked(8), full())),
+    one("commit", "breaks", {"commit": CommitRule.REFERENCE}, spec(full(), state(8), **SPLIT)),
+    one("eviction", "ignored", {"eviction": EvictionPolicy.TURN_TAIL}, spec(full(), state(8), **SPLIT)),
+]
+
+
+@pytest.fixture
+def lawless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs are not checked."""
+    monkeypatch.setattr(setup, "_require", lambda *_: None)
+    monkeypatch.setattr(groups, "_require", lambda *_: None)
+
+
+def outcome(case: Case) -> str:
+    """What the spec does, compared with the good one."""
+    try:
+        bad, good = _played(case.bad), _played(case.good)
+    except (AssertionError, ArithmeticError, LookupError, ValueError, InvalidArgument):
+        return "breaks"
+    if bad == good:
+        return "ignored"
+    if sum(row[0] for row in bad) < 0.8 * sum(row[0] for row in good):
+        return "waits"
+    return "loses" if _share(bad) < _share(good) else "hits"
+
+
+def _share(rows: list[tuple[int, int, int]]) -> float:
+    return sum(hit for *_, hit in rows) / max(1, sum(tokens for _, tokens, _ in rows))
+
+
+@cache
+def _played(given: ReplicaSpec) -> list[tuple[int, int, int]]:
+    rows = []
+    for seed in SEEDS:
+        engine = PromptEngine(given, Random(seed))
+        for _ in range(STEPS):
+            engine.step()
+        rows.append((engine.prompts, engine.prompt_tokens, engine.hit_tokens))
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.field}-{case.without}")
+def test_what_is_refused_goes_wrong_without_the_rule(case, lawless):
+    assert outcome(case) == case.without
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.field}-{case.without}")
+def test_what_is_refused_is_named_by_its_field(case):
+    with pytest.raises(InvalidArgument) as caught:
+        setup.check_spec(case.bad)
+    assert caught.value.field == case.field
+    setup.check_spec(case.good)
+
+
+def test_a_cap_below_what_a_request_holds_would_admit_one_that_never_ends(lawless):
+    """The right cap refuses it; the low one admits it, and no later row gets a block."""
+    for cap, ends in ((15, AdmitStatus.NEVER_FITS), (1, AdmitStatus.GRANTED)):
+        engine = Engine(full(admission_cap_blocks=cap), num_blocks=13, max_model_len=60)
+        done = engine.admit(0, "a" * 60, cap=16, flags=RowFlag.FULL_FIT)
+        assert done.status == ends
+    granted = [engine.run(0, cap=16).granted[0] for _ in range(10)]
+    assert (sum(granted), granted[-5:]) == (32, [0] * 5)
+
+
+def test_a_cap_below_what_a_request_holds_is_refused():
+    for group in (full(), window(9), chunked(8), sinks(4)):
+        with pytest.raises(InvalidArgument) as caught:
+            setup.check_spec(spec(replace(group, admission_cap_blocks=1)))
+        assert caught.value.field == "groups[0].admission_cap_blocks"
+    setup.check_spec(spec(window(5, admission_cap_blocks=1)))
