@@ -123,9 +123,11 @@ class RandomEngine(RandomScheduler):
 
     def _send(self, parts: list[Part]) -> None:
         before, failed = self._blocks(), [launch for launch in self.queue if launch.seq in self.failed]
-        results = self.apply(parts)
+        self.last_results = results = self.apply(parts)
         self.take_answer(parts, results)
         self.queue.append(self.pending[-1])
+        for part, answer in zip(parts, results, strict=True):
+            self._spoil(range(self.spec.num_blocks) if answer.reset_done else part.cache.evicted)
         if self.cells is not None:
             rows = [row for launch in failed for row in launch.rows]
             lost = [block for row in rows for block in before.get(row.life[0], ())]
@@ -151,8 +153,6 @@ class RandomEngine(RandomScheduler):
         step = Step(self.epoch, self.seq, parts, executed_through=self.executed_through)
         result = self.replica.apply(step)
         self.followed.step(step, result)
-        for part, answer in zip(parts, result.parts, strict=True):
-            self._spoil(range(self.spec.num_blocks) if answer.reset_done else part.cache.evicted)
         if self._chance(30):
             self.stored.append(self.replica.entries())
             del self.stored[:-KEPT]
@@ -373,7 +373,7 @@ class RandomEngine(RandomScheduler):
         loads = [*self.movers, *(load for slot in kept if (load := requests[slot].load) is not None)]
         busy = sorted(set[int]().union(*(load.blocks(self.spec) for load in loads)))
         stored = self.stored[: self.rng.randint(0, len(self.stored))] if self._chance(50) else self.stored
-        self.replica, chunks = new_replica(self.spec), self.rng.sample(stored, len(stored))
+        self.replica, chunks = new_replica(self.spec), self._chunks(stored)
         self.epoch += 1
         self.replica.recover(self.epoch, [self.memory.stamps], chunks, busy)
         RandomScheduler.begin(self)
@@ -382,6 +382,10 @@ class RandomEngine(RandomScheduler):
         self.followed = Followed(self.replica)
         if kept:
             self._resume({slot: requests[slot] for slot in kept}, tables)
+
+    def _chunks(self, stored: list[Entries]) -> list[Entries]:
+        """What the store returns, in any order."""
+        return self.rng.sample(stored, len(stored))
 
     def _is_sound(self, request: Request) -> bool:
         """Whether its pages hold what it counts, and nothing of it is a guess."""

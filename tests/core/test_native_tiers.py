@@ -264,13 +264,13 @@ def sound_state(core):
     return state
 
 
-@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block", "wanted"])
+@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block", "wanted", "stale"])
 def test_a_damaged_state_of_tiers_is_refused(change):
     """Every number that the core uses as an index has the range of one."""
     engine = loading()
     core = native.NativeReplica.of(engine.replica.reference())
     state = sound_state(core)
-    numbers, costs, each, loads, saves, moves, waits, counters = state["tiers"]
+    numbers, costs, each, loads, saves, moves, waits, counters, places = state["tiers"]
     size, used, free, shadows, recent, hits, uses, wanted = each[0]
     (key, slot, version), *rest = recent
     changed = {
@@ -287,7 +287,9 @@ def test_a_damaged_state_of_tiers_is_refused(change):
         saves[0] = (*saves[0][:2], 1 << 31, *saves[0][3:])
     if change == "loading":
         waits = [(slot, 1 << 50) for slot, _ in waits]
-    state["tiers"] = numbers, costs, each, loads, saves, moves, waits, counters
+    if change == "stale":
+        places = [places[0], [*places[1], slot], *places[2:]]
+    state["tiers"] = numbers, costs, each, loads, saves, moves, waits, counters, places
     with pytest.raises(ValueError, match="range"):
         native._native.load(native.NativeReplica(core.spec).core, state)
 

@@ -23,6 +23,7 @@ from kvplane.base.groups import ReplicaSpec, TierKind
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.stamps import in_time
 from kvplane.base.step import ANY_HIT, Admit, Cache, End, Facts, Part, PartResult, RowFlag
+from kvplane_service.core.entries import Entries
 from kvplane_service.core.tiers import behind
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core import page_scheduler
@@ -30,6 +31,7 @@ from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
 from tests.core.page_scheduler import RandomScheduler
+from tests.core.tier_spoils import Spoils, holed, spread
 
 Slot = tuple[int, int]  # tier and slot
 HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
@@ -193,6 +195,7 @@ class TierEngine(TierScheduler, RandomEngine):
     Attributes:
         jobs: in flight, of this engine life and of earlier ones.
         reports: ended jobs that are not reported yet: number, whether they are done, step to wait for.
+        has_costs: states what tokens and loads take.
         kept_slots: slots that kept their keys over deaths of a worker.
         loaded: rows that were loaded for hits that then ran.
         tide: steps in which all prompts are new, and steps in which all come back, in turn; 0: each prompt is drawn.
@@ -208,7 +211,9 @@ class TierEngine(TierScheduler, RandomEngine):
         self.reports: list[tuple[int, bool, int]] = []
         self.reported_jobs: list[int] = []
         self.loaded = self.done_loads = 0
+        self.has_costs = copy(rng).random() < 0.4
         super().__init__(spec, rng, most_drafts)
+        self.spoils = Spoils(self.tier_memory.slots)
         self.forgets = rng.choice([0, 0, 10])
         self.never, self.breaks = rng.choice([0, 0, 5, 20]), rng.choice([0, 0, 5, 30])
         # Lives that last, and requests that come back: what left the device is asked for again.
@@ -244,18 +249,46 @@ class TierEngine(TierScheduler, RandomEngine):
         self.jobs_over([number for number, _, _ in ready])
         return cache
 
+    def _parts(self) -> list[Part]:
+        parts, rng = super()._parts(), copy(self.rng)
+        cache = parts[0].cache
+        if self.has_costs and rng.random() < 0.15:
+            of_tiers = [rng.choice([0, 1, 20, 400]) for _ in self.spec.tiers]
+            cache.costs_ns = [rng.choice([0, 1, 5, 100]), *of_tiers]
+        if cache.jobs_done and not any(one.running or one.is_held for one in self.requests.values()):
+            cache.reset |= rng.random() < 0.1
+        if self.seq == 1 and rng.random() < 0.7:
+            cache.evicted = [*cache.evicted, *(block for block in self.spoils.lost if block not in cache.evicted)]
+        elif self.seq == 1:
+            self.spoils.lost.clear()
+        return spread(parts, rng) if rng.random() < 0.4 else parts
+
+    def _send(self, parts: list[Part]) -> None:
+        keys, jobs = self.spoils.keys_of(parts, self.followed.follower), self.replica.coordinator.tiers.jobs
+        flying = {*jobs.saves, *jobs.moves}
+        super()._send(parts)
+        results, jobs = self.last_results, self.replica.coordinator.tiers.jobs
+        evicted = self.spoils.answered(self.seq, parts, results, keys)
+        was_reset = any(result.reset_done for result in results)
+        self.spoils.spoil(self.seq, evicted, was_reset, {*flying, *jobs.saves, *jobs.moves})
+
     def take_answer(self, parts: list[Part], results: list[PartResult]) -> None:
         super().take_answer(parts, results)
+        late = [part.cache for part in parts[1:]]
+        end_late = any(cache.jobs_done or cache.jobs_failed or cache.jobs_before for cache in late)
         for result in results:
             after = dict(zip(result.admit_job, result.admit_load_after, strict=False))
             self._take_orders(result, after)
             waits = WhyDeclined.WAITS in result.declined.why
-            assert not waits or any(map(self._waits, self.waits)), "an admission waits for a load that was given up"
+            assert not waits or end_late or any(map(self._waits, self.waits)), (
+                "an admission waits for a load that was given up"
+            )
         loads = [len(load.rows) for load in self.replica.coordinator.tiers.jobs.loads.values()]
         assert len(loads) < 2 or sum(loads) <= self.spec.num_blocks // 4, "loads fill more than their share of the pool"
 
     def _take_orders(self, result: PartResult, after: dict[int, int]) -> None:
         orders = result.orders
+        self.spoils.ordered(orders, self.followed.follower)
         loads: dict[int, list[tuple[Slot, int, int]]] = {}
         columns = (orders.load_job, orders.load_tier, orders.load_slot, orders.load_version, orders.load_block)
         for job, tier, slot, version, block in zip(*columns, strict=True):
@@ -364,6 +397,8 @@ class TierEngine(TierScheduler, RandomEngine):
             super()._crash()
             return
         memory, spec, last_reset = self.memory, self.replica.spec, in_time(self.memory.stamps[0])
+        self.spoils.die(self.stamped)
+        self.spoils.lost.clear()  # with the pages
         memory.pages.clear()
         self.movers, self.jobs, self.reports, self.reported_jobs, self.waits = [], [], [], [], {}
         memory.stamps[: spec.num_blocks] = [0] * spec.num_blocks
@@ -386,6 +421,7 @@ class TierEngine(TierScheduler, RandomEngine):
 
     def _leave_movers(self, kept: list[int]) -> None:
         super()._leave_movers(kept)
+        self.spoils.die(self.stamped)
         loads = [job for job in self.jobs if job.blocks_written]
         self.movers += filter(self._may_begin, loads)  # type: ignore[arg-type]
         # Saves and moves of the life that ended continue; what was not begun may never be.
@@ -394,6 +430,11 @@ class TierEngine(TierScheduler, RandomEngine):
             job.seq = 0
         self.reports = [(number, is_done, 0) for number, is_done, _ in self.reports]
         self.waits = {}
+
+    def _chunks(self, stored: list[Entries]) -> list[Entries]:
+        """A store may lose any record for a while, of a block or of a slot with its copy."""
+        chunks, rng = super()._chunks(stored), copy(self.rng)
+        return [holed(one, rng) for one in chunks] if rng.random() < 0.4 else chunks
 
     def _recover(self, kept: list[int]) -> None:
         self.reports, self.reported_jobs = [], []  # another service does not know them
@@ -406,8 +447,15 @@ class TierEngine(TierScheduler, RandomEngine):
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def check_keys(self) -> None:
-        """Every key of a tier names a slot that holds just that, or another version, which no load takes for it."""
+        """Every key of a tier names a slot that holds just that, or another version, which no load takes for it. Once
+        all orders are carried out, the memory proves those that were written in this engine life.
+        """
         super().check_keys()
+        if not self.queue:
+            for tier in self.replica.coordinator.tiers.each:
+                mine = {slot: version for slot, version in tier.version.items() if version >> 32 == self.epoch}
+                shown = {slot: self.memory.stamps[self._id_of((tier.number, slot))] for slot in mine}
+                assert shown == mine, f"tier {tier.number} has keys that the memory does not prove"
         for tier in self.replica.coordinator.tiers.each:
             for (domain, group, digest), slot in tier.in_order():
                 page = self.tier_memory.read((tier.number, slot), tier.version[slot])

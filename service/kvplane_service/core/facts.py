@@ -199,7 +199,7 @@ class FactApplier:
         if cache.reset:
             result.reset_done = self._pool.reset()
             if result.reset_done:
-                self._blocks.tiers.clear(is_reported=False)
+                self._blocks.tiers.reset()
 
     def _evict(self, block: int) -> bool:
         """Drop the keys of a block, and give the block a new stamp (version number of its content); returns whether it
@@ -208,8 +208,8 @@ class FactApplier:
         A block without keys also gets a new stamp, because a store may still have a key with the old one.
         """
         tiers, key = self._blocks.tiers, self._pool.key_of(block)
-        if tiers.each and key is not None:
-            tiers.revoke(key)  # saved from this page, or from one with the same content
+        if tiers.each:
+            tiers.revoke(block, key)  # saved from this page, or from one with the same content
         had_keys = self._pool.drop_keys(block, RemoveReason.DROPPED)
         if not had_keys:
             self._pool.restamp(block)

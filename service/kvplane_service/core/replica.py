@@ -155,7 +155,7 @@ class Replica:
         self._keeps_keys = True
         self._pool.begin_epoch(epoch)
         self._pool.hold_busy([*under_load, *busy])
-        self.tiers.begin_epoch(epoch, memory_is_new)
+        self.tiers.begin_epoch(epoch, memory_is_new, stamp_table)
         self._pool.retained.resume()
         self.seq = 0
         self._shown = stamp_table[: self.spec.num_blocks]  # a copy: the caller may reuse its array

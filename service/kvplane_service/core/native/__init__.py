@@ -38,7 +38,7 @@ from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
 from kvplane_service.core.native.row_views import NativeCoordinator, NativeTracker
 from kvplane_service.core.native.settings import of_group, of_hashes, of_tiers, settings
-from kvplane_service.core.native.tiers import NativeTiers
+from kvplane_service.core.native.tiers import NativeTiers, stamps_of
 from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
 from kvplane_service.core.native.transfer import check_image, dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
@@ -225,7 +225,7 @@ class NativeReplica:
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
-        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new)
+        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new, stamps_of(stamp_table))
         self._keeps_keys, self._shown = True, stamp_table[: self.spec.num_blocks]
         return self.count_keys()
 

@@ -60,7 +60,7 @@ inline PyObject* PutUnkeyedFirst(PyObject*, PyObject* arguments) {
     });
 }
 
-// enter_epoch(core, epoch, busy blocks, memory_is_new)
+// enter_epoch(core, epoch, busy blocks, memory_is_new, stamps of the memory)
 inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         BlockList busy;
@@ -71,8 +71,9 @@ inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
         Check(epoch >= 0 && epoch < Int{1} << kEpochBits);
         Require(static_cast<uint64_t>(epoch) > core.replica.blocks.pool.epoch, "stamps would repeat");
         const bool memory_is_new = IsTrue(At(arguments, 3));
+        const Buffer<uint64_t> shown(At(arguments, 4));
         return Change(core, [&](Replica& replica) {
-            replica.EnterEpoch(epoch, busy, memory_is_new);
+            replica.EnterEpoch(epoch, busy, memory_is_new, Shown{shown.data, shown.size});
             core.held.Clear();
             return Py_NewRef(Py_None);
         });

@@ -63,7 +63,7 @@ class FactApplier {
         for (const Int slot : cache.released) Append(tracker_.ReleaseHeld(slot, pool_.step), &result->preempted);
         if (!cache.loads_over.empty()) ReleaseBusy(pool_, cache.loads_over);
         if (cache.reset) result->reset_done = pool_.Reset();
-        if (cache.reset && result->reset_done) blocks_.tiers.Clear();
+        if (cache.reset && result->reset_done) blocks_.tiers.Reset();
     }
 
     void AddDigests(Int slot, const Hashes& hashes, size_t digest_size) {
@@ -95,9 +95,7 @@ class FactApplier {
 
     // Drops the keys of a block, and gives it a new stamp; returns whether it had keys.
     bool Evict(Block block) {
-        if (!blocks_.tiers.each.empty() && pool_.HasKey(block)) {
-            blocks_.tiers.Revoke(Key(pool_.records[block].key));  // saved from this page, or one with its content
-        }
+        if (!blocks_.tiers.each.empty()) blocks_.tiers.Revoke(block);  // saved from this page, or one with its content
         const bool had_keys = pool_.DropKeys(block, kDropped);
         if (!had_keys) pool_.Restamp(block);
         return had_keys;

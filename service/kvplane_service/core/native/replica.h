@@ -67,7 +67,8 @@ class Replica {
     // -- engine lives ------------------------------------------------------------------------------------------------
 
     // Begins an engine life after the last one was ended; blocks that its loads may still write are held.
-    void EnterEpoch(Int epoch, const BlockList& busy, bool memory_is_new) {
+    // `shown`: the stamp table, as in `Replica.enter_epoch`.
+    void EnterEpoch(Int epoch, const BlockList& busy, bool memory_is_new, const Shown& shown) {
         BlockPool& pool = blocks.pool;
         BlockList under_load = tracker.Close();
         if (memory_is_new) {
@@ -77,7 +78,7 @@ class Replica {
         pool.BeginEpoch(static_cast<uint64_t>(epoch));
         under_load.insert(under_load.end(), busy.begin(), busy.end());
         HoldBusy(pool, under_load);
-        blocks.tiers.BeginEpoch(epoch, memory_is_new);
+        blocks.tiers.BeginEpoch(epoch, memory_is_new, shown);
         pool.retained.Resume();
         seq = 0;
     }

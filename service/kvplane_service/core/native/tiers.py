@@ -124,9 +124,14 @@ def with_keys(core: object, dump: tuple[Any, ...]) -> tuple[Any, ...]:
     return numbers, costs, whole, *rest
 
 
+def stamps_of(shown: Sequence[int]) -> array[int] | memoryview:
+    """Return a stamp table as the core reads it."""
+    return shown if isinstance(shown, array | memoryview) else array("Q", shown)
+
+
 def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator[None]:
     """Do what `Tiers.end_epoch` does, in slices."""
-    stamps = shown if isinstance(shown, array | memoryview) else array("Q", shown)
+    stamps = stamps_of(shown)
     for number in range(len(spec.tiers)):
         last: int | None = -1
         while last is not None:
@@ -139,7 +144,7 @@ def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator
 
 def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
     """Return the entry `tiers` of the exported state, as `tiers.entries.copy_tiers` does."""
-    (*numbers, waits_in), costs, each, loads, saves, moves, loading, _ = dump
+    (*numbers, waits_in), costs, each, loads, saves, moves, loading, _, places = dump
 
     def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[Key, int, int]]:
         return [(key(packed), slot, version) for packed, slot, version in keys]
@@ -157,6 +162,7 @@ def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
         [(job, key(packed), *rest) for job, packed, *rest in saves],
         [(job, key(packed), *source, *target) for job, packed, source, *target in moves],
         loading,
+        places,
     ]
 
 
@@ -176,9 +182,9 @@ def counters_of(dump: tuple[Any, ...]) -> list[object]:
 def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tuple[Any, ...]:
     """Return what the core loads for the entries `tiers` and `tier_counters`, which a replica without tiers lacks."""
     if "tiers" not in entries:
-        return [0, 0, 0, 0], [], [], [], [], [], [], [0] * len(fields(TierCounters))
+        return [0, 0, 0, 0], [], [], [], [], [], [], [0] * len(fields(TierCounters)), [[]]
     (state,), (counters,) = entries["tiers"], entries["tier_counters"]
-    (*numbers, costs, waits_in), each, loads, saves, moves, loading = state
+    (*numbers, costs, waits_in), each, loads, saves, moves, loading, *places = state
 
     def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[tuple[int, bytes], int, int]]:
         return [(pack(tuple(key)), slot, version) for key, slot, version in keys]
@@ -201,4 +207,5 @@ def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tup
         [(job, pack(tuple(key)), tuple(source), tier, slot) for job, key, *source, tier, slot in moves],
         loading,
         counters[0],
+        places[0] if places else [[]] * (1 + len(each)),  # before core version 5 there was no such entry
     )

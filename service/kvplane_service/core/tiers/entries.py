@@ -20,6 +20,7 @@ def copy_tiers(tiers: Tiers) -> list[object]:
         [(job, *astuple(save)) for job, save in jobs.saves.items()],
         [(job, move.key, *move.source, move.tier, move.slot) for job, move in jobs.moves.items()],
         list(tiers.loading.items()),
+        [sorted(tiers.unknown), *(sorted(tier.stale) for tier in tiers.each)],
     ]
 
 
@@ -38,7 +39,7 @@ def copy_counters(tiers: Tiers) -> list[object]:
 
 def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> None:
     """Load the state into tiers that were not used. Raises ValueError if it is that of other tiers."""
-    numbers, each, loads, saves, moves, loading = state
+    numbers, each, loads, saves, moves, loading, *rest = state
     tiers.last_job, tiers.demand, tiers.demand_now, tiers.costs_ns, tiers.waits_in = numbers
     if [tier.num_slots for tier in tiers.each] != [one[0] for one in each]:
         raise ValueError(f"tiers of {[one[0] for one in each]} slots")
@@ -70,3 +71,7 @@ def load_tiers(tiers: Tiers, state: list[Any], counters: list[list[int]]) -> Non
     for write in tiers.jobs.writes():
         tiers.each[write.tier].writing.add(write.key)
     tiers.loading = dict(loading)
+    unknown, *stale = rest[0] if rest else [()] * (1 + len(tiers.each))  # before core version 5 there was no such entry
+    tiers.unknown = set(unknown)
+    for tier, slots in zip(tiers.each, stale, strict=True):
+        tier.stale = set(slots)

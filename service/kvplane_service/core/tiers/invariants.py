@@ -27,11 +27,15 @@ def faults(tiers: Tiers, keyed: set[int]) -> Iterator[str]:
             yield f"tier {tier.number}: wants {len(tier.wanted)} of {len(tier.wanted.version)} places, below {most}"
         if not tier.wanted.is_early and (len(tier.wanted) or tier.wanted.recent):
             yield f"tier {tier.number}: wants something early with the policy {tier.wanted.policy.value}"
+        if any(slot in tier.key or not 0 <= slot < tier.num_slots for slot in tier.stale):
+            yield f"tier {tier.number}: a slot has a key, and holds what no key names"
         if sorted(tier.writing) != sorted({write.key for write in written}):
             yield f"tier {tier.number}: {len(tier.writing)} keys are being written, by {len(written)} jobs"
         rows = [row.source for load in tiers.jobs.loads.values() for row in load.rows]
         if tier.pins != Counter(source.slot for source in rows if source.tier == tier.number):
             yield f"tier {tier.number}: the pins are not those of the loads in flight"
+    if tiers.depth != len(tiers.each):
+        yield f"look-ups search {tiers.depth} of {len(tiers.each)} tiers"
     for slot, job in tiers.loading.items():
         load = tiers.jobs.loads.get(job)
         if load is None or load.request != slot:

@@ -49,6 +49,9 @@ class Tier:
         pins: number of loads that read each slot; a pinned slot is not written.
         free: slots that were used and are free; the last one is used first.
         num_used: slots from this one on were never used.
+        stale: slots for which the stamp table may have the version of content that no key here names: of a key that was
+            dropped, or that this core never knew. A store may bring such a key back, until the slot is written or gets
+            another version.
         writing: keys that jobs in flight write into slots of this tier.
         wanted: what is copied here early, as the tier's policy has it.
         events: keys that were stored or dropped, until `take_events`.
@@ -86,6 +89,7 @@ class Tier:
         self.pins: dict[int, int] = {}
         self.free: list[int] = []
         self.num_used = 0
+        self.stale: set[int] = set()
         self.writing: set[Key] = set()
         self.wanted = Wanted(spec.save, spec.num_blocks)
 
@@ -150,6 +154,7 @@ class Tier:
     def hold(self, key: Key, slot: int, version: int) -> None:
         """Give a slot a key, which is evicted last of those like it."""
         self.key[slot], self.version[slot] = key, version
+        self.stale.discard(slot)
         self.uses[key[1]].held += 1
         self._enqueue(key, slot)
 
@@ -220,6 +225,7 @@ class Tier:
             return False
         self.note_lost(key)
         del self.key[slot], self.version[slot]
+        self.stale.add(slot)
         if slot not in self.pins:
             self.free.append(slot)
         self.uses[key[1]].held -= 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from kvplane.base.groups import ReplicaSpec, SavePolicy
 from kvplane.base.stamps import MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, CacheEvent, Orders, PartResult, RemoveReason
-from kvplane_service.core.columns import pieces
+from kvplane_service.core.columns import pieces, words_of
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.tiers.tier import Tier
@@ -18,6 +20,7 @@ from kvplane_service.core.tiers.tier import Tier
 MAX_JOBS = 4096  # jobs in flight; at this number nothing is saved, moved or loaded
 _JOB_BITS = 32  # a job is numbered by its engine life (epoch) and a counter of 32 bits, as a stamp without generation
 _VERSION = Stamp(0, MAX_EPOCH, MAX_COUNTER).pack()
+_NEVER = 1  # no stamp and no version: those of the first epoch begin above
 
 
 class Location(NamedTuple):
@@ -152,6 +155,8 @@ class Tiers:
         self.demand = 0  # blocks that a step takes, at most, in the recent past
         self.demand_now = 0  # the same, of the step being applied
         self.orders = Orders()
+        # Blocks that this core has given no stamp yet, and for which the memory shows one: a store may know their key.
+        self.unknown: set[int] = set()
         self._sizes = sizes
         self._pool = pool
         ends = [spec.num_blocks]
@@ -234,13 +239,38 @@ class Tiers:
         for tier in self.each:
             tier.drop(key)
 
-    def revoke(self, key: Key) -> None:
-        """Drop a key permanently: every rank writes another version for its slots, so that no store recovers it."""
+    def revoke(self, block: int, key: Key | None) -> None:
+        """Drop permanently what an evicted block holds, its `key`; every key if only a store could tell which one.
+
+        Every rank writes another version for all slots that may hold it, of all tiers: those that have the key, and
+        those that hold what no key here names. So no store returns it. What is being written into such a slot does
+        not count, since the mover may write the version of its job before the rank writes this one.
+        """
+        if key is not None:
+            self.drop(key)
+        elif block in self.unknown and not self._pool.stamp[block]:
+            for tier in self.each:
+                for each, _ in list(tier.in_order()):
+                    tier.drop(each)
         for tier, first in zip(self.each, self._firsts, strict=True):
-            slot = tier.find(key)
-            if slot is not None:
+            if not tier.stale:
+                continue
+            for slot in sorted(tier.stale):
                 self.order(("stamp_block", "stamp"), (first + slot, self._pool.draw()))
-        self.drop(key)
+            for job, save in self.jobs.saves.items():
+                if save.tier == tier.number and save.slot in tier.stale:
+                    self.jobs.saves[job] = replace(save, stamp=_NEVER)
+            for job, move in self.jobs.moves.items():
+                if move.tier == tier.number and move.slot in tier.stale:
+                    self.jobs.moves[job] = replace(move, source=move.source._replace(version=_NEVER))
+            tier.stale.clear()
+
+    def reset(self) -> None:
+        """Forget all keys permanently: every rank writes the stamp of a reset, behind that of each slot."""
+        self.clear(is_reported=False)
+        self.unknown.clear()
+        for tier in self.each:
+            tier.stale.clear()
 
     def open_jobs(self) -> dict[str, int]:
         """Return the number of jobs in flight by kind."""
@@ -391,13 +421,25 @@ class Tiers:
                         tier.drop(key, RemoveReason.UNVERIFIED)
                 yield
 
-    def begin_epoch(self, epoch: int, memory_is_new: bool) -> None:
+    def begin_epoch(self, epoch: int, memory_is_new: bool, shown: Sequence[int]) -> None:
         """Begin an engine life. Jobs that write slots stay in flight until their end is reported, unless the memory of
-        pages and tiers is new.
+        pages and tiers is new. `shown`: as in `end_epoch`.
         """
+        self._note_unknown(shown)
         self.last_job, self.waits_in = max(self.last_job, epoch << _JOB_BITS), 0
         if memory_is_new:
             for write in self.jobs.writes():
                 self.end_write(0, write, is_good=False)
             self.jobs.saves.clear()
             self.jobs.moves.clear()
+
+    def _note_unknown(self, shown: Sequence[int]) -> None:
+        """Record for which blocks and slots the memory shows what this core does not know."""
+        if not self.each or len(shown) < self.ids.stop:
+            return
+        words, num_blocks = words_of(shown), self.ids.start
+        never = np.frombuffer(self._pool.stamp, np.uint64) == 0
+        self.unknown = set(np.flatnonzero(never & (words[:num_blocks] != 0)).tolist()) - {NULL_BLOCK}
+        for tier, first in zip(self.each, self._firsts, strict=True):
+            slots = np.flatnonzero(words[first : first + tier.num_slots])
+            tier.stale = set(slots.tolist()).difference(tier.key)

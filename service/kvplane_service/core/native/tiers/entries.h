@@ -61,7 +61,15 @@ inline const Key& KeyOf(const Tiers& tiers, Int tier, Int slot) {
     return tiers.each[static_cast<size_t>(tier)].KeyOf(slot);
 }
 
-// (numbers, costs, tiers, loads, saves, moves, loading, counters)
+inline PyObject* PlacesOf(const std::vector<bool>& marked) {
+    Column places;
+    for (size_t at = 0; at < marked.size(); ++at) {
+        if (marked[at]) places.push_back(static_cast<Int>(at));
+    }
+    return ToPy(places);
+}
+
+// (numbers, costs, tiers, loads, saves, moves, loading, counters, (unknown blocks, stale slots of each tier))
 inline PyObject* DumpTiers(Tiers& tiers) {
     Owned each(PyList_New(0)), loads(PyList_New(0)), saves(PyList_New(0)), moves(PyList_New(0));
     for (const Tier& one : tiers.each) Append(each, DumpTier(one));
@@ -85,8 +93,12 @@ inline PyObject* DumpTiers(Tiers& tiers) {
     for (const auto& [order, one] : waits) loading.push_back(one);
     Column counters;
     for (const Int* count : tiers.counters.All()) counters.push_back(*count);
+    Owned places(PyList_New(0));
+    Append(places, PlacesOf(tiers.unknown));
+    for (const Tier& one : tiers.each) Append(places, PlacesOf(one.stale));
     return Tuple(ToPy(Column{tiers.last_job, tiers.demand, tiers.demand_now, tiers.waits_in}), ToPy(tiers.costs_ns),
-                 each.Release(), loads.Release(), saves.Release(), moves.Release(), ToPy(loading), ToPy(counters));
+                 each.Release(), loads.Release(), saves.Release(), moves.Release(), ToPy(loading), ToPy(counters),
+                 places.Release());
 }
 
 // Loads what `DumpTiers` returns, with the keys of each tier (shadows, others) for their number, into unused tiers.
@@ -117,6 +129,7 @@ class LoadedTiers {
         ForEach(At(state, 4), [&](PyObject* one) { LoadSave(one); });
         ForEach(At(state, 5), [&](PyObject* one) { LoadMove(one); });
         LoadLoading(At(state, 6));
+        LoadPlaces(At(state, 8));
     }
 
   private:
@@ -248,6 +261,27 @@ class LoadedTiers {
         Write(TierAt(move.tier), move.slot, KeyAt(state, 1));
         Check(tiers_.jobs.moves.IsNext(job));
         tiers_.jobs.moves.Add(job, move);
+    }
+
+    // The unknown blocks, and the stale slots of each tier.
+    void LoadPlaces(PyObject* each) {
+        Check(kvplane::Count(each) == static_cast<Int>(1 + tiers_.each.size()));
+        Py_ssize_t number = 0;
+        ForEach(each, [&](PyObject* given) {
+            const auto at = static_cast<size_t>(number++);
+            std::vector<bool>& marked = at ? tiers_.each[at - 1].stale : tiers_.unknown;
+            marked.assign(static_cast<size_t>(at ? tiers_.each[at - 1].num_slots : spec_.num_blocks), false);
+            Column places;
+            FromPy(given, &places);
+            for (const Int place : places) {
+                Check(place >= 0 && place < static_cast<Int>(marked.size()));
+                if (at) {
+                    const Tier& tier = tiers_.each[at - 1];
+                    Check(place >= tier.num_used() || !tier.HasKey(place));
+                }
+                marked[static_cast<size_t>(place)] = true;
+            }
+        });
     }
 
     void LoadLoading(PyObject* rows) {

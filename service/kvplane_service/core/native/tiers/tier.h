@@ -41,6 +41,7 @@ class Tier {
         version.reserve(most);
         pins.reserve(most);
         state.reserve(most);
+        stale.resize(most);
         links_.reserve(most + kFirstLink);
         links_.assign(kFirstLink, Link());
         for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
@@ -172,6 +173,7 @@ class Tier {
         --num_held_;
         Leave(slot);
         version[at] = 0;
+        stale[at] = true;
         if (!pins[at]) free.push_back(static_cast<uint32_t>(slot));
     }
 
@@ -186,8 +188,11 @@ class Tier {
         if (--pins[At(slot)] == 0 && state[At(slot)] == SlotState::kNoKey) free.push_back(static_cast<uint32_t>(slot));
     }
 
+    void DropAll(RemoveReason reason) {
+        for (Int slot = Next(kNoSlot); slot != kNoSlot; slot = Next(kNoSlot)) DropSlot(slot, reason);
+    }
     void Clear() {
-        for (Int slot = Next(kNoSlot); slot != kNoSlot; slot = Next(kNoSlot)) DropSlot(slot, kUnverified);
+        DropAll(kUnverified);
         wanted.Clear();
     }
 
@@ -226,6 +231,8 @@ class Tier {
     std::vector<uint32_t> pins;      // by slot: number of loads that read it
     std::vector<SlotState> state;    // by slot
     BlockList free;                  // slots that were used and are free; the last one is used first
+    // By slot: the stamp table may have the version of content that no key here names, which a store may bring back.
+    std::vector<bool> stale;
     CacheEvents events;
 
   private:
@@ -294,6 +301,7 @@ class Tier {
     const Key& Settle(Int slot, Int of_version, SlotState queue) {
         const size_t at = At(slot);
         version[at] = of_version;
+        stale[at] = false;
         Insert(slot, queue);
         ++num_held_;
         const Key& key = directory_[record_[at]].key;

@@ -7,6 +7,7 @@
 namespace kvplane {
 
 constexpr int kJobBits = 32;  // a job is numbered by its engine life and a counter, as a stamp without generation
+constexpr uint64_t kNoVersion = 1;  // no stamp and no version: those of the first epoch begin above
 constexpr uint64_t kVersions = (uint64_t{1} << (kEpochBits + kCounterBits)) - 1;
 
 // A slot of a tier, and the version that a reader expects in it.
@@ -101,6 +102,13 @@ class InOrder {
     void ForEach(F&& visit) const {
         for (size_t at = first_; at < entries_.size(); ++at) {
             if (entries_[at].is_there) visit(entries_[at].number, entries_[at].value);
+        }
+    }
+    // Visits the values, which may be changed.
+    template <typename F>
+    void Update(F&& visit) {
+        for (size_t at = first_; at < entries_.size(); ++at) {
+            if (entries_[at].is_there) visit(entries_[at].value);
         }
     }
 
@@ -198,15 +206,22 @@ class Tiers {
     void Drop(const Key& key) {
         for (Tier& one : each) one.Drop(key);
     }
-    // Drops a key permanently: every rank writes another version for its slots, so that no store recovers it.
-    void Revoke(const Key& key) {
-        for (Tier& one : each) {
-            const Int slot = one.Find(key);
-            if (slot == kNoSlot) continue;
-            orders.stamp_block.push_back(static_cast<Block>(firsts_[static_cast<size_t>(one.number)] + slot));
-            orders.stamp.push_back(pool_.Draw());
+    // Drops permanently what an evicted block holds, its key; every key if only a store could tell which one. See
+    // `Tiers.revoke`.
+    void Revoke(Block block) {
+        if (pool_.HasKey(block)) {
+            Drop(Key(pool_.records[block].key));
+        } else if (!unknown.empty() && unknown[block] && pool_.stamp[block] == 0) {
+            for (Tier& one : each) one.DropAll(kDropped);
         }
-        Drop(key);
+        for (Tier& one : each) GiveOtherVersions(one);
+    }
+
+    // Forgets all keys permanently: every rank writes the stamp of a reset.
+    void Reset() {
+        Clear();
+        unknown.clear();
+        for (Tier& one : each) one.stale.assign(one.stale.size(), false);
     }
 
     // Visits the keys of slots, and those that jobs will give to blocks or slots.
@@ -363,7 +378,8 @@ class Tiers {
     }
 
     // Jobs that write slots stay in flight until their end is reported, unless the memory is new.
-    void BeginEpoch(Int epoch, bool memory_is_new) {
+    void BeginEpoch(Int epoch, bool memory_is_new, const Shown& shown) {
+        NoteUnknown(shown);
         last_job = std::max(last_job, epoch << kJobBits);
         waits_in = 0;
         if (!memory_is_new) return;
@@ -377,6 +393,8 @@ class Tiers {
     std::vector<Tier> each;  // the nearest first; none moves, since they refer to each other
     Jobs jobs;
     JobOrders orders;  // that no answer has
+    // By block, empty if none: this core has given it no stamp yet, and the memory shows one; a store may know its key.
+    std::vector<bool> unknown;
     TierCounters counters;
     Int last_job = 0;
     std::map<Int, std::pair<Int, Int>> loading;  // by slot of a request: the load into its blocks; when it was added
@@ -388,6 +406,44 @@ class Tiers {
     const Int most_loading;          // blocks that several loads fill at one time
 
   private:
+    // Every rank writes another version for all slots of a tier that hold what no key here names. What is being written
+    // into such a slot does not count.
+    void GiveOtherVersions(Tier& tier) {
+        bool any = false;
+        for (size_t slot = 0; slot < tier.stale.size(); ++slot) {
+            if (!tier.stale[slot]) continue;
+            any = true;
+            orders.stamp_block.push_back(static_cast<Block>(firsts_[static_cast<size_t>(tier.number)]) +
+                                         static_cast<Block>(slot));
+            orders.stamp.push_back(pool_.Draw());
+        }
+        if (!any) return;
+        const auto is_stale = [&](const auto& write) {
+            return write.tier == tier.number && tier.stale[static_cast<size_t>(write.slot)];
+        };
+        jobs.saves.Update([&](Save& save) {
+            if (is_stale(save)) save.stamp = kNoVersion;
+        });
+        jobs.moves.Update([&](Move& move) {
+            if (is_stale(move)) move.source.version = kNoVersion;
+        });
+        tier.stale.assign(tier.stale.size(), false);
+    }
+
+    // For which blocks and slots the memory shows what this core does not know.
+    void NoteUnknown(const Shown& shown) {
+        if (each.empty() || shown.size < static_cast<size_t>(firsts_.back() + each.back().num_slots)) return;
+        unknown.assign(pool_.stamp.size(), false);
+        for (size_t block = kNullBlock + 1; block < unknown.size(); ++block)
+            unknown[block] = shown.stamps[block] != 0 && pool_.stamp[block] == 0;
+        for (Tier& one : each) {
+            const uint64_t* const versions = shown.stamps + firsts_[static_cast<size_t>(one.number)];
+            for (Int slot = 0; slot < one.num_slots; ++slot)
+                one.stale[static_cast<size_t>(slot)] =
+                    versions[slot] != 0 && (slot >= one.num_used() || !one.HasKey(slot));
+        }
+    }
+
     // The tier behind this one; null if it is the last one.
     Tier* Behind(Int number) {
         const auto next = static_cast<size_t>(number) + 1;
