@@ -239,6 +239,42 @@ def test_a_session_with_loads_in_progress_ends_with_its_service():
     assert isinstance(session.ended, ServiceRestarted)
 
 
+LOADS = part_of(NewsRow(0, range(40)), AdmitRow(0, flags=RowFlag.LOAD))
+
+
+def loading(*jobs):
+    """What is known behind an answer that orders these loads."""
+    known = KnownRequests()
+    admitted = PartResult(admit_status=[int(AdmitStatus.GRANTED)], admit_hit=[32], admit_granted=[0], admit_job=[*jobs])
+    known.note(step(LOADS), StepResult(1, 0, [admitted]))
+    return known
+
+
+def test_a_load_from_a_tier_that_may_still_write_ends_the_session():
+    """As an external load does: the restarted service would give its pages away."""
+    known = loading(5 << 32 | 7)
+    known.note(step(part_of(FactRow(0, end=End.PREEMPTED))), StepResult(2, 0, [PartResult()]))
+    with pytest.raises(ServiceRestarted, match="load from a tier may write") as caught:
+        known.revival(7, 4)
+    assert "revive" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "cache", [Cache(jobs_done=[5 << 32 | 7]), Cache(jobs_failed=[5 << 32 | 7]), Cache(jobs_before=5 << 32 | 8)]
+)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_load_whose_end_was_reported_is_no_obstacle(cache, is_lost):
+    """Nor in a step without an answer: no mover writes any more."""
+    known, over = loading(5 << 32 | 7), step(Part(cache=cache))
+    if not is_lost:
+        known.note(over, StepResult(2, 0, [PartResult()]))
+    assert (known.after([over]) if is_lost else known).revival(7, 4).news.slot == [0]
+
+
+def test_an_admission_without_a_load_is_no_obstacle():
+    assert loading(0).revival(7, 4).running == (0,)
+
+
 def test_malformed_steps_in_flight_end_the_session():
     lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
     with pytest.raises(ServiceRestarted, match="is malformed"):

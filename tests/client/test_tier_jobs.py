@@ -59,6 +59,34 @@ def reported(jobs, executed=0):
     return cache
 
 
+def test_ends_of_a_step_that_was_refused_are_reported_again(jobs, tables):
+    jobs.order(1, 0, saves(range(JOB + 1, JOB + 4)))
+    for table in tables:
+        table.take()
+        table.end(JOB + 1, True, 1)
+    first, again, after = Cache(), Cache(), Cache()
+    jobs.report(first, 0, seq=2)
+    for table in tables:
+        table.end(JOB + 2, False, 1)
+    jobs.report(again, 0, seq=2)
+    jobs.report(after, 0, seq=3)
+    assert (first.jobs_done, first.jobs_failed) == ([JOB + 1], [])
+    assert (again.jobs_done, again.jobs_failed) == ([JOB + 1], [JOB + 2])
+    assert (after.jobs_done, after.jobs_failed) == ([], [])
+
+
+def test_busy_blocks_that_a_refused_step_gave_back_are_given_back_again(tables):
+    jobs = TierJobs(tables)
+    jobs.begin(EPOCH, (4, 5))
+    for table in tables:
+        table.begin_life(EPOCH)
+    caches = [Cache() for _ in range(3)]
+    for cache, seq in zip(caches, (1, 1, 2), strict=True):
+        jobs.report(cache, 0, seq)
+    assert [cache.loads_over for cache in caches] == [[4, 5], [4, 5], []]
+    assert [cache.jobs_before for cache in caches] == [JOB, JOB, 0]
+
+
 def test_rows_of_a_job_say_what_follows_and_when_it_may_begin(jobs, tables):
     jobs.order(7, 1, load(JOB + 1, [4, 6], after=6))
     for table in tables:

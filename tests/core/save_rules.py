@@ -70,6 +70,7 @@ def uses_noted() -> Iterator[None]:
 
     def begin_write(self: Tiers, tier: Tier, key: Key) -> int | None:
         is_used = (key in loaded if tier.number else uses[key] > 1) or key in self._pool.retained.of_key
+        is_used = is_used or (not tier.number and self.has(key))  # a prefetch copies it nearer
         if tier.wanted.policy is SavePolicy.REUSE and not is_used:
             raise SavedTooEarly(f"tier {tier.number} saves {key}, which was used once")
         return begin(self, tier, key)

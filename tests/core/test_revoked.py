@@ -14,6 +14,7 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
+from kvplane_service.core.tiers.tiers import Tiers
 from tests.core.builders import full, new_replica
 from tests.core.test_tiers import Mover
 
@@ -169,6 +170,20 @@ def test_an_eviction_orders_each_version_once(engine):
     ordered = [engine.cache(evicted=[block]).orders.stamp_block for _ in range(2)]
     assert any(at >= first for at in ordered[0])
     assert not any(at >= first for at in ordered[1])
+
+
+def test_an_eviction_of_known_slots_alone_would_leave_the_others(monkeypatch):
+    """What the cases above are made of: without the rule the evicted key is there again."""
+    monkeypatch.setenv("KVPLANE_CORE", "python")
+    monkeypatch.setattr(Tiers, "revoke", lambda self, block, key: key is not None and self.drop(key))
+    engine = Obeyed(HOST)
+    engine.serve(0, TEXT)
+    for _ in range(6):
+        engine.report()
+    stored, (block, key) = engine.replica.entries(), engine.key_of(TEXT)
+    engine.tiers.each[0].drop(key, RemoveReason.EVICTED)
+    engine.cache(evicted=[block])
+    assert places_of(recovered(engine, stored), key) == ["HOST"]
 
 
 def test_a_reset_that_is_sent_again_leaves_nothing(engine):

@@ -10,12 +10,11 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvplane.base.step import PartResult, RemoveReason
+from kvplane.base.step import RemoveReason
 from kvplane_service.core import retaining
 from kvplane_service.core.facts import FactApplier
 from kvplane_service.core.in_flight import InFlightTracker
@@ -28,7 +27,6 @@ from kvplane_service.core.tiers.loads import Choice, TierLoads
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Move, Tiers
 from kvplane_service.core.tiers.wanted import Wanted
-from kvplane_service.replicas.events import EventLog
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.tier_engine import TierMemory
@@ -102,20 +100,6 @@ def _copies_left(real: Wrapped) -> Wrapped:
     return evict
 
 
-def _known_slots_alone(real: Wrapped) -> Wrapped:
-    """Slots that hold what no key names keep their version."""
-
-    def revoke(self: Tiers, block: int, key: Any) -> None:
-        stale = [tier.stale.copy() for tier in self.each]
-        for tier in self.each:
-            tier.stale.clear()
-        real(self, block, key)
-        for tier, slots in zip(self.each, stale, strict=True):
-            tier.stale = slots
-
-    return revoke
-
-
 def _lasting(real: Wrapped) -> Wrapped:
     """After a hit that was too slow, look-ups leave out the farthest tiers."""
 
@@ -140,14 +124,7 @@ TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
         isinstance(write, Move) or real(self, write)
     )),
     "an eviction leaves copies in tiers": (FactApplier, "_evict", _copies_left),
-    "an eviction leaves slots that no key names": (Tiers, "revoke", _known_slots_alone),
-    "a key that only a store knows stays in tiers": (Tiers, "_note_unknown", lambda real: lambda self, shown: (
-        real(self, shown), self.unknown.clear()
-    )),
     "a slot gets another version while it is written": (tiers, "replace", lambda real: lambda write, **to: write),
-    "events of tiers behind those of the device": (EventLog, "publish_step", lambda real: (
-        lambda self, hold, step, parts: real(self, hold, step, _tiers_last(parts))
-    )),
     "look-ups stay shallow after a hit that was too slow": (TierLoads, "_nearer", _lasting),
     "used once, and saved": (Wanted, "_was_seen", lambda real: lambda self, key: True),
     "run before the load is done": (InFlightTracker, "loads_from_tiers", lambda real: lambda self, slot: False),
@@ -182,12 +159,6 @@ FIRST_RUN = {
     "version of a slot not compared": 29,
     "load before launches": 28,
 }
-
-
-def _tiers_last(parts: list[PartResult]) -> list[PartResult]:
-    """The events of the tiers of all parts are those of the last one."""
-    of_tiers = [event for part in parts for event in part.tier_events]
-    return [replace(part, tier_events=of_tiers if part is parts[-1] else []) for part in parts]
 
 
 def _early_release(real: Wrapped) -> Wrapped:

@@ -249,6 +249,12 @@ class TierEngine(TierScheduler, RandomEngine):
         self.jobs_over([number for number, _, _ in ready])
         return cache
 
+    def step(self) -> None:
+        """Engines die more often while no rank has carried out an eviction."""
+        if self.spoils.has_open(self.stamped) and copy(self.rng).random() < 0.2:
+            self._crash()
+        super().step()
+
     def _parts(self) -> list[Part]:
         parts, rng = super()._parts(), copy(self.rng)
         cache = parts[0].cache

@@ -101,6 +101,10 @@ class Spoils:
                 self._slots[slot] = version, Page(page.group, [None] * len(page.slots))
                 self.count += 1
 
+    def has_open(self, stamped: int) -> bool:
+        """Whether no rank has carried out an eviction of this life that had keys."""
+        return any(seq > stamped and keys for seq, _, keys in self._evicted)
+
     def die(self, stamped: int) -> None:
         """The engine life has ended: what no rank has carried out is as it was."""
         for seq, slot, held in self._gone:

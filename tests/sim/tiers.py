@@ -340,7 +340,7 @@ class TieredLife(TierScheduler, EngineLife):
         return cache
 
     def _report(self, cache: Cache) -> None:
-        self.jobs.report(cache, self.executed_through)
+        self.jobs.report(cache, self.executed_through, self.seq)
 
     def _loads_over(self) -> list[int]:
         loading = set(self.jobs.blocks_loading)

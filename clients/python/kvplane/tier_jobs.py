@@ -5,7 +5,7 @@ jobs.begin(session.epoch, session.busy_blocks)                  # of each engine
 jobs.await_earlier(timeout_s=30)                                # before the first orders
 ...
 part = scheduler.plan()
-jobs.report(part.cache, executed_through)
+jobs.report(part.cache, executed_through, session.next_seq)
 answer = session.apply(part, executed_through=executed_through)
 ...                                                             # every rank carries out the orders
 for number, result in enumerate(answer.parts, answer.part):
@@ -77,6 +77,8 @@ class TierJobs:
         self._positions = [table.num_ended for table in tables]
         self._moving: list[_Moving] = []  # by number, without those that all ranks have ended
         self._over: list[_Over] = []
+        # The last report: number of its step, ends, and busy blocks that it gave back. For a step that is refused.
+        self._reported: tuple[int, list[_Over], tuple[int, ...] | None] = (0, [], None)
         self._epoch, self._is_alone = 0, False  # whether movers have stopped the jobs of all engines before this one
         self._left_busy: tuple[int, ...] | None = None  # busy blocks, while movers may work on jobs of earlier lives
 
@@ -101,6 +103,7 @@ class TierJobs:
         """
         self._moving.clear()
         self._over.clear()
+        self._reported = (0, [], None)
         self._positions = [table.num_ended for table in self._tables]
         self._is_alone = bool(self._epoch) and self.may_carry_out
         self._epoch, self._left_busy = epoch, tuple(busy_blocks)
@@ -140,24 +143,32 @@ class TierJobs:
                 for moving in new:
                     self._end(rank, moving.first, moving.count, is_done=False)
 
-    def report(self, cache: Cache, executed_through: int) -> None:
-        """Add the jobs that have ended on every rank to the facts of the next step.
+    def report(self, cache: Cache, executed_through: int, seq: int = 0) -> None:
+        """Add the jobs that have ended on every rank to the facts of the next step. Call it once for each step.
 
-        `executed_through`: of the same step. Raises FailedPrecondition as `JobTable.ends_from`.
+        `executed_through`: of the same step. `seq`: its number (`Session.next_seq`): if it is that of the last report,
+        that step was refused, and the one in its place reports the same ends too; 0: no step is planned again. Raises
+        FailedPrecondition as `JobTable.ends_from`.
         """
+        last, refused, busy = self._reported
+        if seq and seq == last:
+            self._over = refused + self._over
+            self._left_busy = busy if self._left_busy is None else self._left_busy
         for rank, table in enumerate(self._tables):
             ends = table.ends_from(self._positions[rank])
             self._positions[rank] += len(ends)
             for first, count, is_done in ends:
                 self._end(rank, first, count, is_done)
-        waiting = list[_Over]()
+        waiting, reported = list[_Over](), list[_Over]()
         for over in self._over:
             if over.is_good and over.moving.after > executed_through:
                 waiting.append(over)
             else:
+                reported.append(over)
                 (cache.jobs_done if over.is_good else cache.jobs_failed).extend(over.jobs)
-        self._over = waiting
+        self._over, self._reported = waiting, (seq, reported, None)
         if self._left_busy is not None and self._have_begun():
+            self._reported = seq, reported, self._left_busy
             cache.jobs_before = self._epoch << _JOB_BITS
             cache.loads_over = [*cache.loads_over, *self._left_busy]
             self._left_busy = None

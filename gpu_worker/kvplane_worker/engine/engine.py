@@ -110,7 +110,7 @@ class Engine:
         self._give_up_late_loads()
         part, executed = self._scheduler.plan(), self._executed_through()
         if self._jobs is not None:
-            self._jobs.report(part.cache, executed)
+            self._jobs.report(part.cache, executed, self._session.next_seq)
             if self._weighs_loads and part.cache.jobs_done:
                 part.cache.costs_ns = self._jobs.costs_ns(round(self._token_ns), len(self._session.spec.tiers))
         answer = self._session.apply(part, executed_through=executed)

@@ -65,6 +65,7 @@ class KnownRequests:
         self.running: set[int] = set()  # slots that hold blocks
         self._requests: dict[int, _Request] = {}
         self._obstacle = ""
+        self._loading: set[int] = set()  # jobs of loads from tiers whose end was not reported
         # Of the last decode steps: slots, and a 1 for each, or None for rows of a builder
         self._decoding: tuple[Sequence[int], Sequence[int] | None] = ((), None)
         # Per decode step, a token of each of these slots; empty with hashes
@@ -109,6 +110,8 @@ class KnownRequests:
         self._add_collected()
         with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
         obstacle = self._obstacle or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
+        if self._loading:
+            obstacle = obstacle or "a load from a tier may write pages of a request"
         if obstacle:
             raise ServiceRestarted(
                 f"the service restarted, and the session cannot send its requests again: {obstacle}",
@@ -141,6 +144,9 @@ class KnownRequests:
                 self._add_hashes_and_ends(part.facts)
         if part.resume is not None:
             self._obstacle = "requests were resumed with their blocks"
+        if self._loading and "cache" in given:
+            self._loading.difference_update(part.cache.jobs_done, part.cache.jobs_failed)
+            self._loading = {job for job in self._loading if job >= part.cache.jobs_before}
         if "news" in given and part.news.slot:
             self._add_collected()
             self._add_news(part.news)
@@ -220,6 +226,7 @@ class KnownRequests:
     def _note_admitted(self, admit: Admit, done: PartResult) -> None:
         if any(admit.external) or any(flags & RowFlag.DELAY_CACHING for flags in admit.flags):
             self._obstacle = "an external load may write pages of a request"
+        self._loading.update(filter(None, done.admit_job))
         for slot, status in zip(admit.slot, done.admit_status, strict=True):
             if status == AdmitStatus.GRANTED:
                 self.running.add(slot)

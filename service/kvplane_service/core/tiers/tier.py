@@ -50,7 +50,7 @@ class Tier:
         free: slots that were used and are free; the last one is used first.
         num_used: slots from this one on were never used.
         stale: slots for which the stamp table may have the version of content that no key here names: of a key that was
-            dropped, or that this core never knew. A store may bring such a key back, until the slot is written or gets
+            dropped, or that this core never knew. A store may return such a key, until the slot is written or gets
             another version.
         writing: keys that jobs in flight write into slots of this tier.
         wanted: what is copied here early, as the tier's policy has it.

@@ -240,7 +240,7 @@ class Tiers:
             tier.drop(key)
 
     def revoke(self, block: int, key: Key | None) -> None:
-        """Drop permanently what an evicted block holds, its `key`; every key if only a store could tell which one.
+        """Drop permanently what an evicted block holds, its `key`; every key if only a store could name it.
 
         Every rank writes another version for all slots that may hold it, of all tiers: those that have the key, and
         those that hold what no key here names. So no store returns it. What is being written into such a slot does
