@@ -1272,6 +1272,10 @@ TWINS: dict[str, Twin] = {
         "a slot of a disk proves a key only in the file in which it was written",
         (Patch("kvplane.base.stamp_table:StampTable.name_disks", all_alike),),
     ),
+    "rows of callers join an image": Twin(
+        "an image is alone in its step, and nothing that callers ask for comes before it",
+        (Patch(f"{SERVICE}.replicas.cache_requests:CacheRequests.may_join", answer(True)),),
+    ),
     "states below a hit": Twin(
         "a request that goes back below a hit that ends in a state is preempted",
         (Patch(f"{CORE}.managers.mamba:AlignedStateManager.can_rewind", back_by_drafts_alone),),

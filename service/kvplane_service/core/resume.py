@@ -90,7 +90,7 @@ class Resumption:
         """
         (part, *others) = step.parts
         alone = not others and step.part == 0 and step.last and replace(part, resume=None) == Part()
-        _require(alone and part.resume is not None, "parts", "an image must be alone in its step")
+        _require(alone and part.resume is not None, "parts", "an image is alone in its step, behind its requests")
         assert part.resume is not None
         pool, resume = self._image_pool, part.resume
         _require(

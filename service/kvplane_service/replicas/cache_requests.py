@@ -44,6 +44,7 @@ class CacheRequests:
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
         self._rows: dict[int, Part] = {}  # prefixes to prefetch or retain, by number of their request
         self.next_end_ns = 0
+        self.image_may_come = False  # the engine life states stamps, and its image, if any, has not come
 
     async def ask(self, name: str, part: Part) -> StepResult:
         """Return the result of the step in which the engine of replica `name` does what the sections `cache`,
@@ -139,6 +140,17 @@ class CacheRequests:
         if self.send is not None:
             for request in list(self._waiting):
                 self.send(request)
+
+    def may_join(self, step: Step) -> bool:
+        """Whether what callers wait for may be merged into this step of the engine. It may not before the image of an
+        engine life that states stamps, which follows the first step and those that announce its requests, and not into
+        the image, which is alone in its step: another change of the pages would refuse it.
+        """
+        parts = () if step.rows is not None else step.parts
+        has_image = any(part.resume is not None for part in parts)
+        is_before = self.image_may_come and not any(part.run.slot or part.admit.slot for part in parts)
+        self.image_may_come = is_before and (step.seq == 1 or any(part.news.slot for part in parts))
+        return not (has_image or self.image_may_come)
 
     def want_step(self, clock: Callable[[], int]) -> bool:
         """Whether a caller waits for the next step, or the time of a retained prefix has come."""

@@ -407,6 +407,7 @@ class ReplicaHost(HostState):
         self.epoch, self._life_nonce = life.epoch, opening.nonce
         self._resumable = self.has_left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
+        self.mirror.requests.image_may_come = len(life.stamp_table) > 0
         self.decisions.append(life)
 
     def _leave_epoch(self) -> None:
@@ -456,7 +457,7 @@ class ReplicaHost(HostState):
             _check_retains_nothing(step)
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests = self.mirror.requests
-        if not requests.want_step(self._clock):
+        if not (requests.may_join(step) and requests.want_step(self._clock)):
             return Turn(self._order, step, rows, fingerprint, session.with_events)
         step, asked = requests.merged(step, self._clock())
         return Turn(self._order, step, rows, fingerprint, session.with_events, partial(requests.all_carried_out, asked))
