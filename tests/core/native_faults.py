@@ -142,7 +142,7 @@ FAULTS = [
     Fault("a hit is not shortened again", "lookup.h", "length >= candidate", "true"),
     Fault("the single-group hit is reported always", "lookup.h", "longest_ > length ? longest_ : 0", "longest_"),
     Fault("split pages retain", "validate.h", "if (rows > 0 && spec_.blocks_per_state > 1) return false;", ""),
-    Fault("a prefetch without rows", "validate.h", " &&\n                   prefetch.within_ns.empty()", ""),
+    Fault("a prefetch without rows", "validate.h", "prefetch.within_ns.empty()", "true"),
     Fault("a request goes back below the state of its hit", "managers/mamba.h",
           "(back > 0 && pool.KeyTokens(block) > num_computed)", "false"),
     Fault("events start one token late", "cache_events.h", "starts.push_back(start);", "starts.push_back(start + 1);"),

@@ -109,6 +109,18 @@ class Rows:
         return len(self.pages)
 
 
+class SlotRows(Rows):
+    """What is read of a tier: the slots in place, as they are when they are copied."""
+
+    def __init__(self, slots: dict[int, tuple[Content, Page | None]], numbers: list[int]) -> None:
+        self._slots, self._numbers = slots, numbers
+
+    @property
+    def pages(self) -> list[Page | None]:  # type: ignore[override]
+        held = [self._slots.get(number) for number in self._numbers]
+        return [None if one is None else copy_of(one[1]) for one in held]
+
+
 class SimSlots:
     """A tier. See `kvplane_worker.tiers.Slots`. A slot is as its seal says, or damaged; a write may be lost."""
 
@@ -143,7 +155,7 @@ class SimSlots:
         self._pause()
         if any(one is None or _seal(one[0]) != _seal(content) for one, content in zip(held, contents, strict=True)):
             return None
-        return Rows([copy_of(one[1]) for one in held if one is not None])
+        return SlotRows(self.slots, [content.slot for content in contents])
 
     def held(self, slot: int) -> tuple[int, int]:
         held = self.slots.get(slot)

@@ -407,3 +407,26 @@ def test_a_move_whose_slot_was_given_away_is_no_damage(tmp_path):
     assert not rig.until(5)
     assert (host.counts.discarded, host.counts.refused) == (1, 1)
     rig.movers.close()
+
+
+def test_a_move_seals_no_bytes_that_were_written_after_it_read_them(tmp_path, monkeypatch):
+    """A tier in host memory is read in place: another job writes the slot between its verification and the copy."""
+    rig = Rig(disk=tmp_path)
+    rig.disk.begin(None)
+    rig.save(1, 3, 0)
+    assert rig.until(1)
+    write = DiskSlots.write
+
+    def late(self, contents, num_bytes, fill):
+        rig.save(2, 5, 0)
+        assert rig.until(2)
+        return write(self, contents, num_bytes, fill)
+
+    monkeypatch.setattr(DiskSlots, "write", late)
+    rig.move(3, 0, 1, 7)
+    assert not rig.until(3)
+    assert rig.stamps.read(rig.movers._place.first_id(1) + 7) == 0
+    assert rig.disk.held(7) == (0, 0)
+    host = rig.movers.tiers[0]
+    assert (host.counts.discarded, host.counts.refused, rig.disk.counts.saved) == (1, 0, 0)
+    rig.movers.close()

@@ -356,20 +356,24 @@ class Movers:
         source, target = self._place.tiers[row.tier], self._place.tiers[row.block]
         group, num_bytes = source.held(row.slot)
         payload = source.read([self._content(row.tier, row.slot, group, row.version)], num_bytes)
-        if payload is None:
+
+        def was_taken() -> bool:
             # The core may give the slot away while its copy is moved. Then its version is another one, or none, from
             # before the first byte changes on; a slot that still has its version is damaged.
-            was_taken = self._place.stamps.words[self._place.first_id(row.tier) + row.slot] != row.version
-            source.counts.discarded += was_taken
-            source.counts.refused += not was_taken
+            return self._place.stamps.words[self._place.first_id(row.tier) + row.slot] != row.version
+
+        if payload is None:
+            source.counts.discarded += was_taken()
+            source.counts.refused += not was_taken()
             return False
         content = self._content(row.block, row.stamp, group, row.job)
 
         def fill(to: Tensor) -> list[bool]:
             to.copy_(payload)
-            return [True]
+            return [not was_taken()]  # what was read is the slot itself, where another job may have written meanwhile
 
         (is_good,) = self._write([content], num_bytes, fill)
+        source.counts.discarded += not is_good and was_taken()
         target.counts.saved += is_good
         target.counts.saved_bytes += is_good * num_bytes
         return is_good
