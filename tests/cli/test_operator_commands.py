@@ -174,6 +174,12 @@ def test_explain_command_explains_a_request(ask):
     assert "cause: the hit is as long as possible" in text
 
 
+def test_explain_command_shows_the_history_of_a_block(ask):
+    heading, *changes = ask("explain", "r", "--block", "1").splitlines()
+    assert heading.split() == ["AGE", "STEP", "LIFE", "BLOCK", "GROUP", "KEY", "CHANGE"]
+    assert changes[0].endswith("computed by request 'first'")
+
+
 def test_explain_command_explains_a_prompt(ask, tmp_path):
     file = tmp_path / "prompt"
     file.write_text(f"[{', '.join(['11'] * 32)}]\n" + "12 " * 20)
@@ -212,7 +218,7 @@ def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["explain", "r"], 2, "exactly one of --request and --tokens"),
+        (["explain", "r"], 2, "exactly one of --request, --block and --tokens"),
         (["explain", "r", "--request", "unknown"], 2, "the decision log has no attempt to admit the request 'unknown'"),
         (["explain", "r", "--tokens", "/nowhere/file"], 2, "No such file"),
         (["describe", "unknown"], 2, "there is no replica 'unknown'"),

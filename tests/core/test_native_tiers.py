@@ -14,7 +14,7 @@ import pytest
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, SavePolicy, TierKind, TierSpec
-from kvplane.base.step import Admit, Cache, Part, RowFlag, Step
+from kvplane.base.step import Admit, Cache, News, Part, RowFlag, Step
 from kvplane.base.when_read import made_of
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.replica import Replica
@@ -323,3 +323,13 @@ def test_an_open_step_names_the_load_that_a_slot_waits_for():
     assert found[0] == found[1]
     assert found[0][1] == "slot"
     assert digest(second) == before
+
+
+@pytest.mark.parametrize("core", [Replica, native.NativeReplica])
+def test_a_flag_that_no_row_has_is_refused_with_tiers_too(core):
+    """Found by the fuzzer: the complement of a RowFlag has no bits but those of its members, so these were taken."""
+    replica = core(loading().replica.spec)
+    part = Part(news=News([0], [4], [1, 2, 3, 4]), admit=Admit([0], flags=[-1 << 32]))
+    with pytest.raises(InvalidArgument) as caught:
+        replica.apply(Step(0, 1, [part]))
+    assert caught.value.field == "parts[0].admit.flags"

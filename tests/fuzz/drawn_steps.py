@@ -180,6 +180,7 @@ class StepSource:
             cache.failed_steps = draw.some(range(replica.executed_through + 2, seq))
         if draw.chance(10 if has_tiers else 50):
             cache.evicted = [1 + draw.below(replica.spec.num_blocks - 1) for _ in range(draw.below(4))]
+        cache.mismatched, cache.hits_checked = cache.evicted[::2], len(cache.evicted)
         if has_tiers:
             self._end_jobs(replica, cache)
         return cache

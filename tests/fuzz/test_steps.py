@@ -99,6 +99,8 @@ STRANGE: dict[str, Any] = {
     "news.request_id": Part(news=News([1], [1], request_id=cast(Any, [7]))),
     "cache.costs_ns": Part(cache=Cache(costs_ns=[1 << 40])),
     "cache.jobs_before": Part(cache=Cache(jobs_before=cast(Any, None))),
+    "cache.mismatched": Part(cache=Cache(evicted=[1, 2], mismatched=[2, 3])),
+    "cache.hits_checked": Part(cache=Cache(hits_checked=-1)),
     "news.domain": Part(news=News([1], [1], domain=cast(Any, [b"d"]))),
 }
 

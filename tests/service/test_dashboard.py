@@ -287,6 +287,15 @@ def store_away() -> Series:
     return pages.series()
 
 
+def wrong_hits() -> Series:
+    scenario = Scenario()
+
+    def check(number: int) -> None:
+        scenario.engine.step(Part(cache=Cache(hits_checked=1, evicted=[1], mismatched=[1] if number == 20 else [])))
+
+    return scenario.repeat(check)
+
+
 def broken_state() -> Series:
     """A reference without a holder, found by the check of an idle replica."""
     scenario = Scenario()
@@ -329,6 +338,7 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneSlowSteps": slow_steps,
     "KvplaneEngineRestarts": restarts,
     "KvplaneStateBroken": broken_state,
+    "KvplaneWrongHit": wrong_hits,
     "KvplaneStoreBehind": store_away,
     "KvplaneLoopHeld": held_loop,
     "KvplaneTierDamaged": tiered.damaged_slots,

@@ -326,6 +326,14 @@ def test_explain_block_that_only_a_tier_has(monkeypatch):
     assert summary(desk.why("aaaabbbbc"))[0] is Cause.DROPPED
 
 
+def test_explain_block_that_a_canary_found_wrong():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.step(Part(cache=Cache(evicted=[2, 1], mismatched=[2], hits_checked=1)))
+    desk.serve("first", "aaaac")
+    assert summary(desk.why("aaaabbbbc")) == (Cause.MISMATCH, 4, (0,), (4, 8), "", 3)
+
+
 @pytest.mark.parametrize(
     ("cause", "times"),
     [(Cause.TOO_SLOW, (900, 800)), (Cause.NO_JOB, (0, 0)), (Cause.WAITS, (0, 0)), (Cause.GIVEN_UP, (0, 0))],

@@ -284,6 +284,16 @@ def test_metrics_of_leases_and_lapses():
     assert world.value("kvplane_decisions") == 2
 
 
+def test_metrics_of_a_canary_count_hits_and_wrong_blocks():
+    watched = Watched()
+    engine = Engine(watched.host)
+    engine.step(Part(news=prompt(0, 2 * BLOCK + 1), admit=Admit([0])))
+    engine.step(Part(cache=Cache(hits_checked=3)))
+    engine.step(Part(cache=Cache(hits_checked=1, evicted=[1, 2], mismatched=[2])))
+    assert watched.value("kvplane_canary_checks_total") == 4
+    assert watched.value("kvplane_canary_mismatches_total") == 1
+
+
 def test_metrics_name_the_core_and_count_what_it_left_to_the_other_one():
     watched = Watched()
     core = cores.core_of(watched.host.replica)

@@ -293,6 +293,9 @@ class StepValidator(ValueChecks):
                 f"cache.evicted[{row}]",
                 f"block {block} is not 1 to {self._spec.num_blocks - 1}",
             )
+        for block in set(cache.mismatched).difference(cache.evicted):
+            self._require(False, "cache.mismatched", f"block {block} keeps its keys: list it in cache.evicted too")
+        self._range([cache.hits_checked], 0, UNLIMITED, "cache.hits_checked")
         for row, slot in enumerate(cache.released):
             known = self._known(slot, f"cache.released[{row}]")
             waits = known.held or slot in self._requests.loading

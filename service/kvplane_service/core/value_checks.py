@@ -36,7 +36,7 @@ class ValueChecks:
             self._require(False, field, f"every entry must be {low} to {high}, found {min(column)} to {max(column)}")
 
     def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
-        unknown = reduce(or_, column, 0) & ~allowed
+        unknown = reduce(or_, column, 0) & ~int(allowed)  # the complement of a RowFlag has its own bits alone
         if unknown:
             name = ": LOAD is for admit rows of a replica with tiers" if unknown & RowFlag.LOAD else ""
             what = f"bit {unknown & -unknown} is not a flag of these rows{name}"

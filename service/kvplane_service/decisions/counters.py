@@ -4,13 +4,14 @@ the step is answered.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvplane.base.retain import RetainOutcome
-from kvplane.base.step import AdmitStatus, CacheEvent, End, Facts, Part, PartResult, RemoveReason
+from kvplane.base.step import AdmitStatus, Cache, CacheEvent, End, EventKind, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions.log import Decision, Entry
@@ -18,6 +19,8 @@ from kvplane_service.decisions.log import Decision, Entry
 STEP_BOUNDS_NS = tuple(
     us * 1000 for us in (25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000, 1_000_000)
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Preemption(StrEnum):
@@ -96,11 +99,16 @@ class Tally:
             reset of the cache are not counted.
         preemptions: preempted requests, by reason.
         retentions: prefixes that were to be retained or released, by RetainOutcome.
+        hits_checked, mismatches: hits that a canary has compared, and blocks in which it found other content than
+            their keys name.
         lives: number of engine lives (times of one epoch, in which one engine owns the page memory) begun.
         step_times: time of the core per decision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """`name`: of the replica, for the log."""
+        self._name = name
+        self.hits_checked = self.mismatches = 0
         self.refusals: dict[AdmitStatus, int] = dict.fromkeys(REFUSALS, 0)
         self.removals: dict[RemoveReason, int] = dict.fromkeys(REMOVALS, 0)
         self.preemptions = dict.fromkeys(Preemption, 0)
@@ -119,6 +127,9 @@ class Tally:
             given = vars(result)  # what is missing is empty
             if given.get("admit_status"):
                 self._count_refusals(result)
+            cache: Cache | None = vars(part).get("cache")
+            if cache is not None and (cache.hits_checked or cache.mismatched):
+                self._count_canary(cache, entry, events)
             if "retained" in given:
                 for outcome in result.retained.outcome:
                     self.retentions[RetainOutcome(outcome)] += 1
@@ -127,6 +138,21 @@ class Tally:
             facts: Facts | None = vars(part).get("facts")  # None also where they are packed: no request ends
             if given.get("preempted") or (facts is not None and facts.end):
                 self._count_preemptions(part, result)
+
+    def _count_canary(self, cache: Cache, decision: Decision, events: Sequence[CacheEvent]) -> None:
+        """Count what a canary compared, and write a line for each block that it found to be wrong."""
+        wrong = dict[int, list[str]]((block, []) for block in cache.mismatched)
+        self.hits_checked += cache.hits_checked
+        self.mismatches += len(wrong)
+        for event in events if wrong else ():
+            if event.kind is EventKind.REMOVED and event.reason is RemoveReason.DROPPED:
+                for digest, block in zip(event.hashes, event.blocks, strict=True):
+                    if block in wrong:
+                        wrong[block].append(f"group {event.group}, key {digest.hex()}")
+        for block, keys in wrong.items():
+            named = self._name, block, "; ".join(keys) or "without a key", decision.step.seq, decision.step.epoch
+            found = "canary: replica %s, block %d (%s) is not what its key names; evicted in step %d of life %d"
+            _log.error(found + "; see kvplane explain %s --block %d", *named, self._name, block)
 
     def _count_refusals(self, result: PartResult) -> None:
         for status in REFUSALS:

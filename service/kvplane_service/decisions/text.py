@@ -29,6 +29,8 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     if cache != Cache():
         done = f", reset: {result.reset_done}" if cache.reset else ""
         yield f"cache: failed steps {cache.failed_steps}, evicted {cache.evicted}, released {cache.released}{done}"
+    if cache.hits_checked or cache.mismatched:
+        yield f"canary: {cache.hits_checked} hits compared, other content in blocks {_numbers(cache.mismatched)}"
     if cache.loads_over:
         yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
     if cache.jobs_done or cache.jobs_failed:

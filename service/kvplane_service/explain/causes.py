@@ -17,7 +17,7 @@ from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
 from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
-from kvplane_service.explain.history import NOW, History, KeyName, Known, PassedOver, Spot
+from kvplane_service.explain.history import NOW, Change, History, KeyName, Known, PassedOver, Spot
 
 MAX_ALTERNATIVES = 32  # most extra keys of other requests with which a prompt is hashed to compare it
 
@@ -53,6 +53,7 @@ class Cause(StrEnum):
     NO_JOB = "no_job"  # a tier has it; too many jobs were in flight
     WAITS = "waits"  # a tier has it; the admission waits for loads in flight
     GIVEN_UP = "given_up"  # a tier has it; loads that no request waits for any more leave no room
+    MISMATCH = "mismatch"  # a canary found other content in the block than its key names
 
 
 _NOT_LOADED = {
@@ -180,9 +181,7 @@ class Explainer:
             return None
         # If an engine life that kept no key began after the removal, it is the cause: the key would be lost anyway.
         change = self._history.cleared_by_life(change.at, question.at) or change
-        cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
-        cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
-        return Why(cause, missing.start, missing.end, change.by, change.epoch, change.seq, change.at_ns)
+        return Why(cause_of(change), missing.start, missing.end, change.by, change.epoch, change.seq, change.at_ns)
 
     def _elsewhere(self, question: Question, missing: MissingPrefix) -> Why | None:
         """Return the cause that names the other group, cache domain, salt or adapter for which the missing content was
@@ -236,6 +235,15 @@ class Explainer:
         if any(len(chain) > shared and _common(chain, question.digests) == shared for chain in alike):
             return Why(Cause.DIFFERS, shared * size, (shared + 1) * size)
         return None
+
+
+def cause_of(removal: Change) -> Cause:
+    """Return the cause for which a key was removed."""
+    if removal.without_stamps:
+        return Cause.WITHOUT_STAMPS
+    if removal.mismatched:
+        return Cause.MISMATCH
+    return Cause.RESET if removal.reason is RemoveReason.NONE else _OF_REMOVAL[removal.reason]
 
 
 def other_keys(history: History, own: ExtraKeys) -> list[ExtraKeys]:

@@ -5,7 +5,7 @@ It is built from a copy of the log's entries, so that a thread can read the hist
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -39,6 +39,8 @@ class Change(NamedTuple):
         epoch, seq, at_ns: engine life, step and time of the change; `seq` is 0 at the beginning of an engine life.
         without_stamps: the engine life (the time of one epoch) began without a stamp table, which has the version
             number of each page's content; so no key could be verified.
+        tier: index of the tier from which a load wrote the block that got the key; -1 = a launch wrote it.
+        mismatched: the key was removed because a canary found other content in the block.
     """
 
     at: Spot
@@ -50,6 +52,8 @@ class Change(NamedTuple):
     seq: int
     at_ns: int
     without_stamps: bool = False
+    tier: int = -1
+    mismatched: bool = False
 
 
 class KeyName(NamedTuple):
@@ -187,6 +191,11 @@ class History:
             changes.append(change)
         return changes
 
+    def of_block(self, block: int, most: int) -> list[tuple[Change, KeyName]]:
+        """Return the last `most` changes, oldest first, of the keys that this block has had, on whichever block."""
+        keys = [key for key, changes in self.changes.items() if any(one.block == block for one in changes)]
+        return sorted((change, key) for key in keys for change in self._all_changes(key))[-most:]
+
     def is_stored(self, key: KeyName, at: Spot) -> bool:
         """Return True if the log shows that the key (hash under which a block is found) was stored in a block before
         the log position `at`.
@@ -218,6 +227,9 @@ class HistoryReader:
         self._size = digest_size
         self._slots: dict[int, Known] = {}
         self._partial: set[int] = set()  # slots of requests whose prompt is not fully computed
+        self._ordered: dict[int, dict[int, int]] = {}  # by job of a load: the tier of each block
+        self._tier_of: dict[int, int] = {}  # the same of the loads that ended in this part
+        self._mismatched: Set[int] = frozenset()  # blocks of this part
         self.history = History()
 
     def add(self, number: int, entry: Entry) -> None:
@@ -229,6 +241,7 @@ class HistoryReader:
             return
         self._slots.clear()
         self._partial.clear()
+        self._tier_of, self._mismatched = {}, frozenset()
         for at, event in enumerate(entry.events):
             # Reported as cleared when no key was kept: the stamps verified none.
             stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
@@ -242,6 +255,7 @@ class HistoryReader:
         for row, slot in enumerate(piece.part.admit.slot):
             if slot in self._slots:
                 self._attempt(piece, row, self._slots[slot])
+        self._cache(piece)
         takers, decision = piece.takers(), piece.decision
         for at, event in enumerate(piece.events):
             taker = takers.get(event.blocks[0], -1) if event.blocks else -1
@@ -256,7 +270,19 @@ class HistoryReader:
             return
         for digest, block in zip(event.hashes, event.blocks, strict=True):
             key = KeyName(event.domain, event.group, digest)
-            self.history.changes.setdefault(key, []).append(change._replace(block=block))
+            tier = self._tier_of.get(block, -1) if event.kind is EventKind.STORED else -1
+            mismatched = block in self._mismatched and event.kind is EventKind.REMOVED
+            one = change._replace(block=block, tier=tier, mismatched=mismatched)
+            self.history.changes.setdefault(key, []).append(one)
+
+    def _cache(self, piece: _Piece) -> None:
+        """Record which blocks the loads that ended filled, and which a canary found to be wrong."""
+        cache, orders = piece.part.cache, piece.result.orders
+        ended = {job: self._ordered.pop(job, {}) for job in (*cache.jobs_done, *cache.jobs_failed)}
+        self._tier_of = {block: tier for job in cache.jobs_done for block, tier in ended[job].items()}
+        self._mismatched = frozenset(cache.mismatched)
+        for job, block, tier in zip(orders.load_job, orders.load_block, orders.load_tier, strict=True):
+            self._ordered.setdefault(job, {})[block] = tier
 
     def _facts(self, facts: Facts) -> None:
         at = 0

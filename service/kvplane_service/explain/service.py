@@ -12,11 +12,12 @@ from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, MissingPrefix, Prefix
 from kvplane_service.decisions.log import Entry
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
-from kvplane_service.explain.history import Attempt, History, HistoryReader, KeyName
+from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.slices import Turns, in_slices
 
+MAX_CHANGES = 200  # of the keys of a block, in an explanation
 Present = dict[KeyName, frozenset[int]]
 HashWith = Callable[[ExtraKeys], Sequence[bytes]]
 
@@ -98,6 +99,20 @@ async def explain_request(host: ReplicaHost, name: str, turns: Turns, offload: O
         attempt = await _find_attempt(host, name)
     async with turns.turn(host.steps):
         return await _explain_found(host, attempt, offload)
+
+
+async def explain_block(host: ReplicaHost, block: int, turns: Turns, offload: Offload) -> list[tuple[Change, KeyName]]:
+    """Return the last changes of the keys that a block has had, oldest first, each with its key: `MAX_CHANGES` at most.
+
+    It works while it holds the lock `turns`, as `explain_request`. Raises InvalidArgument for a block that the replica
+    does not have.
+    """
+    most = host.replica.spec.num_blocks - 1
+    if not 0 < block <= most:
+        raise InvalidArgument(f"there is no block {block}", field="block", remedy=f"give a number from 1 to {most}")
+    async with turns.turn():
+        history = await _read(host, host.decisions, host.decisions.num_lost)
+        return await offload(partial(history.of_block, block, MAX_CHANGES))
 
 
 async def _find_attempt(host: ReplicaHost, name: str) -> Attempt:

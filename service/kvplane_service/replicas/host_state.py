@@ -57,7 +57,7 @@ class HostState:
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, logs, config.max_subscribers)
         self.decisions = DecisionLog(config.decision_log_steps, logs)
-        self._tally, self.ghost = Tally(), GhostLru(replica)
+        self._tally, self.ghost = Tally(name), GhostLru(replica)
         self.decisions.follow_later(self._tally.add)
         self.decisions.follow_later(self.ghost.add)
         self.epoch = FIRST_EPOCH

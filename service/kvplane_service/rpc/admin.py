@@ -21,11 +21,17 @@ from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.core.state import export_hashed
 from kvplane_service.decisions.log import Entry, Life
 from kvplane_service.decisions.recording import header_of, message_of
-from kvplane_service.explain.service import Prompt, explain_prompt, explain_request, reaches_registration
+from kvplane_service.explain.service import (
+    Prompt,
+    explain_block,
+    explain_prompt,
+    explain_request,
+    reaches_registration,
+)
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode, prices
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.encode import encode_explanation, encode_requests, encode_snapshot
+from kvplane_service.rpc.encode import encode_changes, encode_explanation, encode_requests, encode_snapshot
 from kvplane_service.rpc.reads import LongReads
 from kvplane_service.runtime.executors import Busy, Executor
 from kvplane_service.runtime.slices import Turns
@@ -106,12 +112,14 @@ class AdminServicer:
         entry = self._registry.get(request.replica)
         host, kind = entry.host, request.WhichOneof("what")
         if kind is None:
-            what = "neither content nor request_id is set"
-            raise InvalidArgument(what, field="what", remedy="set exactly one of content and request_id")
+            what = "none of content, request_id and block is set"
+            raise InvalidArgument(what, field="what", remedy="set exactly one of content, request_id and block")
         CALL.get().count(prices.DECISION_BYTES * len(host.decisions) + host.decisions.num_bytes)
         if kind == "request_id":
             found = await explain_request(host, request.request_id, self._explaining, self._offload)
             return encode_explanation(host, found)
+        if kind == "block":
+            return encode_changes(host, await explain_block(host, request.block, self._explaining, self._offload))
         await host.idle()
         host.check_readable(_WITHOUT_ENGINE)
         content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))

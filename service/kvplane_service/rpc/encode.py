@@ -8,7 +8,7 @@ from io import BytesIO
 from itertools import chain
 
 from kvplane import wire
-from kvplane.base.step import Orders, StepResult
+from kvplane.base.step import EventKind, Orders, StepResult
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.columns import pieces
@@ -18,7 +18,9 @@ from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS
 from kvplane_service.decisions.ghost import MissCurve
 from kvplane_service.decisions.log import Decision
-from kvplane_service.explain.service import Explanation
+from kvplane_service.explain.causes import cause_of
+from kvplane_service.explain.history import Change, KeyName
+from kvplane_service.explain.service import Explanation, reaches_registration
 from kvplane_service.registry import Entry
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
@@ -343,6 +345,29 @@ def encode_requests(replica: ReplicaCore, limit: int) -> admin_pb2.ListRequestsR
         for slot in largest
     ]
     return admin_pb2.ListRequestsResponse(requests=listed, num_requests=len(slots))
+
+
+def encode_changes(host: ReplicaHost, changes: Iterable[tuple[Change, KeyName]]) -> admin_pb2.ExplainResponse:
+    """Return the answer of Explain for a block: the changes of its keys."""
+    tiers = [*(tier.kind.value for tier in host.replica.spec.tiers), ""]
+    made = []
+    for one, key in changes:
+        stored = one.kind is EventKind.STORED
+        change = admin_pb2.KeyChange(
+            block=one.block,
+            group=key.group,
+            domain=key.domain,
+            hash=key.digest,
+            stored=stored,
+            cause=f"MISS_CAUSE_{'UNSPECIFIED' if stored else cause_of(one).value.upper()}",
+            by=one.by,
+            epoch=one.epoch,
+            seq=one.seq,
+            age_ms=host.age_ns(one.at_ns) // 1_000_000,
+            tier=tiers[one.tier],
+        )
+        made.append(change)
+    return admin_pb2.ExplainResponse(changes=made, log_is_complete=reaches_registration(host))
 
 
 def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.ExplainResponse:

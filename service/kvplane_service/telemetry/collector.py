@@ -224,6 +224,16 @@ _FAMILIES = (
         ("outcome",),
         lambda host: [((outcome.value,), count) for outcome, count in host.idle_check.counts.items()],
     ),
+    _counter(
+        "kvplane_canary_checks",
+        "Hits that a canary of the engine has computed again and compared with their pages.",
+        lambda host: host.tally.hits_checked,
+    ),
+    _counter(
+        "kvplane_canary_mismatches",
+        "Blocks of these hits that had other content than their keys name; their keys were removed everywhere.",
+        lambda host: host.tally.mismatches,
+    ),
     _counter("kvplane_lives", "Engine lives started by sessions.", lambda host: host.tally.lives),
     _counter("kvplane_lapses", "Expired leases of sessions.", lambda host: host.events.num_withdrawals),
     _gauge(

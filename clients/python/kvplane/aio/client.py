@@ -233,7 +233,7 @@ class Client:
         """Return the requests of a replica that hold the most blocks, at most `limit` (0 = 100)."""
         return await self._do(calls.list_requests(replica, limit))
 
-    async def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
+    async def explain(self, replica: str, what: Content | str | int) -> admin_pb2.ExplainResponse:
         """Explain how many leading tokens of a prompt would be a cache hit now, or how many were a hit when the given
         request was admitted.
         """

@@ -145,6 +145,8 @@ class Cache:
     jobs_before: int = 0  # u64: jobs with lower numbers that were not reported have failed, as those of `jobs_failed`
     # u64 ns, from now on: to compute a token, then to load a block from each tier; 0 = unknown, and taken as less
     costs_ns: list[int] = field(default_factory=list)
+    mismatched: list[int] = field(default_factory=list)  # of `evicted`: a canary found other content than the key names
+    hits_checked: int = 0  # hits that a canary has compared since the last step
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ class Client:
         """Return the requests of a replica that hold the most blocks, at most `limit` (0 = 100)."""
         return self._do(calls.list_requests(replica, limit))
 
-    def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
+    def explain(self, replica: str, what: Content | str | int) -> admin_pb2.ExplainResponse:
         """Explain how many leading tokens of a prompt would be a cache hit now, or how many were a hit when the given
         request was admitted.
         """

@@ -224,9 +224,12 @@ def drain() -> Call[admin_pb2.DrainResponse]:
 
 
 @checked
-def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
-    """Build the call that explains the cache hit of a prompt, or of a request by its id."""
-    content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
+def explain(replica: str, what: Content | str | int) -> Call[admin_pb2.ExplainResponse]:
+    """Build the call that explains the cache hit of a prompt, or of a request by its id; or the keys of a block."""
+    if isinstance(what, Content):
+        content: dict[str, object] = {"content": wire.encode_content(what)}
+    else:
+        content = {"request_id" if isinstance(what, str) else "block": what}
     request = build(admin_pb2.ExplainRequest, "request", {"replica": replica, **content})
     return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
 

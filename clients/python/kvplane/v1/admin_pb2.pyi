@@ -40,6 +40,7 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_WAITS: _ClassVar[MissCause]
     MISS_CAUSE_GIVEN_UP: _ClassVar[MissCause]
     MISS_CAUSE_UNPROVEN_KEYS: _ClassVar[MissCause]
+    MISS_CAUSE_MISMATCH: _ClassVar[MissCause]
 MISS_CAUSE_UNSPECIFIED: MissCause
 MISS_CAUSE_NOTHING: MissCause
 MISS_CAUSE_CACHING_OFF: MissCause
@@ -69,6 +70,7 @@ MISS_CAUSE_NO_JOB: MissCause
 MISS_CAUSE_WAITS: MissCause
 MISS_CAUSE_GIVEN_UP: MissCause
 MISS_CAUSE_UNPROVEN_KEYS: MissCause
+MISS_CAUSE_MISMATCH: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -199,14 +201,42 @@ class Decision(_message.Message):
     def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("replica", "content", "request_id")
+    __slots__ = ("replica", "content", "request_id", "block")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
     replica: str
     content: _allocation_pb2.RequestContent
     request_id: str
-    def __init__(self, replica: _Optional[str] = ..., content: _Optional[_Union[_allocation_pb2.RequestContent, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    block: int
+    def __init__(self, replica: _Optional[str] = ..., content: _Optional[_Union[_allocation_pb2.RequestContent, _Mapping]] = ..., request_id: _Optional[str] = ..., block: _Optional[int] = ...) -> None: ...
+
+class KeyChange(_message.Message):
+    __slots__ = ("block", "group", "domain", "hash", "stored", "cause", "by", "epoch", "seq", "age_ms", "tier")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    group: int
+    domain: str
+    hash: bytes
+    stored: bool
+    cause: MissCause
+    by: str
+    epoch: int
+    seq: int
+    age_ms: int
+    tier: str
+    def __init__(self, block: _Optional[int] = ..., group: _Optional[int] = ..., domain: _Optional[str] = ..., hash: _Optional[bytes] = ..., stored: bool = ..., cause: _Optional[_Union[MissCause, str]] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class GroupHit(_message.Message):
     __slots__ = ("group", "kind", "hit_tokens")
@@ -219,7 +249,7 @@ class GroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[_replica_pb2.GroupKind, str]] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch", "load_ns", "compute_ns")
+    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch", "load_ns", "compute_ns", "changes")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +269,7 @@ class ExplainResponse(_message.Message):
     ADMIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     hit_tokens: int
     longest_hit: int
@@ -258,7 +289,8 @@ class ExplainResponse(_message.Message):
     admit_epoch: int
     load_ns: int
     compute_ns: int
-    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ..., load_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ...) -> None: ...
+    changes: _containers.RepeatedCompositeFieldContainer[KeyChange]
+    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ..., load_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[KeyChange, _Mapping]]] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("replica", "divergence", "from_now")

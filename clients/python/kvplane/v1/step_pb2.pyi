@@ -75,7 +75,7 @@ class Facts(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ..., release_skipped: _Optional[bytes] = ..., hint: _Optional[bytes] = ...) -> None: ...
 
 class Cache(_message.Message):
-    __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over", "jobs_done", "jobs_failed", "jobs_before", "costs_ns")
+    __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over", "jobs_done", "jobs_failed", "jobs_before", "costs_ns", "mismatched", "hits_checked")
     FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,8 @@ class Cache(_message.Message):
     JOBS_FAILED_FIELD_NUMBER: _ClassVar[int]
     JOBS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     COSTS_NS_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
+    HITS_CHECKED_FIELD_NUMBER: _ClassVar[int]
     failed_steps: bytes
     evicted: bytes
     released: bytes
@@ -94,7 +96,9 @@ class Cache(_message.Message):
     jobs_failed: bytes
     jobs_before: int
     costs_ns: bytes
-    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ..., loads_over: _Optional[bytes] = ..., jobs_done: _Optional[bytes] = ..., jobs_failed: _Optional[bytes] = ..., jobs_before: _Optional[int] = ..., costs_ns: _Optional[bytes] = ...) -> None: ...
+    mismatched: bytes
+    hits_checked: int
+    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ..., loads_over: _Optional[bytes] = ..., jobs_done: _Optional[bytes] = ..., jobs_failed: _Optional[bytes] = ..., jobs_before: _Optional[int] = ..., costs_ns: _Optional[bytes] = ..., mismatched: _Optional[bytes] = ..., hits_checked: _Optional[int] = ...) -> None: ...
 
 class MultimodalItem(_message.Message):
     __slots__ = ("identifier", "offset", "length")

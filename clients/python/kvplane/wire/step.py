@@ -63,6 +63,7 @@ _CACHE = Columns(
     Column("jobs_done", U64, by_row=False, packed_from=SHORT),
     Column("jobs_failed", U64, by_row=False, packed_from=SHORT),
     Column("costs_ns", U64, by_row=False),
+    Column("mismatched", by_row=False),
 )
 _NEWS = Columns(
     Column("slot"),
@@ -230,6 +231,8 @@ def _encode_cache(cache: Cache, where: str) -> dict[str, Any]:
         fields["reset"] = cache.reset
     if cache.jobs_before:
         fields["jobs_before"] = cache.jobs_before
+    if cache.hits_checked:
+        fields["hits_checked"] = _u32(cache.hits_checked, f"{where}.hits_checked")
     return fields
 
 
@@ -336,8 +339,8 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
         fields["facts"] = _decode_facts(message.facts, digest_size, f"{where}.facts")
     if message.HasField("cache"):
         columns = unpack_section(message.cache, _CACHE, f"{where}.cache")
-        cache = message.cache
-        fields["cache"] = Cache(reset=cache.reset, jobs_before=cache.jobs_before, **columns)
+        numbers = {name: getattr(message.cache, name) for name in ("reset", "jobs_before", "hits_checked")}
+        fields["cache"] = Cache(**numbers, **columns)
     if message.HasField("news"):
         fields["news"] = _decode_news(message.news, digest_size, f"{where}.news")
     if message.HasField("resume"):

@@ -54,6 +54,7 @@ _SENTENCES = {
         "tokens {start}..{end}: {lacked} on {tier}, not loaded: loads in flight that no request waits for any more "
         "leave no room"
     ),
+    "mismatch": "tokens {start}..{end} were cached until a canary found other content in their block{when}",
     "waits": "tokens {start}..{end}: {lacked} on {tier}; the admission waits until loads in flight end",
     "not_recorded": "not recorded: the decision log does not reach back that far",
 }
@@ -62,6 +63,7 @@ _SENTENCES = {
 def explain_command(
     replica: Replica,
     request: Annotated[str, typer.Option(help="Name of a request: explains its latest attempt to be admitted.")] = "",
+    block: Annotated[int, typer.Option(min=0, help="A block: shows the history of the keys that it has had.")] = 0,
     tokens: Tokens = None,
     domain: Domain = "",
     salt: Salt = "",
@@ -70,20 +72,36 @@ def explain_command(
     output: Output = TABLE,
     grpcurl: Grpcurl = False,
 ) -> None:
-    """Explain the prefix-cache hit length of a prompt or of an admitted request."""
+    """Explain the prefix-cache hit length of a prompt or of an admitted request, or what a block has had."""
     from kvplane.unary import calls
 
-    if bool(request) == (tokens is not None):
+    if [bool(request), bool(block), tokens is not None].count(True) != 1:
         raise InvalidArgument(
-            "neither or both of --request and --tokens are set", remedy="give exactly one of --request and --tokens"
+            "none or several of --request, --block and --tokens are set",
+            remedy="give exactly one of --request, --block and --tokens",
         )
-    what = request if tokens is None else content_of(tokens, domain, salt, lora)
+    what = (request or block) if tokens is None else content_of(tokens, domain, salt, lora)
     if grpcurl:
         print(grpcurl_line(service, calls.explain(replica, what)))
         return
     with client_of(service) as client:
         answer = client.explain(replica, what)
-    show(answer, output, table=lambda: "\n".join(_lines(answer)))
+    show(answer, output, table=lambda: "\n".join(_changes(answer) if block else _lines(answer)))
+
+
+def _changes(answer: ExplainResponse) -> Iterator[str]:
+    from kvplane.v1.admin_pb2 import MissCause
+
+    rows = [("AGE", "STEP", "LIFE", "BLOCK", "GROUP", "KEY", "CHANGE")]
+    for one in answer.changes:
+        by = f" by request {one.by!r}" if one.by else ""
+        how = f"loaded from the {one.tier} tier{by}" if one.tier else f"computed{by}"
+        change = how if one.stored else f"removed: {word(MissCause.Name(one.cause), 'MISS_CAUSE_')}{by}"
+        where = (str(one.seq or "begin"), str(one.epoch), str(one.block or "all"), str(one.group))
+        rows.append((age(one.age_ms), *where, one.hash.hex()[:16], change))
+    yield columns(rows)
+    if not answer.log_is_complete:
+        yield "the decision log does not reach back to the registration of the replica"
 
 
 def _lines(answer: ExplainResponse) -> Iterator[str]:

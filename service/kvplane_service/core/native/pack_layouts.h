@@ -28,6 +28,7 @@ namespace kvplane {
 inline void ReadPartLayout(PyObject* of_part) {
     static constexpr Packer::Scalar<Part> part_scalars[] = {
         PACK_SCALAR(Part, cache.reset),        PACK_SCALAR(Part, cache.jobs_before),
+        PACK_SCALAR(Part, cache.hits_checked),
         PACK_SCALAR(Part, run.on_refusal),     PACK_SCALAR(Part, admit.max_running),
         PACK_SCALAR(Part, admit.on_refusal),   PACK_SCALAR(Part, admit.only_if_no_preemption),
         PACK_SCALAR(Part, peek.with_blocks),   PACK_SCALAR(Part, budget.tokens),
@@ -43,7 +44,8 @@ inline void ReadPartLayout(PyObject* of_part) {
         PACK_FIELD(Part, cache.failed_steps),   PACK_FIELD(Part, cache.evicted),
         PACK_FIELD(Part, cache.released),       PACK_FIELD(Part, cache.loads_over),
         PACK_FIELD(Part, cache.jobs_done),      PACK_FIELD(Part, cache.jobs_failed),
-        PACK_FIELD(Part, cache.costs_ns),       PACK_FIELD(Part, news.slot),
+        PACK_FIELD(Part, cache.costs_ns),       PACK_FIELD(Part, cache.mismatched),
+        PACK_FIELD(Part, news.slot),
         PACK_FIELD(Part, news.num_tokens),      PACK_FIELD(Part, news.num_hashes),
         PACK_FIELD(Part, news.hashes),          PACK_FIELD(Part, news.request_id),
         PACK_FIELD(Part, news.domain),          PACK_FIELD(Part, news.skip_reading),

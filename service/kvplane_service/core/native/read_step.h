@@ -73,6 +73,8 @@ inline void ReadCache(PyObject* object, Cache* cache) {
     COLUMN(object, *cache, jobs_done);
     COLUMN(object, *cache, jobs_failed);
     COLUMN(object, *cache, costs_ns);
+    COLUMN(object, *cache, mismatched);
+    cache->hits_checked = Number(ATTRIBUTE(object, "hits_checked").get());
     cache->jobs_before = Number(ATTRIBUTE(object, "jobs_before").get());
 }
 

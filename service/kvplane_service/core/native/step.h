@@ -24,8 +24,8 @@ struct Facts {
 };
 
 struct Cache {
-    Column failed_steps, evicted, released, loads_over, jobs_done, jobs_failed, costs_ns;
-    Int jobs_before = 0;
+    Column failed_steps, evicted, released, loads_over, jobs_done, jobs_failed, costs_ns, mismatched;
+    Int jobs_before = 0, hits_checked = 0;
     bool reset = false;
 
     bool NamesJobs() const { return !jobs_done.empty() || !jobs_failed.empty() || jobs_before > 0; }

@@ -233,6 +233,13 @@ class StepValidator {
             if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
         }
         if (!Within(cache.evicted, 1, spec_.num_blocks - 1)) return false;
+        if (!cache.mismatched.empty()) {
+            const std::set<Int> evicted(cache.evicted.begin(), cache.evicted.end());
+            for (const Int block : cache.mismatched) {
+                if (!evicted.contains(block)) return false;
+            }
+        }
+        if (!Within(cache.hits_checked, 0, kUnlimited)) return false;
         for (const Int slot : cache.released) {
             Slot& known = Look(slot);
             if (!known.live || !(known.held || requests_.loading.contains(slot))) return false;
