@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -40,11 +41,13 @@ def main() -> int:
     halves = {dtype.value: dtype for dtype in HALVES}
     parser.add_argument("--dtype", choices=halves, help="16-bit pages and queries, where a mix has no 8-bit pages")
     parser.add_argument("--kinds", action="store_true", help="a model per kind of cache group, with long requests")
+    parser.add_argument("--canary", type=float, default=0.0, help="share of the requests whose hits are compared")
     parser.add_argument("--only", nargs="*", default=[], help="names of mixes or kinds")
     given = parser.parse_args()
     backend = given.backend or default_backend(given.device)
     mixes = [mix for mix in (KINDS if given.kinds else MIXES) if not given.only or mix.name in given.only]
     mixes = [in_pages_of(halves[given.dtype], mix) for mix in mixes] if given.dtype else mixes
+    mixes = [replace(mix, config=replace(mix.config, canary_rate=given.canary)) for mix in mixes]
     torch.set_num_threads(1)
     total, began = Report(), time.monotonic()
     with lender() as other:
@@ -55,6 +58,8 @@ def main() -> int:
             total.add(report)
             print(line(mix.name, report, time.monotonic() - started), flush=True)
     print(line(f"{len(mixes)} mixes", total, time.monotonic() - began))
+    if given.canary:
+        print(f"canary: {total.checks} hits compared, equal within {total.farthest:.1e}")
     complaints = total.complaints
     if backend == CUDNN:
         print(f"{total.by_cudnn} rows by cuDNN")

@@ -93,6 +93,8 @@ class Report:
         worst: largest difference of a logit.
         tokens: count of each generated token.
         kept_keys: keys that each restart kept.
+        checks, mismatches: of the canary.
+        farthest: largest distance that it took as equal.
     """
 
     requests: int = 0
@@ -110,6 +112,9 @@ class Report:
     refused: int = 0
     kept_keys: list[int] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    checks: int = 0
+    mismatches: int = 0
+    farthest: float = 0.0
 
     @property
     def complaints(self) -> list[str]:
@@ -118,6 +123,7 @@ class Report:
             "differing tokens": self.differing,
             "requests with differing logits": self.off,
             "requests refused": self.refused,
+            "mismatches of a canary": self.mismatches,
             "kernels compiled while serving": self.late_compiles,
             "restarts that kept nothing": self.kept_keys.count(0),
             f"operations without a kernel ({self.fallbacks})": len(self.fallbacks),
@@ -131,6 +137,7 @@ class Report:
     def add(self, other: Report) -> None:
         self.add_counts(other.counts)
         self.worst = max(self.worst, other.worst)
+        self.farthest = max(self.farthest, other.farthest)
         for name in (
             "requests",
             "differing",
@@ -142,6 +149,8 @@ class Report:
             "evicted",
             "refused",
             "by_cudnn",
+            "checks",
+            "mismatches",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kept_keys += other.kept_keys
@@ -200,7 +209,7 @@ class Side:
 
     def _restart(self) -> None:
         """End the engine between two steps, and send its open requests to the next one."""
-        self.report.add_counts(self.world.engine.counts)
+        self._end_engine()
         self.world.engine = self.world.begin()
         self.report.kept_keys.append(self.world.session.kept_keys)
         again = [
@@ -212,9 +221,16 @@ class Side:
             self._open[request.request_id] = request
             self.world.engine.add(request)
 
+    def _end_engine(self) -> None:
+        self.report.add_counts(self.world.engine.counts)
+        if (found := self.world.engine.canary) is not None:
+            self.report.checks += found.checks
+            self.report.mismatches += len(found.mismatches)
+            self.report.farthest = max(self.report.farthest, found.worst)
+
     def close(self) -> None:
         self.world.check()
-        self.report.add_counts(self.world.engine.counts)
+        self._end_engine()
         self.report.late_compiles = getattr(self.world.ops, "late_compiles", 0)
         ops = self.world.ops
         if isinstance(ops, CudnnOps):  # what cuDNN does not compute has another backend's kernels

@@ -375,14 +375,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.tiers", description=__doc__)
     parser.add_argument("--requests", type=int, default=300, help="of each mix")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--canary", type=float, default=0.0, help="share of the requests whose hits are compared")
     parser.add_argument("--mix", help="this one only")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    failed, causes, requests = 0, Counter[str](), 0
+    failed, causes, requests, checks = 0, Counter[str](), 0, 0
     for mix, fault in [*((mix, SOUND_TIERS) for mix in MIXES), *((of(fault.mix), fault) for fault in BORNE)]:
         if given.mix not in (None, mix.name, fault.name):
             continue
         started = time.monotonic()
+        mix = replace(mix, config=replace(mix.config, canary_rate=given.canary))
         report, loads = run(mix, given.requests, given.seed, fault)
         counts = report.counts
         name = mix.name if fault is SOUND_TIERS else f"{mix.name}, {fault.name}"
@@ -397,6 +399,8 @@ def main() -> int:
         failed += bool(report.complaints)
         causes.update(loads.causes)
         requests += report.requests
+        checks += report.checks
+    print(f"{checks} hits compared by a canary")
     print(f"{requests:,} requests; {', '.join(f'{cause} {count:,}' for cause, count in causes.items())}")
     return 1 if failed else 0
 

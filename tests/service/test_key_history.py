@@ -24,7 +24,7 @@ def changes_of(host: ReplicaHost, block: int) -> list[tuple[Change, KeyName]]:
     return asyncio.run(explain_block(host, block, Turns("explanations", 0), Executor("explanations")))
 
 
-def told(host: ReplicaHost, block: int) -> list[tuple[int, str]]:
+def shown(host: ReplicaHost, block: int) -> list[tuple[int, str]]:
     """Step of each change, and what it was."""
     answer = encode_changes(host, changes_of(host, block))
     return [(one.seq, f"{'stored' if one.stored else one.cause} {one.by} {one.tier}".strip()) for one in answer.changes]
@@ -39,9 +39,9 @@ def test_history_of_a_block_that_a_canary_found_wrong():
     desk.step(Part(cache=Cache(evicted=[2, 1], mismatched=[2], hits_checked=1)))
     desk.serve("b", "aaaabbbbc")
     host = desk.world.host
-    assert told(host, 2)[:2] == [(1, "stored a"), (3, f"{MISMATCH}")]
-    assert told(host, 1)[:2] == [(1, "stored a"), (3, f"{DROPPED}")]
-    assert told(host, 2)[2:] == [(4, "stored b")], "the key again, on whichever block"
+    assert shown(host, 2)[:2] == [(1, "stored a"), (3, f"{MISMATCH}")]
+    assert shown(host, 1)[:2] == [(1, "stored a"), (3, f"{DROPPED}")]
+    assert shown(host, 2)[2:] == [(4, "stored b")], "the key again, on whichever block"
 
 
 def test_history_of_a_key_that_came_back_from_a_tier(monkeypatch):
@@ -55,7 +55,7 @@ def test_history_of_a_key_that_came_back_from_a_tier(monkeypatch):
     loaded = [change for change in changes if change.tier >= 0]
     assert len(loaded) > 10
     assert len(loaded) < len([change for change in changes if change.kind is EventKind.STORED])
-    assert any(what in ("stored slot 0 host", "stored slot 0 disk") for _, what in told(served.host, loaded[-1].block))
+    assert any(what in ("stored slot 0 host", "stored slot 0 disk") for _, what in shown(served.host, loaded[-1].block))
 
 
 def test_history_of_a_block_that_the_replica_does_not_have():

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.step import News, Resume, StepResult
+from kvplane.base.step import News, PartResult, Resume, StepResult
 from kvplane.blocking.session import Session
 from kvplane.rank import Rank, RankGroup
 from kvplane.scheduling import Counts
 from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
 from kvplane_worker.engine.batch import Launch
+from kvplane_worker.engine.canary import Canary
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
+from kvplane_worker.engine.weights import Weights
 
 IDLE_WAIT_S = 0.05
 EARLIER_WAIT_S = 60  # for the movers to stop the jobs of an engine before this one
@@ -75,6 +77,7 @@ class Engine:
         self._load_deadline_s = config.load_deadline_s
         self._weighs_loads, self._token_ns = config.weighs_loads, 0.0
         self._waits_since: dict[int, float] = {}  # by number of a load: when it was ordered
+        self._canary = Canary(model, config.canary_rate) if config.canary_rate else None
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +88,11 @@ class Engine:
     def kept_keys(self) -> int:
         """The number of cached keys that stayed valid when the session was opened, or reopened on another service."""
         return self._session.kept_keys
+
+    @property
+    def canary(self) -> Canary | None:
+        """What compares hits; None if the rate is 0."""
+        return self._canary
 
     @property
     def num_waiting(self) -> int:
@@ -105,6 +113,20 @@ class Engine:
         """Append a request to the queue. Raises InvalidArgument if it can become longer than max_model_len."""
         self._scheduler.add(request)
 
+    def change_weights(self, weights: Weights) -> list[Request]:
+        """Change the weights in place, between two steps: running requests start again, and nothing that was cached is
+        ever hit again, on the device, in tiers, in the store, or by a router.
+
+        The reset comes first: it is final when every rank has written its stamps, so that after a crash no key of the
+        old weights is verified. Returns the requests that ended meanwhile.
+        """
+        finished = list[Request]()
+        self._scheduler.reset()
+        while self._scheduler.is_resetting:
+            finished += self.step()
+        self._model.replace_weights(weights)
+        return finished
+
     def step(self) -> list[Request]:
         """Run one scheduler iteration and return the requests that ended in it."""
         self._give_up_late_loads()
@@ -113,14 +135,19 @@ class Engine:
             self._jobs.report(part.cache, executed, self._session.next_seq)
             if self._weighs_loads and part.cache.jobs_done:
                 part.cache.costs_ns = self._jobs.costs_ns(round(self._token_ns), len(self._session.spec.tiers))
+        if self._canary is not None:
+            self._canary.report(part.cache)
         answer = self._session.apply(part, executed_through=executed)
         (result,) = answer.parts
+        if self._canary is not None and self._epoch != self._session.epoch:
+            self._canary.report_again()
         self._claim(answer.seq)
         self._carry_out(answer)
         scheduled = self._scheduler.apply_result(part, result)
         if self._jobs is not None and not scheduled and self._scheduler.awaits_loads:
             self._jobs.wait(IDLE_WAIT_S)  # nothing to compute before a load ends
         try:
+            self._check_hits(scheduled, result)
             self._compute(scheduled)
         except LaunchFailed:
             self._scheduler.lose_step(answer.seq)
@@ -183,6 +210,18 @@ class Engine:
         for number, part in enumerate(answer.parts, answer.part):
             if self._jobs is not None:
                 self._jobs.order(answer.seq, number, part)
+
+    def _check_hits(self, scheduled: list[Scheduled], result: PartResult) -> None:
+        """Compare the sampled hits. If one is wrong, the launch must not run, and every request with its blocks
+        starts again. Raises LaunchFailed.
+        """
+        if self._canary is None or not scheduled:
+            return
+        copies = dict(zip(result.orders.copy_dst, result.orders.copy_src, strict=True))
+        wrong = self._canary.check(scheduled, copies)
+        if wrong is not None:
+            self._scheduler.distrust(wrong.evicted, wrong.requests)
+            raise LaunchFailed(f"blocks {sorted(wrong.blocks)} of a hit have other content than their keys name")
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
         """Run the forward pass of the scheduled rows and sample their next tokens."""

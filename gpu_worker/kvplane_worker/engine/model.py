@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -233,14 +233,20 @@ class Model:
     """The whole model, with all ranks in one process. A sum over the ranks replaces the all-reduce."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: list[PageBuffers], ops: PagedOps) -> None:
+        self._ops = ops
         self.device = ranks[0].memory.device
         self._config = config
         self._num_layers = len(config.layers)
         self._pages = ranks
-        self._shares = [share_of(weights, rank, len(ranks), self.device) for rank in range(len(ranks))]
+        self.replace_weights(weights)
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Compute with these weights from the next launch on. What pages hold stays that of the old ones."""
+        pages, number = self._pages, len(self._pages)
+        self._shares = [share_of(weights, rank, number, self.device) for rank in range(number)]
         self._whole = self._shares[0]
-        of_ranks = zip(self._shares, ranks, strict=True)
-        self._ranks = [RankModel(config, share, pages, ops) for share, pages in of_ranks]
+        of_ranks = zip(self._shares, pages, strict=True)
+        self._ranks = [RankModel(self._config, share, buffers, self._ops) for share, buffers in of_ranks]
 
     def warm_up(self) -> list[WarmUp]:
         """Compile the kernels of each rank, so that no launch waits for a compiler."""
@@ -257,6 +263,22 @@ class Model:
             self._logits(sampled, Launch([Row(prompt, 0, 1, ())], self.device))
         for rank in sampled:
             rank.set_scales()
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the model."""
+        return self._config
+
+    @property
+    def ranks(self) -> Sequence[PageBuffers]:
+        """The pages of each rank."""
+        return self._pages
+
+    def fill(self, pages: Sequence[PageBuffers], launches: Iterable[Launch]) -> None:
+        """Run launches on other pages, one `PageBuffers` for each rank. The pages of the model stay as they are."""
+        ranks = [RankModel(self._config, *rank, self._ops) for rank in zip(self._shares, pages, strict=True)]
+        for launch in launches:
+            self._logits(ranks, launch)
 
     def logits(self, launch: Launch) -> Tensor:
         """Run a launch and return the logits, [outputs, vocabulary]."""

@@ -26,6 +26,8 @@ class SchedulerConfig(Limits):
         report_lag: number of steps by which the engine delays its report of executed steps, to imitate several steps in
             flight: at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
         load_deadline_s: after this time a request waits no longer for its load from a tier, and computes its hit.
+        canary_rate: share of the requests, 0 to 1, whose hits the engine computes again to compare them
+            (`kvplane_worker.engine.canary`).
         weighs_loads: whether the engine reports what it measures, so that a hit is loaded only if that is faster than
             to compute it.
     """
@@ -39,6 +41,7 @@ class SchedulerConfig(Limits):
     report_lag: int = 0
     load_deadline_s: float = 30.0
     weighs_loads: bool = False
+    canary_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,7 @@ class Cache:
 
     # u64: steps of this epoch whose launch will not run; every rank still carries out their orders, in step order
     failed_steps: list[int] = field(default_factory=list)
-    # Blocks whose keys are removed, in order. A request for which such a block is computed registers it again: if the
-    # page is bad, lower `computed` of every request that has it, or end it, in the same part.
+    # They lose their keys. A request that computed one registers it again: if it is bad, lower `computed`, or end it.
     evicted: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # HELD slots whose transfers ended, and slots whose load ended
     reset: bool = False  # drop every key; has no effect while a request holds a block
@@ -143,8 +142,7 @@ class Cache:
     jobs_done: list[int] = field(default_factory=list)  # u64: jobs of `Orders` that every rank has done and verified
     jobs_failed: list[int] = field(default_factory=list)  # u64: jobs that failed, and that no rank works on any more
     jobs_before: int = 0  # u64: jobs with lower numbers that were not reported have failed, as those of `jobs_failed`
-    # u64 ns, from now on: to compute a token, then to load a block from each tier; 0 = unknown, and taken as less
-    costs_ns: list[int] = field(default_factory=list)
+    costs_ns: list[int] = field(default_factory=list)  # u64, until others are sent: of a token, of a block of each tier
     mismatched: list[int] = field(default_factory=list)  # of `evicted`: a canary found other content than the key names
     hits_checked: int = 0  # hits that a canary has compared since the last step
 

@@ -71,6 +71,7 @@ class Request:
         error: why the request ended without its last token; "" if it did not.
         load: job that loads its hit, which it waits for; 0 = none.
         may_load: whether its next admission may load from tiers.
+        may_hit: whether its next admission may look up cached blocks.
         is_admitted: whether it was admitted, and has not computed a token since.
         is_prefetched: whether a step has prefetched it.
     """
@@ -90,6 +91,7 @@ class Request:
     error: str = field(default="", init=False)
     load: int = field(default=0, init=False)
     may_load: bool = field(default=True, init=False)
+    may_hit: bool = field(default=True, init=False)
     is_admitted: bool = field(default=False, init=False)
     is_prefetched: bool = field(default=False, init=False)
 

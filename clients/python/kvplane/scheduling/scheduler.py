@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec
@@ -57,11 +57,17 @@ class Scheduler:
         self._finished: list[Request] = []
         self._idle_steps = 0
         self._open_loads = set[int]()
+        self._is_resetting = False
 
     @property
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or the end of a request was not reported to the service yet."""
-        return bool(self._waiting or self._running or self._facts or self._lost_steps)
+        return bool(self._waiting or self._running or self._facts or self._lost_steps or self._is_resetting)
+
+    @property
+    def is_resetting(self) -> bool:
+        """Whether `reset` has not been carried out."""
+        return self._is_resetting
 
     @property
     def num_running(self) -> int:
@@ -120,10 +126,30 @@ class Scheduler:
         computes what is not on the device. Its blocks stay with the load until the end of the job is reported.
         """
         if request.load:
-            self._facts.append(FactRow(request.slot, end=End.PREEMPTED))
-            self._preempt([request.slot])
+            self._start_again(request)
             request.may_load = False
             self.counts.loads_given_up += 1
+
+    def reset(self) -> None:
+        """Drop every key, between two steps: let every running request start again, and admit none until the service
+        has done it and `is_resetting` is False. That is after the next step, or after the loads in flight have ended.
+        """
+        for request in reversed(self._running):
+            self._start_again(request)
+        self._is_resetting = True
+
+    def distrust(self, blocks: Set[int], requests: Iterable[Request]) -> None:
+        """Let every running request that holds one of these blocks start again, between two steps, and `requests` look
+        up nothing when they do: the content of the blocks is wrong. List them in `Cache.evicted` of the next part.
+        """
+        for request in [one for one in self._running if not blocks.isdisjoint(chain(*self._tables[one.slot]))]:
+            self._start_again(request)
+        for request in requests:
+            request.may_hit = False
+
+    def _start_again(self, request: Request) -> None:
+        self._facts.append(FactRow(request.slot, end=End.PREEMPTED))
+        self._preempt([request.slot])
 
     def known_requests(self) -> tuple[News, tuple[int, ...]]:
         """Return the announced requests with their current tokens, and the slots of the running ones, for a reopened
@@ -155,7 +181,8 @@ class Scheduler:
     def plan(self) -> Part:
         """Return the part of the next step: the results of the last launch, then the rows to run and to admit."""
         rows: list[Row] = [*self._facts, *map(self._run_row, self._running), *self._admissions(), *self._prefetches()]
-        part = part_of(*rows, budget=self._budget, cache=Cache(failed_steps=self._lost_steps))
+        cache = Cache(failed_steps=self._lost_steps, reset=self._is_resetting)
+        part = part_of(*rows, budget=self._budget, cache=cache)
         part.admit.max_running = self._limits.max_running
         part.admit.only_if_no_preemption = True
         self._facts, self._lost_steps = [], []
@@ -174,7 +201,7 @@ class Scheduler:
         yet.
         """
         limits, announced = self._limits, 0
-        places = min(limits.max_running - len(self._running), limits.admit_rows)
+        places = 0 if self._is_resetting else min(limits.max_running - len(self._running), limits.admit_rows)
         for request in islice(self._waiting, max(0, places)):
             if request.slot == NO_SLOT:
                 if announced > MAX_NEWS_TOKENS:
@@ -183,7 +210,10 @@ class Scheduler:
                 self._take_slot(request)
                 yield request.news_row()
             flags = limits.admit_flags if request.may_load else limits.admit_flags & ~RowFlag.LOAD
-            yield AdmitRow(request.slot, cap=limits.chunk_tokens, lookahead=limits.lookahead, flags=flags)
+            most = UNLIMITED if request.may_hit else 0
+            yield AdmitRow(
+                request.slot, cap=limits.chunk_tokens, lookahead=limits.lookahead, flags=flags, hit_limit=most
+            )
 
     def _prefetches(self) -> Iterator[Row]:
         """Yield a row for each request near the head of the queue that no step has prefetched, with a news row as
@@ -212,6 +242,7 @@ class Scheduler:
         self._tables.update(part, result)
         self._end_loads(part.cache)
         self._has_unreported_loss = False
+        self._is_resetting = self._is_resetting and not result.reset_done
         self.counts.steps += 1
         self.counts.copies += len(result.orders.copy_src)
         lost = set(result.preempted)  # what the part granted them before is not computed
@@ -221,7 +252,7 @@ class Scheduler:
         ]
         self._preempt(result.preempted)
         scheduled += self._admit(part, result)
-        has_progress = bool(scheduled or result.preempted or part.facts.slot or self._open_loads)
+        has_progress = bool(scheduled or result.preempted or part.facts.slot or self._open_loads or part.cache.reset)
         self._check_progress(has_progress or not self.has_work)
         return scheduled
 
@@ -260,7 +291,7 @@ class Scheduler:
                 self.counts.deferred += 1
 
     def _note_admission(self, request: Request, row: int, result: PartResult) -> None:
-        request.may_load = request.is_admitted = True
+        request.may_load = request.may_hit = request.is_admitted = True
         request.load = result.admit_job[row] if result.admit_job else 0
         if request.load:
             self._open_loads.add(request.load)
