@@ -20,7 +20,6 @@ LENGTH = 100
 
 def main(given: dict[str, Any]) -> None:
     """Answer, and print the result."""
-    is_async = given.pop("async", False)
     more: dict[str, Any] = {"worker_cls": "kvplane_vllm.Worker"} if given.get("pages") == "worker" else {}
     llm = LLM(
         model=str(MODEL),
@@ -30,7 +29,6 @@ def main(given: dict[str, Any]) -> None:
         max_model_len=256,
         block_size=32,
         num_gpu_blocks_override=20,
-        async_scheduling=is_async,
         scheduler_cls="kvplane_vllm.Scheduler",
         additional_config={"kvplane": given},
         **more,

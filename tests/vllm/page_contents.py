@@ -138,6 +138,7 @@ class Options:
             async_scheduling=self.is_async,
         )
         config, block_size = base.vllm_config, self.size
+        config.scheduler_config.async_scheduling = self.is_async  # vLLM switches it off on a CPU
         if self.has_states:
             config.cache_config.mamba_cache_mode = "align"
             block_size = config.cache_config.block_size = self.state_size
@@ -157,6 +158,7 @@ class Options:
             structured_output_manager=base.structured_output_manager,
         )
         made.use_v2_model_runner = False
+        assert isinstance(made, async_scheduler.AsyncScheduler) == self.is_async, "the class follows the configuration"
         return made
 
 
@@ -239,7 +241,8 @@ class Play:
                 world.reset()
             if rng.random() < options.reset_running:
                 world.reset(running=True)
-            leaver = rng.choice(list(world.clients)[-8:]) if world.clients and rng.random() < options.abort else ""
+            leaves = number < MOST_STEPS and world.clients and rng.random() < options.abort
+            leaver = rng.choice(list(world.clients)[-8:]) if leaves else ""
             is_late = rng.random() < 0.6  # while the model runs
             if leaver and not is_late:
                 self._leave(leaver)

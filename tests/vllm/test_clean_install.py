@@ -99,10 +99,6 @@ def test_it_serves_in_process(python):
     assert found["decides"] == "mode inprocess, core Python, service none, pages own, scheduler Scheduler"
 
 
-def test_the_class_is_asynchronous_where_vllm_is(python):
-    assert first_request(python, **{"async": True})["scheduler"] == "AsyncScheduler"
-
-
 @pytest.mark.parametrize("mode", ["mirror", "remote"])
 def test_it_serves_with_a_service(python, mode):
     with processes.Service() as service:

@@ -18,7 +18,7 @@ FAULTS = {  # as in `page_faults`, which needs vLLM: mode and seed that show it
     "copy lost in process": ("inprocess", 3),
     "copy lost in mode remote": ("remote-off", 3),
     "step counts as executed before its copies": ("remote-on", 9),
-    "unwritten blocks keep their keys": ("remote-on", 4, "abort=0.15"),
+    "unwritten blocks keep their keys": ("remote-on", 19, "abort=0.15"),
     "launch counts as executed too early": ("remote-on", 3),
     "reset lost with its session": ("remote-off+pages", 3),
 }
