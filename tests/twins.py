@@ -1245,6 +1245,10 @@ TWINS: dict[str, Twin] = {
         "a page is saved when the step of its key is executed",
         (Patch(f"{CORE}.tiers.behind:SaveBehind._is_executed", answer(True)),),
     ),
+    "a reset leaves tiers": Twin(
+        "a reset of the cache clears the tiers too",
+        (Patch(f"{CORE}.tiers.tiers:Tiers.reset", answer(None)),),
+    ),
     "saves of pages that changed": Twin(
         "a save counts if the page has the same stamp before and after",
         (Patch(f"{MOVERS}._save", save_unread), Patch(f"{CORE}.tiers.loads:TierLoads._source_is_intact", answer(True))),

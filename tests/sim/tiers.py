@@ -20,9 +20,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import Unavailable
-from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
+from kvplane.base.groups import NULL_BLOCK, ReplicaSpec, TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobTable, job_table_bytes, rows_for
 from kvplane.base.stamp_table import StampTable
+from kvplane.base.stamps import in_time
 from kvplane.base.step import Cache, Part, StepResult
 from kvplane.session.reopening import Revival
 from kvplane.tier_jobs import TierJobs
@@ -36,6 +37,7 @@ from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Texts
 from tests.core.save_rules import with_policies
 from tests.core.tier_engine import TierScheduler, copy_of
+from tests.core.tier_spoils import spread
 from tests.sim import history
 from tests.sim.engine import EngineLife
 
@@ -345,6 +347,22 @@ class TieredLife(TierScheduler, EngineLife):
             if self.world.loop.time() > until_s:
                 raise Unavailable("movers work on jobs of an engine before this one")
             await asyncio.sleep(_LOOK_S)
+
+    def _parts(self) -> list[Part]:
+        """In some seeds the engine says what it says of the cache in any part."""
+        parts = super()._parts()
+        rng = Random(f"{self.world.seed} {self.epoch} {self.seq}")
+        return spread(parts, rng) if self.world.seed % 7 == 6 and rng.random() < 0.5 else parts
+
+    def _spoil(self, blocks: set[int], newest_stamp: int) -> None:
+        """Slots that hold what was there before the last reset that every rank has carried out hold garbage too."""
+        super()._spoil(blocks, newest_stamp)
+        if blocks:
+            last_reset = min(in_time(rank.memory.table.read(NULL_BLOCK)) for rank in self.ranks)
+            for tier in (tier for rank in self.ranks for tier in rank.memory.tiers.slots):
+                for slot, (content, page) in tier.slots.items():
+                    if page is not None and in_time(content.version) <= last_reset:
+                        tier.slots[slot] = content, Page(page.group, [None] * len(page.slots))
 
     def _cache(self, held: list[int]) -> Cache:
         cache = super()._cache(held)
