@@ -122,3 +122,20 @@ def test_live_run_reports_a_crash_of_the_core_as_a_difference(monkeypatch):
 def test_live_run_draws_equal_configurations_from_equal_seeds(kind):
     assert draw_header(kind, 3) == draw_header(kind, 3)
     assert draw_header(kind, 3) != draw_header(kind, 4)
+
+
+@pytest.mark.parametrize(
+    ("hit", "row", "name", "named"),
+    [
+        (16, [0, 0, 0, 0], "hit", True),  # token 16 attends to 12 to 15, which are in block 3
+        (16, [0, 0, 0, 0], "blk", True),
+        (16, [0, 0, 0, 9], "hit", False),
+        (12, [0, 0, 0], "hit", False),  # it begins a chunk
+        (16, [0, 0, 0, 0], "free", False),
+    ],
+)
+def test_only_hits_that_lack_blocks_of_their_chunk_are_a_named_difference(hit, row, name, named):
+    full, uneven, even = ({"block_size": 4, "attention_chunk_size": chunk} for chunk in (None, 6, 8))
+    found = Divergence(1, {"op": "lookup", "hit": hit, "blk": [[1, 2, 3, 4], row]}, name, hit, 0)
+    assert session.lacks_its_chunk({"groups": [full, uneven]}, found) is named
+    assert not session.lacks_its_chunk({"groups": [full, even]}, found)
