@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.step import Orders, Part, Step, StepResult
+from kvplane_service.core.replica import Replica
 from kvplane_vllm.manager import InProcessManager
+from kvplane_vllm.remote.books import Books
+from kvplane_vllm.remote.driver import Driver
+from kvplane_vllm.remote.link import Lost
 from kvplane_vllm.scheduler import manager_factory
 from kvplane_vllm.spec import UnsupportedModel
 
@@ -73,9 +80,66 @@ def bounded_replay() -> dict[str, str]:
     return {"error": error, "fallback": type(manager_factory({"fallback": "stock"}, [], "sha256")(**options)).__name__}
 
 
+class ServiceInProcess:
+    """The link to a service whose core runs here. It loses its session at the first reset, as a restart would do.
+
+    Attributes:
+        stamps: those that were written, by block.
+        resets: whether each message so far had a reset.
+    """
+
+    in_flight, max_steps, num_messages = False, 4, 0
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.spec, self.replica, self.stamps = spec, Replica(spec), dict[int, int]()
+        self.life, self.answered, self.is_open, self.resets = 1, 0, True, list[bool]()
+
+    def exchange(self, parts: Sequence[Part], executed: int) -> StepResult:
+        """Apply a step."""
+        self.resets.append(parts[0].cache.reset)
+        if sum(self.resets) == 1 and self.resets[-1]:
+            self.is_open = False
+            raise Lost
+        self.answered += 1
+        epoch = self.replica.coordinator.pool.epoch
+        return self.replica.apply(Step(epoch, self.answered, list(parts), executed_through=executed))
+
+    def reopen(self) -> None:
+        """Begin a session that knows no request."""
+        if not self.is_open:
+            self.replica = Replica(self.spec)
+            self.is_open, self.answered, self.life = True, 0, self.life + 1
+
+    def write_stamps(self, orders: Orders) -> None:
+        """Write stamps."""
+        self.stamps |= zip(orders.stamp_block, orders.stamp, strict=True)
+
+
+def reset_that_loses_its_session() -> dict[str, Any]:
+    """Return what a reset of mode remote answers whose session ends, and what it has written by then."""
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, SIZE),)
+    link: Any = ServiceInProcess(ReplicaSpec(groups, 40, 128, SIZE, SIZE, 128))
+    books = Books(link.spec)
+    books.launch_orders = []
+    limits = SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=64)
+    config = SimpleNamespace(speculative_config=None)
+    scheduler = SimpleNamespace(
+        vllm_config=config,
+        scheduler_config=limits,
+        scheduler_reserve_full_isl=False,
+        max_num_scheduled_tokens=64,
+        running=[],
+        waiting=[],
+    )
+    driver = Driver(scheduler, link, books, is_async=False, pipeline=False)
+    done = driver.reset()
+    return {"done": done, "lives": link.life, "resets": link.resets, "null stamp": 0 in link.stamps}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "retained window": retained_window,
     "bounded replay": bounded_replay,
+    "reset that loses its session": reset_that_loses_its_session,
 }
 
 

@@ -23,3 +23,8 @@ def test_bounded_replay_of_a_window_is_refused_by_the_names_of_the_layers():
     answer = processes.run("managers.py", "bounded replay")
     assert "layers window: bounded replay of a sliding window" in answer["error"]
     assert answer["fallback"] == "KVCacheManager"
+
+
+def test_a_reset_that_loses_its_session_is_sent_again_and_its_stamps_are_written_before_it_returns():
+    found = processes.run("managers.py", "reset that loses its session")
+    assert found == {"done": True, "lives": 2, "resets": [True, True], "null stamp": True}
