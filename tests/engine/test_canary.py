@@ -186,6 +186,17 @@ def test_a_wrong_hit_is_reported_again_if_a_new_life_began_before_it_was_applied
     assert (again.mismatched, again.evicted) == (cache.mismatched, cache.evicted)
 
 
+def test_a_hit_on_blocks_that_the_same_launch_writes_is_no_mismatch():
+    """Two equal prompts admitted in one step: the second one hits what the first one computes in this launch."""
+    world = World(MODELS["latent"], replace(ALL, token_budget=300))
+    for name in ("first", "second"):
+        world.engine.add(Request(name, PROMPT, 3))
+    while world.engine.has_work:
+        world.engine.step()
+    assert canary_of(world).checks == 1
+    assert not canary_of(world).mismatches
+
+
 # -- tiers -------------------------------------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ class Canary:
         wrong = WrongHit([], set(), set())
         for one in scheduled:
             if one.planned.is_admission and one.row.start and self.is_due(one.request, one.row.start):
-                self._check(one, wrong)
+                self._check(one, _written(self._model.ranks[0], scheduled, one), wrong)
         if not wrong.requests:
             return None
         for blocks in (wrong.blocks, wrong.evicted):  # a copy has no key yet: its source has it
@@ -140,10 +140,10 @@ class Canary:
         """Report once more what the last report had: a new engine life began, which has not applied that step."""
         self._unreported = self._sent
 
-    def _check(self, one: Scheduled, wrong: WrongHit) -> None:
+    def _check(self, one: Scheduled, unwritten: set[int], wrong: WrongHit) -> None:
         self.checks += 1
         self._unreported.hits_checked += 1
-        found = list(self._compare(one))
+        found = list(self._compare(one, unwritten))
         if not found:
             return
         for mismatch in list({each.block: each for each in reversed(found)}.values())[:MOST_LINES]:
@@ -158,14 +158,14 @@ class Canary:
         for place in self._model.ranks[0].plan.places():
             wrong.evicted.update(block for at, block in _claimed(place, one) if at + place.spec.block_size > first)
 
-    def _compare(self, one: Scheduled) -> Iterator[Mismatch]:
+    def _compare(self, one: Scheduled, unwritten: set[int]) -> Iterator[Mismatch]:
         """Compute the prefix of the hit again, and yield what differs."""
         tokens, ranks = one.request.tokens[: one.row.start], self._model.ranks
         scratch = [scratch_like(pages, len(tokens)) for pages in ranks]
         self._model.fill(scratch, (Launch([row], self._model.device) for row in _rows(tokens, scratch[0])))
         for rank, (pages, made) in enumerate(zip(ranks, scratch, strict=True)):
             for place in pages.plan.places():
-                claimed = list(_claimed(place, one))
+                claimed = [(at, block) for at, block in _claimed(place, one) if block not in unwritten]
                 if not claimed:
                     continue
                 is_state = isinstance(place.spec, MambaSpec)
@@ -254,6 +254,19 @@ def _claimed(place: LayerPlace, one: Scheduled) -> Iterator[tuple[int, int]]:
     for at, block in enumerate(one.row.tables[place.group][: ceil_div(hit, size)]):
         if block:
             yield at * size, block
+
+
+def _written(pages: PageBuffers, scheduled: Sequence[Scheduled], one: Scheduled) -> set[int]:
+    """Return the blocks that other rows of the launch write: a hit may claim those, which have no content yet."""
+    return {
+        block
+        for place in pages.plan.places()
+        for other in scheduled
+        if other is not one
+        for block in other.row.tables[place.group][
+            other.row.start // place.spec.block_size : ceil_div(other.row.end, place.spec.block_size)
+        ]
+    }
 
 
 def views(pages: PageBuffers, place: LayerPlace) -> tuple[Tensor, ...]:
