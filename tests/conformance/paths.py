@@ -72,7 +72,7 @@ class InProcessPath:
             self._seq, self._part = (self._seq + 1, 0) if one.last else (self._seq, self._part + 1)
             self.messages += 1
             if self.messages % self._check_every == 0:
-                check(self.replica.reference())
+                check(self.replica)
         return results
 
     def free_order(self) -> list[int]:

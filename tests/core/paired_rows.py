@@ -30,6 +30,10 @@ class PairedReplica(Replica):
         super().__init__(spec)
         self.second = native.NativeReplica(spec)
 
+    def check_in_slices(self):
+        yield from super().check_in_slices()
+        yield from self.second.check_in_slices()
+
 
 class PairedStep:
     """Applies each row to a step of the Python core, which answers, and to one of the compiled core."""

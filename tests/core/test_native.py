@@ -23,6 +23,7 @@ from kvplane_service.core.hazard import LEAST_REMEMBERED
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
+from kvplane_service.core.validate import StepValidator
 from kvplane_service.replicas import cores
 from tests.core import page_engine
 from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
@@ -371,7 +372,7 @@ def test_work_that_is_left_to_the_python_core_fails_a_test():
 
 def test_a_refused_step_that_copies_the_state_fails_a_test(monkeypatch):
     replica = native.NativeReplica(replica_spec(full()))
-    monkeypatch.setattr(native, "check_step", lambda _validator, _scheme, step: replica.reference().check(step))
+    monkeypatch.setattr(StepValidator, "check", lambda _validator, step: replica.reference().check(step))
     with pytest.raises(FellBack):
         replica.apply(Step(0, 1, [Part(run=Run([5]))]))
 

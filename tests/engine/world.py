@@ -200,4 +200,4 @@ class World:
         """Check the invariants of the core, and stop the movers."""
         for movers in self.movers:
             movers.close()
-        inspect.check(self.host.replica.reference())
+        inspect.check(self.host.replica)

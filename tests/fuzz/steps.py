@@ -183,7 +183,7 @@ class Program:
         if _is_plain(step):
             _equal("fall-backs", fallbacks, self.second.fallbacks)
             if self.spec.commit is CommitRule.SAFE:
-                check(self.twin.first)
+                check(self.twin)
         else:
             self.counts["strange"] += 1
             self.twin = new_twin(self.spec)  # the contract does not define the state
@@ -250,7 +250,7 @@ class Program:
     def _begin(self) -> None:
         """Begin an engine life as every engine does; its first answer has the stamps of busy blocks."""
         self.events()
-        check(self.twin.first)
+        check(self.twin)
         self._apply(Step(self.twin.epoch, 1, [Part()]))
 
     def events(self) -> None:

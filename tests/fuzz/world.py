@@ -289,7 +289,7 @@ def run(grounds: Grounds, data: bytes) -> None:
                 _check_call(world, METHODS[kind], raw)
         assert world.digest("v") == world.victim, "another owner's replica changed"
     for entry in world.registry:
-        check(entry.host.replica.reference())
+        check(entry.host.replica)
 
 
 def _check_call(world: World, method: str, raw: bytes) -> None:

@@ -49,7 +49,7 @@ class HostWorld:
 
     @property
     def digest(self) -> str:
-        check(self.host.replica.reference())
+        check(self.host.replica)
         return digest(self.host.replica.reference())
 
     def pass_lease(self) -> None:

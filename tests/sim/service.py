@@ -259,7 +259,7 @@ class Service:
         else:
             self._applied(host, entry)
         try:
-            inspect.check(host.replica.reference())
+            inspect.check(host.replica)
         except AssertionError as error:
             self.world.record(history.Broken(f"{host.name}: {error}"))
         self._look_at_pages(host)

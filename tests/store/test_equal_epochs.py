@@ -46,7 +46,7 @@ class Engine:
                 rank.carry_out(self.session.epoch, answer.seq, at, part.orders)
             rank.executed(answer.seq)
         self.epoch = self.session.epoch
-        check(self.world.life.host.replica.reference())
+        check(self.world.life.host.replica)
         return answer
 
     def serve(self, text: list[int]) -> tuple[int, set[int]]:

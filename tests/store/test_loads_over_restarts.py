@@ -41,7 +41,7 @@ class Loading:
     def apply(self, *parts: Part):
         (result,) = self.session.apply(*parts).parts
         self.memory.carry_out(result)
-        check(self.world.life.host.replica.reference())
+        check(self.world.life.host.replica)
         return result
 
     def load(self) -> None:

@@ -435,7 +435,7 @@ def test_an_engine_outlives_its_service(spec, every):
         numbers.append(engine.session.next_seq)
         before = engine.revivals
         engine.step()
-        check(world.life.host.replica.reference())
+        check(world.life.host.replica)
         hits += engine.num_hit > engine.hits_at_revival and engine.revivals > 0
         if turn % 2 == 0:
             world.life.flush()
@@ -459,7 +459,7 @@ def test_requests_keep_their_blocks_over_restarts(spec):
             break
         running, revivals = set(engine.running), engine.revivals
         engine.step()
-        check(world.life.host.replica.reference())
+        check(world.life.host.replica)
         if engine.revivals > revivals:
             assert not engine.log[-1].preempted
             assert running <= set(engine.running) | {row.slot for row in engine._facts}
@@ -484,7 +484,7 @@ def test_held_pages_stay_held_until_released():
     world.life.flush()
     world.restart()
     assert session.apply(Part()).parts[0].free_blocks == HYBRID.num_blocks - 1 - len(resume.held_blocks)
-    check(world.life.host.replica.reference())
+    check(world.life.host.replica)
     released = Part()
     released.cache.released = [5]
     assert session.apply(released).parts[0].free_blocks == HYBRID.num_blocks - 1

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest
@@ -71,9 +70,9 @@ class Snapshot:
 
 
 def take_snapshot(core: ReplicaCore) -> Snapshot:
-    """Check the invariants, and return the whole state. Raises BrokenInvariant."""
+    """Check the invariants of the core itself, and return its whole state. Raises BrokenInvariant."""
+    check(core)
     replica = core.reference()
-    check(replica)
     pool = replica.coordinator.pool
     usable = pool.num_blocks - 1
     return Snapshot(
@@ -89,7 +88,7 @@ def take_snapshot(core: ReplicaCore) -> Snapshot:
 
 def check(replica: ReplicaCore) -> None:
     """Check all invariants. Raises BrokenInvariant, which names the violated one."""
-    for _ in check_in_slices(replica.reference()):
+    for _ in replica.check_in_slices():
         pass
 
 

@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Generator, Iterator
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from kvplane.base.groups import CommitRule
 from kvplane_service.core.columns import SLICE_BLOCKS, U32, find_equal, pieces, zeros
@@ -17,10 +18,12 @@ from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.in_flight import Stay
 from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import NO_FAST_PATH
 from kvplane_service.core.split import SplitPool
 from kvplane_service.core.tiers.invariants import faults
+
+if TYPE_CHECKING:
+    from kvplane_service.core.replica import Replica
 
 _REQUESTS = 16  # requests checked in one slice; each has one table per group
 _ZEROS = 1 << 16  # entries of the column of counts that are created in one slice

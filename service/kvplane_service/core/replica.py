@@ -34,6 +34,7 @@ from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanati
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
+from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
@@ -212,6 +213,10 @@ class Replica:
         """Return and clear the events of the device that `begin_epoch` caused; those of a part are in its result."""
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
+
+    def check_in_slices(self) -> Generator[None]:
+        """Check all invariants, see `invariants.check_in_slices`. The caller must close it when the replica changes."""
+        return check_in_slices(self)
 
     def reference(self) -> Replica:
         """Return a reference implementation with this state, to be read only."""

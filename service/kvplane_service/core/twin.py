@@ -202,6 +202,12 @@ class TwinReplica(_Base):
             message = f"{where} of {self.first.spec}: {name} is {value!r}, the other core has {other!r}"
             raise CoresDiffer(message, self._before, self._steps)
 
+    def check_in_slices(self) -> Generator[None]:
+        """Check the invariants of both cores."""
+        yield from self.first.check_in_slices()
+        if self._second is not None:
+            yield from self._second.check_in_slices()
+
     def reference(self) -> Replica:
         """Return the first core."""
         return self.first

@@ -8,11 +8,10 @@ KVPLANE_CORE selects another:
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -71,18 +70,6 @@ def core_of(replica: ReplicaCore) -> str:
     if isinstance(replica, TwinReplica):
         return "twin"
     return "python" if isinstance(replica, Replica) else "native"
-
-
-async def readable(replica: ReplicaCore) -> Replica:
-    """Return a `Replica` with the state: a copy of a compiled core's, made by a thread, because that takes seconds for
-    a million blocks. Other cores go the same way, so that a run of the simulation does not depend on the core.
-
-    The caller drops it if the replica changed meanwhile. A copy of a core that changes can fail with any exception.
-    """
-    is_native = core_of(replica) == "native"
-    make = partial(import_module(f"{_PACKAGE}.transfer").loaded_copy, replica) if is_native else replica.reference
-    copied: Replica = await asyncio.to_thread(make)
-    return copied
 
 
 def fallbacks_of(replica: ReplicaCore) -> int:

@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum
 
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.invariants import BrokenInvariant, check_in_slices
-from kvplane_service.replicas import cores
+from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock
 
@@ -68,16 +67,14 @@ class IdleCheck:
     async def run(self, sleep: Sleep) -> Outcome:
         """Check the replica, and sleep after each slice. Sets `broken` if an invariant is violated; raises nothing."""
         self._checked = began = self._steps.changes
-        outcome, slices = Outcome.DROPPED, None
+        outcome, slices = Outcome.DROPPED, self._replica.check_in_slices()
         while self._is_unchanged(began):
             try:
-                slices = slices or check_in_slices(await cores.readable(self._replica))
-                if self._is_unchanged(began) and next(slices, _DONE) is _DONE:
+                if next(slices, _DONE) is _DONE:
                     outcome = Outcome.PASSED
                     break
             except Exception as error:
-                if self._is_unchanged(began):
-                    self.broken, outcome = _named(error), Outcome.BROKEN
+                self.broken, outcome = _named(error), Outcome.BROKEN
                 break
             await sleep(PAUSE_S)
         self.counts[outcome] += 1

@@ -1,7 +1,7 @@
 """The compiled core: what `Replica` does within a step.
 
-`NativeReplica` answers as `Replica` does, which is the specification. What happens once per engine life, and what
-people read, runs on a `Replica` that is loaded from the state of the core. `module.cpp` is the entry of the C++ files,
+`NativeReplica` answers as `Replica` does, which is the specification, and checks its own structures. What people read
+runs on a `Replica` that is loaded from the state of the core. `module.cpp` is the entry of the C++ files,
 each of which is named as the Python file that it follows.
 """
 
@@ -31,6 +31,7 @@ from kvplane_service.core.entries import Entries
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.in_flight import SLICE_REQUESTS
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
+from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
 from kvplane_service.core.native.hashers import Hashers
@@ -299,6 +300,14 @@ class NativeReplica:
         if self._copy is None:
             self._copy = loaded_copy(self)
         return self._copy
+
+    def check_in_slices(self) -> Generator[None]:
+        """Check the invariants of the compiled structures, see `Replica.check_in_slices`."""
+        walk = _native.begin_check(self._core)
+        while (found := _native.check(walk)) is True:
+            yield
+        if isinstance(found, tuple):
+            raise BrokenInvariant(*found)
 
     # -- reads -------------------------------------------------------------------------------------------------------
 

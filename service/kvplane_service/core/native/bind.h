@@ -22,6 +22,7 @@ struct Core {
     PyObject *read = nullptr, *applied = nullptr;  // the Python step of `step`, and of `results`; not owned
     HeldBlocks held;
     bool is_broken = false;  // a change has failed in its middle
+    uint64_t changes = 0;    // number of changes that began
     std::atomic<bool> works_alone = false;  // a thread without the interpreter's lock changes the state
 };
 
@@ -52,6 +53,7 @@ inline Core& CoreOf(PyObject* capsule) {
 // any more.
 template <typename F>
 auto Change(Core& core, F&& change) {
+    ++core.changes;
     try {
         return change(core.replica);
     } catch (...) {

@@ -54,6 +54,10 @@ class KeyBook {
         runs_.clear();
         keys_.clear();
     }
+    size_t num_runs() const { return runs_.size(); }
+    std::span<const std::pair<Block, Key>> KeysOf(size_t run) const {
+        return std::span(keys_).subspan(runs_[run].first, runs_[run].count);
+    }
 
   private:
     struct Run {
@@ -150,6 +154,8 @@ class Ordered {
         entries_.clear();
         where_.clear();
     }
+    // All that were added; the value of a removed key is empty.
+    const std::vector<std::pair<K, V>>& entries() const { return entries_; }
 
   private:
     std::vector<std::pair<K, V>> entries_;

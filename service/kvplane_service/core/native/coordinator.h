@@ -29,6 +29,10 @@ struct Growth {
     bool full_fit = false;
 };
 
+struct FastPathBounds {
+    Int blocks, window, keys;
+};
+
 class Coordinator {
   public:
     explicit Coordinator(const Spec& replica_spec)
@@ -172,6 +176,16 @@ class Coordinator {
         const Int processed = std::min(num_processed, requests.computed[slot] - requests.in_flight[slot]);
         for (const auto& one : managers) one->ReleaseSkipped(slot, std::max<Int>(0, processed));
         requests.InvalidateFastPath(slot);
+    }
+
+    // The bounds of the fast path, with so many tokens computed by executed steps.
+    FastPathBounds BoundsOf(Int slot, Int processed) const {
+        FastPathBounds bounds{kForever, kForever, RegisterBoundOf(slot)};
+        for (const auto& one : managers) {
+            bounds.blocks = std::min(bounds.blocks, one->AllocBound(slot));
+            bounds.window = std::min(bounds.window, one->WindowBound(slot, processed));
+        }
+        return bounds;
     }
 
     void ZeroUnloaded(Int slot, Int num_tokens) {
@@ -416,12 +430,7 @@ class Coordinator {
             requests.InvalidateFastPath(slot);
             return;
         }
-        Int blocks = kForever, window = kForever;
-        for (const auto& one : managers) {
-            blocks = std::min(blocks, one->AllocBound(slot));
-            window = std::min(window, one->WindowBound(slot, processed));
-        }
-        const Int keys = RegisterBoundOf(slot);
+        const auto [blocks, window, keys] = BoundsOf(slot, processed);
         requests.alloc_bound[slot] = blocks;
         requests.window_bound[slot] = window;
         requests.register_bound[slot] = keys;

@@ -190,6 +190,8 @@ class FreeList {
 
   private:
     friend class Seen;
+    friend class SeenCheck;
+    friend class ListChecks;
 
     enum Place : uint8_t { kHeld, kBefore, kBehind };  // not in the list, before the divider, behind it
 

@@ -58,6 +58,8 @@ class Pairs {
     const std::vector<std::string>& Names() const { return names_; }
 
   private:
+    friend class KeyChecks;
+
     size_t num_groups_;
     uint64_t inverse_;  // 2^64 / num_groups_, rounded up; 0 for one group
     std::vector<std::string> names_;
@@ -176,6 +178,8 @@ class Index {
     size_t count() const { return count_; }
 
   private:
+    friend class IndexCheck;
+
     size_t Mask() const { return entries_.size() - 1; }
     size_t Place(const Sought& key) const { return static_cast<size_t>(key.hash) & Mask(); }
 

@@ -1,5 +1,6 @@
 // The Python module `_native`: a replica's core behind a capsule. `kvplane_service.core.native` is its only user.
 
+#include "bind_check.h"
 #include "bind_lives.h"
 #include "bind_reads.h"
 #include "bind_rows.h"
@@ -413,6 +414,8 @@ PyMethodDef kMethods[] = {
     {"tables", TablesOf, METH_VARARGS, "Return the blocks of a slot."},
     {"take_blocks", TakeBlocks, METH_VARARGS, "Take free blocks."},
     {"touch_blocks", TouchBlocks, METH_VARARGS, "Add a reference to blocks."},
+    {"begin_check", BeginCheck, METH_O, "Begin a check of the state."},
+    {"check", CheckSlice, METH_O, "Check a slice of the state."},
     {"has_events", HasEvents, METH_VARARGS, "Whether there are events that no answer has."},
     {nullptr, nullptr, 0, nullptr},
 };

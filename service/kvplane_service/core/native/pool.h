@@ -406,6 +406,7 @@ class BlockPool : public PoolEvents {
 
   private:
     friend class SplitList;
+    friend class KeyChecks;
 
     // Fetches what the next `Take` of a block will read, most of which the `Take` before it has fetched.
     void FetchNext() const {

@@ -70,6 +70,8 @@ class Recency {
     }
 
   private:
+    friend class LearnerChecks;
+
     static constexpr uint32_t kOut = ~uint32_t{0};
 
     void Append(uint32_t entry) {

@@ -70,6 +70,8 @@ class PriorityLists {
     }
 
   private:
+    friend class PriorityCheck;
+
     Int last_place_ = 0;
     std::map<std::pair<Int, Int>, uint32_t> order_;
     std::unordered_map<uint32_t, std::pair<Int, Int>> places_;
@@ -223,6 +225,9 @@ class RetainedBlocks : public PriorityLists {
     std::vector<Tier*> holders;  // all tiers, if one of them retains: what any of them has may move to that
 
   private:
+    friend class ListChecks;
+    friend class TierChecks;
+
     using Each = std::map<Int, Retention>;
 
     Each::const_iterator Find(const Retention& name) const {

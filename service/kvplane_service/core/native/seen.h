@@ -88,6 +88,8 @@ class Seen {
     }
 
   private:
+    friend class SeenCheck;
+
     static constexpr Int kMiddle = -(Int{1} << 61);
     static constexpr size_t kFetched = 8;
 

@@ -222,6 +222,8 @@ class SplitList {
     }
 
   private:
+    friend class ListChecks;
+
     static constexpr Int kSlack = 32, kScarce = 8;
     enum Place : uint8_t { kNowhere, kBare, kCached };  // the list of cut superblocks in which a block is
 

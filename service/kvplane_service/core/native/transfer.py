@@ -164,10 +164,7 @@ def _words(raw: bytes) -> Words:
 
 
 def loaded_copy(core: NativeReplica) -> Replica:
-    """Return a `Replica` with the state of a core, in seconds for a million blocks.
-
-    Another thread than that of the steps may call this, if it drops what it got of a core that changed meanwhile.
-    """
+    """Return a `Replica` with the state of a core, in seconds for a million blocks."""
     replica, entries = Replica(core.spec), dict[str, list[Any]]()
     dump = dump_of(core.core, core.spec.num_blocks)
     for name, value in entries_of(core, dump, with_statistics=True):

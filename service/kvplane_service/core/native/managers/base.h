@@ -261,6 +261,24 @@ class GroupManager {
     virtual void Rewind(Int slot, Int num_computed) { (void)slot, (void)num_computed; }
     // Steps before the present one wrote the blocks that the request registered.
     virtual void NoteWritten(Int slot) { (void)slot; }
+
+    // -- what the check of invariants asks ---------------------------------------------------------------------------
+
+    // Whether one block can have so many keys, each of a prefix that ends at another position inside the block.
+    virtual bool MayHaveKeys(size_t count) const {
+        (void)count;
+        return true;
+    }
+    // Whether the manager's record of the request is consistent with its table.
+    virtual bool IsSound(Int slot) const {
+        (void)slot;
+        return true;
+    }
+    // Whether `ReleaseSkipped` would release a block.
+    virtual bool Releases(Int slot, Int num_processed) const {
+        return HasBlock(slot, 0, std::max<Int>(SkippedTokens(num_processed), 0) / block_size);
+    }
+
     // Keys that the manager has records of, besides those in the pool.
     virtual const std::set<Key>& RecordedKeys() const {
         static const std::set<Key> none;
@@ -304,6 +322,14 @@ class GroupManager {
 
     bool EndsInsideBlock(const BlockList& hit, Int num_tokens) const {
         return !hit.empty() && num_tokens % block_size != 0;
+    }
+
+    // Whether the table has a block from one index to before another.
+    bool HasBlock(Int slot, Int first, Int last) const {
+        const BlockList& blocks = table[slot];
+        const auto held = [](Block block) { return block != kNullBlock; };
+        last = std::min(last, Size(blocks));
+        return first < last && std::any_of(blocks.begin() + first, blocks.begin() + last, held);
     }
 
     static Int Size(const BlockList& blocks) { return static_cast<Int>(blocks.size()); }

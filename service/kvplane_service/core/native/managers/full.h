@@ -97,6 +97,11 @@ class RetainedWindowManager final : public FullAttentionManager {
                std::find(blocks.begin() + static_cast<std::ptrdiff_t>(first), blocks.end(), kNullBlock) == blocks.end();
     }
 
+    bool Releases(Int slot, Int num_processed) const override {
+        const Int first = BlocksFor(requests.num_prompt[slot]);
+        return HasBlock(slot, first, WindowStart(slot, num_processed) / block_size);
+    }
+
     Int WindowBound(Int slot, Int num_processed) const override {
         return (WindowStart(slot, num_processed) / block_size + 1) * block_size + spec.window;
     }

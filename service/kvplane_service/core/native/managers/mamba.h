@@ -171,6 +171,29 @@ class AlignedStateManager final : public GroupManager {
 
     const std::set<Key>& RecordedKeys() const override { return registered_this_step; }
 
+    // A block holds the state of one prefix.
+    bool MayHaveKeys(size_t count) const override { return count <= 1; }
+
+    // Recorded states are inside the table, released entries are null, the running and draft states have blocks, and no
+    // state has more tokens than launches computed.
+    bool IsSound(Int slot) const override {
+        const Int size = Size(table[slot]), end = requests.LaunchEnd(slot), retired = num_retired[slot];
+        if (last_state[slot] >= size || retired > size || HasBlock(slot, 0, retired)) return false;
+        for (Int index = size - 1 - spec.speculative_blocks; has_allocated[slot] && index < size; ++index) {
+            if (index >= 0 && table[slot][index] == kNullBlock) return false;
+        }
+        const auto left = stopped_at.find(slot);
+        return left == stopped_at.end() || std::all_of(left->second.begin(), left->second.end(), [&](const auto& one) {
+            return one.first >= 0 && one.first < size && one.second > 0 && one.second <= end;
+        });
+    }
+
+    bool Releases(Int slot, Int num_processed) const override {
+        const Int index = last_state[slot];
+        const bool last_goes = index != kNoState && index < BlocksFor(num_processed) - 1;
+        return (last_goes && table[slot][index] != kNullBlock) || GroupManager::Releases(slot, num_processed);
+    }
+
     bool CanRewind(Int slot, Int num_computed) const override {
         const Int back = requests.computed[slot] - num_computed;
         if (back > spec.speculative_blocks) return false;

@@ -119,6 +119,8 @@ class Directory {
     BlockPool& pool;
 
   private:
+    friend class TierChecks;
+
     static constexpr uint64_t kUnknown = ~uint64_t{0}, kSeveral = kUnknown - 1;  // no stamps
 
     static size_t NumSlots(const Spec& spec) {

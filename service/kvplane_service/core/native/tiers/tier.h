@@ -237,6 +237,8 @@ class Tier {
 
   private:
     friend class Seen;
+    friend class SeenCheck;
+    friend class TierChecks;
 
     struct Link {
         uint32_t next = 0, previous = 0;

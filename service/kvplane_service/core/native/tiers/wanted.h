@@ -50,6 +50,8 @@ class Wanted {
     std::set<uint64_t> recent, before;  // ordered: clients choose digests, and must not choose where they collide
 
   private:
+    friend class TierChecks;
+
     static constexpr uint64_t kNotWanted = 0;  // no version
 
     bool WasSeen(const Key& key, const Pairs& pairs) {
