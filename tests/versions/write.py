@@ -153,7 +153,8 @@ def _run(engine: TieredEngine) -> None:
 def keys_of(coordinator: Any) -> list[str]:
     """Return the keys of blocks and slots, one text each."""
     pool = coordinator.pool
-    found = [f"{block} {key[0]} {key[1]} {key[2].hex()}" for block, key in enumerate(pool.key) if key is not None]
+    keys = [(block, pool.key_of(block)) for block in range(pool.num_blocks)]
+    found = [f"{block} {key[0]} {key[1]} {key[2].hex()}" for block, key in keys if key is not None]
     for tier in coordinator.tiers.each:
         found += [f"{tier.number}/{slot} {key[0]} {key[1]} {key[2].hex()}" for key, slot in tier.in_order()]
     return sorted(found)
