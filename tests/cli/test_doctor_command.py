@@ -27,6 +27,7 @@ from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.step_applier import PATIENT_ROWS
 from kvplane_service.replicas import cores
+from kvplane_service.replicas.idle_check import Outcome
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
@@ -130,8 +131,10 @@ def broken_state(service: Service) -> Iterator[None]:
     host = service.in_loop(lambda: service.app.registry.get("r").host)
 
     async def check() -> None:
-        host.replica.reference().coordinator.pool.references[7] += 1
-        await host.idle_check.run(asyncio.sleep)
+        changed = host.replica.reference()
+        changed.coordinator.pool.references[7] += 1
+        host.replica.adopt(changed)
+        assert await host.idle_check.run(asyncio.sleep) is Outcome.BROKEN
         service.app._server.announce_state(False)
 
     asyncio.run_coroutine_threadsafe(check(), service.loop).result(WAIT_S)
