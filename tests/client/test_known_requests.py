@@ -7,13 +7,15 @@ from array import array
 
 import pytest
 
-from kvplane.base.errors import ServiceRestarted
+from kvplane.base.errors import InvalidArgument, ServiceRestarted
+from kvplane.base.hashing import HashScheme, RequestHasher
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import (
     AdmitStatus,
     Cache,
     End,
     ExtraKeys,
+    Multimodal,
     News,
     Part,
     PartResult,
@@ -139,6 +141,28 @@ def test_hashes_and_all_fields_of_a_request_are_sent_again():
     expected = News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
     expected.hint = [1, 3]
     assert news == expected
+
+
+UNPROVEN = {
+    "too few digests": ExtraKeys(prompt_embeds=(b"e" * 32,)),
+    "too many digests": ExtraKeys(prompt_embeds=(b"e" * 32,) * 4),
+    "an item across the end": ExtraKeys(multimodal=(Multimodal("i", 2, 12),)),
+    "an item behind the end": ExtraKeys(multimodal=(Multimodal("i", 13, 2),)),
+}
+
+
+@pytest.mark.parametrize("keys", UNPROVEN.values(), ids=UNPROVEN)
+@pytest.mark.parametrize("length", [12, 16])
+def test_keys_that_proved_nothing_prove_nothing_after_a_restart(keys, length):
+    """Though they fit the tokens that came since: two prompts of other embeddings or images would be one."""
+    known = noted(
+        Part(news=News([4], [12], [0] * 12, extra_keys=[keys])),
+        part_of(FactRow(4, tokens=[0] * (length - 12))),
+    )
+    news = known.revival(7, 4).news
+    assert (news.num_tokens, len(news.tokens)) == ([length], length)
+    with pytest.raises(InvalidArgument):
+        RequestHasher.of_prompt(HashScheme.named(4), news.extra_keys[0], length)
 
 
 OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvplane.base.groups import AlignSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import Cache, Facts, Part, Run
-from tests.core.builders import DEFERRED, GRANTED, full, run_rows, state, tokens, window
+from tests.core.builders import DEFERRED, GRANTED, full, ring, run_rows, state, tokens, window
 from tests.core.test_tiers import HOST, Mover
 from tests.core.test_tiers import small_pools as small_pools
 
@@ -37,6 +37,12 @@ def test_without_tiers_it_hits_where_a_repeat_of_its_prompt_does():
     engine = running(tiers=())
     engine.preempt(0)
     assert hit_again(engine) == 8
+
+
+def test_a_request_without_cached_groups_leaves_nothing():
+    engine = running(ring())
+    engine.preempt(0)
+    assert hit_again(engine) == 0
 
 
 def grow(engine, *slots, **columns):

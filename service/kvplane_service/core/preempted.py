@@ -19,7 +19,7 @@ def leave_hit(blocks: Coordinator, slot: int) -> None:
     requests, spec = blocks.requests, blocks.spec
     caching = blocks.caching
     ends = [manager.num_cached[slot] - int(manager.drops_last_block) for manager in caching]
-    end = min(requests.computed[slot], *(end * one.block_size for end, one in zip(ends, caching, strict=True)))
+    end = min([requests.computed[slot], *(end * one.block_size for end, one in zip(ends, caching, strict=True))])
     end -= end % spec.scheduler_block_size
     if end <= 0 or (blocks.has_states and requests.ends_at[slot] != end):
         return  # a running state is that of its last token only

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import ServiceRestarted
-from kvplane.base.hashing import continued
+from kvplane.base.hashing import revived
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -43,13 +43,15 @@ class _Request:
 
     Attributes:
         facts: the columns of its news row except its content.
+        num_began: tokens of this row.
     """
 
-    __slots__ = ("facts", "hashes", "num_hashes", "num_tokens", "tokens")
+    __slots__ = ("facts", "hashes", "num_began", "num_hashes", "num_tokens", "tokens")
 
-    def __init__(self, facts: dict[str, Any]) -> None:
+    def __init__(self, facts: dict[str, Any], num_began: int) -> None:
         self.facts = facts
-        self.num_tokens = self.num_hashes = 0
+        self.num_began = self.num_tokens = num_began
+        self.num_hashes = 0
         self.tokens = array("I")
         self.hashes = bytearray()
 
@@ -126,8 +128,8 @@ class KnownRequests:
             news.tokens.extend(one.tokens)
             news.num_hashes.append(one.num_hashes)
             hashes += one.hashes
-            facts = {**one.facts, "extra_keys": continued(one.facts["extra_keys"], one.num_tokens, hash_block_size)}
-            for name, value in facts.items():
+            keys = revived(one.facts["extra_keys"], one.num_began, one.num_tokens, hash_block_size)
+            for name, value in {**one.facts, "extra_keys": keys}.items():
                 getattr(news, name).append(value)
         news.hashes = bytes(hashes)
         return news
@@ -158,8 +160,7 @@ class KnownRequests:
             facts = {
                 name: getattr(news, name)[row] if getattr(news, name) else empty for name, empty in _DEFAULTS.items()
             }
-            one = self._requests[slot] = _Request(facts)
-            one.num_tokens = news.num_tokens[row]
+            one = self._requests[slot] = _Request(facts, news.num_tokens[row])
             one.num_hashes = news.num_hashes[row] if news.num_hashes else 0
             if news.tokens:
                 one.tokens.extend(news.tokens[token_at : token_at + one.num_tokens])

@@ -1,7 +1,7 @@
 """Hashes of block contents, by which the service finds the cached prefix of a prompt."""
 
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
-from kvplane.base.hashing.extra_keys import RequestKeys, continued, digest_embeds
+from kvplane.base.hashing.extra_keys import RequestKeys, continued, digest_embeds, revived
 from kvplane.base.hashing.hasher import HashScheme, HashTail, PackedHashes, RequestHasher, split_hashes
 from kvplane.base.hashing.memo import HashMemo
 from kvplane.base.hashing.tokens import MAX_TOKEN_ID, TOKEN_BYTES, check_packed, pack_tokens, unpack_tokens
@@ -21,6 +21,7 @@ __all__ = [
     "continued",
     "digest_embeds",
     "pack_tokens",
+    "revived",
     "split_hashes",
     "unpack_tokens",
 ]

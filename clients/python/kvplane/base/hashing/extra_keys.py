@@ -149,6 +149,18 @@ def continued(keys: ExtraKeys, num_tokens: int, block_size: int) -> ExtraKeys:
     return replace(keys, prompt_embeds=(*digests, *[_NO_EMBEDS] * (-(-num_tokens // block_size) - len(digests))))
 
 
+def revived(keys: ExtraKeys, num_began: int, num_tokens: int, block_size: int) -> ExtraKeys:
+    """Return the extra keys of a request that was sent with `num_began` tokens and has `num_tokens` now.
+
+    Keys that proved nothing then prove nothing now, though they may fit the tokens that came since.
+    """
+    try:
+        RequestKeys(keys, block_size).check_prompt(num_began)
+    except InvalidArgument:
+        return replace(keys, prompt_embeds=(_NO_EMBEDS,))  # safe: the digest of no bytes alone is never accepted
+    return continued(keys, num_tokens, block_size)
+
+
 def _end(item: Multimodal) -> int:
     return item.offset + item.length
 
