@@ -194,7 +194,7 @@ def recovered(core, **changes):
 HASHING = bytes(32), None
 SPEC_OF_50: tuple[list[int], list[list[int]], list[tuple[int, int]], tuple[bytes, None]] = (
     native.settings(replica_spec(full(), num_blocks=50), 32),
-    [native.of_group(full(), 0)],
+    [native.of_group(full())],
     [],
     HASHING,
 )
@@ -360,7 +360,7 @@ def test_a_damaged_state_is_refused_or_does_no_harm(mix, play):
         kinds.setdefault(tuple(one if isinstance(one, str) else "" for one in path), []).append(path)
     made = [
         native.settings(spec, native.NativeReplica(spec).digest_size),
-        [native.of_group(*one) for one in zip(spec.groups, spec.lookup_classes, strict=True)],
+        [native.of_group(group) for group in spec.normalized.groups],
         native.of_tiers(spec),
         native.of_hashes(HashScheme.of(spec)),
     ]

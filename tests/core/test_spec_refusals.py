@@ -21,6 +21,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import AdmitStatus, RowFlag
 from kvplane_service.core import setup
+from kvplane_service.replicas import cores
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
 from tests.core.spec_campaign import PromptEngine
 
@@ -152,19 +153,14 @@ def test_what_is_refused_is_named_by_its_field(case):
     setup.check_spec(case.good)
 
 
-def test_a_cap_below_what_a_request_holds_would_admit_one_that_never_ends(lawless):
-    """The right cap refuses it; the low one admits it, and no later row gets a block."""
-    for cap, ends in ((15, AdmitStatus.NEVER_FITS), (1, AdmitStatus.GRANTED)):
+@pytest.mark.parametrize("core", ["python", "twin"])
+def test_a_cap_below_what_a_request_holds_is_raised_to_that(core, monkeypatch):
+    """Under the cap as stated, a request that the pool has no room for was admitted, and no later row got a block."""
+    monkeypatch.setenv(cores.VARIABLE, core)
+    for cap in (15, 1):
         engine = Engine(full(admission_cap_blocks=cap), num_blocks=13, max_model_len=60)
-        done = engine.admit(0, "a" * 60, cap=16, flags=RowFlag.FULL_FIT)
-        assert done.status == ends
-    granted = [engine.run(0, cap=16).granted[0] for _ in range(10)]
-    assert (sum(granted), granted[-5:]) == (32, [0] * 5)
-
-
-def test_a_cap_below_what_a_request_holds_is_refused():
-    for group in (full(), window(9), chunked(8), sinks(4)):
-        with pytest.raises(InvalidArgument) as caught:
-            setup.check_spec(spec(replace(group, admission_cap_blocks=1)))
-        assert caught.value.field == "groups[0].admission_cap_blocks"
-    setup.check_spec(spec(window(5, admission_cap_blocks=1)))
+        assert engine.admit(0, "a" * 60, cap=16, flags=RowFlag.FULL_FIT).status == AdmitStatus.NEVER_FITS
+    for group, least in ((full(), 15), (window(9), 2), (chunked(8), 2), (window(5), 1), (sinks(4), 15)):
+        stated = spec(replace(group, admission_cap_blocks=1), max_model_len=60)
+        assert stated.normalized.groups[0].admission_cap_blocks == least
+    assert spec(full()).normalized.groups[0].admission_cap_blocks == 0

@@ -29,7 +29,6 @@ def check_spec(spec: ReplicaSpec) -> None:
     spec.validate()
     for number, group in enumerate(spec.groups):
         _check_sizes(spec, group, f"groups[{number}]")
-        _check_cap(spec, group, f"groups[{number}]")
         if spec.enable_caching:
             _check_caching(spec, group, f"groups[{number}]")
     _check_retention(spec)
@@ -55,18 +54,6 @@ def _check_sizes(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
         not group.is_cached or spec.scheduler_block_size % group.block_size == 0,
         f"{name}.block_size",
         f"{group.block_size} does not divide scheduler_block_size {spec.scheduler_block_size}",
-    )
-
-
-def _check_cap(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
-    """With a cap below what a request holds, one that the pool has no room for would be admitted, and never run on."""
-    spans = {GroupKind.SLIDING_WINDOW: group.window - 1, GroupKind.CHUNKED_LOCAL: group.chunk, GroupKind.MAMBA: 1}
-    spans |= {GroupKind.SLIDING_WINDOW_MLA: group.window - 1, GroupKind.CROSS: 1, GroupKind.RING: 1}
-    least = -(-min(spans.get(group.kind, spec.max_model_len), spec.max_model_len) // group.block_size)
-    _require(
-        not group.admission_cap_blocks or group.admission_cap_blocks >= least,
-        f"{name}.admission_cap_blocks",
-        f"{group.admission_cap_blocks} is below the {least} blocks that the longest request holds; 0 = no limit",
     )
 
 

@@ -232,6 +232,16 @@ class GroupSpec:
         kind = _LOOKED_UP_AS.get(self.kind, self.kind)
         return kind, self.block_size, self.window * (kind is GroupKind.SLIDING_WINDOW), self.chunk
 
+    def admission_cap(self, max_model_len: int) -> int:
+        """Return `admission_cap_blocks`, raised to what the longest request holds; 0 = no cap.
+
+        Under a lower cap a request that the pool has no room for would be admitted, and never run on.
+        """
+        spans = dict.fromkeys((GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA), self.window - 1)
+        spans |= dict.fromkeys((GroupKind.CROSS, GroupKind.RING, GroupKind.MAMBA), 1)
+        span = min(spans.get(self.kind, self.chunk or max_model_len), max_model_len)
+        return self.admission_cap_blocks and max(self.admission_cap_blocks, -(-span // self.block_size))
+
     @property
     def checkpoint_blocks(self) -> int:
         """The blocks that a hit at the end of a long prefix needs in a group of windows or states; 0 for others."""
@@ -364,9 +374,11 @@ class ReplicaSpec:
 
     @property
     def normalized(self) -> ReplicaSpec:
-        """The spec with `lookup_classes`: equal for specs that state the same classes in other ways."""
-        classed = zip(self.groups, self.lookup_classes, strict=True)
-        return replace(self, groups=tuple(replace(group, lookup_class=number) for group, number in classed))
+        """The spec as the allocator takes it, with `lookup_classes` and `admission_cap`: equal for equal decisions."""
+        caps = [group.admission_cap(self.max_model_len) for group in self.groups]
+        stated = zip(self.groups, self.lookup_classes, caps, strict=True)
+        groups = (replace(one, lookup_class=number, admission_cap_blocks=cap) for one, number, cap in stated)
+        return replace(self, groups=tuple(groups))
 
     @property
     def num_stamps(self) -> int:

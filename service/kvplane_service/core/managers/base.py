@@ -46,6 +46,7 @@ class GroupManager(ABC):
         classes = setup.replica.lookup_classes
         joint = zip(setup.replica.groups, classes, strict=True)
         self.drops_last_block = any(one.drops_last_block for one, number in joint if number == classes[self.group])
+        self._admission_cap = setup.spec.admission_cap(setup.replica.max_model_len)
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
@@ -92,8 +93,8 @@ class GroupManager(ABC):
         request would take references to, with null blocks in front.
         """
         required = self._blocks_for(need.num_slots)
-        if need.capped and self.spec.admission_cap_blocks:
-            required = min(required, self.spec.admission_cap_blocks)
+        if need.capped and self._admission_cap:
+            required = min(required, self._admission_cap)
         has = len(self.table[need.slot])
         if self.num_cached[need.slot] != NOT_TRACKED:
             return max(required - has, 0)
@@ -216,7 +217,7 @@ class GroupManager(ABC):
         """Return the largest number of blocks that a request of `num_tokens` tokens holds at one time."""
         del num_encoder
         need = self._blocks_for(num_tokens)
-        return min(need, self.spec.admission_cap_blocks) if self.spec.admission_cap_blocks else need
+        return min(need, self._admission_cap) if self._admission_cap else need
 
     # -- image -------------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class NativeReplica:
 
     def _make(self, spec: ReplicaSpec) -> None:
         self.spec, self._scheme = spec, HashScheme.of(spec)
-        groups = [of_group(*one) for one in zip(spec.groups, spec.lookup_classes, strict=True)]
+        groups = [of_group(group) for group in spec.normalized.groups]
         hashing = of_hashes(self._scheme)
         self._core = _native.new(settings(spec, self._scheme.digest.size), groups, of_tiers(spec), hashing)
         self.tiers = NativeTiers(self._core, spec)

@@ -52,13 +52,13 @@ def of_hashes(scheme: HashScheme) -> tuple[bytes, tuple[object, int] | None]:
     return scheme.none_hash, scheme.compiled()
 
 
-def of_group(group: GroupSpec, lookup_class: int) -> list[int]:
-    """Return the fields of a group of layers, in the order of `GroupSpec` in types.h."""
+def of_group(group: GroupSpec) -> list[int]:
+    """Return the fields of a group of layers of a normalized spec, in the order of `GroupSpec` in types.h."""
     states = ALIGNED_STATE if group.mamba_mode is MambaMode.ALIGN else UNCACHED_STATE
     kind = states if group.kind is GroupKind.MAMBA else KINDS[group.kind]
     sinks = group.sink_tokens // group.block_size
     return [
         kind, group.block_size, group.window, group.chunk, int(group.is_draft), int(group.drops_last_block),
-        group.admission_cap_blocks, int(group.zero_new_blocks), lookup_class, group.extra_retained_tokens,
+        group.admission_cap_blocks, int(group.zero_new_blocks), group.lookup_class, group.extra_retained_tokens,
         group.speculative_blocks, group.checkpoint_alignment, int(group.checkpoints_single_group_hits), sinks,
     ]  # fmt: skip
