@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvplane.base.errors import DeadlineExceeded, Unavailable
-from kvplane.base.groups import TierKind
+from kvplane.base.groups import GroupKind, TierKind
 from kvplane_service.auth.gate import CALL
 from kvplane_service.replicas import cores
 from kvplane_service.store.record import MAGIC
@@ -221,10 +221,17 @@ def answer(value: Any) -> Callable[[Real], Real]:
     return lambda _: lambda *arguments: value
 
 
-def back_by_drafts_alone(real: Real) -> Real:
-    """Trust that the last launch left every state that the drafts could have."""
+def states_by_keys(real: Real) -> Real:
+    """Trust that every state longer than `num_computed` has a key of its length."""
     del real
-    return lambda self, slot, computed: self.requests.computed[slot] - computed <= self.spec.speculative_blocks
+
+    def can_rewind(self: Any, slot: int, num_computed: int, *_: int) -> bool:
+        states = [one for one in self.managers if one.spec.kind is GroupKind.MAMBA]
+        blocks = [block for one in states for block in one.table[slot][num_computed // one.block_size :]]
+        is_longer = any(self.pool.key_tokens[block] > num_computed for block in blocks)
+        return not is_longer and all(one.can_rewind(slot, num_computed) for one in self.managers)
+
+    return can_rewind
 
 
 def check_without_life(real: Real) -> Real:
@@ -1282,7 +1289,20 @@ TWINS: dict[str, Twin] = {
     ),
     "states below a hit": Twin(
         "a request that goes back below a hit that ends in a state is preempted",
-        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.can_rewind", back_by_drafts_alone),),
+        (Patch(f"{CORE}.requests:Requests.shortest_state", answer(0)),),
+    ),
+    "states below known tokens": Twin(
+        "a request that goes back below its known tokens is preempted, whatever keys its states have",
+        (Patch(f"{CORE}.coordinator:Coordinator.can_rewind", states_by_keys),),
+    ),
+    "states below an outcome": Twin(
+        "an outcome in the row that goes back counts",
+        (
+            Patch(
+                f"{CORE}.requests:Requests.shortest_state",
+                lambda real: lambda self, slot, appended: real(self, slot, 0),
+            ),
+        ),
     ),
     "stored incarnation forgotten": Twin(
         "a session that states no incarnation leaves the known one",

@@ -110,7 +110,7 @@ class Answers:
         assert request.truth is not None
         request.may_hold = False
         start, request.computed = request.computed, request.computed + granted
-        request.hit = -1 if granted else request.hit
+        request.has_run |= granted > 0
         row = self._planned(request, start, start, granted)
         if row.guesses or request.rows:
             request.rows.append(row)
@@ -139,7 +139,7 @@ class Answers:
         start, tables = hit + external, self._tables(slot)
         self.hits += hit > 0
         request.running, request.computed, request.rows = True, start + granted, []
-        request.truth, request.hit = Truth(start, Left(tables, start, start), start), -1 if granted or external else hit
+        request.truth, request.has_run = Truth(start, Left(tables, start, start), start), granted > 0
         if late:
             request.load, request.tables = self._transfer(tables, request.script, hit, start), tables
         row = self._planned(request, start if late else hit, start, granted)

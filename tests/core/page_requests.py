@@ -148,7 +148,7 @@ class Request:
         prompt: tokens with which it began.
         hashed: block hashes that the service has received, when the engine hashes.
         computed: tokens that its steps so far compute, as the answers say.
-        hit: tokens of the hit that it began with; -1 behind a load, and when it has been granted tokens.
+        has_run: it has been granted tokens in this stay.
         running: it holds blocks and may run.
         truth: what its launches have computed.
         rows: launches with drafts whose outcome is not reported.
@@ -164,7 +164,7 @@ class Request:
     domain: str = ""
     hashed: int = 0
     computed: int = 0
-    hit: int = 0
+    has_run: bool = False
     running: bool = False
     truth: Truth | None = None
     rows: list[PlannedRow] = field(default_factory=list)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 
 from kvplane.base.step import (
     ALL_GROUPS,
@@ -194,7 +195,7 @@ class RandomScheduler(Answers):
 
     def _fail_load(self, facts: Facts, slot: int, request: Request, first: int, end: int) -> None:
         """Only the first tokens came."""
-        if self.has_states or request.truth is None or request.computed != end:
+        if request.truth is None or request.computed != end:
             return
         came = self.rng.randint(max(first, 1), end)
         request.truth.end = came
@@ -208,7 +209,7 @@ class RandomScheduler(Answers):
             computed = request.computed - rejected
         goes_back = 30 if self._is_rare(slot) else self.goes_back
         if not request.rows and self._is_launched(request) and self._chance(goes_back):
-            appended, computed = 0, self._back(request, computed)
+            appended, computed = self._back(request, computed, min(appended, request.limit - request.known))
         elif not request.rows and not appended and request.computed >= request.known and self._chance(25):
             appended = self.rng.randint(1, 2)  # text that is forced on it
         appended = max(0, min(appended, request.limit - request.known))
@@ -232,18 +233,25 @@ class RandomScheduler(Answers):
         self.just_rejected, self.has_reported = sum(row.rejected for row in ran), bool(ran)
         return ran[-1].sampled - request.known if ran else 0
 
-    def _back(self, request: Request, computed: int) -> int:
-        """Tokens are taken back, as far as the last launch left their states; the engine computes them again."""
+    def _back(self, request: Request, computed: int, appended: int) -> tuple[int, int]:
+        """Tokens are taken back, and the engine computes them again; returns what the row appends and `computed`.
+
+        As long as the outcome of a launch is not reported, the number is that of its drafts: a state is there. With the
+        outcome, or behind it, it may be any. A copy of the generator: the run of a seed stays as it was.
+        """
         assert request.truth is not None
-        low, high = 1, min(request.truth.end, request.known)
-        if self.has_states:
+        rng = copy(self.rng)
+        appended = appended if self.has_states and rng.random() < 0.5 else 0
+        low, high = 1, min(request.truth.end, request.known + appended)
+        is_known = request.known + appended > request.truth.end or not request.has_run
+        if self.has_states and not (is_known and rng.random() < 0.4):
             low = request.truth.shortest
-            if low == request.hit:  # no launch left another state: the replica preempts it
-                low = max(1, low - self.most_drafts)
-        if low > high or (self.has_states and request.truth.left.end - low > self.most_drafts):
-            return computed
+        elif appended > 1:
+            low = request.known  # where only this outcome shows how far launches came
+        if low > high:
+            return 0, computed
         request.truth.end = self.rng.randint(low, high)
-        return request.truth.end
+        return appended, request.truth.end
 
     def _any_commit(self, request: Request) -> int:
         return self.rng.randint(0, min(request.known + 2, LONGEST))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.base.groups import AlignSpec
+from kvplane.base.groups import AlignSpec, MambaMode
 from kvplane.base.step import Budget, Facts, Part, RowFlag
 from tests.core.builders import (
     DEFERRED,
@@ -329,3 +329,58 @@ def test_a_request_that_goes_back_below_a_hit_that_ends_in_a_state_is_preempted(
     engine.admit(1, "aaaabbbbcd", cap=granted, min_new=0)
     (result,) = engine.step(Part(facts=Facts([1], computed=[7])))
     assert result.preempted == [1]
+
+
+def test_a_request_goes_back_below_no_hit_whose_key_was_evicted():
+    engine = Engine(state(4, speculative_blocks=2), full(), num_blocks=40, align=AlignSpec(4, 4096))
+    engine.serve(0, "aaaabbbbc")
+    engine.idle()
+    engine.idle()
+    engine.admit(1, "aaaabbbbcd", cap=0, min_new=0)
+    engine.cache(evicted=[block for table in engine.replica.coordinator.tables(1) for block in table if block])
+    assert engine.fact(1, computed=7).preempted == [1]
+
+
+@pytest.mark.parametrize("mode", [MambaMode.ALIGN, MambaMode.NONE])
+def test_a_request_goes_back_below_no_load_of_a_state(mode):
+    cached = mode is MambaMode.ALIGN
+    engine = Engine(state(4, speculative_blocks=2, mamba_mode=mode), full(), num_blocks=40, enable_caching=cached)
+    engine.admit(0, "aaaabbbbcd", external=8, cap=0, flags=int(RowFlag.DELAY_CACHING))
+    assert engine.fact(0, computed=7).preempted == [0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "preempted"),
+    [
+        ([(12, 0)], []),  # all drafts were rejected; their tokens come later
+        ([(12, 1)], []),
+        ([(13, 0), (12, 1)], []),
+        ([(11, 0)], [0]),  # the first token of the launch
+        ([(11, 1)], [0]),
+        ([(13, 2)], []),  # one is accepted
+        ([(12, 2)], [0]),  # and taken back
+        ([(12, 3)], [0]),
+        ([(13, 2), (12, 0)], [0]),
+    ],
+)
+def test_a_request_goes_back_to_states_behind_drafts_alone(facts, preempted):
+    """A launch of one known token and two drafts, from 11 tokens to 14."""
+    engine = Engine(state(4, speculative_blocks=2), full(), num_blocks=40)
+    engine.admit(0, "aaaabbbbcccd", cap=11)
+    assert engine.run(0, extra=2).granted == [3]
+    for computed, appended in facts:
+        assert engine.replica.requests.running[0]
+        rows = Facts([0], computed=[computed], appended=[appended], tokens=tokens("d" * appended))
+        (result,) = engine.step(Part(facts=rows))
+    assert result.preempted == preempted
+
+
+def test_drafts_of_launches_behind_each_other_are_rejected():
+    """The second was planned behind the drafts of the first: its outcome goes as far back as it began."""
+    engine = Engine(state(4, speculative_blocks=2), full(), num_blocks=40)
+    engine.admit(0, "aaaabbbbcccd", cap=11)
+    assert (engine.run(0, extra=2).granted, engine.run(0, extra=5).granted) == ([3], [3])
+    for computed in (15, 13):
+        (result,) = engine.step(Part(facts=Facts([0], computed=[computed], appended=[1], tokens=tokens("d"))))
+        assert result.preempted == []
+    assert engine.run(0).granted == [1]

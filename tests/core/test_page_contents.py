@@ -196,6 +196,14 @@ def test_a_launch_behind_drafts_uses_the_blocks_that_it_would_read_if_all_were_r
     assert row.used_blocks(spec) == {2, 3, 5, 6, 7}
 
 
-def test_a_twin_that_goes_back_below_a_hit_is_found():
-    with weakened("states below a hit"), pytest.raises(WrongPage):
-        run("checkpoints of every chunk, drafts", 47)
+@pytest.mark.parametrize(
+    ("twin", "mix", "seed"),
+    [
+        ("states below a hit", "checkpoints and drafts", 11),
+        ("states below known tokens", "checkpoints and drafts", 11),
+        ("states below an outcome", "checkpoints and drafts", 52),
+    ],
+)
+def test_a_twin_that_goes_back_to_no_state_is_found(twin, mix, seed):
+    with weakened(twin), pytest.raises(WrongPage):
+        run(mix, seed)

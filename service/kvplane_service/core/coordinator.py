@@ -142,11 +142,10 @@ class Coordinator:
         """
         return all(manager.hit_is_ready(hit.blocks[manager.group], hit.num_tokens) for manager in self.managers)
 
-    def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether every group still has all blocks that are needed to compute the tokens after the first `num_computed`
-        again.
-        """
-        return all(manager.can_rewind(slot, num_computed) for manager in self.managers)
+    def can_rewind(self, slot: int, num_computed: int, appended: int = 0) -> bool:
+        """Whether all groups have the blocks, and the state, to go back by a row of facts that appends some tokens."""
+        lacks_state = self.has_states and num_computed < self.requests.shortest_state(slot, appended)
+        return not lacks_state and all(manager.can_rewind(slot, num_computed) for manager in self.managers)
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """Prepare to compute the tokens after the first `num_computed` again: remove the keys of states that will be

@@ -98,7 +98,7 @@ class FactApplier:
         """
         slot, requests = update.slot, self._requests
         if update.computed != UNCHANGED:
-            self._correct(slot, update.computed, update.end, seq, result)
+            self._correct(update, seq, result)
         requests.num_tokens[slot] += update.appended
         if tokens:
             cast("list[bytes]", result.hashed_facts).append(self._append_tokens(slot, tokens))
@@ -112,16 +112,16 @@ class FactApplier:
         if update.end is not End.NONE:
             self._end(slot, update.end, update.fence, seq, result)
 
-    def _correct(self, slot: int, computed: int, end: End, seq: int, result: PartResult) -> None:
+    def _correct(self, update: Update, seq: int, result: PartResult) -> None:
         """Lower the request's number of computed tokens to `computed`, after drafts were rejected. A higher `computed`
         is ignored.
 
-        A request whose tables lack blocks to compute again from position `computed` is preempted; unless the same row
-        ends it, since its blocks may be held for a transfer.
+        A request that lacks blocks or the state to compute again from position `computed` is preempted; unless the same
+        row ends it, since its blocks may be held for a transfer.
         """
-        requests = self._requests
+        requests, slot, computed = self._requests, update.slot, update.computed
         if computed < requests.computed[slot] and self._spec.commit is CommitRule.SAFE:
-            if end is End.NONE and not self._blocks.can_rewind(slot, computed):
+            if update.end is End.NONE and not self._blocks.can_rewind(slot, computed, update.appended):
                 gone = self._tracker.preempt(slot, seq)
                 result.preempted.extend(gone)
                 result.went_back += len(gone)

@@ -135,6 +135,15 @@ class Requests:
         """
         return max(self.ends_at[slot], self.computed[slot])
 
+    def shortest_state(self, slot: int, appended: int) -> int:
+        """Return below how many tokens the request has no recurrent state, if a row of facts appends this many tokens.
+
+        The last launch left its last state and one behind each draft, and a load or a hit leaves the last one. Drafts
+        are no known tokens: a state that is shorter than these, or than those of the row but for the last one, which
+        is sampled and not computed, was never written or is overwritten.
+        """
+        return min(self.computed[slot], self.num_tokens[slot] + max(0, appended - 1))
+
     def start(self, slot: int) -> None:
         """Mark the request as running, after its admission."""
         assert not self.running[slot]

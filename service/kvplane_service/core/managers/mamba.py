@@ -368,11 +368,10 @@ class AlignedStateManager(GroupManager):
         return inside and whole and self.last_state[slot] < size
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether there are as many draft states, with blocks, and none has the key of a longer state, of a hit."""
+        """Whether at most as many tokens are computed again as there are draft states, and their blocks exist."""
         back = self.requests.computed[slot] - num_computed
-        there = self.table[slot][num_computed // self.block_size :]
-        longest = max([self.pool.key_tokens[block] for block in there if back > 0], default=0)
-        return back <= self.spec.speculative_blocks and NULL_BLOCK not in there and longest <= num_computed
+        there = NULL_BLOCK not in self.table[slot][num_computed // self.block_size :]
+        return back <= self.spec.speculative_blocks and there
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """Remove the keys of states after more than `num_computed` tokens, because these will be overwritten."""

@@ -78,7 +78,8 @@ class Coordinator {
         });
     }
 
-    bool CanRewind(Int slot, Int num_computed) const {
+    bool CanRewind(Int slot, Int num_computed, Int appended = 0) const {
+        if (has_states && num_computed < requests.ShortestState(slot, appended)) return false;
         return std::all_of(managers.begin(), managers.end(),
                            [&](const auto& one) { return one->CanRewind(slot, num_computed); });
     }

@@ -24,10 +24,11 @@ class FactApplier {
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             const Int slot = facts.slot[row];
             const Int computed = Entry(facts.computed, row, kUnchanged), end = Entry(facts.end, row, kEndNone);
-            if (computed != kUnchanged) Correct(slot, computed, end, seq, result);
-            requests_.num_tokens[slot] += Entry(facts.appended, row, 0);
+            const Int appended = Entry(facts.appended, row, 0);
+            if (computed != kUnchanged) Correct({slot, computed, appended, end}, seq, result);
+            requests_.num_tokens[slot] += appended;
             if (facts.num_tokens) {
-                const Hashes hashes = made.Of(requests_, slot, row, Entry(facts.appended, row, 0));
+                const Hashes hashes = made.Of(requests_, slot, row, appended);
                 AddDigests(slot, hashes, hasher.none_hash.size);
             }
             AddDigests(slot, given_.Of(row), given_.digest_size);
@@ -103,9 +104,14 @@ class FactApplier {
 
     static void Append(const Column& slots, Column* into) { into->insert(into->end(), slots.begin(), slots.end()); }
 
-    void Correct(Int slot, Int computed, Int end, Int seq, PartResult* result) {
+    struct Correction {
+        Int slot, computed, appended, end;
+    };
+
+    void Correct(const Correction& row, Int seq, PartResult* result) {
+        const Int slot = row.slot, computed = row.computed;
         if (computed < requests_.computed[slot] && blocks_.spec.safe) {
-            if (end == kEndNone && !blocks_.CanRewind(slot, computed)) {
+            if (row.end == kEndNone && !blocks_.CanRewind(slot, computed, row.appended)) {
                 const Column gone = tracker_.Preempt(slot, seq);
                 Append(gone, &result->preempted);
                 result->went_back += static_cast<Int>(gone.size());

@@ -111,6 +111,12 @@ struct Requests {
     // Position where the request's last launch ends; rows on the fast path do not update `ends_at`.
     Int LaunchEnd(Int slot) const { return std::max(ends_at[slot], computed[slot]); }
 
+    // Below how many tokens the request has no recurrent state, if a row of facts appends this many tokens: a launch
+    // left its last state and one behind each draft, a load or a hit the last one. Drafts are no known tokens.
+    Int ShortestState(Int slot, Int appended) const {
+        return std::min(computed[slot], num_tokens[slot] + std::max<Int>(0, appended - 1));
+    }
+
     void Start(Int slot) {
         Require(!running[slot], "the request runs already");
         running[slot] = 1;

@@ -195,12 +195,10 @@ class AlignedStateManager final : public GroupManager {
     }
 
     bool CanRewind(Int slot, Int num_computed) const override {
-        const Int back = requests.computed[slot] - num_computed;
-        if (back > spec.speculative_blocks) return false;
+        if (requests.computed[slot] - num_computed > spec.speculative_blocks) return false;
         const BlockList& blocks = table[slot];
         for (Int index = num_computed / block_size; index < Size(blocks); ++index) {
-            const Int block = blocks[index];
-            if (block == kNullBlock || (back > 0 && pool.KeyTokens(block) > num_computed)) return false;
+            if (blocks[index] == kNullBlock) return false;
         }
         return true;
     }
