@@ -672,6 +672,11 @@ def limit_what_is_read(real: Real) -> Real:
     )
 
 
+def search_once(real: Real) -> Real:
+    """With a limit, the search without one has no say."""
+    return lambda self, most, longest=0: real(self, most if longest else 0, longest)
+
+
 def classes_as_stated(_: Real) -> Real:
     """Groups whose look-up class is not stated are looked up by the rule of the first one."""
     return lambda self: tuple(group.lookup_class for group in self.groups)
@@ -1050,6 +1055,10 @@ TWINS: dict[str, Twin] = {
     "limit of a hit counts what is left out": Twin(
         "a limit equal to the length of a hit finds this hit",
         (Patch(f"{CORE}.lookup:PrefixLookup.find", limit_what_is_read),),
+    ),
+    "limit searched once": Twin(
+        "a limit equal to the length of a hit finds this hit",
+        (Patch(f"{CORE}.lookup:Search.run", search_once),),
     ),
     "classes as stated": Twin(
         "groups of different formats are looked up each by its own rule, whatever classes are stated",

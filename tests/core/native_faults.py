@@ -160,6 +160,8 @@ FAULTS = [
           "SkippedTokens(end * block_size) / block_size == first", "true"),
     Fault("a hit before a block that is left out is aligned twice", "managers/window.h",
           "replica.safe ? run : Align(run)", "Align(run)"),
+    Fault("a limit is searched once", "lookup.h",
+          "hit.num_tokens < whole.num_tokens && whole.num_tokens <= longest ? whole : hit", "hit"),
     Fault("what is retained before windows is needed", "managers/window.h",
           "std::max<Int>(0, num_computed - spec.window + 1) / block_size", "SkippedTokens(num_computed) / block_size"),
     Fault("a chunk leaves one chunk late", "managers/chunked.h", "(num_processed / spec.chunk + 1) * spec.chunk",

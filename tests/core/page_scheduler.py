@@ -53,6 +53,7 @@ class RandomScheduler(Answers):
     limits_rows = False  # draws hit limits, reserved blocks and rows that only adopt; the simulation does not
     accepts = 70  # percent of drafts
     ends = 15  # percent of requests in each step
+    comes = 40  # percent of free slots in each step
     ways_to_end: tuple[End, ...] = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
     evicts = 8  # percent of steps
     goes_back = 6  # percent of requests whose launches have all run, in each step: tokens are taken back
@@ -384,7 +385,7 @@ class RandomScheduler(Answers):
     def _news(self) -> News:
         news = News()
         for slot in SLOTS:
-            if slot in self.requests or not self._chance(40):
+            if slot in self.requests or not self._chance(self.comes):
                 continue
             script, domain, known, limit = self._draw_request()
             self.stays += 1

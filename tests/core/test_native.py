@@ -140,6 +140,13 @@ def hits_that_end_before_what_is_looked_for():
             engine.end(1)
 
 
+def a_limit_where_two_windows_leave_blocks_out():
+    engine = twin_engine(*[window(size, 8, drops_last_block=True, lookup_class=0) for size in (7, 13)])
+    tables = engine.serve(0, "a" * 57).table
+    engine.cache(evicted=[*(tables[0][at] for at in (0, 3, 6)), *(tables[1][at] for at in (0, 4))])
+    assert engine.admit(1, "a" * 57, hit_limit=[24]).hit == 24
+
+
 def a_ring_without_room():
     engine = twin_engine(full(), ring(), num_blocks=3)
     news = News([0], [8], [97] * 8)
@@ -289,7 +296,8 @@ CASES = [
     a_request_alone_whose_hit_is_given_up, superblocks_of_earlier_lives, turns_of_chats, victims_by_what_is_learnt,
     keys_that_are_remembered_no_more,
     prompts_whose_hashes_repeat, domains_of_many_tenants, chunks_that_end_inside_a_block, a_ring_without_room,
-    hits_that_end_before_what_is_looked_for, states_of_drafts_without_room, eviction_of_the_null_block,
+    hits_that_end_before_what_is_looked_for, a_limit_where_two_windows_leave_blocks_out,
+    states_of_drafts_without_room, eviction_of_the_null_block,
     a_load_that_left_blocks_out, a_victim_whose_positions_another_row_needs,
     a_shared_block_whose_last_user_released_it_first,
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.step import UNLIMITED
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.core.managers.base import FOREVER
 from kvplane_service.core.managers.questions import KeyIndex, Query
@@ -79,7 +80,12 @@ class PrefixLookup:
             longest -= longest % self._spec.hit_alignment
         search = Search(self, digests, domain, horizon)
         if len(self._managers) > 1:
-            return search.run(max_tokens, longest)
+            hit = search.run(max_tokens, longest)
+            if hit.num_tokens < longest < max_tokens:
+                # Which class leaves a block out depends on where each search begins: the other one may keep more.
+                whole = Search(self, digests, domain, horizon).run(max_tokens)
+                return whole if hit.num_tokens < whole.num_tokens <= longest else hit
+            return hit
         only = self._classes[0]
         reach = only.reach(longest, only.manager.drop_margin() if only.drops_last_block else 0)
         rows, length = only.manager.find(search.query(only, min(max_tokens, reach), only.drops_last_block))
@@ -114,12 +120,12 @@ class PrefixLookup:
         """Number of groups of the replica, including groups that are never cached."""
         return len(self._managers)
 
-    def keys_asked(self, hit: Hit, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the digests that a hit depends on: registering or removing a key with any other digest cannot change
-        the hit.
+    def keys_asked(self, hit: Hit, digests: Sequence[bytes], limit: int) -> Sequence[bytes]:
+        """Return the digests that a hit of at most `limit` tokens depends on: registering or removing a key with any
+        other digest cannot change the hit.
         """
-        if not self._classes or not self._classes[0].downward_closed:
-            return digests  # the search starts at the end
+        if limit < UNLIMITED or not self._classes or not self._classes[0].downward_closed:
+            return digests  # the search starts at the end, or one without the limit reads behind the hit
         # Safe: the first class bounds the others, and each reads at most one block, and what it drops, past its length.
         longest = max(hit.num_tokens, hit.single_group_hit) + 3 * max(one.block_size for one in self._managers)
         return digests[: -(-longest // self._spec.hash_block_size)]

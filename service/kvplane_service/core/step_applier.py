@@ -302,7 +302,7 @@ class StepApplier:
         requests, slot = self._requests, row.slot
         room = requests.num_tokens[slot] + row.extra
         if self._room() >= room:
-            keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
+            keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests, row.hit_limit)
             blocks = [block for blocks in hit.blocks for block in blocks]
             refused = Refusal(self._asked(slot), row, requests.num_running > 0, free_wanted, room, hit, status)
             self._blocks.pool.refusals.note(slot, refused, keys, blocks)

@@ -138,8 +138,16 @@ inline Hit PrefixLookup::Find(const Digests& digests, uint32_t domain, Int max_t
     if (!spec_.enable_caching || std::min(max_tokens, longest) <= 0 || classes_.empty())
         return Hit{0, 0, Rows(managers_.size())};
     if (longest < max_tokens) longest -= longest % spec_.hit_alignment();
-    if (managers_.size() > 1)
-        return Search(classes_, managers_.size(), digests, domain, horizon, tiers).Run(max_tokens, longest);
+    if (managers_.size() > 1) {
+        const auto run = [&](Int most) {
+            return Search(classes_, managers_.size(), digests, domain, horizon, tiers).Run(max_tokens, most);
+        };
+        Hit hit = run(longest);
+        if (hit.num_tokens >= longest || longest >= max_tokens) return hit;
+        // Which class leaves a block out depends on where each search begins: the other one may keep more.
+        Hit whole = run(kForever);
+        return hit.num_tokens < whole.num_tokens && whole.num_tokens <= longest ? whole : hit;
+    }
     const LookupClass& only = classes_[0];
     const Int reach = only.Reach(longest, only.drops_last_block ? only.manager->DropMargin() : 0);
     Hit hit;
