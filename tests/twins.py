@@ -1265,6 +1265,10 @@ TWINS: dict[str, Twin] = {
         "a reset of the cache clears the tiers too",
         (Patch(f"{CORE}.tiers.tiers:Tiers.reset", answer(None)),),
     ),
+    "an eviction leaves tiers": Twin(
+        "an eviction drops its key from the tiers, and gives its slots another version",
+        (Patch(f"{CORE}.tiers.tiers:Tiers.revoke", answer(None)),),
+    ),
     "saves of pages that changed": Twin(
         "a save counts if the page has the same stamp before and after",
         (Patch(f"{MOVERS}._save", save_unread), Patch(f"{CORE}.tiers.loads:TierLoads._source_is_intact", answer(True))),

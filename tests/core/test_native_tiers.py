@@ -39,7 +39,7 @@ from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.test_tiers import DISK, HOST, Mover
 from tests.core.test_tiers import small_pools as small_pools
-from tests.core.tier_engine import slots_of
+from tests.core.tier_spoils import slots_of
 
 native = pytest.importorskip(
     "kvplane_service.core.native",

@@ -32,6 +32,7 @@ def run(mix: str, seed: int, steps: int = STEPS) -> TierEngine:
     with small_pools(), uses_noted():
         engine = TierEngine(spec, rng, most_drafts=(states_for_drafts(spec) or 2) if "drafts" in mix else 0)
         engine.tide = TIDE if seed % 3 == 2 else 0
+        engine.returns = seed % 4 == 3
         for _ in range(steps):
             engine.step()
     return engine

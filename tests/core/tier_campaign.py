@@ -100,6 +100,20 @@ def _copies_left(real: Wrapped) -> Wrapped:
     return evict
 
 
+def _known_slots_alone(real: Wrapped) -> Wrapped:
+    """Slots that hold what no key names keep their version."""
+
+    def revoke(self: Tiers, block: int, key: Any) -> None:
+        stale = [tier.stale.copy() for tier in self.each]
+        for tier in self.each:
+            tier.stale.clear()
+        real(self, block, key)
+        for tier, slots in zip(self.each, stale, strict=True):
+            tier.stale = slots
+
+    return revoke
+
+
 def _lasting(real: Wrapped) -> Wrapped:
     """After a hit that was too slow, look-ups leave out the farthest tiers."""
 
@@ -124,6 +138,10 @@ TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
         isinstance(write, Move) or real(self, write)
     )),
     "an eviction leaves copies in tiers": (FactApplier, "_evict", _copies_left),
+    "an eviction leaves slots that no key names": (Tiers, "revoke", _known_slots_alone),
+    "a key that only a store knows stays in tiers": (Tiers, "_note_unknown", lambda real: lambda self, shown: (
+        real(self, shown), self.unknown.clear()
+    )),
     "a slot gets another version while it is written": (tiers, "replace", lambda real: lambda write, **to: write),
     "look-ups stay shallow after a hit that was too slow": (TierLoads, "_nearer", _lasting),
     "used once, and saved": (Wanted, "_was_seen", lambda real: lambda self, key: True),
@@ -154,6 +172,8 @@ TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
 
 # Where the search for these begins, so that it need not play hundreds of runs: at the first that found them once.
 FIRST_RUN = {
+    "an eviction leaves slots that no key names": 43,
+    "a key that only a store knows stays in tiers": 305,
     "loads fill any share of the pool": 421,
     "pages of a load handed out in the next life": 114,
     "version of a slot not compared": 29,

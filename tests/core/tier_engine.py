@@ -31,7 +31,7 @@ from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
 from tests.core.page_scheduler import RandomScheduler
-from tests.core.tier_spoils import Spoils, holed, spread
+from tests.core.tier_spoils import Hidden, Key, Spoils, holed, part_of, shown_of, spread
 
 Slot = tuple[int, int]  # tier and slot
 HEADS = ["ab" * 22, "b" * 40, "aaab" * 11, "aabb" * 5 + "a" * 20, "ba" * 15]
@@ -46,16 +46,6 @@ def small_pools() -> Iterator[None]:
         yield
     finally:
         behind.AHEAD_SHARE, page_scheduler.HEADS = before
-
-
-def slots_of(core: Any) -> object:
-    """What the service reads of the tiers."""
-    tiers = core.tiers
-    names = ("num_slots", "num_held", "num_shadows", "num_retained", "num_free", "hit_tokens", "uses")
-    counts = [[getattr(tier, name) for name in names] for tier in tiers.each]
-    last = tiers.last_job if counts else 0  # without tiers it is no part of the state
-    jobs = [tiers.load_after(job) for job in range(max(1, last - 9), last + 2)]
-    return counts, tiers.counters, tiers.has_keys, tiers.open_jobs(), last, jobs, tiers.stored_events()
 
 
 @dataclass
@@ -200,9 +190,13 @@ class TierEngine(TierScheduler, RandomEngine):
         loaded: rows that were loaded for hits that then ran.
         tide: steps in which all prompts are new, and steps in which all come back, in turn; 0: each prompt is drawn.
             What comes back at one time is loaded at one time, so that loads wait for each other.
+        returns: a store loses its records of blocks, or of slots, for an engine life, in which something is evicted
+            that they name; then it is back as it was.
+        lacked: what the store has meanwhile; None while it lacks nothing.
     """
 
     tide = 0
+    returns = False
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
         self.tier_memory = TierMemory()
@@ -210,7 +204,9 @@ class TierEngine(TierScheduler, RandomEngine):
         self.jobs: list[Job] = []
         self.reports: list[tuple[int, bool, int]] = []
         self.reported_jobs: list[int] = []
-        self.loaded = self.done_loads = 0
+        self.loaded = self.done_loads = self.evicted_seq = 0
+        self.lacked: list[Entries] | None = None
+        self.hidden = Hidden()
         self.has_costs = copy(rng).random() < 0.4
         super().__init__(spec, rng, most_drafts)
         self.spoils = Spoils(self.tier_memory.slots)
@@ -251,7 +247,14 @@ class TierEngine(TierScheduler, RandomEngine):
 
     def step(self) -> None:
         """Engines die more often while no rank has carried out an eviction."""
-        if self.spoils.has_open(self.stamped) and copy(self.rng).random() < 0.2:
+        drawn, is_returning = copy(self.rng).random(), self.lacked is not None and 0 < self.evicted_seq <= self.stamped
+        if drawn < (
+            0.5
+            if is_returning
+            else 0.2
+            if self.spoils.has_open(self.stamped)
+            else 0.1 * (self.returns and self.seq > 12)
+        ):
             self._crash()
         super().step()
 
@@ -267,10 +270,23 @@ class TierEngine(TierScheduler, RandomEngine):
             cache.evicted = [*cache.evicted, *(block for block in self.spoils.lost if block not in cache.evicted)]
         elif self.seq == 1:
             self.spoils.lost.clear()
+        if self.lacked is not None and not self.evicted_seq:
+            lacking = self._copied_blocks()
+            if lacking:
+                cache.evicted, self.evicted_seq = [*cache.evicted, rng.choice(lacking)], self.seq
         return spread(parts, rng) if rng.random() < 0.4 else parts
+
+    def _copied_blocks(self) -> list[int]:
+        """Blocks with copies in slots: those that the store does not know, or, if it knows them, those with a key."""
+        keys = shown_of(self.followed.follower, set(range(1, self.spec.num_blocks))) | self._hidden_keys()
+        return [block for block, some in keys.items() if self.spoils.copied(some)]
+
+    def _hidden_keys(self) -> dict[int, frozenset[Key]]:
+        return self.hidden.keys(self.replica.reference().coordinator.pool.stamp, self.memory.stamps)
 
     def _send(self, parts: list[Part]) -> None:
         keys, jobs = self.spoils.keys_of(parts, self.followed.follower), self.replica.coordinator.tiers.jobs
+        keys |= {block: some for block, some in self._hidden_keys().items() if block in keys}
         flying = {*jobs.saves, *jobs.moves}
         super()._send(parts)
         results, jobs = self.last_results, self.replica.coordinator.tiers.jobs
@@ -440,12 +456,18 @@ class TierEngine(TierScheduler, RandomEngine):
     def _chunks(self, stored: list[Entries]) -> list[Entries]:
         """A store may lose any record for a while, of a block or of a slot with its copy."""
         chunks, rng = super()._chunks(stored), copy(self.rng)
+        if self.returns:
+            chunks, self.lacked = [*chunks, *(self.lacked or ())], None if self.lacked is not None else chunks
+            lacks_slots, first = rng.random() < 0.5, self.spec.num_blocks
+            return chunks if self.lacked is None else [part_of(one, first, lacks_slots) for one in chunks]
         return [holed(one, rng) for one in chunks] if rng.random() < 0.4 else chunks
 
     def _recover(self, kept: list[int]) -> None:
         self.reports, self.reported_jobs = [], []  # another service does not know them
         unheard, self.jobs = self.jobs, []
+        shown, self.evicted_seq = shown_of(self.followed.follower, set(range(1, self.spec.num_blocks))), 0
         super()._recover(kept)
+        self.hidden.note(shown, self.memory.stamps)
         for job in unheard:
             while job.state < 2:
                 job.advance()

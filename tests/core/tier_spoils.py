@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from random import Random
+from typing import Any
 
 from kvplane.base.groups import Medium
 from kvplane.base.step import Cache, Orders, Part, PartResult
@@ -35,10 +36,27 @@ def spread(parts: list[Part], rng: Random) -> list[Part]:
     return parts if last == Cache() else [*parts, Part(cache=last)]
 
 
+def slots_of(core: Any) -> object:
+    """What the service reads of the tiers."""
+    tiers = core.tiers
+    names = ("num_slots", "num_held", "num_shadows", "num_retained", "num_free", "hit_tokens", "uses")
+    counts = [[getattr(tier, name) for name in names] for tier in tiers.each]
+    last = tiers.last_job if counts else 0  # without tiers it is no part of the state
+    jobs = [tiers.load_after(job) for job in range(max(1, last - 9), last + 2)]
+    return counts, tiers.counters, tiers.has_keys, tiers.open_jobs(), last, jobs, tiers.stored_events()
+
+
 def holed(stored: Entries, rng: Random) -> Entries:
     """A copy without some records."""
     found, share = copy(stored), rng.choice([0.2, 0.5, 0.9])
     found.block = [_NOWHERE if rng.random() < share else block for block in stored.block]
+    return found
+
+
+def part_of(stored: Entries, first: int, lacks_slots: bool) -> Entries:
+    """A copy without the records of blocks, or of slots, whose ids are at least `first`."""
+    found = copy(stored)
+    found.block = [_NOWHERE if (block >= first) == lacks_slots else block for block in stored.block]
     return found
 
 
@@ -49,6 +67,22 @@ def shown_of(follower: Follower, blocks: set[int]) -> dict[int, frozenset[Key]]:
         if one.tier is Medium.DEVICE and one.block in blocks:
             keys[one.block].add((one.domain, one.group, one.digest))
     return {block: frozenset(some) for block, some in keys.items()}
+
+
+class Hidden:
+    """What pages hold although a store has lost it: by block, the stamp and the keys of earlier engine lives."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, frozenset[Key]]] = {}
+
+    def note(self, shown: dict[int, frozenset[Key]], stamps: Sequence[int]) -> None:
+        """An engine life, in which these keys were shown, has ended. A stamp of 0 means that the page is lost."""
+        self._seen |= {block: (stamps[block], keys) for block, keys in shown.items() if keys and stamps[block]}
+
+    def keys(self, given: Sequence[int], stamps: Sequence[int]) -> dict[int, frozenset[Key]]:
+        """Those of pages that are as they were, and that the core never knew: it has `given` them no stamp."""
+        self._seen = {block: one for block, one in self._seen.items() if stamps[block] == one[0]}
+        return {block: keys for block, (_, keys) in self._seen.items() if not given[block]}
 
 
 class Spoils:
@@ -70,6 +104,10 @@ class Spoils:
         """The keys of all blocks that the step evicts, before it is sent."""
         keys = shown_of(follower, {block for part in parts for block in part.cache.evicted})
         return {block: some | self.lost.get(block, frozenset()) for block, some in keys.items()}
+
+    def copied(self, keys: frozenset[Key]) -> bool:
+        """Whether a slot holds what was saved from a page with one of these keys."""
+        return any(keys.intersection(self._keys.get(version, ())) for version, _ in self._slots.values())
 
     def ordered(self, orders: Orders, follower: Follower) -> None:
         """Jobs that write slots: what their versions will hold."""

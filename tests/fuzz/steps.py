@@ -32,7 +32,8 @@ from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from tests.core import page_engine
 from tests.core.builders import cross, fake_digest, full, prompt_and_window, replica_spec, ring, sinks, state, window
 from tests.core.test_page_contents import ALL_MIXES
-from tests.core.tier_engine import TierEngine, slots_of, small_pools
+from tests.core.tier_engine import TierEngine, small_pools
+from tests.core.tier_spoils import slots_of
 from tests.fuzz.drawn_steps import EDGES, SECTIONS, Source, StepSource
 
 MOST_STEPS = 80

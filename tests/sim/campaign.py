@@ -62,6 +62,7 @@ TIER_TWINS = {
     "saved before execution": 1,
     "saves of pages that changed": 1,
     "a reset leaves tiers": 1,
+    "an eviction leaves tiers": 1,
     "tier load before launches": 4,
     "loads done on one rank": 1,
     "runs before its load is done": 1,

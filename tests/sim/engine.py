@@ -29,7 +29,7 @@ from tests.sim import history
 from tests.sim.network import Server
 from tests.sim.ranks import Claim, RankProcess, Unanswered, Work
 from tests.sim.retaining import retain_some
-from tests.sim.transport import SimTransport
+from tests.sim.transport import SentTransport
 from tests.sim.unanswered import blocks_of, rows_of
 
 if TYPE_CHECKING:
@@ -42,16 +42,6 @@ _ATTEMPTS = 40
 _PATIENCE_S = (None, None, 0.2, 1.0)  # for an unanswered step
 # Ends of a life that faults explain: the service or a rank has died, a newer life has the replica.
 EXPLAINED = (Unavailable, StaleEpoch, OtherWriter, NotFound, FailedPrecondition)
-
-
-class SentTransport(SimTransport):
-    """Records the service's number of the last step that was sent."""
-
-    sent_seq = 0
-
-    async def send(self, step) -> None:
-        self.sent_seq = step.seq
-        await super().send(step)
 
 
 class EngineLife(RandomScheduler):
@@ -198,6 +188,11 @@ class EngineLife(RandomScheduler):
         return self._claimed_for.process.pid
 
     @property
+    def _decided_as(self) -> tuple[int, int, int]:
+        """The service's name of the last answered step."""
+        return self._service, self.epoch, self._transport.sent_seq
+
+    @property
     def _life(self) -> int:
         """The nonce of the opening that began this engine life."""
         return self.session.life_nonce
@@ -239,6 +234,7 @@ class EngineLife(RandomScheduler):
     def _evicted_by(self, parts: list[Part], answers: list[PartResult]) -> set[int]:
         given = zip(parts, answers, strict=True)
         gone = {b for part, of in given for b in (range(self.spec.num_blocks) if of.reset_done else part.cache.evicted)}
+        gone |= self.site.evictions.blocks.get(self._decided_as, set())  # of operators too
         return gone - self._used() if gone else gone  # a request registers its blocks again
 
     def _note_stamps(self, answers: list[PartResult]) -> int:

@@ -57,7 +57,8 @@ def follow(service: Service, seen: Seen, entry: decisions.Entry) -> None:
         return
     step, result = entry.step, entry.result
     answer = history.fingerprint(result.parts)
-    world.record(history.Mirrored(service.number, host.name, host._life_nonce, step.seq, answer))
+    if host._life_nonce:  # else of a caller, such as a reset while no engine is there
+        world.record(history.Mirrored(service.number, host.name, host._life_nonce, step.seq, answer))
     for event in [event for events in entry.events for event in events if event.kind is EventKind.STORED]:
         seen.last_stored = step.seq
         for digest, block in zip(event.hashes, event.blocks, strict=True):

@@ -15,12 +15,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InternalError, KvplaneError, LimitExceeded
-from kvplane.base.session import MirrorTerms, OpenRequest, Progress
+from kvplane.base.session import CacheRequest, MirrorTerms, OpenRequest, Progress
 from kvplane.base.stamps import newest_epoch
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.wire.mirror import Mirrored, answer_digest, decode_progress, mirrored_message, slice_message
+from kvplane.wire.mirror import (
+    Mirrored,
+    answer_digest,
+    decode_cache_request,
+    decode_progress,
+    mirrored_message,
+    slice_message,
+)
 from kvplane.wire.stream import heartbeat_message
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest as state_digest
@@ -78,6 +85,8 @@ class MirroredLife(EngineLife):
         self.nonce = self.rng.getrandbits(64) | 1
         self.log = MirrorLog(self.rng.choice([4, 20, 200]), PIECE_BYTES)
         self._held_back: list[tuple[Step, StepResult]] = []  # steps of the iteration that is not sent yet
+        self._asked: dict[int, CacheRequest] = {}  # that callers of a service wait for
+        self._carried_out: dict[int, int] = {}  # by number of a step: the request that it carries out
         self._changed = asyncio.Event()
         self._is_ending = False
 
@@ -121,7 +130,7 @@ class MirroredLife(EngineLife):
         while not self.world.is_finishing:
             if not self.failed and len(self.pending) > self._busy and self._chance(4):
                 self._fail()
-            await self._step(self.plan())
+            await self._step(self._with_asked(self.plan()))
             await asyncio.sleep(self.rng.random() * 0.04)
         await self._end_all()
 
@@ -138,6 +147,15 @@ class MirroredLife(EngineLife):
         self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
             await rank.ask(Claim(self.epoch, next_seq, ahead, self._service, self._life))
+
+    def _with_asked(self, parts: list[Part]) -> list[Part]:
+        """The step carries out the next request that the service sent."""
+        for number, request in list(self._asked.items())[:1]:
+            del self._asked[number]
+            self._carried_out[self.session.seq + 1] = number
+            cache = parts[0].cache
+            cache.evicted, cache.reset = [*cache.evicted, *request.blocks], cache.reset or request.reset
+        return parts
 
     async def _step(self, parts: list[Part]) -> StepResult:
         self._check_owner()
@@ -199,7 +217,8 @@ class MirroredLife(EngineLife):
         if self._chance(_PERCENT_JOINED) and not self._is_ending:
             return
         steps, self._held_back = tuple(self._held_back), []
-        self.log.add(Iteration(steps, self.world.loop.clock_ns()))
+        asked, self._carried_out = self._carried_out, {}
+        self.log.add(Iteration(steps, self.world.loop.clock_ns(), asked))
         if self.log.image_wanted:
             self.log.begin_image(self.session.seq, slices(self.session.replica))
         self._changed.set()
@@ -255,7 +274,8 @@ class MirroredLife(EngineLife):
 
     def _send(self, message: Iteration) -> pb.SessionRequest:
         age_ms = (self.world.loop.clock_ns() - message.at_ns) // 1_000_000
-        steps = [Mirrored(step, answer_digest(result)) for step, result in message.recorded()]
+        asked, recorded = message.cache_requests, message.recorded()
+        steps = [Mirrored(step, answer_digest(result), asked.get(step.seq, 0)) for step, result in recorded]
         sent = mirrored_message(steps, self.log.newest, age_ms)
         self._transport.write(sent)
         return sent
@@ -268,6 +288,9 @@ class MirroredLife(EngineLife):
                     progress: Progress = decode_progress(answer.progress)
                     if awaited.popleft():
                         self.log.answered(progress)
+                elif answer.WhichOneof("kind") == "cache_request":
+                    asked = decode_cache_request(answer.cache_request)
+                    self._asked[asked.number] = asked
                 self._changed.set()
         except KvplaneError as error:
             ended.append(error)

@@ -164,6 +164,7 @@ class RankProcess:
             return
         self._queued.append(step)
         self.obeyed = step
+        self._site.evictions.obeyed((message.epoch, message.life, message.seq), self)
         self.process.spawn(self._run(rank, message, reply))
 
     async def _run(self, rank: Rank, message: Work, reply: Reply) -> None:

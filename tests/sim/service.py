@@ -36,6 +36,7 @@ from kvplane_service.store.writer import Runtime
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.sim import history, mirror_views
+from tests.sim.evictions import Known
 from tests.sim.mirror_rules import MAX_LAG_MS
 from tests.sim.network import Server
 from tests.sim.store import Access
@@ -268,6 +269,7 @@ class Service:
         keyed = (block for block, key in enumerate(pool.key) if key is not None)
         published = (block for block in keyed if pool.key_step[block] <= pool.executed_through)
         self._seen[host.name].published = frozenset((block, pool.stamp[block]) for block in published)
+        self._seen[host.name].known = Known.of(host.replica.reference())
 
     def _began(self, host: ReplicaHost, life: decisions.Life) -> None:
         site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.reference().coordinator.pool
@@ -284,8 +286,9 @@ class Service:
 
         knows_memory = life.incarnation == seen.incarnation and bool(life.stamp_table)
         due = proven(seen.published) if knows_memory else ()
-        is_adopted = host.recovered is not None and bool(life.stamp_table)
+        is_adopted = host.recovered is not None
         flushed = proven(site.flushed(life.incarnation, seen.entered_ns, self.world)) if is_adopted else ()
+        flushed = flushed if life.stamp_table else ()  # a life for unary calls, such as a reset, keeps nothing
         seen.incarnation, seen.last_stored = life.incarnation, _ANNOUNCING
         kept = tuple((block, pool.stamp[block]) for block, key in enumerate(pool.key) if key)
         tables = tuple(tuple(reading.stamps) for reading in readings)
@@ -296,6 +299,8 @@ class Service:
         step, result = decision.step, decision.result
         answer = history.fingerprint(result.parts)
         self.world.record(history.Applied(self.number, host.name, step.epoch, step.seq, step.part, answer))
+        name, known = (self.number, step.epoch, step.seq), self._seen[host.name].known
+        self.world.sites[host.name].evictions.decided(name, known, decision, host.replica.reference())
         stored = [event for events in decision.events for event in events if event.kind is EventKind.STORED]
         seen = self._seen[host.name]
         if stored or seen.last_stored == _ANNOUNCING:
@@ -357,12 +362,14 @@ class Seen:
         entered_ns: when it was registered there, or adopted.
         incarnation: of the memory that the newest engine life named.
         published: published blocks, and their stamps.
+        known: keys and jobs after the last step.
     """
 
     host: ReplicaHost
     entered_ns: int
     incarnation: int = 0
     published: frozenset[tuple[int, int]] = frozenset()
+    known: Known = field(default_factory=Known)
     last_stored: int = 0  # newest step that registered a key
     age_ms: int = 0  # of the last steps of a mirrored engine when they were sent
     follower: Follower = field(default_factory=Follower)

@@ -332,6 +332,7 @@ class TieredLife(TierScheduler, EngineLife):
 
     async def _take_result(self, parts: list[Part], answer: StepResult) -> None:
         self._ordered += [(answer.seq, number, result) for number, result in enumerate(answer.parts, answer.part)]
+        self.site.evictions.answered((self.epoch, self._life, answer.seq), self._decided_as)
         await super()._take_result(parts, answer)
         for part in parts:  # not before: until then an image must leave out a request whose load has failed
             self.jobs_over([*part.cache.jobs_done, *part.cache.jobs_failed], part.cache.jobs_before)

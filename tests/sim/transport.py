@@ -202,3 +202,13 @@ class SimTransport:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.cut(server_s=self._network.draw_delay())
+
+
+class SentTransport(SimTransport):
+    """Records the service's number of the last step that was sent."""
+
+    sent_seq = 0
+
+    async def send(self, step: Step) -> None:
+        self.sent_seq = step.seq
+        await super().send(step)

@@ -26,10 +26,12 @@ from tests.core.tier_engine import small_pools
 from tests.sim import history, rules
 from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
+from tests.sim.evictions import Evictions
 from tests.sim.hanging import HangingChaos, begin_bystanders
 from tests.sim.loop import Process, VirtualLoop
 from tests.sim.mirrored import MirrorChaos, MirroredLife
 from tests.sim.network import Network, Server
+from tests.sim.operators import Operator, has_operators
 from tests.sim.service import ADDRESSES, Service
 from tests.sim.store import WildStore
 from tests.sim.tiers import SimTiers, TieredLife, draw_tiers
@@ -88,6 +90,7 @@ class Site:
         self.most_drafts = 2 if any(group.is_draft or group.speculative_blocks for group in groups) else 0
         self.plan = plan_of(self.spec)
         self.texts = Texts(self.spec)
+        self.evictions = Evictions(self.texts, history.RANKS)
         self.memories: list[RankMemory] = []
         self.workers: list[Worker] = []
         self.lives: list[EngineLife] = []
@@ -210,7 +213,7 @@ class World:
             "b": Site("b", self.rng, mirrors, tiers, splits),
         }
         for site in self.sites.values():
-            site.retains = seed % 5 == 0 and not site.is_mirrored and site.spec.blocks_per_state == 1
+            site.retains = (seed % 5 == 0 or has_operators(seed)) and not site.is_mirrored
             if site.retains:
                 site.spec = replace(site.spec, tiers=with_shares(site.spec.tiers, Random(seed)))
         self.chaos = HangingChaos(self) if hangs else MirrorChaos(self) if mirrors else Chaos(self)
@@ -218,6 +221,7 @@ class World:
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
         self.services: dict[str, Service] = {}  # service by address
+        self.operators: list[Operator] = []
 
     # -- one run -----------------------------------------------------------------------------------------------------
 
@@ -240,6 +244,8 @@ class World:
             self.start_life(site)
         if self.hangs:
             begin_bystanders(self)
+        if has_operators(self.seed):
+            self.operators = [Operator(self, site) for site in self.sites.values()]
         watch = asyncio.get_running_loop().create_task(self._supervise())
         while not self._is_over():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(0.05)
