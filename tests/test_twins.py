@@ -21,6 +21,7 @@ ISSUED = """
     checkpoint of rejected drafts,
     state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
     load before stamps, zero after load, image skips shared blocks, image skips blocks before a key,
+    an eviction leaves tiers,
     keys under a state, stamps under a state, stamp of a divided state, stamps of an ended life,
     load over a superblock in use,
     copy of an evicted state, image loses blocks behind the computed tokens,

@@ -42,7 +42,7 @@ def test_the_reference_rule_allows_more_drafts_than_states():
 
 
 def test_drafts_are_limited_by_the_group_with_the_fewest_states():
-    engine = Engine(state(speculative_blocks=3), state(8, speculative_blocks=1), full(8))
+    engine = Engine(state(speculative_blocks=3), state(8, speculative_blocks=1, lookup_class=4), full(8))
     engine.admit(0, "aaaabbbbc", cap=8)
     with pytest.raises(InvalidArgument, match="where 1 states"):
         engine.run(0, extra=2)
