@@ -151,7 +151,7 @@ ALL_MIXES = {**MIXES, **SPLIT_MIXES}
 CACHED_MIXES = [mix for mix, (_, changes) in ALL_MIXES.items() if changes.get("enable_caching", True)]
 
 # Engines with prompts that end inside a block and whose last chunk registers nothing: a later row does.
-ENDS_INSIDE = [("checkpoints and drafts", 21), ("states, hits inside blocks", 40)]
+ENDS_INSIDE = [("checkpoints and drafts", 21), ("states, hits inside blocks", 68)]
 
 
 def run(mix: str, seed: int, steps: int = STEPS, deaths: int | None = None, cells: Cells | None = None) -> RandomEngine:

@@ -28,7 +28,7 @@ SETTINGS = {
     "group", "spec", "replica", "pool", "requests", "orders", "drops_last_block", "block_size", "hash_size",
 }  # fmt: skip
 STATISTICS = {"allocated", "adopted"}
-OWN_SETTINGS = {"_window", "_margin", "_rule", "_kept_every"}
+OWN_SETTINGS = {"_window", "_margin", "_rule", "_kept_every", "_admission_cap"}
 
 
 class MirroredEngine(RandomEngine):
