@@ -25,7 +25,7 @@ from kvplane_service.replicas import cores
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
 from tests.core.spec_campaign import PromptEngine
 
-SEEDS, STEPS = range(4), 50
+SEEDS, STEPS = (*range(4), 30), 50
 SPLIT: dict[str, Any] = {"hash_block_size": 4, "align": AlignSpec(8, 4096), "blocks_per_state": 2}
 
 
@@ -74,7 +74,7 @@ CASES = [
     one("groups[0].chunk", "breaks", {"chunk": 0}, spec(chunked(8), full())),
     one("groups[0].chunk", "ignored", {"chunk": 8}, PLAIN),
     one("groups[0].sink_tokens", "ignored", {"sink_tokens": 6}, spec(sinks(4))),
-    one("groups[0].sink_tokens", "ignored", {"sink_tokens": 8}, PLAIN),
+    one("groups[0].sink_tokens", "breaks", {"sink_tokens": 8}, PLAIN),
     one("groups[0].speculative_blocks", "breaks", {"speculative_blocks": -1}, STATES),
     one("groups[0].admission_cap_blocks", "ignored", {"admission_cap_blocks": -1}, PLAIN),
     one("groups[0].extra_retained_tokens", "breaks", {"extra_retained_tokens": -3}, WINDOWS),
