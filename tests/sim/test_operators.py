@@ -9,7 +9,7 @@ from tests.sim.world import World
 
 def test_operators_are_answered_on_split_pages():
     with quiet():
-        world = World(12)
+        world = World(22)
         assert world.sites["b"].spec.blocks_per_state > 1
         assert world.run().findings == []
     assert all(operator.done["EvictBlocks"] > 5 for operator in world.operators)
