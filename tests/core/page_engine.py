@@ -123,11 +123,13 @@ class RandomEngine(RandomScheduler):
 
     def _send(self, parts: list[Part]) -> None:
         before, failed = self._blocks(), [launch for launch in self.queue if launch.seq in self.failed]
+        tables = {slot: self.tables[slot] for slot in self.requests if slot in self.tables}
         self.last_results = results = self.apply(parts)
+        left = [tables[slot] for answer in results for slot in answer.preempted if slot in tables]
         self.take_answer(parts, results)
         self.queue.append(self.pending[-1])
         for part, answer in zip(parts, results, strict=True):
-            self._spoil(range(self.spec.num_blocks) if answer.reset_done else part.cache.evicted)
+            self._spoil(range(self.spec.num_blocks) if answer.reset_done else part.cache.evicted, left)
         if self.cells is not None:
             rows = [row for launch in failed for row in launch.rows]
             lost = [block for row in rows for block in before.get(row.life[0], ())]
@@ -158,12 +160,13 @@ class RandomEngine(RandomScheduler):
             del self.stored[:-KEPT]
         return result.parts
 
-    def _spoil(self, blocks: Iterable[int]) -> None:
+    def _spoil(self, blocks: Iterable[int], left: Iterable[Sequence[Sequence[int]]]) -> None:
         """Pages that were evicted or reset hold nothing that may be found: they were damaged, or of other weights.
 
-        Blocks of a request or a launch are left out: it continues with what it computed. Final when stamps are written.
+        Blocks of a request or a launch are left out: it continues with what it computed. So are those that requests
+        `left` as this step preempted them: they register what they counted as computed. Final when stamps are written.
         """
-        held: list[Sequence[Sequence[int]]] = [self.tables[slot] for slot in self.requests if slot in self.tables]
+        held = [*left, *(self.tables[slot] for slot in self.requests if slot in self.tables)]
         held += [row.tables for launch in self.pending for row in launch.rows]
         used = {block for tables in held for table in tables for block in table}
         used.update(block for launch in self.queue for orders in launch.orders for block in orders.copy_src)

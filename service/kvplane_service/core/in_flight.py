@@ -292,7 +292,7 @@ class InFlightTracker:
         adopted these keys.
         """
         pool, adopters = self._blocks.pool, list[Stay]()
-        for step in [step for step in self.tentative if step >= from_step]:
+        for step in sorted(step for step in self.tentative if step >= from_step):
             mine = self.tentative[step].pop(stay, [])
             for block, key in mine:
                 if pool.has_key(block, key):
