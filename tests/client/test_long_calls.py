@@ -19,7 +19,7 @@ REQUEST, AT = Allocate("a", Content(token_ids=range(40))), At(op_id="op")
 
 @pytest.fixture(autouse=True)
 def every_call_is_long(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", -1)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", -1)
 
 
 def granted(answer) -> tuple[int, int]:

@@ -162,7 +162,7 @@ def test_an_engine_that_starts_before_its_service_attaches_later():
 
 def test_the_engine_does_not_wait_for_a_slow_service(service, monkeypatch):
     """The service holds a step in its thread; the engine continues, and its log grows."""
-    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE", -1)
+    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE_NS", -1)
     with engine_on(service) as engine:
         engine.advance(1)
         engine.check(service)
@@ -176,7 +176,7 @@ def test_the_engine_does_not_wait_for_a_slow_service(service, monkeypatch):
 
 
 def test_a_full_log_costs_an_image(service, monkeypatch):
-    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE", -1)
+    monkeypatch.setattr("kvplane_service.replicas.applying.MOST_INLINE_NS", -1)
     with engine_on(service, most_iterations=10) as engine:
         engine.advance(1)
         engine.check(service)

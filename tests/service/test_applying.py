@@ -27,7 +27,7 @@ PROMPT = list(range(64))
 
 @pytest.fixture(autouse=True)
 def every_step_is_long(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", -1)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", -1)
 
 
 class Hand:

@@ -121,7 +121,7 @@ def test_a_drained_service_answers_no_more(service):
 
 
 def test_drain_waits_for_a_long_call_and_answers_it(service, monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", 3)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 150)
     request = pb.AllocateSlotsRequest(header={"replica": "r"}, request_id="a", content={"token_ids": range(40)})
     with held_thread() as held:
         call = service.allocation.AllocateSlots.future(request)
@@ -135,7 +135,7 @@ def test_drain_waits_for_a_long_call_and_answers_it(service, monkeypatch):
 
 
 def test_drain_does_not_wait_for_a_long_call_beyond_its_grace(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", 3)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 150)
     request = pb.AllocateSlotsRequest(header={"replica": "r"}, request_id="a", content={"token_ids": range(40)})
     with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service, held_thread() as held:
         service.register()

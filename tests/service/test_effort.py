@@ -11,11 +11,17 @@ from kvplane.base.decode_rows import rows_of
 from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run, Step
 from kvplane.session.builder import StepBuilder
-from kvplane_service.replicas.applying import MOST_INLINE, effort
+from kvplane_service.replicas import applying
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
 LONG = 1 << 20  # tokens
+MANY = 4096  # units
 SPEC = spec_of(200_000, max_model_len=LONG, max_in_flight_tokens=LONG)
+
+
+def effort(step, replica):
+    """In units: blocks that are allocated and registered."""
+    return applying.effort(step, replica) // replica.unit_ns
 
 
 def hashes(count):
@@ -65,8 +71,10 @@ def busy():
         (Part(admit=Admit([9999])), False),
     ],
 )
-def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long):
-    assert (busy.effort(part) > MOST_INLINE) == is_long
+def test_effort_of_a_step_decides_whether_it_is_long(busy, part, is_long, monkeypatch):
+    assert (busy.effort(part) > MANY) == is_long
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", MANY * busy.world.host.replica.unit_ns)
+    assert busy.world.host.steps.is_long(Step(1, 1, [part])) == is_long
 
 
 @pytest.mark.parametrize("hashed", [False, True])
@@ -85,14 +93,14 @@ def test_effort_of_packed_rows_is_that_of_their_sections(busy, hashed, extra):
 
 def test_effort_of_a_step_is_the_sum_of_its_parts(busy):
     one = Part(admit=Admit(list(range(256, 276)), cap=[1024] * 20))
-    assert busy.effort(one) <= MOST_INLINE < busy.effort(*[one] * 4)
+    assert busy.effort(one) <= MANY < busy.effort(*[one] * 4)
 
 
 def test_a_step_that_continues_requests_is_as_long_as_the_pool_is_large():
     """A compiled core takes its state over from a `Replica`, in seconds for a million blocks."""
     part = Part(resume=Resume())
-    few, many = (HostWorld(spec=spec_of(num_blocks=count)).host.replica for count in (100, MOST_INLINE + 1))
-    assert effort(Step(1, 1, [part]), few) <= MOST_INLINE < effort(Step(1, 1, [part]), many)
+    few, many = (HostWorld(spec=spec_of(num_blocks=count)).host.replica for count in (100, MANY + 1))
+    assert effort(Step(1, 1, [part]), few) <= MANY < effort(Step(1, 1, [part]), many)
 
 
 def test_effort_of_pool_operations_follows_the_pool_size():
@@ -104,9 +112,9 @@ def test_effort_of_pool_operations_follows_the_pool_size():
     engine.step(Part(news=News([0], [count * BLOCK], num_hashes=[count], hashes=digests), admit=Admit([0])))
     evict, reset = Step(1, 1, [Part(cache=Cache(evicted=[5]))]), Step(1, 1, [Part(cache=Cache(reset=True))])
     end = Step(1, 1, [Part(facts=Facts([0], end=[int(End.FREE)]))])
-    assert min(effort(evict, world.host.replica), effort(end, world.host.replica)) > MOST_INLINE
+    assert min(effort(evict, world.host.replica), effort(end, world.host.replica)) > MANY
     engine.step(*end.parts)
-    assert effort(reset, world.host.replica) > MOST_INLINE >= effort(evict, world.host.replica)
+    assert effort(reset, world.host.replica) > MANY >= effort(evict, world.host.replica)
 
 
 SHARED = spec_of(1302, max_model_len=LONG, max_in_flight_tokens=LONG)
@@ -127,7 +135,7 @@ class Sharing:
         self.seq = self.engine.step(Part(facts=Facts(self.slots, appended=[1] * 300), run=Run(self.slots))).seq
 
     def is_long(self, part):
-        return effort(Step(1, 1, [part]), self.world.host.replica) > MOST_INLINE
+        return effort(Step(1, 1, [part]), self.world.host.replica) > MANY
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +188,7 @@ def test_effort_of_a_failed_step_counts_its_rows():
     world = HostWorld(spec=spec_of(3000))
     engine, slots = world.open(), list(range(1100))
     seq = engine.step(Part(news=News(slots, [1] * 1100), admit=Admit(slots))).seq
-    assert effort(Step(1, 1, [Part(cache=Cache(failed_steps=[seq]))]), world.host.replica) > MOST_INLINE
+    assert effort(Step(1, 1, [Part(cache=Cache(failed_steps=[seq]))]), world.host.replica) > MANY
 
 
 def test_effort_of_a_chunk_is_lower_with_windows():

@@ -37,7 +37,7 @@ from tests.service.test_applying import Hand, turns
 
 @pytest.fixture(autouse=True)
 def every_call_is_long(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", -1)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", -1)
 
 
 def in_turn(*offloads):
@@ -75,7 +75,7 @@ async def compare(random):
         answers = list[Any]()
         for world, most in ((here, 1 << 30), (aside, -1)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(applying, "MOST_INLINE", most)
+                patch.setattr(applying, "MOST_INLINE_NS", most)
                 try:
                     answers.append(await world.do(call, at=at))
                 except KvplaneError as error:
@@ -105,7 +105,7 @@ def call_at_random(random):
 
 
 async def test_a_short_call_never_suspends(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", 4096)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 1 << 30)
     world = World(forbidden)
     for call in (allocation(), AllocateCall("a", appended=Appended(1, token_ids=[1])), CommitCall(), FreeCall("a")):
         work = world.do(call)

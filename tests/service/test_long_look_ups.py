@@ -26,7 +26,7 @@ from tests.service.test_applying import Hand, session_of, turns
 
 @pytest.fixture(autouse=True)
 def every_call_is_long(monkeypatch):
-    monkeypatch.setattr(applying, "MOST_INLINE", -1)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", -1)
 
 
 async def forbidden(_):
@@ -70,7 +70,7 @@ async def test_a_long_look_up_has_the_same_result_as_on_the_loop(name, monkeypat
     one = await LookingUp().start()
     one.hand.go()
     aside = await one.find(name)
-    monkeypatch.setattr(applying, "MOST_INLINE", 4096)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 1 << 30)
     one.use(forbidden)
     assert await one.find(name) == aside
     assert (aside.hit_tokens, aside.num_tokens, aside.num_hashes) == (48, 64, 4)

@@ -37,7 +37,7 @@ def process():
 def service(process, monkeypatch):
     monkeypatch.setattr(session, "LONG_MESSAGE_BYTES", 100)
     monkeypatch.setattr(methods, "LONG_MESSAGE_BYTES", 30)
-    monkeypatch.setattr(applying, "MOST_INLINE", 3)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 150)
     process.register()
     process.register("other")
     yield process

@@ -23,7 +23,7 @@ def test_long_steps_on_a_thread_break_no_rule(monkeypatch):
         num_steps += 1
         return await aside(self, *args)
 
-    monkeypatch.setattr(applying, "MOST_INLINE", 10)
+    monkeypatch.setattr(applying, "MOST_INLINE_NS", 500)
     monkeypatch.setattr(Applying, "_apply_aside", counted)
     with quiet():
         outcomes = [world.run(seed) for seed in SEEDS]

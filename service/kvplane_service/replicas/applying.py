@@ -23,12 +23,13 @@ from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
 
-# Units of effort: one is a block that is allocated and registered, about 4 us. The estimate is a sum over columns and
-# tends to be too high; it only decides whether a step may hold the event loop.
-MOST_INLINE = 4096  # units, about 15 ms: above this a step is applied on a thread
+# The estimate is a sum over columns in units, a block that is allocated and registered, times what the core takes for
+# one (`unit_ns`). It tends to be too high, and decides whether a step may hold the event loop and what its owner pays.
+MOST_INLINE_NS = 2_000_000  # above this a step is applied on a thread
 _ROW = 4  # units per row
 _FULL_FIT = int(RowFlag.FULL_FIT)  # a plain integer: an enum's operators are slow
 _TOKENS_HASHED, _DIGESTS_READ, _IDS_ENCODED, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
+_VIA_REPLICA = 40  # units per block
 
 _T = TypeVar("_T")
 Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
@@ -102,12 +103,12 @@ class Applying:
         return self._publish(step, result, at_ns)
 
     def effort(self, step: Step) -> int:
-        """Estimate the cost of a step in units (see `MOST_INLINE`). Invalid steps are accepted too."""
+        """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
         return effort(step, self._replica)
 
-    def is_long(self, step: Step, units: int | None = None) -> bool:
-        """Whether applying the step on the event loop could delay other replicas. `units`: its effort, if known."""
-        return (self.effort(step) if units is None else units) > MOST_INLINE
+    def is_long(self, step: Step, effort_ns: int | None = None) -> bool:
+        """Whether applying the step on the event loop could delay other replicas. `effort_ns`: if it is known."""
+        return (self.effort(step) if effort_ns is None else effort_ns) > MOST_INLINE_NS
 
     async def aside(self, work: Awaitable[_T]) -> _T:
         """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
@@ -137,14 +138,14 @@ class Applying:
         return self._publish(step, result, at_ns)
 
     async def apply_aside(
-        self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None, units: int | None = None
+        self, step: Step, offload: Offload, done: Done[_T], check: Check | None = None, effort_ns: int | None = None
     ) -> _T:
         """Apply a step and return `done(result)`; a long step is applied on a thread of `offload`.
 
-        Cancelling the caller cancels neither the step nor the call of `done`. `units`: its effort, if known. Raises as
+        Cancelling the caller cancels neither the step nor the call of `done`. `effort_ns`: if it is known. Raises as
         `apply`, and Busy.
         """
-        if not self.is_long(step, units):
+        if not self.is_long(step, effort_ns):
             return done(self.apply(step, check))
         return await self.aside(self._apply_aside(step, offload, done, check))
 
@@ -183,8 +184,8 @@ class Applying:
 
 
 def effort(step: Step, replica: ReplicaCore) -> int:
-    """Estimate the cost of a step in units (see `MOST_INLINE`). Invalid steps are accepted too."""
-    return sum(_of_part(part, replica) for part in step.parts)
+    """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
+    return replica.unit_ns * sum(_of_part(part, replica) for part in step.parts)
 
 
 def _of_part(part: Part, replica: ReplicaCore) -> int:
@@ -252,7 +253,7 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
     cache, computed = part.cache, replica.requests.computed
     units = len(cache.evicted) + len(cache.loads_over)
     if part.resume is not None:  # a compiled core takes over the whole state from a `Replica`
-        units += len(part.resume.blocks) + replica.spec.num_blocks
+        units += (len(part.resume.blocks) + replica.spec.num_blocks) * _VIA_REPLICA
     seen = replica.block_counts.cached if cache.reset else 0
     seen += sum(map(replica.count_held, cache.released))
     seen += _blocks_of(_sum(computed, cache.released), replica)

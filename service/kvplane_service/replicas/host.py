@@ -145,11 +145,11 @@ class ReplicaHost(HostState):
         return turn if isinstance(turn, StepResult) else turn.done(self.steps.apply(turn.step))
 
     async def step_aside(
-        self, nonce: int, step: Step, fingerprint: bytes, offload: Offload, units: int | None = None
+        self, nonce: int, step: Step, fingerprint: bytes, offload: Offload, effort_ns: int | None = None
     ) -> StepResult:
         """Apply a step as `step` does, a long one on a thread of `offload`; reads of the replica wait for the step.
 
-        `units` is the effort of the step (see `Applying.effort`), if it is known. If the caller is cancelled, the step
+        `effort_ns` is what the step is estimated to take, if it is known. If the caller is cancelled, the step
         still completes and its answer is kept. Raises as `step`, and Busy.
         """
         if self.steps.is_aside:  # a long look-up
@@ -164,8 +164,8 @@ class ReplicaHost(HostState):
                 self._session.deadline_ns = self._deadline_ns()  # messages that arrived meanwhile were not read
             return turn.done(result)
 
-        units = units if turn.step is step else None  # an operator has added to it
-        return await self.steps.apply_aside(turn.step, offload, done, units=units)
+        effort_ns = effort_ns if turn.step is step else None  # an operator has added to it
+        return await self.steps.apply_aside(turn.step, offload, done, effort_ns=effort_ns)
 
     def heartbeat(self, nonce: int) -> None:
         """Renew the lease, also while long work is running. Raises OtherWriter."""

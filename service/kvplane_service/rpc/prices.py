@@ -23,7 +23,7 @@ TOKEN_BYTES = 4
 HASH_BYTES = 32
 BLOCK_BYTES = 8  # of a pool that is built, or passed over
 DECISION_BYTES = 2048  # of a decision log that is read, and its size
-UNIT_BYTES = 4  # of the effort of a step: 0.1 us on the compiled core
+BYTE_NS = 30  # of the effort of a step, estimated for the core that applies it
 _COUNTED = ("content", "appended", "block_ids")
 
 

@@ -262,8 +262,8 @@ class _Stream:
                 raise step
             if not self._may_use_all_domains:
                 self._check_domains(step)
-            units = await self._paid([step], message.num_bytes)
-            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload, units)
+            effort_ns = await self._paid([step], message.num_bytes)
+            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload, effort_ns)
         except _ENDS_STREAM:
             raise
         except KvplaneError as error:
@@ -275,14 +275,14 @@ class _Stream:
 
     async def _paid(self, steps: Sequence[Step], num_bytes: int) -> int:
         """Count the work of a message beyond its bytes, and wait while the owner has used up its allowance. Returns the
-        effort of the steps.
+        effort of the steps, in nanoseconds.
         """
-        units = sum(map(self._host.steps.effort, steps))
-        more = prices.UNIT_BYTES * units - num_bytes
+        effort_ns = sum(map(self._host.steps.effort, steps))
+        more = effort_ns // prices.BYTE_NS - num_bytes
         if more > 0 and (wait_ms := self._call.owe(more)):
             with self._host.holding(self._request.nonce):
                 await asyncio.sleep(wait_ms / 1000)
-        return units
+        return effort_ns
 
     async def _mirror(self, message: _Message, sent: pb.SessionRequest) -> Progress | None:
         """Apply the steps of a mirrored engine, or take a piece of its image. Returns the answer, if there is one."""

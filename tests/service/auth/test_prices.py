@@ -22,7 +22,7 @@ from kvplane_service.rpc.prices import (
     DECISION_BYTES,
     HASH_BYTES,
     TOKEN_BYTES,
-    UNIT_BYTES,
+    BYTE_NS,
     price_of,
     reserve,
 )
@@ -165,7 +165,7 @@ def test_a_step_counts_the_look_ups_that_its_few_bytes_ask_for(counted):
     ):
         session.apply(part_of(NewsRow(0, tokens=TOKENS)))
         for part in (part_of(*[PeekRow(0)] * 1000), part_of(*[PeekRow(0)] * 1000, AdmitRow(0))):
-            price = UNIT_BYTES * host.steps.effort(Step(1, 1, [part]))
+            price = host.steps.effort(Step(1, 1, [part])) // BYTE_NS
             cost = counted.cost(lambda part=part: session.apply(part))
             assert price <= cost < price + 200  # of a heartbeat
 

@@ -449,6 +449,11 @@ class NativeReplica:
         return tuple(_native.books(self._core)[0])
 
     @property
+    def unit_ns(self) -> int:
+        """Time to allocate and register a block, of requests of 40 blocks and more, rounded up: the unit of effort."""
+        return 50
+
+    @property
     def digest_size(self) -> int:
         """Bytes of a block hash."""
         return self._scheme.digest.size
