@@ -263,7 +263,9 @@ class _Stream:
             if not self._may_use_all_domains:
                 self._check_domains(step)
             effort_ns = await self._paid([step], message.num_bytes)
-            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload, effort_ns)
+            result = await self._host.step_aside(
+                self._request.nonce, step, message.fingerprint, self._offload, effort_ns
+            )
         except _ENDS_STREAM:
             raise
         except KvplaneError as error:

@@ -18,11 +18,11 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.quotas import Quotas
 from kvplane_service.rpc.prices import (
     BLOCK_BYTES,
+    BYTE_NS,
     CALL_BYTES,
     DECISION_BYTES,
     HASH_BYTES,
     TOKEN_BYTES,
-    BYTE_NS,
     price_of,
     reserve,
 )
