@@ -1300,6 +1300,23 @@ TWINS: dict[str, Twin] = {
         "an image is alone in its step, and nothing that callers ask for comes before it",
         (Patch(f"{SERVICE}.replicas.cache_requests:CacheRequests.may_join", answer(True)),),
     ),
+    "a refused call begins a life": Twin(
+        "a call that is refused begins no engine life, which would remove every key",
+        (Patch(f"{SERVICE}.unary.service:UnaryCalls._check_begins", answer(None)),),
+    ),
+    "callers wait for the next engine": Twin(
+        "what callers have asked of an engine is not asked of the next one",
+        (Patch(f"{SERVICE}.replicas.cache_requests:CacheRequests.fail", answer(None)),),
+    ),
+    "a repeat is asked again": Twin(
+        "a repeat of a call that waits for the engine waits for the same answer",
+        (
+            Patch(
+                f"{SERVICE}.unary.asking:EngineCalls.ask",
+                lambda real: lambda self, header, *given: real(self, replace(header, op_id=""), *given),
+            ),
+        ),
+    ),
     "states below a hit": Twin(
         "a request that goes back below a hit that ends in a state is preempted",
         (Patch(f"{CORE}.requests:Requests.shortest_state", answer(0)),),

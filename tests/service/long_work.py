@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Step
 from kvplane_service.config import Config
@@ -37,8 +38,8 @@ async def full(_):
 class World(HostWorld):
     """A host with unary calls, whose long work is done by `offload`."""
 
-    def __init__(self, offload: Any = slowly, config: Config | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, offload: Any = slowly, config: Config | None = None, spec: ReplicaSpec | None = None) -> None:
+        super().__init__(config, spec)
         self.calls = UnaryCalls(self.host, self.config, ContentHasher(self.config), self._offloaded)
         self.offload = offload
 

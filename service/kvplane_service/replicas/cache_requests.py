@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
@@ -43,13 +43,15 @@ class CacheRequests:
         self._numbers = count(secrets.randbits(62) + 1)
         self._waiting: dict[CacheRequest, asyncio.Future[StepResult]] = {}
         self._rows: dict[int, Part] = {}  # prefixes to prefetch or retain, by number of their request
+        self._merged: set[CacheRequest] = set()  # into a step, which may be applied
         self.next_end_ns = 0
         self.image_may_come = False  # the engine life states stamps, and its image, if any, has not come
 
-    async def ask(self, name: str, part: Part) -> StepResult:
+    def ask(self, name: str, part: Part) -> Awaitable[StepResult]:
         """Return the result of the step in which the engine of replica `name` does what the sections `cache`,
         `prefetch` and `retain` of this part say: it evicts blocks, resets its cache, copies what a prompt needs, or
-        retains a prefix. In the result, `prefetched` and `retained` have this prompt alone.
+        retains a prefix. In the result, `prefetched` and `retained` have this prompt alone. The engine of now is asked,
+        not one that comes before the caller waits.
 
         Raises:
             Unavailable: the engine has not carried it out in time (a mirror may do so later); or it has left.
@@ -64,6 +66,11 @@ class CacheRequests:
         self._waiting[request] = answer
         if self.send is not None:
             self.send(request)
+        return self._answered(name, request, part, answer)
+
+    async def _answered(
+        self, name: str, request: CacheRequest, part: Part, answer: asyncio.Future[StepResult]
+    ) -> StepResult:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await answer
@@ -71,7 +78,8 @@ class CacheRequests:
             why = "only its ranks can write the stamps that make this final"
             why = "only its movers can copy" if part.prefetch.slot else why
             why = "only its steps change what is evicted" if part.retain.num_hashes else why
-            late = "nothing was changed" if self.send is None else "it may still do so"
+            is_alone = self.send is None and request not in self._merged
+            late = "nothing was changed" if is_alone else "it may still do so"
             raise Unavailable(
                 f"the engine of {name} has run no step within {TIMEOUT_S:g} s, and {why}; {late}",
                 field="replica",
@@ -79,6 +87,7 @@ class CacheRequests:
             ) from None
         finally:
             del self._waiting[request]
+            self._merged.discard(request)
             self._rows.pop(request.number, None)
 
     def is_due(self, clock: Callable[[], int]) -> bool:
@@ -95,6 +104,7 @@ class CacheRequests:
         if not step.parts:
             return step, []
         asked = [request for request, answer in self._waiting.items() if not answer.done()]
+        self._merged.update(asked)
         first, *others = step.parts
         cache = replace(
             first.cache,
@@ -138,7 +148,7 @@ class CacheRequests:
     def send_again(self) -> None:
         """Send every request that waits: the engine has a new stream, or its image hides which step carried it out."""
         if self.send is not None:
-            for request in list(self._waiting):
+            for request in [request for request, answer in self._waiting.items() if not answer.done()]:
                 self.send(request)
 
     def may_join(self, step: Step) -> bool:

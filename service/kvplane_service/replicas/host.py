@@ -298,6 +298,12 @@ class ReplicaHost(HostState):
         if at.epoch != NEW_EPOCH and (at.epoch != self.epoch or self.has_left):
             raise self._stale_epoch(at.epoch, "send epoch 0")
 
+    def check_begins(self, at: UnaryStep, part: Part) -> None:
+        """Raise InvalidArgument or LimitExceeded if this part could not be the first of a life for unary calls."""
+        order = StepOrder(self._config.max_steps_in_flight)
+        check_step(order.make_next(NEW_EPOCH, [part], at.executed_through or 0), order, 0, self._config)
+        self.replica.check_alone(part)
+
     async def begin_unary(self) -> None:
         """Begin the next engine life for unary calls, in slices, so that the event loop serves other replicas.
 

@@ -112,6 +112,7 @@ class Mirror:
         """End the mirror: another kind of session, or none, writes the replica from now on."""
         self.attached, self.hidden, self._image_wanted = None, None, True
         self._pieces.clear()
+        self.requests.send = None
         self.requests.fail(Unavailable(f"the engine of {self._host.name} has left", field="replica"))
 
     # -- attach ------------------------------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ class Mirror:
     def attach(self, request: OpenRequest) -> None:
         """Follow this engine from now on; the session is open. Raises nothing after `check_attach`."""
         if not self._is_same_life(request):
+            self.leave()  # no caller has asked this engine for anything
             self._want_image(Diverged(f"{self._host.name} has no state of its engine yet"))
         self.attached = request
         self._pieces.clear()

@@ -52,8 +52,7 @@ class AllocationServicer:
         """Register a replica, or return the replica that is already registered under this name with equal settings. The
         block pool is built on a thread.
         """
-        if self._draining:
-            raise Unavailable("the service is draining", remedy="register the replica at another service")
+        self._check_stays()
         self._registry.check_name(request.replica)
         planned = await self._offload(partial(plan_source, request))
         await self._look_elsewhere(request.replica)
@@ -67,9 +66,14 @@ class AllocationServicer:
                 if entry is None:
                     CALL.get().count(prices.BLOCK_BYTES * planned.spec.num_blocks)
                     replica = await self._offload(partial(new_replica, planned.spec))
+                    self._check_stays()
                     entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.flush(request.replica)
         return _registered(planned, entry)
+
+    def _check_stays(self) -> None:
+        if self._draining:
+            raise Unavailable("the service is draining", remedy="register the replica at another service")
 
     async def _look_elsewhere(self, name: str) -> None:
         """Raise Moved if another service has the replica; otherwise let this process take over a stored replica. Does

@@ -105,7 +105,7 @@ class SessionStreams:
             if entry.host.recovering is not None:
                 await entry.host.prove_ahead(request, self._prove)
             request, epoch = await claimed(entry, request, self._claim)
-            self._check_stays()
+        self._check_stays()  # again: it was awaited
         stream = _Stream(entry.host, request, context, self._left, entry.offload)
         self._open[stream] = None
         self._all_closed.clear()

@@ -36,12 +36,7 @@ class OpWindow:
         known = self._answers.get(op_id)
         if known is None:
             return None
-        if known[0] != fingerprint:
-            raise OpIdReused(
-                f"op_id {op_id!r} was used for another call",
-                field="header.op_id",
-                remedy="choose a new op_id",
-            )
+        check_equal(op_id, known[0], fingerprint)
         return known[1]
 
     def keep(self, op_id: str, fingerprint: bytes, answer: bytes) -> None:
@@ -60,3 +55,13 @@ class OpWindow:
         """
         self._answers.clear()
         self._num_bytes = 0
+
+
+def check_equal(op_id: str, known: bytes, fingerprint: bytes) -> None:
+    """Raise OpIdReused if two calls with this op_id have different content."""
+    if known != fingerprint:
+        raise OpIdReused(
+            f"op_id {op_id!r} was used for another call",
+            field="header.op_id",
+            remedy="choose a new op_id",
+        )

@@ -28,9 +28,10 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.config import Config
-from kvplane_service.replicas.host import ReplicaHost, ReplicaState
-from kvplane_service.replicas.step_order import Turn
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.step_order import Turn, UnaryStep
 from kvplane_service.runtime.executors import Busy, Offload
+from kvplane_service.unary.asking import EngineCalls
 from kvplane_service.unary.calls import (
     AllocateCall,
     Allocated,
@@ -46,7 +47,6 @@ from kvplane_service.unary.calls import (
     Hashes,
     Plan,
     PrefetchCall,
-    ResetCall,
     RetainCall,
     UnaryCall,
 )
@@ -87,6 +87,7 @@ class UnaryCalls:
         self._epoch = host.epoch
         self._book = RequestBook(config.max_requests)
         self._ops = OpWindow(config.op_window, config.op_window_bytes)
+        self._asking = EngineCalls(host, self._ops)
 
     async def do(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:
         """Apply a call once and return its encoded answer; a repeat of its op_id gets the answer of the first call.
@@ -107,26 +108,13 @@ class UnaryCalls:
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
         host = self.host
-        has_engine = host.mirror.is_attached or host.state is ReplicaState.LIVE
-        if isinstance(call, PrefetchCall):
-            if host.mirror.is_attached or not has_engine:
-                raise FailedPrecondition(
-                    f"{host.name} has no engine whose movers could copy blocks, or one that decides itself",
-                    field="replica",
-                    remedy="connect an engine with a session and movers, or let the engine prefetch",
-                )
-            return await self._ask_engine(header, await call.prepare(self), encode)
-        if isinstance(call, RetainCall):
-            if host.mirror.is_attached or host.has_left:
-                raise FailedPrecondition(
-                    f"the engine of {host.name} decides itself what is evicted, or has left",
-                    field="replica",
-                    remedy="connect an engine with a session, for which the service decides",
-                )
-            if has_engine:
-                return await self._ask_engine(header, await call.prepare(self), encode)
-        if isinstance(call, EvictCall | ResetCall) and has_engine:
-            return await self._ask_engine(header, call, encode)
+        asked: UnaryCall[Any] = call
+        self._asking.check(asked)
+        if isinstance(call, PrefetchCall | RetainCall):
+            asked = await call.prepare(self)
+            self._asking.check(asked)
+        if self._asking.are_for(asked):
+            return await self._ask_engine(header, asked, encode)
         prepared: UnaryCall[_Answer] | None = None
         while True:
             await host.idle()
@@ -137,12 +125,7 @@ class UnaryCalls:
             if prepared is None:
                 prepared = await call.prepare(self)
             elif host.has_left:
-                if isinstance(call, EvictCall):
-                    raise FailedPrecondition(
-                        f"the engine of {host.name} has left: without its stamps an eviction would remove every key",
-                        field="replica",
-                        remedy="wait for an engine, or remove every key by a reset",
-                    )
+                self._check_begins(header.at, prepared)
                 await host.begin_unary()
             else:
                 return await self.apply(header, prepared, encode)
@@ -160,8 +143,23 @@ class UnaryCalls:
         plan = call.plan(self)
         with unary_fields():
             self.host.replica.check_alone(plan.part)
-        result = await self.host.mirror.requests.ask(self.host.name, plan.part)
-        return self._keep(header, encode(plan.done(result)))
+        return await self._asking.ask(header, plan, encode)
+
+    def _check_begins(self, at: UnaryStep, call: UnaryCall[Any]) -> None:
+        """Raise the error with which this call would be refused as the first of an engine life: the life would remove
+        every key. Changes nothing else.
+        """
+        self._asking.check(call)
+        if isinstance(call, EvictCall):
+            raise FailedPrecondition(
+                f"the engine of {self.host.name} has left: without its stamps an eviction would remove every key",
+                field="replica",
+                remedy="wait for an engine, or remove every key by a reset",
+            )
+        self._book = RequestBook(self._config.max_requests)  # its requests have ended with the engine life
+        plan = call.plan(self)
+        with unary_fields():
+            self.host.check_begins(at, plan.part)
 
     async def apply(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:
         """Apply a prepared call now; keeps and returns its encoded answer. Raises as `do`.
@@ -376,9 +374,9 @@ class UnaryCalls:
                 field=wrong,
                 remedy="put all tokens of a new request into content",
             )
-        if request.slot in self.host.replica.requests.loading:
-            return  # preempted during its load, which continues: deferred, as without content
         if self._book.find(request.name) is not None:  # waiting, and sent again
+            if request.slot in self.host.replica.requests.loading:
+                return  # preempted during its load, which continues: deferred, as without content
             part.facts = Facts(slot=[request.slot], end=[End.FREE])
         part.news = call.content.as_news(request.slot, request.name)
 
