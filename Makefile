@@ -46,6 +46,7 @@ proto-check: $(DEV)
 	@scripts/buf.sh lint
 	@scripts/buf.sh breaking --against proto/baseline.binpb
 	@$(PYTHON) scripts/gen_proto.py --check
+	@$(PYTHON) -m scripts.gen_columns --check
 
 pytest: $(DEV)  ## run the tests; ARGS="tests/core -k sliding" selects some
 	@echo "== pytest"
@@ -67,6 +68,7 @@ test-nightly: $(DEV)  ## long tests: 400 random cases per kernel, then every pro
 
 proto: $(DEV)  ## regenerate the code after a change in proto/
 	@$(PYTHON) scripts/gen_proto.py
+	@$(PYTHON) -m scripts.gen_columns
 
 chart: $(DEV)  ## regenerate the schema and the table of the chart's values after a change in helm/ or of a configuration key
 	@$(PYTHON) scripts/chart.py

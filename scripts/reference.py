@@ -32,7 +32,7 @@ PAGES = ROOT / "docs" / "reference"
 RESULTS = ROOT / "tests" / "bench" / "results"
 NOTE = "<!-- made by scripts/reference.py: make reference -->\n"
 
-OPENING = re.compile(r"(service|message|enum|oneof) (\w+) \{(\})?$")
+OPENING = re.compile(r"(service|message|enum|oneof|extend) ([\w.]+) \{(\})?$")
 RPC = re.compile(r"rpc (\w+)\((stream )?([\w.]+)\) returns \((stream )?([\w.]+)\)")
 FIELD = re.compile(r"(?:(optional|repeated) )?(map<[^>]+>|[\w.]+) (\w+) = (\d+)(?: \[.*\])?;$")
 VALUE = re.compile(r"(\w+) = (\d+)(?: \[.*\])?;$")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gen_columns import FILES
 from tests.packaging.environments import ROOT, base_requirements, installed, run_isolated
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
@@ -64,6 +65,36 @@ def test_drift_of_generated_code_is_named(contract):
     assert {"missing: admin_pb2.pyi", "differs: step_pb2.py"} < set(done.stdout.splitlines())
     assert "left over, its .proto is missing: old_pb2.py" in done.stdout
     assert "make proto" in done.stdout
+
+
+def columns(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.gen_columns", "--check", "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_committed_code_for_columns_matches_the_proto_files(contract):
+    done = columns(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = columns(contract)  # which has none
+    assert done.returncode == 1
+    assert {f"differs: {path}" for path in FILES} < set(done.stdout.splitlines())
+    assert "make proto" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "planted", "complaint"),
+    [
+        ("i32, default -1 = any: the hit", "u32, default -1 = any: the hit", "Admit.expected_hit: the option says i32"),
+        ("u32, default 1: fewest", "u32, default 0: fewest", "Admit.min_new: the option has the default 1"),
+    ],
+)
+def test_a_comment_that_contradicts_the_option_is_refused(contract, written, planted, complaint):
+    step = contract / "proto" / "kvplane" / "v1" / "step.proto"
+    assert written in step.read_text()
+    step.write_text(step.read_text().replace(written, planted))
+    done = columns(contract)
+    assert done.returncode == 1
+    assert complaint in done.stderr
 
 
 def buf(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvplane.base.section_methods import RowsMethods
+
 
 class WhyDeclined(IntEnum):
     """Why the hit of an admission is not loaded."""
@@ -17,7 +19,7 @@ class WhyDeclined(IntEnum):
 
 
 @dataclass(slots=True)
-class Declined:
+class Declined(RowsMethods):
     """Columns, one entry for each such admission.
 
     Attributes:
@@ -35,8 +37,3 @@ class Declined:
     hit: MutableSequence[int] = field(default_factory=list)
     load_ns: MutableSequence[int] = field(default_factory=list)
     compute_ns: MutableSequence[int] = field(default_factory=list)
-
-    def add(self, *values: int) -> None:
-        """Append an entry: row, why, tier, hit, load_ns, compute_ns."""
-        for name, value in zip(self.__slots__, values, strict=True):
-            getattr(self, name).append(int(value))

@@ -6,6 +6,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvplane.base.section_methods import RowsMethods
+
 NO_REQUEST = (1 << 32) - 1  # in `Prefetch.slot`: the row gives the hashes of a prompt
 
 
@@ -39,7 +41,7 @@ class PrefetchOutcome(IntEnum):
 
 
 @dataclass(slots=True)
-class Prefetched:
+class Prefetched(RowsMethods):
     """Columns, one entry for each row.
 
     Attributes:
@@ -51,9 +53,3 @@ class Prefetched:
     hit: MutableSequence[int] = field(default_factory=list)
     blocks: MutableSequence[int] = field(default_factory=list)
     outcome: MutableSequence[int] = field(default_factory=list)
-
-    def add(self, hit: int, blocks: int, outcome: PrefetchOutcome) -> None:
-        """Append an entry."""
-        self.hit.append(hit)
-        self.blocks.append(blocks)
-        self.outcome.append(int(outcome))

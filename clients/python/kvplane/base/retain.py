@@ -6,6 +6,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvplane.base.section_methods import RetainMethods, RowsMethods
+
 MAX_PRIORITY = 100
 MAX_RETAINED = 1024  # prefixes of one replica
 MAX_RETAINED_PER_BLOCK = 8  # their blocks, each counted once per prefix, per block of the pool and slot that retains
@@ -14,7 +16,7 @@ MAX_OWNER_CHARS = 256
 
 
 @dataclass(slots=True)
-class Retain:
+class Retain(RetainMethods):
     """Prefixes to retain: the blocks that a hit of the whole prefix needs, as far as they are cached now, are evicted
     after all blocks that are not retained, those of lower priority first. What is retained is not held: it is evicted
     before an allocation fails for it. A row renews an earlier one with equal owner, domain and hashes.
@@ -44,11 +46,6 @@ class Retain:
     percent: list[int] = field(default_factory=list)
     now_ns: list[int] = field(default_factory=list)
 
-    @property
-    def time_ns(self) -> int:
-        """The time of the part."""
-        return self.now_ns[0] if self.now_ns else 0
-
 
 class RetainOutcome(IntEnum):
     """What became of a row."""
@@ -63,7 +60,7 @@ class RetainOutcome(IntEnum):
 
 
 @dataclass(slots=True)
-class Retained:
+class Retained(RowsMethods):
     """Columns, one entry for each row; and the number of the replica.
 
     Attributes:
@@ -80,10 +77,3 @@ class Retained:
     left: MutableSequence[int] = field(default_factory=list)
     outcome: MutableSequence[int] = field(default_factory=list)
     next_end_ns: MutableSequence[int] = field(default_factory=list)
-
-    def add(self, hit: int, blocks: int, left: int, outcome: RetainOutcome) -> None:
-        """Append an entry."""
-        self.hit.append(hit)
-        self.blocks.append(blocks)
-        self.left.append(left)
-        self.outcome.append(int(outcome))

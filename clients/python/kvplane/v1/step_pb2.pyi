@@ -1,3 +1,4 @@
+from kvplane.v1 import column_pb2 as _column_pb2
 from kvplane.v1 import replica_pb2 as _replica_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -291,19 +292,19 @@ class Budget(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "single_group_hit", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_cached_blocks", "held_loading")
+    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "single_group_hit", "loading", "num_cached_blocks", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "held_loading")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_END_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
     SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_SLOT_FIELD_NUMBER: _ClassVar[int]
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_LOADING_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     computed: bytes
@@ -311,42 +312,42 @@ class Resume(_message.Message):
     num_prompt: bytes
     single_group_hit: bytes
     loading: bytes
+    num_cached_blocks: bytes
     num_blocks: bytes
     blocks: bytes
     held_slot: bytes
     held_count: bytes
     held_blocks: bytes
-    num_cached_blocks: bytes
     held_loading: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume", "prefetch", "retain")
+    __slots__ = ("facts", "cache", "news", "resume", "run", "admit", "peek", "prefetch", "retain", "budget", "with_hashes", "with_tables")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_FIELD_NUMBER: _ClassVar[int]
-    WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
-    WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
-    RESUME_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
+    WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
     news: News
+    resume: Resume
     run: Run
     admit: Admit
     peek: Peek
-    budget: Budget
-    with_tables: bool
-    with_hashes: bool
-    resume: Resume
     prefetch: Prefetch
     retain: Retain
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ...) -> None: ...
+    budget: Budget
+    with_hashes: bool
+    with_tables: bool
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., retain: _Optional[_Union[Retain, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_hashes: bool = ..., with_tables: bool = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")
@@ -395,7 +396,7 @@ class Declined(_message.Message):
     def __init__(self, row: _Optional[bytes] = ..., why: _Optional[bytes] = ..., tier: _Optional[bytes] = ..., hit: _Optional[bytes] = ..., load_ns: _Optional[bytes] = ..., compute_ns: _Optional[bytes] = ...) -> None: ...
 
 class Orders(_message.Message):
-    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_block", "load_group", "load_stamp", "load_tier", "load_slot", "load_version", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
+    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group", "load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp", "save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot", "move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")
     STAMP_BLOCK_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     COPY_SRC_FIELD_NUMBER: _ClassVar[int]
@@ -404,12 +405,12 @@ class Orders(_message.Message):
     ZERO_BLOCK_FIELD_NUMBER: _ClassVar[int]
     ZERO_GROUP_FIELD_NUMBER: _ClassVar[int]
     LOAD_JOB_FIELD_NUMBER: _ClassVar[int]
-    LOAD_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    LOAD_GROUP_FIELD_NUMBER: _ClassVar[int]
-    LOAD_STAMP_FIELD_NUMBER: _ClassVar[int]
     LOAD_TIER_FIELD_NUMBER: _ClassVar[int]
     LOAD_SLOT_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LOAD_GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_STAMP_FIELD_NUMBER: _ClassVar[int]
     SAVE_JOB_FIELD_NUMBER: _ClassVar[int]
     SAVE_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SAVE_GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -430,12 +431,12 @@ class Orders(_message.Message):
     zero_block: bytes
     zero_group: bytes
     load_job: bytes
-    load_block: bytes
-    load_group: bytes
-    load_stamp: bytes
     load_tier: bytes
     load_slot: bytes
     load_version: bytes
+    load_block: bytes
+    load_group: bytes
+    load_stamp: bytes
     save_job: bytes
     save_block: bytes
     save_group: bytes
@@ -448,7 +449,7 @@ class Orders(_message.Message):
     move_version: bytes
     move_to_tier: bytes
     move_to_slot: bytes
-    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ..., load_job: _Optional[bytes] = ..., load_tier: _Optional[bytes] = ..., load_slot: _Optional[bytes] = ..., load_version: _Optional[bytes] = ..., load_block: _Optional[bytes] = ..., load_group: _Optional[bytes] = ..., load_stamp: _Optional[bytes] = ..., save_job: _Optional[bytes] = ..., save_block: _Optional[bytes] = ..., save_group: _Optional[bytes] = ..., save_stamp: _Optional[bytes] = ..., save_tier: _Optional[bytes] = ..., save_slot: _Optional[bytes] = ..., move_job: _Optional[bytes] = ..., move_tier: _Optional[bytes] = ..., move_slot: _Optional[bytes] = ..., move_version: _Optional[bytes] = ..., move_to_tier: _Optional[bytes] = ..., move_to_slot: _Optional[bytes] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason", "tier")
@@ -481,13 +482,14 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ..., tier: _Optional[_Union[_replica_pb2.TierKind, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after", "admit_job", "admit_tier_tokens", "declined", "prefetched", "retained")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "admit_load_after", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_job", "admit_tier_tokens", "declined", "prefetched", "retained")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
     ADMIT_HIT_FIELD_NUMBER: _ClassVar[int]
     ADMIT_GRANTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PEEK_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -499,7 +501,6 @@ class PartResult(_message.Message):
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
-    ADMIT_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     ADMIT_JOB_FIELD_NUMBER: _ClassVar[int]
     ADMIT_TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +512,7 @@ class PartResult(_message.Message):
     admit_hit: bytes
     admit_granted: bytes
     admit_single_group_hit: bytes
+    admit_load_after: bytes
     new_blocks: Blocks
     tables: Blocks
     peek_hit: bytes
@@ -522,13 +524,12 @@ class PartResult(_message.Message):
     orders: Orders
     free_blocks: int
     events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
-    admit_load_after: bytes
     admit_job: bytes
     admit_tier_tokens: bytes
     declined: Declined
     prefetched: Prefetched
     retained: Retained
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., retained: _Optional[_Union[Retained, _Mapping]] = ...) -> None: ...
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., admit_load_after: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_job: _Optional[bytes] = ..., admit_tier_tokens: _Optional[bytes] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., retained: _Optional[_Union[Retained, _Mapping]] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")
