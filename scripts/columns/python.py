@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
 from scripts.columns.schema import Field, Message
@@ -37,7 +37,7 @@ from kvplane.base.when_read import made_when_read
 TOP = """The sections of a step and of its result, whose rows are stored in columns. See `kvplane.base.step`."""
 
 
-def types(messages: Iterable[Message]) -> Iterator[str]:
+def types(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of the module with the types of these messages."""
     yield f'"""{TOP}"""'
     yield from HEAD.format(methods=", ".join(sorted(set(METHODS.values())))).splitlines()
@@ -52,6 +52,11 @@ def types(messages: Iterable[Message]) -> Iterator[str]:
             yield ""
             yield f"    {field.name}: {kind} = {default}"
             yield from _documentation(field.doc)
+    yield from ("", "")
+    for message in messages:
+        for table in filter(None, message.tables):
+            names = ", ".join(f'"{field.name}"' for field in message.columns if field.option.table == table)
+            yield f"{table.upper()}_COLUMNS = ({names})"
 
 
 def _decorators(message: Message) -> Iterator[str]:

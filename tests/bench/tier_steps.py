@@ -82,7 +82,7 @@ class Engine:
     def step(self, part: Part) -> None:
         """Apply a step of one part."""
         if done := self._jobs.popleft():
-            part.cache = Cache(jobs_done=array("Q", done))  # type: ignore[arg-type]  # as a service reads it
+            part.cache = Cache(jobs_done=array("Q", done))  # as a service reads it
         self.answer = self._apply(part)
         orders = self.answer.orders
         self._jobs.append([*orders.save_job, *orders.move_job, *dict.fromkeys(orders.load_job)])

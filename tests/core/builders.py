@@ -184,8 +184,8 @@ class Admission:
 class Ran:
     """The result of the run rows: tokens per row, slots preempted, new blocks {slot: per group}."""
 
-    granted: list[int]
-    preempted: list[int]
+    granted: Sequence[int]
+    preempted: Sequence[int]
     new: dict[int, list[list[int]]]
     result: PartResult = field(repr=False)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplane.base import sections
 from kvplane.base import step as types
 from kvplane.base.groups import Medium
 from kvplane.base.packed_ints import PackedInts
@@ -111,8 +112,7 @@ class Anything:
             "bool": lambda: self._random.random() < 0.5,
             "str": self.text,
             "bytes": self.raw,
-            "list[int]": self.column,
-            "MutableSequence[int]": self.column,  # tokens, which no decision has
+            "MutableSequence[int]": self.column,
             "list[str]": lambda: self.some(self.text),
             "list[bytes]": lambda: self.some(self.raw),
             "Sequence[bytes]": lambda: self.some(self.raw),
@@ -124,7 +124,7 @@ class Anything:
             return plain[name]()
         if name.endswith(" | None"):
             return self.of_type(name.removesuffix(" | None")) if self._random.random() < 0.5 else None
-        kind = getattr(types, name)
+        kind = getattr(types, name, None) or getattr(sections, name)
         return kind(**{one.name: self.of_type(str(one.type)) for one in fields(kind)})
 
     def decision(self) -> Decision:

@@ -254,7 +254,7 @@ class OpenStep:
         return self._taken_back(before)
 
     def _taken_back(self, before: int) -> list[int]:
-        preempted = self._result.preempted[before:]
+        preempted = list(self._result.preempted[before:])
         self.granted.difference_update(preempted)
         self._result.taken_back += len(preempted)
         return preempted

@@ -194,8 +194,9 @@ class Resumption:
             for block in blocks:
                 shared = block not in names or names[block][0] is not None
                 _require(shared, "held_blocks", f"a running request writes block {block}")
-        self._check_ids(resume.held_blocks, "held_blocks")
-        return resume.held_blocks
+        blocks = list(resume.held_blocks)
+        self._check_ids(blocks, "held_blocks")
+        return blocks
 
     def _check_ids(self, blocks: list[int], column: str) -> None:
         within = not blocks or 0 < min(blocks) <= max(blocks) < self._image_pool.num_blocks
@@ -252,7 +253,7 @@ class Resumption:
     def _rows(self, resume: Resume) -> Iterator[_Row]:
         groups = len(self._blocks.managers)
         ends = pairwise(accumulate(resume.num_blocks, initial=0))
-        tables = [resume.blocks[start:end] for start, end in ends]
+        tables = [list(resume.blocks[start:end]) for start, end in ends]
         for number, slot in enumerate(resume.slot):
             computed, num_tokens = resume.computed[number], self._requests.num_tokens[slot]
             loading = resume.loading[number] if resume.loading else 0
@@ -324,7 +325,7 @@ def _held(resume: Resume) -> Iterator[tuple[int, list[int], bool]]:
     start = 0
     loading = resume.held_loading or [0] * len(resume.held_slot)
     for slot, count, loads in zip(resume.held_slot, resume.held_count, loading, strict=True):
-        yield slot, resume.held_blocks[start : start + count], bool(loads)
+        yield slot, list(resume.held_blocks[start : start + count]), bool(loads)
         start += count
 
 

@@ -57,7 +57,7 @@ from kvplane_service.core.cache_events import CacheEvents, runs_of
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
 _CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
 _RAW = 0  # code of a chunk that is not a column
-_COLUMN_KINDS = ("list[int]", "MutableSequence[int]")
+_COLUMN_KINDS = ("MutableSequence[int]",)
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
 _KINDS = {kind.value: kind for kind in EventKind}
 _REASONS = {reason.value: reason for reason in RemoveReason}

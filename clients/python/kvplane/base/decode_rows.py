@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvplane.base.sections import Cache, Facts, Run
 from kvplane.base.when_read import PACKED
 
 
@@ -61,8 +62,6 @@ class DecodeRows:
 
     def unpacked(self) -> Mapping[str, object]:
         """Return the sections, by name. They are copies."""
-        from kvplane.base.step import Cache, Facts, Run  # which imports this module
-
         made: dict[str, object] = {"run": Run(self.slots[:], self.extra_tokens())}
         if self.appended:
             ones, tokens = array("I", [1]) * len(self.slots), self.appended_tokens()

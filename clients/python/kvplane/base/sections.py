@@ -709,3 +709,11 @@ class PartResult:
 
     retained: Retained = field(default_factory=Retained)
     """Of each row of Part.retain."""
+
+
+STAMP_COLUMNS = ("stamp_block", "stamp")
+COPY_COLUMNS = ("copy_src", "copy_dst", "copy_group")
+ZERO_COLUMNS = ("zero_block", "zero_group")
+LOAD_COLUMNS = ("load_job", "load_tier", "load_slot", "load_version", "load_block", "load_group", "load_stamp")
+SAVE_COLUMNS = ("save_job", "save_block", "save_group", "save_stamp", "save_tier", "save_slot")
+MOVE_COLUMNS = ("move_job", "move_tier", "move_slot", "move_version", "move_to_tier", "move_to_slot")

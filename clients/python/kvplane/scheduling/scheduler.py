@@ -298,7 +298,7 @@ class Scheduler:
             self.counts.loads += 1
             self.counts.loaded_tokens += result.admit_tier_tokens[row]
 
-    def _preempt(self, slots: list[int]) -> None:
+    def _preempt(self, slots: Sequence[int]) -> None:
         """Move preempted requests to the head of the queue. They keep their tokens, of which none counts as
         computed.
         """
