@@ -26,6 +26,7 @@ from typing import Any
 from kvplane.base.errors import DeadlineExceeded, Unavailable
 from kvplane.base.groups import GroupKind, TierKind
 from kvplane_service.auth.gate import CALL
+from kvplane_service.core.state_entries import digest_as_stated
 from kvplane_service.replicas import cores
 from kvplane_service.store.record import MAGIC
 
@@ -1315,6 +1316,13 @@ TWINS: dict[str, Twin] = {
                 f"{SERVICE}.unary.asking:EngineCalls.ask",
                 lambda real: lambda self, header, *given: real(self, replace(header, op_id=""), *given),
             ),
+        ),
+    ),
+    "specs as stated": Twin(
+        "an image is that of a pool that decides equally, however the classes of its spec are numbered",
+        (
+            Patch(f"{CORE}.state:spec_digest", lambda _: digest_as_stated),
+            Patch(f"{CORE}.state_entries:spec_digest", lambda _: digest_as_stated),
         ),
     ),
     "states below a hit": Twin(

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from kvplane.base.groups import CommitRule
+from kvplane.base.session import CORE_VERSION
 from kvplane.base.step import Cache, End
 from kvplane.blocking import mirror as mirrors
 from kvplane.blocking.mirror import MirrorSender
@@ -256,6 +257,18 @@ def test_other_rules_are_refused_by_name(service, caplog):
     assert "commit reference" in str(engine.sender.ended)
     assert "not mirrored any more" in caplog.text
     engine.advance(5)
+
+
+def test_a_service_of_another_version_is_asked_again_until_it_is_upgraded(service, monkeypatch, caplog):
+    """In a rolling upgrade engine or service is the first; the engine is not restarted for it."""
+    monkeypatch.setattr("kvplane_service.replicas.mirror.CORE_VERSION", CORE_VERSION + 1)
+    with engine_on(service) as engine:
+        until(lambda: engine.sender.state.problem is not None and "core_version" in engine.sender.state.problem.field)
+        engine.advance(3)
+        assert engine.sender.ended is None
+        assert caplog.text.count("is not mirrored now") == 1
+        monkeypatch.undo()
+        engine.check(service)
 
 
 def test_the_sender_thread_ends(service):

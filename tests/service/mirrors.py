@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import MirrorTerms, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.wire.mirror import Mirrored, answer_digest
@@ -20,6 +23,12 @@ EPOCH, LIFE = 7, 4242
 def spec_of(mix: str, commit=SAFE):
     groups, changes = MIXES[mix]
     return replica_spec(*groups, num_blocks=20, commit=commit, **changes)
+
+
+def renumbered(spec: ReplicaSpec) -> ReplicaSpec:
+    """The spec with other numbers for its look-up classes: it decides equally."""
+    groups = zip(spec.groups, spec.lookup_classes, strict=True)
+    return replace(spec, groups=tuple(replace(group, lookup_class=3 * number + 2) for group, number in groups))
 
 
 class DecidingEngine(Engine):

@@ -12,13 +12,15 @@ from random import Random
 
 import pytest
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.wire.mirror import Mirrored, answer_digest
 from kvplane_service.core.state import digest, slices
 from tests.core.follower import Follower, _published
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld
-from tests.service.mirrors import DecidingEngine, open_request, spec_of
+from tests.service.mirrors import DecidingEngine, open_request, renumbered, spec_of
+from tests.twins import weakened
 
 EVENTS = (
     ["step"] * 8 + ["send"] * 8 + ["deliver"] * 8 + ["connect"] * 3
@@ -41,6 +43,8 @@ class History:
     def __init__(self, mix, seed):
         self.random = Random(seed)
         self.engine = DecidingEngine(spec_of(mix), seed)
+        # Equal classes, numbered otherwise.
+        self.spec = renumbered(self.engine.spec) if seed % 2 else self.engine.spec
         self.log = MirrorLog(self.random.choice([3, 8, 50]))
         self.log.begin_image(0, slices(self.engine.replica))
         self.states = {0: digest(self.engine.replica)}
@@ -102,7 +106,7 @@ class History:
             self.connected = False
 
     def restarts(self):
-        self.world = HostWorld(spec=self.engine.spec)
+        self.world = HostWorld(spec=self.spec)
         self.follower, self.connected = Follower(), False
         self.subscription = self.host.events.subscribe(0, lambda: None)
         self.under_way: deque[Iteration | Piece] = deque()
@@ -169,3 +173,8 @@ async def test_a_mirror_is_right_or_hidden(mix):
     seen: Counter[str] = sum((history.seen for history in histories), Counter())
     assert min(seen["live"], seen["lapsed"], seen["diverged"], seen["idle"]) > 10
     assert sum(history.log.num_images for history in histories) > 12
+
+
+async def test_an_image_that_is_known_by_the_numbers_of_its_classes_is_found():
+    with weakened("specs as stated"), pytest.raises(InvalidArgument, match="another spec"):
+        await play("window and full", 1)

@@ -43,7 +43,7 @@ from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.packed_values import ValueReader, pack_value
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state_entries import load_entries, spec_digest
+from kvplane_service.core.state_entries import digest_as_stated, load_entries, spec_digest
 
 MAGIC = b"kvplane state 2\n"
 
@@ -91,7 +91,7 @@ def load_state(spec: ReplicaSpec, raw: bytes) -> Replica:
         entries.setdefault(str(reader.read()), []).append(reader.read())
     try:
         _check_policy(spec, entries.get("eviction", []))
-        if entries.get("spec") != [spec_digest(spec)]:
+        if entries.get("spec") not in ([spec_digest(spec)], [digest_as_stated(spec)]):
             raise _refusal("the state is that of a pool with another spec")
         load_entries(replica, entries)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:

@@ -43,7 +43,14 @@ BOUNDS = ("fast_path_until", "alloc_bound", "window_bound", "register_bound")
 
 
 def spec_digest(spec: ReplicaSpec) -> bytes:
-    """Return the digest of the spec; the eviction policy, which is not in its text, has an entry of its own."""
+    """Return the digest of the normalized spec: equal for equal decisions, whatever numbers its classes have. The
+    eviction policy, which is not in its text, has an entry of its own.
+    """
+    return digest_as_stated(spec.normalized)
+
+
+def digest_as_stated(spec: ReplicaSpec) -> bytes:
+    """Return the digest of the spec as it is, which earlier states have."""
     of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
     of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
     shares = [tier.retained_percent for tier in spec.tiers]

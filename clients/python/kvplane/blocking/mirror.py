@@ -50,6 +50,7 @@ from kvplane.wire.stream import close_message, heartbeat_message, open_message, 
 MOST_ITERATIONS = 1024
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 _BEATS_PER_LEASE = 3
+CORE_VERSION_FIELD = "open.mirror.core_version"
 _TRIES_AGAIN = (Unavailable, DeadlineExceeded, InternalError, Moved, NotFound, OtherWriter, LimitExceeded)
 
 _log = logging.getLogger("kvplane.mirror")
@@ -186,7 +187,8 @@ class MirrorSender:
                 self._note(error)
                 if isinstance(error, Moved):
                     self._address = error.metadata.get("address", self._address)
-                if not isinstance(error, _TRIES_AGAIN):
+                # A service of other rules may be replaced: one of two that are upgraded is the first.
+                if not isinstance(error, _TRIES_AGAIN) and error.field != CORE_VERSION_FIELD:
                     _log.error("%s is not mirrored any more: %s", self._request.replica, error)
                     with self._changed:
                         self.ended = error
