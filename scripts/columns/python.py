@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from scripts.columns.schema import Field, Message
+from scripts.columns.schema import BITS, I32, U32, U64, Field, Message
 
+UNLIMITED = 0xFFFFFFFF
 WIDTH = 120
 # Classes of `kvplane.base.section_methods` with methods of these types.
 METHODS = {
@@ -24,7 +25,7 @@ TYPES = {
     "flag": ("bool", "False"),
     "number": ("int", "0"),
 }
-HEAD = """
+TYPES_HEAD = """
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
@@ -34,13 +35,13 @@ from kvplane.base.section_methods import {methods}
 from kvplane.base.values import UNLIMITED, CacheEvent, ExtraKeys, OnRefusal
 from kvplane.base.when_read import made_when_read
 """
-TOP = """The sections of a step and of its result, whose rows are stored in columns. See `kvplane.base.step`."""
+TYPES_TOP = """The sections of a step and of its result, whose rows are stored in columns. See `kvplane.base.step`."""
 
 
 def types(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of the module with the types of these messages."""
-    yield f'"""{TOP}"""'
-    yield from HEAD.format(methods=", ".join(sorted(set(METHODS.values())))).splitlines()
+    yield f'"""{TYPES_TOP}"""'
+    yield from TYPES_HEAD.format(methods=", ".join(sorted(set(METHODS.values())))).splitlines()
     for message in messages:
         yield from ("", "")
         yield from _decorators(message)
@@ -69,15 +70,20 @@ def _decorators(message: Message) -> Iterator[str]:
 
 
 def _type(field: Field) -> tuple[str, str]:
+    """Return the type and the default of a field."""
     kind, default = TYPES.get(field.kind, (field.of, f"field(default_factory={field.of})"))
     if field.kind == "messages":
         kind = f"{'Sequence' if field.of == 'CacheEvent' else 'list'}[{field.of}]"
         default = "field(default_factory=list)"
     if field.kind == "number" and field.default is not None:
-        default = "UNLIMITED" if field.default == 0xFFFFFFFF else str(field.default)
+        default = _number(field.default)
     if field.kind == "choice":
         default = f"{field.of}.{field.choice}"
     return kind, default
+
+
+def _number(value: int) -> str:
+    return "UNLIMITED" if value == UNLIMITED else str(value)
 
 
 def _documentation(text: str) -> list[str]:
@@ -86,3 +92,64 @@ def _documentation(text: str) -> list[str]:
     if len(lines) > 1 or len(lines[0]) > WIDTH - 7:
         return [f"    {line}" for line in (*lines, '"""')]
     return [f'    {lines[0]}"""']
+
+
+TABLES_TOP = """What the wire needs to know of each section of a step and of its result: columns and other fields."""
+TABLES_HEAD = """
+from __future__ import annotations
+
+from kvplane.base import sections
+from kvplane.base.values import UNLIMITED, OnRefusal
+from kvplane.wire.columns import I32, U64, Column, Columns
+from kvplane.wire.sections import Other, Section
+"""
+CODES = {U32: "", I32: "I32", U64: "U64", BITS: "U64"}
+
+
+def tables(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the module with the tables of these messages."""
+    yield f'"""{TABLES_TOP}"""'
+    yield from TABLES_HEAD.splitlines()
+    for message in messages:
+        yield ""
+        yield f"{_constant(message.name)} = Section("
+        yield f"    sections.{message.name},"
+        for table in message.tables:
+            yield "    Columns("
+            yield from (f"        {_column(one)}," for one in message.columns if one.option.table == table)
+            yield "    ),"
+        others = message.of_kind("hashes", "texts", "digests", "messages", "flag", "number", "choice")
+        if rows := [_other(one) for one in others if one.of != "CacheEvent"]:
+            yield "    others=("
+            yield from (f"        {row}," for row in rows)
+            yield "    ),"
+        if inner := message.of_kind("message"):
+            yield "    inner={"
+            yield from (f'        "{one.name}": {_constant(one.of)},' for one in inner)
+            yield "    },"
+        yield ")"
+
+
+def _constant(name: str) -> str:
+    """Return the name of a message as that of a constant: PartResult is PART_RESULT."""
+    return "".join(f"_{letter}" if letter.isupper() and at else letter for at, letter in enumerate(name)).upper()
+
+
+def _column(field: Field) -> str:
+    option = field.option
+    said = [f'"{field.name}"', CODES[option.type]]
+    said.append("" if field.is_by_row else "by_row=False")
+    said.append(f"highest={option.highest}" if option.HasField("highest") else "")
+    said.append(f"packed_from={option.packed_from}" if option.packed_from else "")
+    return f"Column({', '.join(filter(None, said))})"
+
+
+def _other(field: Field) -> str:
+    kind = f"u{field.bits}" if field.kind == "number" else "keys" if field.kind == "messages" else field.kind
+    default = {"hashes": 'b""', "flag": "False", "number": "0"}.get(field.kind, "[]")
+    if field.kind == "choice":
+        highest = field.option.highest if field.option.HasField("highest") else field.highest
+        return f'Other("{field.name}", "{kind}", {field.of}.{field.choice}, highest={highest})'
+    if field.default is not None:
+        return f'Other("{field.name}", "{kind}", {_number(field.default)}, optional=True)'
+    return f'Other("{field.name}", "{kind}", {default})'

@@ -32,7 +32,8 @@ class Field:
             `choice`, of an enumeration; `message` and `messages`.
         of: the enumeration or message of such a field.
         option: of a column, or of a field with a default; empty for others.
-        choice: name of the default of an enumeration.
+        bits: of a number.
+        choice, highest: name of the default of an enumeration, and its greatest value.
     """
 
     name: str
@@ -41,7 +42,9 @@ class Field:
     kind: str
     of: str
     option: options.Column
-    choice: str = ""
+    bits: int
+    choice: str
+    highest: int
 
     @property
     def is_by_row(self) -> bool:
@@ -118,7 +121,8 @@ def _field(field: FieldDescriptorProto, doc: str, owner: str, choices: dict[str,
     kind, of = _kind(field, has_option), field.type_name.rpartition(".")[2]
     # Each enumeration of this file is numbered from 0, and its names begin with that of their type.
     choice = choices[of][option.default].removeprefix(_prefix(choices[of])) if kind == "choice" and has_option else ""
-    made = Field(field.name, field.number, doc, kind, of, option, choice)
+    bits = 64 if field.type == field.TYPE_UINT64 else 32
+    made = Field(field.name, field.number, doc, kind, of, option, bits, choice, len(choices.get(of, ())) - 1)
     if kind == "column":
         _check_comment(made, f"{owner}.{made.name}")
     return made

@@ -14,8 +14,10 @@ from kvplane.base.hashing import native
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.step import LOAD_COLUMNS, MOVE_COLUMNS, SAVE_COLUMNS, Blocks, Orders, PartResult, StepResult
 from kvplane.v1.allocation_pb2 import SessionResponse
-from kvplane.wire.result import _WIDE, encode_result
+from kvplane.wire.columns import U64
+from kvplane.wire.result import encode_result
 from kvplane.wire.stream import decoded, taken
+from kvplane.wire.tables import ORDERS
 from tests.client.test_wire import results, u32, u64
 
 
@@ -43,7 +45,7 @@ def usual_parts(draw):
         *[[one[at] for one in zeroes] for at in range(2)],
     )
     for names in (LOAD_COLUMNS, SAVE_COLUMNS, MOVE_COLUMNS):
-        rows = draw(st.lists(st.tuples(*[u64 if name in _WIDE else u32 for name in names]), max_size=3))
+        rows = draw(st.lists(st.tuples(*[u64 if name in WIDE else u32 for name in names]), max_size=3))
         for at, name in enumerate(names):
             setattr(part.orders, name, [row[at] for row in rows])
     for name, number in (("admit_load_after", u64), ("admit_job", u64), ("admit_tier_tokens", u32)):
@@ -52,6 +54,7 @@ def usual_parts(draw):
     return part
 
 
+WIDE = {column.name for column in ORDERS.columns.each if column.code == U64}
 usual = st.builds(StepResult, u64, u32, usual_parts().map(lambda part: [part]), u64)
 changes = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255), st.integers(0, 2)), max_size=2)
 

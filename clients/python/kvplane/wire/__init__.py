@@ -6,6 +6,7 @@ step.
 """
 
 from kvplane.wire.events import decode_batch, encode_batch
+from kvplane.wire.extra_keys import decode_extra_keys, encode_extra_keys
 from kvplane.wire.layers import decode_layer, encode_layer
 from kvplane.wire.plan import decode_plan, encode_plan
 from kvplane.wire.result import (
@@ -27,7 +28,7 @@ from kvplane.wire.session import (
 )
 from kvplane.wire.sources import encode_layer_source, encode_model_source
 from kvplane.wire.spec import decode_policy, decode_spec, decode_tiers, encode_spec
-from kvplane.wire.step import decode_extra_keys, decode_step, encode_extra_keys, encode_step
+from kvplane.wire.step import decode_step, encode_step
 from kvplane.wire.unary import (
     encode_allocate,
     encode_commit,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,7 +62,14 @@ class Columns:
 
     def __init__(self, *columns: Column) -> None:
         self.each = columns
-        self.read = attrgetter(*(column.name for column in columns))
+        self.read = values_of([column.name for column in columns])
+
+
+def values_of(names: Sequence[str]) -> Callable[[object], Sequence[Any]]:
+    """Return a function that returns the values of these attributes of an object."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda made: [getattr(made, name) for name in names]  # an attrgetter of one name returns the value alone
 
 
 def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvplane.base.declined import Declined
-from kvplane.base.prefetch import Prefetched
-from kvplane.base.retain import Retained
 from kvplane.base.session import CacheRequest, Progress
 from kvplane.base.step import (
     LOAD_COLUMNS,
@@ -25,6 +22,7 @@ from kvplane.base.step import (
 )
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.step import decode_step, encode_step
+from kvplane.wire.tables import BLOCKS, ORDERS, PART_RESULT
 
 if TYPE_CHECKING:
     from hashlib import blake2b
@@ -36,11 +34,12 @@ _COLUMNS = (
 )  # fmt: skip
 _ORDERS = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
 _OF_JOBS = (*LOAD_COLUMNS, *SAVE_COLUMNS, *MOVE_COLUMNS)
-# What few parts have: columns of the part, and sections with all their columns. Left out where they are empty.
-_RARE_COLUMNS = ("admit_job", "admit_tier_tokens")
+# What few parts have: other columns of the part, and sections with all their columns. Left out where they are empty.
+_RARE_COLUMNS = [column.name for column in PART_RESULT.columns.each if column.name not in _COLUMNS]
 _RARE_SECTIONS = {
-    name: tuple(one.name for one in fields(of))
-    for name, of in (("declined", Declined), ("prefetched", Prefetched), ("retained", Retained))
+    name: [column.name for column in of.columns.each]
+    for name, of in PART_RESULT.inner.items()
+    if of not in (BLOCKS, ORDERS)
 }
 
 

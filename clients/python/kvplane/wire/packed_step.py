@@ -19,8 +19,9 @@ from kvplane.base.step import Facts, OnRefusal, Part, Run, Step
 from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 from kvplane.v1.allocation_pb2 import SessionRequest
-from kvplane.wire.columns import Columns, pack
-from kvplane.wire.step import FACTS, RUN
+from kvplane.wire.columns import pack
+from kvplane.wire.sections import Section
+from kvplane.wire.tables import FACTS, RUN
 
 _IS_LITTLE = sys.byteorder == "little"
 _BYTES = 2  # wire type of packed columns, texts and messages
@@ -52,8 +53,9 @@ class _Section:
 
     __slots__ = ("each", "read", "tag")
 
-    def __init__(self, name: str, message: Any, columns: Columns, *more: str) -> None:  # noqa: ANN401
-        codes = {column.name: column.code for column in columns.each} | dict.fromkeys(more, "")
+    def __init__(self, name: str, message: Any, of: Section) -> None:  # noqa: ANN401
+        codes = {column.name: column.code for column in of.columns.each}
+        codes |= {other.name: "" for other in of.others if other.kind == "hashes"}
         names = sorted(codes, key=lambda one: _tag(message, one))
         self.tag = _tag(pb.Part, name)
         self.each = [(_tag(message, one), one, codes[one]) for one in names]
@@ -75,7 +77,7 @@ class _Section:
         return b"".join((self.tag, _varint(len(raw)), raw))
 
 
-_FACTS = _Section("facts", pb.Facts, FACTS, "hashes")
+_FACTS = _Section("facts", pb.Facts, FACTS)
 _RUN = _Section("run", pb.Run, RUN)
 _PARTS, _TRACEPARENT, _STEP = _tag(pb.Step, "parts"), _tag(pb.Step, "traceparent"), _tag(SessionRequest, "step")
 _NUMBERS = [_tag(pb.Step, name, 0) for name in ("epoch", "seq", "part", "more", "executed_through")]

@@ -13,9 +13,9 @@ from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import NO_EXTRA_KEYS
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.columns import build
+from kvplane.wire.extra_keys import encode_extra_keys
 from kvplane.wire.sources import encode_layer_source, encode_model_source
 from kvplane.wire.spec import encode_enum, encode_spec
-from kvplane.wire.step import encode_extra_keys
 
 _SAME_IN_ALLOCATE = (
     "request_id",
