@@ -2,7 +2,7 @@
 # Each target installs what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-engine test quick test-nightly check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
+.PHONY: help demo demo-engine test quick test-kernels test-chart test-nightly test-all check format lint types contracts chart docs reference proto proto-check proto-baseline pytest \
 	bench bench-overhead bench-gpu bench-store bench-peer replay-all policies mixtures tiers conformance-live vllm-env demo-vllm test-vllm faults fuzz fuzz-core sim soak clean
 
 PYTHON := .venv/bin/python
@@ -20,7 +20,7 @@ demo: $(RUNTIME)  ## four models through a service, live, and what the cache sav
 demo-engine: $(RUNTIME)  ## a small engine with real pages, compared with the same model without a cache (installs torch, 1 GB)
 	@scripts/demo_engine.sh
 
-test: check pytest  ## run everything that CI runs
+test: check pytest  ## what CI runs: all but nightly tests, and kernels and chart if their sources changed (tests/targets.py)
 
 check: lint types contracts proto-check  ## static checks: style, types, import contracts, the wire contract
 
@@ -47,6 +47,7 @@ proto-check: $(DEV)
 	@scripts/buf.sh breaking --against proto/baseline.binpb
 	@$(PYTHON) scripts/gen_proto.py --check
 	@$(PYTHON) -m scripts.gen_columns --check
+	@$(PYTHON) scripts/gen_blocking.py --check
 
 pytest: $(DEV)  ## run the tests; ARGS="tests/core -k sliding" selects some
 	@echo "== pytest"
@@ -58,17 +59,30 @@ QUICK := tests/test_tidy.py tests/base tests/core tests/service \
 quick: $(DEV)  ## within a minute: style, the core and the service in process, with fewer examples
 	@$(PYTHON) -m pytest -n 2 --dist loadfile --hypothesis-profile=quick $(QUICK)
 
+# Left out of `make test` while their sources are what they were when they passed (tests/targets.py).
+test-kernels: $(DEV)  ## the kernels; commit tests/passed.json with a change of them
+	@$(PYTHON) -m pytest -n 2 -m "not nightly" tests/ops
+	@$(PYTHON) -m tests.targets record kernels
+
+test-chart: $(DEV)  ## the chart, by real Helm; commit tests/passed.json with a change of it
+	@$(PYTHON) -m pytest -n 2 --dist loadfile tests/helm
+	@$(PYTHON) -m tests.targets record chart
+
 # `make test-nightly EXPLORE=N` repeats a failing property.
 EXPLORE ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
-test-nightly: $(DEV)  ## long tests: 400 random cases per kernel, then every property with new examples (EXPLORE=N)
-	@$(PYTHON) -m pytest -n 2 -m nightly
+test-nightly: $(DEV)  ## what takes long: campaigns, planted faults, packaging, real processes; then every property with new examples (EXPLORE=N)
+	@$(PYTHON) -m pytest $(ARGS) --all -m nightly
 	@echo "== properties explored with EXPLORE=$(EXPLORE)"
-	@$(PYTHON) -m pytest -n 2 -m "hypothesis and not nightly" --hypothesis-profile=explore --hypothesis-seed=$(EXPLORE)
+	@$(PYTHON) -m pytest -n 2 --all -m "hypothesis and not nightly" --hypothesis-profile=explore --hypothesis-seed=$(EXPLORE)
 
-proto: $(DEV)  ## regenerate the code after a change in proto/
+test-all: check  ## every test in one run, except those of a real vLLM
+	@$(PYTHON) -m pytest $(ARGS) --all -m "not vllm"
+
+proto: $(DEV)  ## regenerate the code after a change in proto/ or of kvplane/aio/unary.py
 	@$(PYTHON) scripts/gen_proto.py
 	@$(PYTHON) -m scripts.gen_columns
+	@$(PYTHON) scripts/gen_blocking.py
 
 chart: $(DEV)  ## regenerate the schema and the table of the chart's values after a change in helm/ or of a configuration key
 	@$(PYTHON) scripts/chart.py
