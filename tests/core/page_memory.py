@@ -285,11 +285,13 @@ class Memory:
             self._put(number, block, at % group.block_size, text if good else None)
 
     def _proven_ahead(self, group: GroupSpec, at: int) -> int:
-        """Tokens behind this one that a draft layer must have seen. What follows a block is in its hash only if hashes
-        look ahead; without, the draft for that one token is a worse guess, and is verified as any draft is.
+        """Tokens behind this one that a draft layer must have seen. What follows a block, or where hits end inside
+        blocks a hash block, is in its hash only if hashes look ahead; without, the draft for that one token is a worse
+        guess, and is verified as any draft is.
         """
-        ends_block = (at + 1) % group.block_size == 0
-        return 0 if ends_block and self.spec.hash_lookahead_tokens == 0 else _sees_ahead(group)
+        unit = self.spec.hash_block_size if self.spec.partial_hits else group.block_size
+        ends_hit = (at + 1) % unit == 0
+        return 0 if ends_hit and self.spec.hash_lookahead_tokens == 0 else _sees_ahead(group)
 
     # -- small words -------------------------------------------------------------------------------------------------
 
