@@ -44,7 +44,8 @@ ISSUED = """
     runs before its load is done, version not in the seal, jobs of an earlier engine not awaited,
     host slots of another memory prove keys, slots of another disk prove keys,
     held keys are read, changes of blocks that are not read yet count,
-    specs as stated, a refused call begins a life, callers wait for the next engine, a repeat is asked again,
+    a service that comes back is the owner, specs as stated,
+    a refused call begins a life, callers wait for the next engine, a repeat is asked again,
     what diverged stays shown, lag limit ignored, repeats applied again, answers not compared, image of several steps
 """
 
@@ -71,6 +72,7 @@ CAUGHT_BY = {
     "redirect followed blindly": "cli/test_moved.py",
     "limit checked after building": "service/auth/test_quotas.py",
     "a cancel that leaks": "client/test_cancelling.py",
+    "a service that comes back is the owner": "store/test_released_elsewhere.py",
     "specs as stated": "service/test_mirror_random.py",
     "a refused call begins a life": "service/test_calls_between_sessions.py",
     "callers wait for the next engine": "service/test_calls_between_sessions.py",

@@ -142,6 +142,15 @@ def check_limits_when_adding(real: Real) -> Real:
     return add
 
 
+def record_always(_: Real) -> Real:
+    """The record of a replica is written without a look at the one that is stored."""
+
+    async def may_record(self: Any, name: str, journal: Any) -> bool:
+        return True
+
+    return may_record
+
+
 def seal_for_any_place(real: Real) -> Real:
     return lambda key, head, place, raw: real(key, head, "", raw)
 
@@ -1323,6 +1332,13 @@ TWINS: dict[str, Twin] = {
         (
             Patch(f"{CORE}.state:spec_digest", lambda _: digest_as_stated),
             Patch(f"{CORE}.state_entries:spec_digest", lambda _: digest_as_stated),
+        ),
+    ),
+    "a service that comes back is the owner": Twin(
+        "a replica that another service has adopted meanwhile is given up, unless its engine is here",
+        (
+            Patch(f"{SERVICE}.store.keeper:Keeper._may_record", record_always),
+            Patch(f"{SERVICE}.store.keeper:Keeper.came_from", answer(True)),
         ),
     ),
     "states below a hit": Twin(

@@ -336,12 +336,14 @@ async def test_a_lost_record_is_written_again(net):
 
 
 class NeverRead(OffloadedShared):
-    """Does not answer when a record is read, and counts the renewals meanwhile."""
+    """Does not answer when a record is read, once it `hangs`, and counts the renewals meanwhile."""
 
-    is_reading = False
+    hangs = is_reading = False
     renewals = 0
 
     async def get_record(self, replica):
+        if not self.hangs:
+            return await super().get_record(replica)
         self.is_reading = True
         return await asyncio.get_running_loop().create_future()
 
@@ -353,6 +355,7 @@ async def renewals_while_a_record_is_read(net: Net) -> int:
     """Return how often a service renews its lease while a comparison waits for the store."""
     net.awaited = store = NeverRead(lambda: net.store, inline)
     first, _ = await pair(net)
+    store.hangs = True
     keeping = asyncio.create_task(first.ownership.keep())
     for _ in range(100):
         await asyncio.sleep(0)

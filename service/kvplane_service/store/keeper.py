@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvplane.base.errors import KvplaneError, Moved, Unavailable
+from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane_service.config import Config
 from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registry
@@ -32,7 +32,7 @@ from kvplane_service.store.errors import (
 from kvplane_service.store.interface import MAX_SEQ, IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import Load, LoadedLog, Loads, read_record, read_records
-from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record
+from kvplane_service.store.registration import ReplicaRecord, elsewhere, namespace_of, pack_record
 from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 
 _LAST_WRITE_S = 5.0
@@ -73,6 +73,7 @@ class Keeper:
         self.is_read = False  # the replicas of this service in the store are registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
+        self._known: dict[str, int] = {}  # by replica: the process from whose record it was restored
         self._loads = Loads(runtime, config.store_load_ms)
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
@@ -313,6 +314,7 @@ class Keeper:
     async def _restore(self, record: ReplicaRecord) -> bool:
         """Register a replica from its record. Returns False if it was registered here meanwhile and has been used."""
         name = record.name
+        self._known[name] = record.process
         if name not in self._registry:
             self._registry.find_equal(name, record.registration)  # checks limits before anything is built
         replica = await self._runtime.offload(partial(new_replica, record.registration.spec))
@@ -383,7 +385,8 @@ class Keeper:
         host.decisions.follow(partial(self._follow, name, journal))
         host.mirror.on_lost.append(partial(self._lost, name, journal))
         pack = partial(self._pack_record, entry, journal)
-        self._writer.watch(name, Watch(journal, pack, host.idle, partial(self._superseded, name, journal)))
+        may_record, superseded = partial(self._may_record, name, journal), partial(self._superseded, name, journal)
+        self._writer.watch(name, Watch(journal, pack, host.idle, superseded, may_record=may_record))
 
     def _removed(self, name: str) -> None:
         assert self._writer is not None, "there is no store"
@@ -441,7 +444,23 @@ class Keeper:
             self.confirm(name)
             return True
         if not self.has_engine(name):
-            self.give_up(name, moved(record))
+            self.give_up(name, elsewhere(record))
+        return False
+
+    async def _may_record(self, name: str, journal: ReplicaJournal) -> bool:
+        """Return True if this process may write the record of the replica. A replica that another process has adopted
+        since, while the store did not answer, is given up here unless its engine has a session here.
+        """
+        if self.shared_store is None:
+            return True
+        assert self._writer is not None, "there is no store"
+        record = await read_record(self._writer.store, name)
+        if self._journals.get(name) is not journal:
+            return False  # given up meanwhile
+        if record is None or self.wrote(record) or self.came_from(record) or self.has_engine(name):
+            return True
+        _log.info("this service gives up %s: the service at %s has adopted it", name, record.owner)
+        self.give_up(name, elsewhere(record))
         return False
 
     def has_engine(self, name: str) -> bool:
@@ -455,18 +474,12 @@ class Keeper:
         """Return True if this process, and not an earlier one at the same address, wrote this record."""
         return (record.owner, record.process) == (self.owner, self.process)
 
+    def came_from(self, record: ReplicaRecord) -> bool:
+        """Return True if the process that wrote this record had the replica before this one."""
+        return self._known.get(record.name) == record.process
+
     def is_recorded(self, name: str) -> bool:
         """Return True if the record was stored since its content last changed. Another process may have replaced the
         stored record.
         """
         return self._writer is not None and self._writer.is_recorded(name)
-
-
-def moved(record: ReplicaRecord) -> Moved:
-    """Return the error for clients that call this service about a replica that another service owns."""
-    return Moved(
-        f"the service at {record.owner} owns {record.name}",
-        field="replica",
-        remedy=f"call the service at {record.owner}",
-        metadata={"address": record.owner},
-    )

@@ -23,9 +23,9 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registry, UnknownReplica
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
-from kvplane_service.store.keeper import Keeper, moved
+from kvplane_service.store.keeper import Keeper
 from kvplane_service.store.loading import read_record
-from kvplane_service.store.registration import ReplicaRecord
+from kvplane_service.store.registration import ReplicaRecord, elsewhere, moved
 from kvplane_service.store.writer import Runtime
 
 _BEATS_PER_LEASE = 3
@@ -175,11 +175,12 @@ class Ownership:
         """
         if record is not None and self._keeper.wrote(record):
             return
-        if record is None or record.released or self._keeper.has_engine(name):
+        is_late = record is not None and record.released and self._keeper.came_from(record)  # written before ours
+        if record is None or is_late or self._keeper.has_engine(name):
             self._keeper.confirm(name)
         else:
-            _log.info("this service gives up %s: the service at %s owns it", name, record.owner)
-            self._keeper.give_up(name, moved(record))
+            _log.info("this service gives up %s: the service at %s has adopted it", name, record.owner)
+            self._keeper.give_up(name, elsewhere(record))
 
     async def _read(self, store: IndexStore, name: str) -> ReplicaRecord | None:
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvplane import wire
+from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane.base.groups import EvictionPolicy
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.v1 import plan_pb2, replica_pb2
@@ -145,3 +146,21 @@ def _text(raw: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return binascii.a2b_base64(text)
+
+
+def elsewhere(record: ReplicaRecord) -> KvplaneError:
+    """Return the error for calls of a replica that another service has adopted, and may have released again."""
+    if not record.released:
+        return moved(record)
+    what = f"the service at {record.owner} has had {record.name} meanwhile, and released it"
+    return Unavailable(what, field="replica", remedy="try again")
+
+
+def moved(record: ReplicaRecord) -> Moved:
+    """Return the error for clients that call this service about a replica that another service owns."""
+    return Moved(
+        f"the service at {record.owner} owns {record.name}",
+        field="replica",
+        remedy=f"call the service at {record.owner}",
+        metadata={"address": record.owner},
+    )

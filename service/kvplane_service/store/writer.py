@@ -66,6 +66,7 @@ class Watch:
             will be written again.
         record_due: True if the record has changed since it was stored.
         renewed_ns: monotonic time, in nanoseconds, at which the record was last stored.
+        may_record: called before the record is stored; returns False if it is another process's; None = always.
     """
 
     journal: ReplicaJournal
@@ -74,6 +75,7 @@ class Watch:
     superseded: Callable[[int], Awaitable[bool]]
     record_due: bool = True
     renewed_ns: int = 0
+    may_record: Callable[[], Awaitable[bool]] | None = None
 
 
 class StoreWriter:
@@ -226,7 +228,7 @@ class StoreWriter:
         """
         now = self._runtime.clock()
         renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
-        if not (watch.record_due or renew):
+        if not (watch.record_due or renew) or (watch.may_record is not None and not await watch.may_record()):
             return
         watch.record_due, is_stored = False, False
         record = watch.record()
