@@ -208,7 +208,7 @@ class Memory:
         if group.kind is GroupKind.MAMBA:
             return page.slots[0] == text[:num_tokens]
         first = (num_tokens - 1) // group.block_size * group.block_size
-        wanted = [text[: at + 1 + _sees_ahead(group)] for at in range(first, num_tokens)]
+        wanted = [text[: at + 1 + self._proven_ahead(group, at)] for at in range(first, num_tokens)]
         return all(got is not None and got.startswith(want) for want, got in zip(wanted, page.slots, strict=False))
 
     # -- the parts of a launch ---------------------------------------------------------------------------------------
