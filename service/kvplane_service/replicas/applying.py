@@ -29,7 +29,6 @@ MOST_INLINE_NS = 2_000_000  # above this a step is applied on a thread
 _ROW = 4  # units per row
 _FULL_FIT = int(RowFlag.FULL_FIT)  # a plain integer: an enum's operators are slow
 _TOKENS_HASHED, _DIGESTS_READ, _IDS_ENCODED, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 32, 4, 4  # each per unit
-_VIA_REPLICA = 40  # units per block
 
 _T = TypeVar("_T")
 Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
@@ -253,7 +252,7 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
     cache, computed = part.cache, replica.requests.computed
     units = len(cache.evicted) + len(cache.loads_over)
     if part.resume is not None:  # a compiled core takes over the whole state from a `Replica`
-        units += (len(part.resume.blocks) + replica.spec.num_blocks) * _VIA_REPLICA
+        units += len(part.resume.blocks) + replica.spec.num_blocks
     seen = replica.block_counts.cached if cache.reset else 0
     seen += sum(map(replica.count_held, cache.released))
     seen += _blocks_of(_sum(computed, cache.released), replica)
