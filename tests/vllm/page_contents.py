@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import vllm.v1.core.sched.scheduler as stock
 from page_faults import FAULTS
-from page_world import Client, World, WrongContent, lend
+from page_world import IMAGE, Client, World, WrongContent, lend
 from vllm.config import KVEventsConfig
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -158,6 +159,7 @@ class Options:
             structured_output_manager=base.structured_output_manager,
         )
         made.use_v2_model_runner = False
+        made.max_num_encoder_input_tokens, made.encoder_cache_manager = 4096, EncoderCacheManager(4096)  # for images
         assert isinstance(made, async_scheduler.AsyncScheduler) == self.is_async, "the class follows the configuration"
         return made
 
@@ -224,6 +226,7 @@ class Play:
             self.world.lent = lend(self.memory.table, len(options.specs))
         rng = self.rng
         self.prefixes = [[rng.randrange(5, 900) for _ in range(options.longest)] for _ in range(3)]
+        self.has_images, self.images = seed % 4 == 0, random.Random(f"images {seed}")
         self.sent = 0
 
     def run(self) -> None:
@@ -297,7 +300,14 @@ class Play:
         prompt = rng.choice(self.prefixes)[:shared] + [rng.randrange(5, 900) for _ in range(length - shared)]
         priority = rng.randrange(3) if options.policy == "priority" else 0
         salt = rng.choice([None, None, None, "salt"])
-        self.world.send(Client(name, prompt, most=most, priority=priority, salt=salt, arrival=arrival))
+        image = self._image() if self.has_images and shared >= IMAGE.stop else None
+        self.world.send(Client(name, prompt, most=most, priority=priority, salt=salt, arrival=arrival, image=image))
+
+    def _image(self) -> tuple[int, str]:
+        """Draw an image, and its identifier, which some clients leave out; then stock vLLM takes one for another."""
+        number = self.images.randrange(3)
+        name, is_named = f"image {number}", self.images.random() < 0.7
+        return number, name if is_named or self.mode == "stock" else ""
 
 
 def play(seed: int, mode: str, address: str, only: dict[str, Any], seen: Counter[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvplane_vllm import scheduler
 from kvplane_vllm.launch import PageOrders
 from kvplane_vllm.remote.books import Books
 from kvplane_vllm.remote.driver import Driver
@@ -48,6 +49,11 @@ def lose_resets() -> None:
     Driver.reset = reset  # type: ignore[method-assign]
 
 
+def believe_keys() -> None:
+    """An image without an identifier has hashes."""
+    scheduler.check_proof = lambda *_: None  # type: ignore[attr-defined]
+
+
 FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "copy lost in process": lose_copies,
     "copy lost in mode remote": lose_copies,
@@ -55,4 +61,5 @@ FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "unwritten blocks keep their keys": keep_unwritten,
     "launch counts as executed too early": run_ahead,
     "reset lost with its session": lose_resets,
+    "images without an identifier are hashed": believe_keys,
 }

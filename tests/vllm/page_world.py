@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+IMAGE = range(8, 20)  # the positions of an image's placeholder tokens, in prompts that have one
 STATE = -1  # the position of a state in its page
 GARBAGE = b"of a rejected draft"
 
@@ -67,13 +69,18 @@ class Client:
             salt = f"{self.options['salt']} {weights}".encode()
             before = self.contents[-1] if self.contents else salt
             token = self.token(len(self.contents)).to_bytes(4, "big")
-            self.contents.append(blake2b(before + token, digest_size=8).digest())
+            shows = (
+                str(self.options["image"][0]).encode() if len(self.contents) in IMAGE and self.options["image"] else b""
+            )
+            self.contents.append(blake2b(before + token + shows, digest_size=8).digest())
         return self.contents[position]
 
     def request(self, hash_block_size: int) -> Request:
         """Return a new request of vLLM."""
         sampling = SamplingParams(max_tokens=self.options["most"], ignore_eos=True)
         sampling.update_from_generation_config({}, 50256)
+        image, position = self.options["image"], PlaceholderRange(offset=IMAGE.start, length=len(IMAGE))
+        item = MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", image[1], position) if image else None
         return Request(
             self.name,
             list(self.prompt),
@@ -82,6 +89,7 @@ class Client:
             priority=self.options["priority"],
             arrival_time=self.options["arrival"],
             cache_salt=self.options["salt"],
+            mm_features=[item] if item else None,
             block_hasher=get_request_block_hasher(hash_block_size, sha256),
         )
 

@@ -21,6 +21,7 @@ FAULTS = {  # as in `page_faults`, which needs vLLM: mode and seed that show it
     "unwritten blocks keep their keys": ("remote-on", 19, "abort=0.15"),
     "launch counts as executed too early": ("remote-on", 3),
     "reset lost with its session": ("remote-off+pages", 3),
+    "images without an identifier are hashed": ("inprocess", 8),
 }
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from vllm.v1.request import Request
 
+from kvplane.base.hashing.extra_keys import RequestKeys
+from kvplane.base.step import ExtraKeys, Multimodal
+
 
 class Known:
     """A request that the allocator knows: its slot, and how many of its tokens and hashes were reported."""
@@ -24,3 +27,17 @@ class Known:
         if not self.is_cached:
             return ()
         return self.request.block_hashes[self.num_hashes : num_tokens // hash_block_size]
+
+
+def check_proof(request: Request, block_size: int) -> None:
+    """Check that the hashes of a request prove its multimodal items and its adapter. Raises InvalidArgument."""
+    positions = [(item.identifier, item.mm_position) for item in request.mm_features]
+    items = tuple(Multimodal(name, position.offset, position.length) for name, position in positions)
+    lora = request.lora_request
+    keys = ExtraKeys(lora=(lora.lora_name, lora.lora_path) if lora else None, multimodal=items)
+    RequestKeys(keys, block_size).check_prompt(request.num_tokens)
+
+
+def withhold_hashes(request: Request) -> None:
+    """Let a request have no hashes, from now on: it hits nothing, and others hit nothing of it."""
+    request.block_hashes, request._block_hasher = [], None

@@ -17,8 +17,10 @@ from vllm.v1.core.sched import async_scheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvplane.base.errors import InvalidArgument
 from kvplane_service.core.replica import Replica
 from kvplane_vllm import connectors
+from kvplane_vllm.known import check_proof, withhold_hashes
 from kvplane_vllm.launch import ATTRIBUTE
 from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.options import options_of, worker_addresses
@@ -65,6 +67,8 @@ class OnKvplane:
     kv_cache_manager: Any
     connector: Any
     running: list[Any]
+    requests: dict[str, Any]
+    hash_block_size: int
     num_spec_tokens: int
     _preempt_request: Callable[..., None]
 
@@ -97,6 +101,21 @@ class OnKvplane:
             # Without drafts, only a failed load or a session sets a request back; its next row reports that.
             self._reports = bool(self.num_spec_tokens) or not self.kv_cache_manager.only_full_attention
         logger.info("kvplane decides: %s", self._description(chosen))
+
+    def add_request(self, request: Any) -> None:
+        """See vLLM's scheduler. A request whose keys prove nothing, such as an image without an identifier, gets no
+        hashes: vLLM would let it hit what another one has computed. The next input of a streaming session ends those
+        of the session.
+        """
+        try:
+            if request._block_hasher is not None:
+                check_proof(request, self.hash_block_size)
+        except InvalidArgument as error:
+            session = self.requests.get(request.request_id)
+            logger.warning("%s is not cached: %s", request.request_id, error)
+            for one in (request, session) if session is not None else (request,):
+                withhold_hashes(one)
+        super().add_request(request)  # type: ignore[misc]
 
     def _description(self, chosen: dict[str, str]) -> str:
         core = "vLLM's own manager"
