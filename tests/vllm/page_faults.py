@@ -49,7 +49,7 @@ def lose_resets() -> None:
     Driver.reset = reset  # type: ignore[method-assign]
 
 
-def believe_keys() -> None:
+def trust_keys() -> None:
     """An image without an identifier has hashes."""
     scheduler.check_proof = lambda *_: None  # type: ignore[attr-defined]
 
@@ -61,5 +61,5 @@ FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "unwritten blocks keep their keys": keep_unwritten,
     "launch counts as executed too early": run_ahead,
     "reset lost with its session": lose_resets,
-    "images without an identifier are hashed": believe_keys,
+    "images without an identifier are hashed": trust_keys,
 }
