@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = list[pytest.Item]()
     for item in items:
         path = item.path.relative_to(targets.ROOT).as_posix()
-        if targets.is_in(path, targets.NIGHTLY):
+        if targets.is_in(path, targets.NIGHTLY, getattr(item, "originalname", "")):
             item.add_marker(pytest.mark.nightly)
         if not targets.is_in(path, left_out):
             kept.append(item)

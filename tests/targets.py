@@ -54,16 +54,44 @@ GUARDED = {
     ),
     "chart": Guarded(
         tests=("tests/helm",),
-        sources=("helm", "scripts/chart.py", "scripts/tools.sh", "locks"),
+        sources=(
+            *("helm", "docker", "scripts/chart.py", "scripts/helm.sh", "tests/conftest.py", "locks"),
+            *("service/kvplane_service/config.py", "service/kvplane_fleet/settings.py"),
+        ),
     ),
 }
 
-NIGHTLY: dict[str, str] = {}
+# Files, folders and functions that take long, with what they are. They prove that other tests can fail, or do
+# more of what runs in `make test` too.
+NIGHTLY = {
+    "tests/packaging/test_images.py": "the install steps of the images",
+    "tests/packaging/test_install.py": "installs into empty environments",
+    "tests/packaging/test_native_build.py": "compiles all libraries several times",
+    "tests/packaging/test_static_checks.py": "faults that the static checks must find",
+    "tests/packaging/test_wheel.py": "builds the wheel",
+    "tests/vllm/test_clean_install.py": "installs into empty environments",
+    "tests/core/test_native_faults.py": "compiles the core with all planted faults",
+    "tests/core/test_native_damage.py": "damage that the core's check must find",
+    "tests/engine/test_faults.py": "faults that the stress must find",
+    "tests/engine/test_stress.py": "random engines on real pages",
+    "tests/faults/test_campaign.py": "random faults of real processes",
+    "tests/faults/test_twins.py": "faults of real processes, with and without a planted one",
+    "tests/router/test_twins.py": "faults that the campaigns of the router must find",
+    "tests/sim/test_further_runs.py": "seeds 61 to 120",
+    "tests/sim/test_mirrors.py::test_twin_of_a_mirror_is_caught": "faults that the simulation must find",
+    "tests/sim/test_tiers.py::test_a_twin_with_tiers_is_caught": "faults that the simulation must find",
+    "tests/sim/test_twins.py": "faults that the simulation must find",
+    "tests/soak/test_soak.py::test_short_soak_completes": "growth over time",
+    "tests/store/test_store_fuzz.py::test_a_damaged_value_in_redis_ends_no_service": "what SQLite shows, with Redis",
+    "tests/store/test_store_fuzz.py::test_a_forged_value_in_redis_ends_no_service": "what SQLite shows, with Redis",
+    "tests/cli/test_replay_command.py::test_replay_command_replays_300_requests_of_real_traces": "public traces",
+    "tests/cli/test_replay_command.py::test_replay_command_is_deterministic": "two replays",
+}
 
 
-def is_in(path: str, names: Iterable[str]) -> bool:
-    """Whether a test's file, relative to the root, is one of these files or in one of these folders."""
-    return any(path == name or path.startswith(f"{name}/") for name in names)
+def is_in(path: str, names: Iterable[str], function: str = "") -> bool:
+    """Whether a test's file, relative to the root, or its function, is one of these or in one of these folders."""
+    return any(name in (path, f"{path}::{function}") or path.startswith(f"{name}/") for name in names)
 
 
 def recorded() -> dict[str, str]:

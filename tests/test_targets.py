@@ -1,0 +1,67 @@
+"""The lists of tests that run apart name tests that exist, and a target runs whenever a source of it changed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests import targets
+
+
+@pytest.mark.parametrize("name", targets.NIGHTLY)
+def test_nightly_tests_exist(name):
+    file, _, function = name.partition("::")
+    path = targets.ROOT / file
+    assert path.exists()
+    assert not function or re.search(rf"^(async )?def {function}\(", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", targets.GUARDED.values(), ids=targets.GUARDED)
+def test_sources_of_a_target_exist(target):
+    missing = [name for name in (*target.tests, *target.sources) if not (targets.ROOT / name).exists()]
+    assert not missing
+
+
+def test_recorded_targets_exist():
+    assert targets.recorded().keys() <= targets.GUARDED.keys()
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A target of one test and one folder of sources, and no record."""
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    monkeypatch.setattr(targets, "PASSED", tmp_path / "passed.json")
+    monkeypatch.setattr(targets, "GUARDED", {"one": targets.Guarded(("test_one.py",), ("sources",))})
+    (tmp_path / "test_one.py").write_text("tests")
+    (tmp_path / "sources" / "inner").mkdir(parents=True)
+    (tmp_path / "sources" / "inner" / "one.py").write_text("one")
+    return tmp_path
+
+
+def test_a_target_without_a_record_runs(tree):
+    assert targets.unchanged() == []
+    (tree / "passed.json").write_text(json.dumps({"other": targets.GUARDED["one"].digest()}))
+    assert targets.unchanged() == []
+
+
+@pytest.mark.parametrize("change", ["test_one.py", "sources/inner/one.py", "sources/new.py", "renamed", "removed"])
+def test_a_target_that_passed_runs_again_when_a_source_changes(tree, change):
+    targets.record("one")
+    assert targets.unchanged() == ["one"]
+    one = tree / "sources" / "inner" / "one.py"
+    if change == "removed":
+        one.unlink()
+    elif change == "renamed":
+        one.rename(one.with_name("two.py"))
+    else:
+        (tree / change).write_text("changed")
+    assert targets.unchanged() == []
+
+
+def test_a_cache_of_python_is_no_source(tree):
+    targets.record("one")
+    (tree / "sources" / "__pycache__").mkdir()
+    (tree / "sources" / "__pycache__" / "one.pyc").write_text("compiled")
+    assert targets.unchanged() == ["one"]
