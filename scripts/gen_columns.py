@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from scripts.columns import python
+from scripts.columns import cpp, python
 from scripts.columns.schema import Message, read_schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +24,8 @@ COMMENT = {".py": "#", ".h": "//"}
 FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/base/sections.py": python.types,
     "clients/python/kvplane/wire/tables.py": python.tables,
+    "service/kvplane_service/core/native/sections.h": cpp.structs,
+    "service/kvplane_service/core/native/read_sections.h": cpp.readers,
 }
 
 

@@ -164,33 +164,25 @@ inline const CacheEvents& EventsOf(PyObject* capsule) {
     return **events;
 }
 
+// An object with the columns of a table.
+template <typename Table>
+PyObject* TableToPy(PyObject* type, const Table& table) {
+    PyObject* const made = NewObject(type);
+    for (const auto& column : ColumnsOf(table)) {
+        const Owned name(PyUnicode_InternFromString(column.name));
+        SetAttribute(made, name.get(), ColumnToPy<uint64_t>(table.*column.of));
+    }
+    return made;
+}
+
 // Takes the events out of the answer.
 inline void SetTiers(PyObject* part, TierAnswer& tiers) {
     SetColumn<uint64_t>(part, NAME("admit_job"), tiers.admit_job);
     ENTRIES(part, tiers, admit_tier_tokens);
-    if (!tiers.declined[0].empty()) {
-        PyObject* declined = NewObject(answers.declined);
-        static PyObject* const names[] = {NAME("row"), NAME("why"),     NAME("tier"),
-                                          NAME("hit"), NAME("load_ns"), NAME("compute_ns")};
-        for (size_t at = 0; at < tiers.declined.size(); ++at)
-            SetAttribute(declined, names[at], ColumnToPy<uint64_t>(tiers.declined[at]));
-        SLOT(part, declined, declined);
-    }
-    if (!tiers.prefetched[0].empty()) {
-        PyObject* prefetched = NewObject(answers.prefetched);
-        static PyObject* const names[] = {NAME("hit"), NAME("blocks"), NAME("outcome")};
-        for (size_t at = 0; at < tiers.prefetched.size(); ++at)
-            SetAttribute(prefetched, names[at], ColumnToPy<uint64_t>(tiers.prefetched[at]));
-        SLOT(part, prefetched, prefetched);
-    }
-    if (!tiers.retained[0].empty() || !tiers.next_end_ns.empty()) {
-        PyObject* retained = NewObject(answers.retained);
-        static PyObject* const names[] = {NAME("hit"), NAME("blocks"), NAME("left"), NAME("outcome")};
-        for (size_t at = 0; at < tiers.retained.size(); ++at)
-            SetAttribute(retained, names[at], ColumnToPy<uint64_t>(tiers.retained[at]));
-        SetAttribute(retained, NAME("next_end_ns"), ColumnToPy<uint64_t>(tiers.next_end_ns));
-        SLOT(part, retained, retained);
-    }
+    if (!tiers.declined.row.empty()) SLOT(part, declined, TableToPy(answers.declined, tiers.declined));
+    if (!tiers.prefetched.hit.empty()) SLOT(part, prefetched, TableToPy(answers.prefetched, tiers.prefetched));
+    if (!tiers.retained.hit.empty() || !tiers.retained.next_end_ns.empty())
+        SLOT(part, retained, TableToPy(answers.retained, tiers.retained));
     if (tiers.events.empty()) return;
     Owned runs(PyList_New(0));
     for (auto& [medium, events] : tiers.events) Append(runs, Tuple(ToPy(medium), EventsToPy(std::move(events))));

@@ -57,31 +57,22 @@ inline PyObject* OpenRows(PyObject*, PyObject* arguments) {
     });
 }
 
-// A column of a recorded section; empty if every entry is the default.
-template <typename T>
-PyObject* RecordedToPy(const std::vector<T>& column, T otherwise) {
-    const bool is_plain = std::all_of(column.begin(), column.end(), [&](T entry) { return entry == otherwise; });
-    return is_plain ? NotNull(PyList_New(0)) : ToPy(column);
+// The columns of a recorded section by name, but those of which every entry is the default.
+template <typename Section>
+PyObject* ColumnsToPy(const Section& section) {
+    Owned columns(PyDict_New());
+    for (const auto& column : ColumnsOf(section)) {
+        const Column& entries = section.*column.of;
+        if (std::all_of(entries.begin(), entries.end(), [&](Int one) { return one == column.otherwise; })) continue;
+        const Owned made(column.is_bits ? ToPy(std::vector<uint64_t>(entries.begin(), entries.end())) : ToPy(entries));
+        if (PyDict_SetItemString(columns.get(), column.name, made.get()) != 0) throw Raised();
+    }
+    return columns.Release();
 }
 
-// The sections facts, run and admit of a part, each as a tuple of its columns in the order of `open_step.py`.
+// The sections facts, run and admit of a part, and the hashes of the facts.
 inline PyObject* RecordedToPy(const RecordedRows& rows) {
-    const auto column = [](const Column& one, Int otherwise) { return RecordedToPy<Int>(one, otherwise); };
-    const Facts& facts = rows.facts;
-    const Run& run = rows.run;
-    const Admit& admit = rows.admit;
-    return Tuple(
-        Tuple(ToPy(facts.slot), column(facts.computed, kUnchanged), column(facts.appended, 0),
-              column(facts.num_hashes, 0), ToPy(rows.hashes), column(facts.commit, kUnchanged),
-              column(facts.end, kEndNone), column(facts.fence, 0), column(facts.release_skipped, kUnchanged),
-              column(facts.hint, kUnchanged)),
-        Tuple(ToPy(run.slot), column(run.extra, 0), column(run.lookahead, 0), column(run.in_flight, -1),
-              column(run.flags, 0), column(run.reserved, 0)),
-        Tuple(ToPy(admit.slot), column(admit.extra, 0), column(admit.lookahead, 0), column(admit.external, 0),
-              column(admit.expected_hit, kAnyHit), column(admit.encoder_tokens, 0), column(admit.reserved, 0),
-              column(admit.watermark, kAuto), column(admit.flags, 0), column(admit.hit_limit, kUnlimited),
-              column(admit.min_new, 1), RecordedToPy<uint64_t>(admit.skip_zero_groups, kAllGroups),
-              column(admit.single_group_hit, kUnlimited)));
+    return Tuple(ColumnsToPy(rows.facts), ColumnsToPy(rows.run), ColumnsToPy(rows.admit), ToPy(rows.hashes));
 }
 
 // close_step(core) -> (answers that `flush_step` has not returned, executed_through, recorded rows by part)
@@ -222,8 +213,9 @@ inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
         part.admit.reserved = term(4);
         part.admit.watermark = term(5);
         part.admit.flags = term(6);
-        part.admit.skip_zero_groups.resize(1);
-        FromPy(At(terms, 7), &part.admit.skip_zero_groups[0]);
+        uint64_t groups = 0;
+        FromPy(At(terms, 7), &groups);
+        part.admit.skip_zero_groups = {static_cast<Int>(groups)};
         part.admit.single_group_hit = term(8);
         part.admit.min_new = {0};
         part.admit.on_refusal = kSkip;

@@ -19,7 +19,7 @@ class FactApplier {
     void Apply(const Part& part, Int seq, PartResult* result) {
         const Facts& facts = part.facts;
         given_.Begin(facts.num_hashes, facts.hashes);
-        MadeHashes made(facts.tokens, part.facts_made, hasher, &result->hashed_facts);
+        MadeHashes made(facts.tokens.ids, part.facts_made, hasher, &result->hashed_facts);
         if (facts.OnlyAppend() && !part.with_hashes) return AppendAll(facts, made);
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             const Int slot = facts.slot[row];
@@ -27,7 +27,7 @@ class FactApplier {
             const Int appended = Entry(facts.appended, row, 0);
             if (computed != kUnchanged) Correct({slot, computed, appended, end}, seq, result);
             requests_.num_tokens[slot] += appended;
-            if (facts.num_tokens) {
+            if (facts.tokens.count) {
                 const Hashes hashes = made.Of(requests_, slot, row, appended);
                 AddDigests(slot, hashes, hasher.none_hash.size);
             }
@@ -77,7 +77,7 @@ class FactApplier {
     // Applies rows that only append tokens and hashes.
     void AppendAll(const Facts& facts, MadeHashes& made) {
         Int* const num_tokens = requests_.num_tokens.data();
-        const bool has_tokens = facts.num_tokens > 0;
+        const bool has_tokens = facts.tokens.count > 0;
         for (size_t row = 0; row < facts.appended.size(); ++row) {
             if (has_tokens && row + kAhead < facts.slot.size()) made.Expect(requests_, facts.slot[row + kAhead]);
             const Int slot = facts.slot[row], count = facts.appended[row];

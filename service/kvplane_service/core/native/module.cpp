@@ -99,9 +99,9 @@ enum StepKind : long { kApplied = 0, kRefusedStep = 1, kHasTokens = 2, kResumes 
 
 // Whether a part has tokens that Python hashes: those of requests with extra keys, or all.
 bool NeedsPython(const Replica& replica, const Part& part) {
-    if (!part.facts.num_tokens && !part.news.num_token_ids) return false;
-    if (replica.facts.hasher.run == nullptr || (part.news.num_token_ids && part.news.num_extra_keys)) return true;
-    return part.facts.num_tokens && replica.blocks.requests.num_outside;
+    if (!part.facts.tokens.count && !part.news.tokens.count) return false;
+    if (replica.facts.hasher.run == nullptr || (part.news.tokens.count && part.news.num_extra_keys)) return true;
+    return part.facts.tokens.count && replica.blocks.requests.num_outside;
 }
 
 StepKind KindOf(Core& core, PyObject* step) {

@@ -13,15 +13,7 @@ struct RecordedRows {
     std::vector<uint8_t> hashes;
 
     void AddFacts(const Facts& row) {
-        facts.slot.push_back(row.slot[0]);
-        facts.computed.push_back(Entry(row.computed, 0, kUnchanged));
-        facts.appended.push_back(Entry(row.appended, 0, 0));
-        facts.num_hashes.push_back(Entry(row.num_hashes, 0, 0));
-        facts.commit.push_back(Entry(row.commit, 0, kUnchanged));
-        facts.end.push_back(Entry(row.end, 0, kEndNone));
-        facts.fence.push_back(Entry(row.fence, 0, 0));
-        facts.release_skipped.push_back(Entry(row.release_skipped, 0, kUnchanged));
-        facts.hint.push_back(Entry(row.hint, 0, kUnchanged));
+        AddRow(row, &facts);
         if (row.hashes.size) hashes.insert(hashes.end(), row.hashes.data, row.hashes.data + row.hashes.size);
     }
 
@@ -43,13 +35,14 @@ struct RecordedRows {
         run.reserved.push_back(growth.leave_free);
     }
 
-    void AddAdmit(const Admit& row) {
-        admit.slot.push_back(row.slot[0]);
-        for (const auto column : {&Admit::extra, &Admit::lookahead, &Admit::external, &Admit::expected_hit,
-                                  &Admit::encoder_tokens, &Admit::reserved, &Admit::watermark, &Admit::flags,
-                                  &Admit::hit_limit, &Admit::min_new, &Admit::single_group_hit})
-            (admit.*column).push_back((row.*column)[0]);
-        admit.skip_zero_groups.push_back(row.skip_zero_groups[0]);
+    void AddAdmit(const Admit& row) { AddRow(row, &admit); }
+
+  private:
+    template <typename Section, typename Into>
+    static void AddRow(const Section& row, Into* into) {
+        for (const auto& column : ColumnsOf(row)) {
+            if (column.is_by_row) (into->*column.of).push_back(Entry(row.*column.of, 0, column.otherwise.value_or(0)));
+        }
     }
 };
 

@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
 
 _ADMIT_STATUS = tuple(AdmitStatus)
-# Columns of the recorded sections, in the order of the core.
-_FACTS = ("slot", "computed", "appended", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped", "hint")
-_RUN = ("slot", "extra", "lookahead", "in_flight", "flags", "reserved")
-_ADMIT = (
-    "slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags",
-    "hit_limit", "min_new", "skip_zero_groups", "single_group_hit",
-)  # fmt: skip
 
 
 class NativeOpenStep:
@@ -57,7 +50,7 @@ class NativeOpenStep:
         self.seq = _native.open_step(self._core, executed_through, records)
         self._executed_through = executed_through
         self._epoch = replica.epoch if records else 0
-        self._columns: list[tuple[Any, Any, Any]] = []  # recorded sections that the core keeps, by part
+        self._columns: list[tuple[Any, Any, Any, bytes]] = []  # recorded sections that the core keeps, by part
         self._others: dict[int, PartRows] | None = {} if records else None  # the other ones
         self._results: list[PartResult] = []
         self.new_blocks: list[list[int]] = []
@@ -73,12 +66,12 @@ class NativeOpenStep:
         """Return the step that has the rows of this closed step. Any thread may call it, also while later steps run."""
         assert self._others is not None, "the step was opened without `records`"
         parts = []
-        for number, (facts, run, admit) in enumerate(self._columns):
+        for number, (facts, run, admit, hashes) in enumerate(self._columns):
             others = self._others.get(number) or PartRows()
-            part = Part(Facts(**dict(zip(_FACTS, facts, strict=True))), others.cache or Cache())
+            part = Part(Facts(hashes=hashes, **facts), others.cache or Cache())
             part.news = news_section(others.news)
-            part.run = Run(on_refusal=OnRefusal.SKIP, **dict(zip(_RUN, run, strict=True)))
-            part.admit = Admit(on_refusal=OnRefusal.SKIP, **dict(zip(_ADMIT, admit, strict=True)))
+            part.run = Run(on_refusal=OnRefusal.SKIP, **run)
+            part.admit = Admit(on_refusal=OnRefusal.SKIP, **admit)
             parts.append(part)
         return Step(self._epoch, self.seq, parts, executed_through=self._executed_through)
 

@@ -8,6 +8,11 @@ namespace kvplane {
 #define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
 #define PACK_FIELD(of, path) \
     {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
+#define PACK_BITS(of, path)                                                                                      \
+    {#path, [](const of& from, uint32_t number, Frame& frame) {                                                  \
+         if (from.path.empty()) return;                                                                          \
+         frame.AddNumbers(number, from.path.size(), [&](size_t at) { return static_cast<uint64_t>(from.path[at]); }); \
+     }}
 #define PACK_BLOCKS(name)                                                                                   \
     PACK_FIELD(PartResult, name.row), PACK_FIELD(PartResult, name.group), PACK_FIELD(PartResult, name.count), \
         PACK_FIELD(PartResult, name.ids)
@@ -60,7 +65,7 @@ inline void ReadPartLayout(PyObject* of_part) {
         PACK_FIELD(Part, admit.encoder_tokens), PACK_FIELD(Part, admit.reserved),
         PACK_FIELD(Part, admit.watermark),      PACK_FIELD(Part, admit.flags),
         PACK_FIELD(Part, admit.hit_limit),      PACK_FIELD(Part, admit.min_new),
-        PACK_FIELD(Part, admit.single_group_hit), PACK_FIELD(Part, admit.skip_zero_groups),
+        PACK_FIELD(Part, admit.single_group_hit), PACK_BITS(Part, admit.skip_zero_groups),
         PACK_FIELD(Part, peek.slot),            PACK_FIELD(Part, peek.limit),
         PACK_FIELD(Part, prefetch.slot),        PACK_FIELD(Part, prefetch.num_hashes),
         PACK_FIELD(Part, prefetch.hashes),      PACK_FIELD(Part, prefetch.domain),
@@ -92,14 +97,14 @@ inline void ReadResultLayout(PyObject* of_result) {
         PACK_FIELD(PartResult, orders.zero_group),
         PACK_FIELD(PartResult, hashed_facts),  PACK_FIELD(PartResult, hashed_news),
         PACK_TIERS(admit_job, admit_job),      PACK_TIERS(admit_tier_tokens, admit_tier_tokens),
-        PACK_TIERS(declined.row, declined[0]), PACK_TIERS(declined.why, declined[1]),
-        PACK_TIERS(declined.tier, declined[2]), PACK_TIERS(declined.hit, declined[3]),
-        PACK_TIERS(declined.load_ns, declined[4]), PACK_TIERS(declined.compute_ns, declined[5]),
-        PACK_TIERS(prefetched.hit, prefetched[0]), PACK_TIERS(prefetched.blocks, prefetched[1]),
-        PACK_TIERS(prefetched.outcome, prefetched[2]),
-        PACK_TIERS(retained.hit, retained[0]), PACK_TIERS(retained.blocks, retained[1]),
-        PACK_TIERS(retained.left, retained[2]), PACK_TIERS(retained.outcome, retained[3]),
-        PACK_TIERS(retained.next_end_ns, next_end_ns),
+        PACK_TIERS(declined.row, declined.row), PACK_TIERS(declined.why, declined.why),
+        PACK_TIERS(declined.tier, declined.tier), PACK_TIERS(declined.hit, declined.hit),
+        PACK_TIERS(declined.load_ns, declined.load_ns), PACK_TIERS(declined.compute_ns, declined.compute_ns),
+        PACK_TIERS(prefetched.hit, prefetched.hit), PACK_TIERS(prefetched.blocks, prefetched.blocks),
+        PACK_TIERS(prefetched.outcome, prefetched.outcome),
+        PACK_TIERS(retained.hit, retained.hit), PACK_TIERS(retained.blocks, retained.blocks),
+        PACK_TIERS(retained.left, retained.left), PACK_TIERS(retained.outcome, retained.outcome),
+        PACK_TIERS(retained.next_end_ns, retained.next_end_ns),
         PACK_JOBS(load, 0, load_job),          PACK_JOBS(load, 1, load_tier),   PACK_JOBS(load, 2, load_slot),
         PACK_JOBS(load, 3, load_version),      PACK_JOBS(load, 4, load_block),  PACK_JOBS(load, 5, load_group),
         PACK_JOBS(load, 6, load_stamp),        PACK_JOBS(save, 0, save_job),    PACK_JOBS(save, 1, save_block),

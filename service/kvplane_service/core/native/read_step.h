@@ -7,7 +7,6 @@ namespace kvplane {
 
 // An attribute of a Python object.
 #define ATTRIBUTE(object, name) Owned(PyObject_GetAttr(object, NAME(name)))
-#define COLUMN(object, section, field) ReadColumn(ATTRIBUTE(object, #field).get(), &(section).field)
 
 inline bool IsTrue(PyObject* object) {
     const int truth = PyObject_IsTrue(object);
@@ -35,127 +34,40 @@ inline void ReadHashes(PyObject* object, Hashes* hashes) {
 }
 
 // Reads token ids, counts them, and tells whether each is a u32.
-inline void ReadTokens(PyObject* object, std::vector<uint8_t>* ids, Int* count, bool* fit) {
-    *fit = true;
-    *count = Count(object);
-    if (*count == 0) return ids->clear();
-    if (ReadArrayOfU32(object, ids)) return;  // each entry is an id
-    Column tokens;
-    ReadColumn(object, &tokens);
-    *fit = std::all_of(tokens.begin(), tokens.end(), [](Int one) { return 0 <= one && one <= kUnlimited; });
-    ids->resize(4 * tokens.size());
-    for (size_t at = 0; at < tokens.size(); ++at) {
-        const auto id = static_cast<uint32_t>(tokens[at]);
-        std::memcpy(ids->data() + 4 * at, &id, sizeof id);
+inline void ReadTokens(PyObject* object, TokenIds* tokens) {
+    tokens->fit = true;
+    tokens->count = Count(object);
+    if (tokens->count == 0) return tokens->ids.clear();
+    if (ReadArrayOfU32(object, &tokens->ids)) return;  // each entry is an id
+    Column ids;
+    ReadColumn(object, &ids);
+    tokens->fit = std::all_of(ids.begin(), ids.end(), [](Int one) { return 0 <= one && one <= kUnlimited; });
+    tokens->ids.resize(4 * ids.size());
+    for (size_t at = 0; at < ids.size(); ++at) {
+        const auto id = static_cast<uint32_t>(ids[at]);
+        std::memcpy(tokens->ids.data() + 4 * at, &id, sizeof id);
     }
 }
 
-inline void ReadFacts(PyObject* object, Facts* facts) {
-    COLUMN(object, *facts, slot);
-    COLUMN(object, *facts, computed);
-    COLUMN(object, *facts, appended);
-    COLUMN(object, *facts, num_hashes);
-    COLUMN(object, *facts, commit);
-    COLUMN(object, *facts, end);
-    COLUMN(object, *facts, fence);
-    COLUMN(object, *facts, release_skipped);
-    COLUMN(object, *facts, hint);
-    ReadTokens(ATTRIBUTE(object, "tokens").get(), &facts->tokens, &facts->num_tokens, &facts->tokens_fit);
-    ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts->hashes);
+// Read a list of texts, or a column of 64 bits each; return whether each entry is one.
+inline bool ReadTexts(PyObject* object, std::vector<std::string>* texts) {
+    FromPy(object, texts);
+    return true;
+}
+inline bool ReadBits(PyObject* object, Column* column) {
+    std::vector<uint64_t> bits;
+    FromPy(object, &bits);
+    column->assign(bits.begin(), bits.end());
+    return true;
 }
 
-inline void ReadCache(PyObject* object, Cache* cache) {
-    COLUMN(object, *cache, failed_steps);
-    COLUMN(object, *cache, evicted);
-    COLUMN(object, *cache, released);
-    COLUMN(object, *cache, loads_over);
-    cache->reset = IsTrue(ATTRIBUTE(object, "reset").get());
-    COLUMN(object, *cache, jobs_done);
-    COLUMN(object, *cache, jobs_failed);
-    COLUMN(object, *cache, costs_ns);
-    COLUMN(object, *cache, mismatched);
-    cache->hits_checked = Number(ATTRIBUTE(object, "hits_checked").get());
-    cache->jobs_before = Number(ATTRIBUTE(object, "jobs_before").get());
-}
+inline Int NumberOfStep(PyObject* object) { return Number(object); }
 
-inline void ReadNews(PyObject* object, News* news) {
-    COLUMN(object, *news, slot);
-    if (news->slot.empty()) news->request_id.clear(), news->domain.clear();
-    COLUMN(object, *news, num_tokens);
-    COLUMN(object, *news, num_hashes);
-    COLUMN(object, *news, skip_reading);
-    COLUMN(object, *news, max_tokens);
-    COLUMN(object, *news, hint);
-    FromPy(ATTRIBUTE(object, "request_id").get(), &news->request_id);
-    FromPy(ATTRIBUTE(object, "domain").get(), &news->domain);
-    news->num_extra_keys = Count(ATTRIBUTE(object, "extra_keys").get());
-    news->num_traceparents = Count(ATTRIBUTE(object, "traceparent").get());
-    ReadTokens(ATTRIBUTE(object, "tokens").get(), &news->tokens, &news->num_token_ids, &news->tokens_fit);
-    ReadHashes(ATTRIBUTE(object, "hashes").get(), &news->hashes);
-}
+}  // namespace kvplane
 
-inline void ReadRun(PyObject* object, Run* run) {
-    COLUMN(object, *run, slot);
-    COLUMN(object, *run, extra);
-    COLUMN(object, *run, cap);
-    COLUMN(object, *run, lookahead);
-    COLUMN(object, *run, in_flight);
-    COLUMN(object, *run, flags);
-    COLUMN(object, *run, victims);
-    COLUMN(object, *run, reserved);
-    run->on_refusal = Number(ATTRIBUTE(object, "on_refusal").get());
-}
+#include "read_sections.h"
 
-inline void ReadAdmit(PyObject* object, Admit* admit) {
-    COLUMN(object, *admit, slot);
-    COLUMN(object, *admit, extra);
-    COLUMN(object, *admit, cap);
-    COLUMN(object, *admit, lookahead);
-    COLUMN(object, *admit, external);
-    COLUMN(object, *admit, expected_hit);
-    COLUMN(object, *admit, encoder_tokens);
-    COLUMN(object, *admit, reserved);
-    COLUMN(object, *admit, watermark);
-    COLUMN(object, *admit, flags);
-    COLUMN(object, *admit, hit_limit);
-    COLUMN(object, *admit, min_new);
-    COLUMN(object, *admit, single_group_hit);
-    FromPy(ATTRIBUTE(object, "skip_zero_groups").get(), &admit->skip_zero_groups);
-    admit->max_running = Number(ATTRIBUTE(object, "max_running").get());
-    admit->on_refusal = Number(ATTRIBUTE(object, "on_refusal").get());
-    admit->only_if_no_preemption = IsTrue(ATTRIBUTE(object, "only_if_no_preemption").get());
-}
-
-inline void ReadPeek(PyObject* object, Peek* peek) {
-    COLUMN(object, *peek, slot);
-    COLUMN(object, *peek, limit);
-    peek->with_blocks = IsTrue(ATTRIBUTE(object, "with_blocks").get());
-}
-
-inline void ReadPrefetch(PyObject* object, Prefetch* prefetch) {
-    COLUMN(object, *prefetch, slot);
-    COLUMN(object, *prefetch, num_hashes);
-    COLUMN(object, *prefetch, within_ns);
-    FromPy(ATTRIBUTE(object, "domain").get(), &prefetch->domain);
-    ReadHashes(ATTRIBUTE(object, "hashes").get(), &prefetch->hashes);
-}
-
-inline void ReadRetain(PyObject* object, Retain* retain) {
-    COLUMN(object, *retain, num_hashes);
-    COLUMN(object, *retain, priority);
-    COLUMN(object, *retain, until_ns);
-    COLUMN(object, *retain, percent);
-    COLUMN(object, *retain, now_ns);
-    FromPy(ATTRIBUTE(object, "domain").get(), &retain->domain);
-    FromPy(ATTRIBUTE(object, "owner").get(), &retain->owner);
-    ReadHashes(ATTRIBUTE(object, "hashes").get(), &retain->hashes);
-}
-
-inline void ReadBudget(PyObject* object, Budget* budget) {
-    budget->tokens = Number(ATTRIBUTE(object, "tokens").get());
-    budget->input = Number(ATTRIBUTE(object, "input").get());
-    budget->overhead = Number(ATTRIBUTE(object, "overhead").get());
-}
+namespace kvplane {
 
 // Reads a field of a part. One that the part lacks has its default (`kvplane.base.when_read`), and is not made.
 template <typename T, typename Read>
@@ -176,8 +88,7 @@ inline void ReadRows(PyObject* object, Part* part) {
     Facts& facts = part->facts;
     Run& run = part->run;
     facts = Facts();
-    run.cap.clear(), run.lookahead.clear(), run.in_flight.clear(), run.flags.clear();
-    run.victims.clear(), run.reserved.clear();
+    for (const auto& column : ColumnsOf(run)) (run.*column.of).clear();
     run.on_refusal = kPreempt;
     ReadColumn(ATTRIBUTE(object, "slots").get(), &run.slot);
     Hashes message;
@@ -189,12 +100,12 @@ inline void ReadRows(PyObject* object, Part* part) {
     if (IsTrue(ATTRIBUTE(object, "appended").get())) {
         facts.slot = run.slot;
         facts.appended.assign(run.slot.size(), 1);
-        facts.num_tokens = static_cast<Int>(num_tokens);
-        facts.tokens.assign(message.data + tokens_at, message.data + tokens_at + 4 * num_tokens);
-        COLUMN(object, facts, num_hashes);
+        facts.tokens.count = static_cast<Int>(num_tokens);
+        facts.tokens.ids.assign(message.data + tokens_at, message.data + tokens_at + 4 * num_tokens);
+        ReadColumn(ATTRIBUTE(object, "num_hashes").get(), &facts.num_hashes);
         ReadHashes(ATTRIBUTE(object, "hashes").get(), &facts.hashes);
     }
-    COLUMN(object, part->cache, jobs_done);
+    ReadColumn(ATTRIBUTE(object, "jobs_done").get(), &part->cache.jobs_done);
     run.extra.resize(num_extra);
     const uint8_t* const extra = message.data + message.size - 4 * num_extra;
     for (size_t row = 0; row < num_extra; ++row) {

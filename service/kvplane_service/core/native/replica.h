@@ -117,8 +117,8 @@ class Replica {
         Requests& requests = blocks.requests;
         GivenHashes given;
         given.Begin(news.num_hashes, news.hashes);
-        MadeHashes made(news.tokens, part.news_made, facts.hasher, &result->hashed_news);
-        const bool has_tokens = news.num_token_ids > 0;
+        MadeHashes made(news.tokens.ids, part.news_made, facts.hasher, &result->hashed_news);
+        const bool has_tokens = news.tokens.count > 0;
         for (size_t row = 0; row < news.slot.size(); ++row) {
             const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0);
             requests.Add(slot, news.num_tokens[row], std::min(most ? most : spec.max_model_len, spec.max_model_len));

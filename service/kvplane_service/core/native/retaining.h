@@ -48,7 +48,7 @@ class Retainer {
         if (retained_.each().empty()) return;
         Int next = kForever;
         for (const auto& [number, one] : retained_.each()) next = std::min(next, one.until_ns);
-        result->OfTiers().next_end_ns = {static_cast<uint64_t>(next)};
+        result->OfTiers().retained.next_end_ns = {next};
     }
 
   private:
@@ -123,7 +123,7 @@ class Retainer {
     }
 
     static void Answer(Int hit, Int count, Int left, RetainOutcome outcome, PartResult* result) {
-        JobOrders::AddRow<4>(&result->OfTiers().retained, {hit, count, left, outcome});
+        AddRow(&result->OfTiers().retained, {hit, count, left, outcome});
     }
 
     Coordinator& blocks_;

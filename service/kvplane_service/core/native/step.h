@@ -1,21 +1,12 @@
-// A step and its result, in columns: one entry per row, or none where every row has the default.
+// A step and its result. The sections are generated (`sections.h`).
 #pragma once
 
 #include "cache_events.h"
+#include "sections.h"
 
 namespace kvplane {
 
-struct Hashes {
-    const uint8_t* data = nullptr;
-    size_t size = 0;
-};
-
-struct Facts {
-    Column slot, computed, appended, num_hashes, commit, end, fence, release_skipped, hint;
-    Int num_tokens = 0;  // ids in the column `tokens`
-    bool tokens_fit = true;
-    std::vector<uint8_t> tokens;  // u32, if they fit
-    Hashes hashes;
+struct Facts : FactsFields {
     // Whether the rows do nothing but append tokens and hashes.
     bool OnlyAppend() const {
         return computed.empty() && commit.empty() && end.empty() && fence.empty() && release_skipped.empty() &&
@@ -23,60 +14,15 @@ struct Facts {
     }
 };
 
-struct Cache {
-    Column failed_steps, evicted, released, loads_over, jobs_done, jobs_failed, costs_ns, mismatched;
-    Int jobs_before = 0, hits_checked = 0;
-    bool reset = false;
-
+struct Cache : CacheFields {
     bool NamesJobs() const { return !jobs_done.empty() || !jobs_failed.empty() || jobs_before > 0; }
-};
-
-struct News {
-    Column slot, num_tokens, num_hashes, skip_reading, max_tokens, hint;
-    Int num_token_ids = 0, num_extra_keys = 0, num_traceparents = 0;
-    bool tokens_fit = true;
-    std::vector<uint8_t> tokens;  // u32, if they fit
-    Hashes hashes;
-    std::vector<std::string> request_id, domain;
-};
-
-struct Run {
-    Column slot, extra, cap, lookahead, in_flight, flags, victims, reserved;
-    Int on_refusal = kPreempt;
-};
-
-struct Admit {
-    Column slot, extra, cap, lookahead, external, expected_hit, encoder_tokens, reserved, watermark, flags, hit_limit,
-        min_new, single_group_hit;
-    std::vector<uint64_t> skip_zero_groups;
-    Int max_running = kUnlimited, on_refusal = kStop;
-    bool only_if_no_preemption = false;
-};
-
-struct Peek {
-    Column slot, limit;
-    bool with_blocks = false;
 };
 
 constexpr Int kNoRequest = kUnlimited;  // in Prefetch::slot: the row gives hashes
 
-struct Prefetch {
-    Column slot, num_hashes, within_ns;
-    Hashes hashes;
-    std::vector<std::string> domain;
-};
-
-struct Retain {
-    Column num_hashes, priority, until_ns, percent, now_ns;
-    Hashes hashes;
-    std::vector<std::string> domain, owner;
-
+struct Retain : RetainFields {
     bool empty() const { return num_hashes.empty() && now_ns.empty(); }
     Int time_ns() const { return now_ns.empty() ? 0 : now_ns[0]; }
-};
-
-struct Budget {
-    Int tokens = kUnlimited, input = kUnlimited, overhead = 0;
 };
 
 // Hashes that Python made of the tokens of a part; kHashedHere for rows whose tokens are hashed by the core.
@@ -150,6 +96,15 @@ struct BlockLists {
     }
 };
 
+// Adds a row to a table: an entry to each column that has one for each row.
+template <typename Table>
+void AddRow(Table* table, std::initializer_list<Int> row) {
+    auto value = row.begin();
+    for (const auto& column : ColumnsOf(*table)) {
+        if (column.is_by_row) (table->*column.of).push_back(*value++);
+    }
+}
+
 // What a part orders of the movers of tiers, in the order of LOAD_COLUMNS, SAVE_COLUMNS and MOVE_COLUMNS of
 // `kvplane.base.step`; and new versions of slots.
 struct JobOrders {
@@ -164,11 +119,6 @@ struct JobOrders {
 
     bool empty() const { return load.empty() && save.empty() && move.empty() && stamp.empty(); }
     size_t num_values() const { return 7 * load.size() + 6 * (save.size() + move.size()); }
-
-    template <size_t N>
-    static void AddRow(std::array<Values, N>* columns, const std::array<Int, N>& row) {
-        for (size_t at = 0; at < N; ++at) (*columns)[at].push_back(static_cast<uint64_t>(row[at]));
-    }
 
     // Returns the rows, and makes room for as many.
     JobOrders Take() {
@@ -194,10 +144,9 @@ struct JobOrders {
 // What a part answers only with tiers, or with retained prefixes.
 struct TierAnswer {
     Column admit_job, admit_tier_tokens;
-    std::array<JobOrders::Values, 6> declined;  // in the order of `kvplane.base.declined`
-    std::array<JobOrders::Values, 3> prefetched;  // in the order of `kvplane.base.prefetch`
-    std::array<JobOrders::Values, 4> retained;  // in the order of `kvplane.base.retain`
-    JobOrders::Values next_end_ns;
+    Declined declined;
+    Prefetched prefetched;
+    Retained retained;
     JobOrders orders;
     std::vector<std::pair<Int, CacheEvents>> events;  // with the medium of their tier
 };

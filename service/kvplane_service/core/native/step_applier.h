@@ -368,8 +368,8 @@ class StepApplier {
     void ReportDeclined(size_t at, const Choice& choice) {
         const LoadPlan& passed = choice.passed ? *choice.passed : *choice.plan;
         const Int times[] = {passed.load_ns, passed.compute_ns};
-        JobOrders::AddRow<6>(&result_.OfTiers().declined, {static_cast<Int>(at), choice.why, passed.Farthest(),
-                                                           passed.hit.num_tokens, times[0], times[1]});
+        AddRow(&result_.OfTiers().declined, {static_cast<Int>(at), choice.why, passed.Farthest(),
+                                              passed.hit.num_tokens, times[0], times[1]});
     }
 
     void ReportAdmission(size_t at, Int slot) {

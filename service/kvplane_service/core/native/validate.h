@@ -141,10 +141,10 @@ class StepValidator {
                                      &facts.fence, &facts.release_skipped, &facts.hint}) {
             if (!Fits(*column, facts.slot)) return false;
         }
-        if (facts.num_tokens) {
+        if (facts.tokens.count) {
             Int sum = 0;
             for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
-            if (facts.num_tokens != sum || !facts.tokens_fit) return false;
+            if (facts.tokens.count != sum || !facts.tokens.fit) return false;
         }
         if (!Within(facts.hint, kUnchanged, MostHint())) return false;
         size_t size = 0;
@@ -170,7 +170,7 @@ class StepValidator {
         const Int *const limit = requests_.limit.data(), *const num_tokens = requests_.num_tokens.data();
         const Int* const appended = facts.appended.empty() ? nullptr : facts.appended.data();
         const uint8_t *const live = requests_.live.data(), *const held = requests_.held.data();
-        const uint8_t *const by_service = requests_.by_service.data(), has_tokens = facts.num_tokens > 0;
+        const uint8_t *const by_service = requests_.by_service.data(), has_tokens = facts.tokens.count > 0;
         bool accepts = true;
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             const Int slot = facts.slot[row], count = appended == nullptr ? 0 : appended[row];
@@ -199,7 +199,7 @@ class StepValidator {
         Slot& known = Look(slot);
         if (!known.live || !Within(appended, 0, known.limit - known.num_tokens)) return false;
         known.num_tokens += appended;
-        if (appended && known.by_service != (facts.num_tokens > 0)) return false;
+        if (appended && known.by_service != (facts.tokens.count > 0)) return false;
         const Int commit = Entry(facts.commit, row, kUnchanged);
         if (commit != kUnchanged && (!LoadHasStarted(slot) || asked_to_load_.contains(slot))) return false;
         for (const Int value :
@@ -267,8 +267,8 @@ class StepValidator {
         if (news.num_tokens.size() != rows || !Within(news.num_tokens, 1, spec_.max_model_len)) return false;
         Int sum = 0;
         for (const Int one : news.num_tokens) sum += one;
-        const bool by_service = news.num_token_ids > 0;
-        if (by_service && (news.num_token_ids != sum || news.hashes.size || !news.tokens_fit)) return false;
+        const bool by_service = news.tokens.count > 0;
+        if (by_service && (news.tokens.count != sum || news.hashes.size || !news.tokens.fit)) return false;
         size_t size = 0;
         if (!DigestSize(news.hashes, news.num_hashes, &size)) return false;
         for (size_t row = 0; row < rows; ++row) {

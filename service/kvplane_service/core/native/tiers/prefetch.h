@@ -65,7 +65,7 @@ class Prefetcher {
     }
 
     static void Add(Int hit, Int ordered, PrefetchOutcome outcome, PartResult* result) {
-        JobOrders::AddRow<3>(&result->OfTiers().prefetched, {hit, ordered, outcome});
+        AddRow(&result->OfTiers().prefetched, {hit, ordered, outcome});
     }
 
     Tier& TierAt(Int number) { return tiers_.each[static_cast<size_t>(number)]; }
