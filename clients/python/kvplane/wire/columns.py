@@ -55,13 +55,15 @@ class Columns:
 
     Attributes:
         each: the columns.
+        first: index of the first column with one entry per row; None if there is none.
         read: returns the values of all of them, from kvplane's type or the message, in one call.
     """
 
-    __slots__ = ("each", "read")
+    __slots__ = ("each", "first", "read")
 
     def __init__(self, *columns: Column) -> None:
         self.each = columns
+        self.first = next((at for at, column in enumerate(columns) if column.by_row), None)
         self.read = values_of([column.name for column in columns])
 
 
@@ -116,9 +118,12 @@ def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int
     return memoryview(raw).cast("Q")
 
 
-def pack_section(section: object, columns: Columns, where: str) -> dict[str, Any]:
-    """Return the non-empty columns of a section as packed bytes, by field name."""
-    given = getattr(section, "__dict__", None)  # of a `made_when_read` section: a column that is missing is empty
+def pack_section(
+    section: object, columns: Columns, where: str, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the non-empty columns of a section as packed bytes, by field name. `given`: the fields that there are of
+    a section whose fields are made when they are read.
+    """
     values = columns.read(section) if given is None else [given.get(column.name) for column in columns.each]
     if not any(values):
         return {}  # as most sections of most steps are
@@ -141,17 +146,21 @@ def unpack_section(message: object, columns: Columns, where: str, *, to_lists: b
     packed = columns.read(message)
     if not any(packed):
         return unpacked
-    rows = -1
-    for (name, code, by_row, highest, packed_from), raw in zip(columns.each, packed, strict=True):
+    rows = -1 if columns.first is None or packed[columns.first] else 0
+    for column, raw in zip(columns.each, packed):  # noqa: B905 - `strict` is slow, and every step comes here
         if not raw:
-            if by_row and rows < 0:
-                rows = 0
             continue
+        name, code, by_row, highest, packed_from = column
         if packed_from is not None and len(raw) > packed_from * _SIZES[code]:
             unpacked[name] = _unpack_to_array(raw, code, where, name)
             continue
-        column = _unpack_to_array(raw, code, where, name)
-        values = unpacked[name] = column.tolist() if to_lists else column
+        values: Sequence[int]
+        if not to_lists or _SWAP or len(raw) % _SIZES[code]:
+            values = _unpack_to_array(raw, code, where, name)
+            values = values.tolist() if to_lists else values
+        else:
+            values = array(code, raw).tolist()
+        unpacked[name] = values
         if by_row and len(values) != rows:
             if rows >= 0:
                 raise wrong_rows(f"{where}.{name}", len(values), rows)

@@ -55,7 +55,7 @@ class _Section:
 
     def __init__(self, name: str, message: Any, of: Section) -> None:  # noqa: ANN401
         codes = {column.name: column.code for column in of.columns.each}
-        codes |= {other.name: "" for other in of.others if other.kind == "hashes"}
+        codes |= {other.name: "" for other in of.others.values() if other.kind == "hashes"}
         names = sorted(codes, key=lambda one: _tag(message, one))
         self.tag = _tag(pb.Part, name)
         self.each = [(_tag(message, one), one, codes[one]) for one in names]

@@ -34,11 +34,6 @@ class Other(NamedTuple):
     optional: bool = False
     highest: int = 0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the message has the same value as kvplane's type, also where it is absent."""
-        return not self.optional and self.kind in ("hashes", "flag", "u32", "u64")
-
 
 class Section:
     """The description of a section: its columns and other fields, in the order of the contract.
@@ -47,12 +42,14 @@ class Section:
         kind: kvplane's type.
         columns: all columns.
         tables: columns that have equal numbers of rows, by table.
-        others: fields that are no columns.
-        plain, turned: names of those whose value is the same in the message, and the other ones.
+        others: fields that are no columns, by name; below, the names of some.
+        plain: those whose value is the same in the message, also where it is absent.
+        lists: those that have one entry per row, or none.
         inner: sections in this one, by the name of the field.
+        made_when_read: whether fields of the type may be missing, see `kvplane.base.when_read`.
     """
 
-    __slots__ = ("columns", "inner", "kind", "others", "plain", "tables", "turned")
+    __slots__ = tuple("kind columns tables others defaults optional choices lists plain inner made_when_read".split())
 
     def __init__(
         self,
@@ -64,10 +61,17 @@ class Section:
         self.kind = kind
         self.columns = Columns(*[column for table in tables for column in table.each])
         self.tables = tables
-        self.others = others
-        self.plain = [other.name for other in others if other.is_plain]
-        self.turned = [other for other in others if not other.is_plain]
+        self.others = {other.name: other for other in others}
+        self.defaults = [(other.name, other.default) for other in others]
+        self.optional = [other.name for other in others if other.optional]
+        self.choices = [other for other in others if other.kind == "choice"]
+        self.lists = [
+            (other.name, other.kind == "keys") for other in others if other.kind in ("texts", "digests", "keys")
+        ]
+        turned = {*self.optional, *(other.name for other in self.choices), *(name for name, _ in self.lists)}
+        self.plain = [name for name in self.others if name not in turned]
         self.inner = inner or {}
+        self.made_when_read = "__slots__" not in vars(kind)
 
 
 # Sections are passed as dicts: to build a message from messages, protobuf would copy the columns at each level.
@@ -78,12 +82,12 @@ def encode_section(section: object, of: Section, where: str) -> dict[str, Any]:
         InvalidArgument: a number does not fit; the error's field is `where` and the name of the field.
         TypeError: a value has a wrong type.
     """
-    fields = pack_section(section, of.columns, where)
-    given: Mapping[str, Any] | None = getattr(section, "__dict__", None)  # of what is made when read: a missing field
-    for name, kind, default, _, _ in of.others:
+    given = vars(section) if of.made_when_read else None  # a field that is missing is empty
+    fields = pack_section(section, of.columns, where, given)
+    for name, default in of.defaults:
         value = getattr(section, name) if given is None else given.get(name, default)
         if value is not default and value != default and (value or default):
-            fields[name] = _encode(value, kind, where, name)
+            fields[name] = _encode(value, of.others[name].kind, where, name)
     if given is not None:
         for name, inner in of.inner.items():
             if name in given and (packed := encode_section(given[name], inner, f"{where}.{name}")):
@@ -115,19 +119,18 @@ def decode_section(message: Message, of: Section, where: str, *, to_lists: bool 
     """
     fields: dict[str, Any] = {}
     for columns in of.tables:
-        if found := unpack_section(message, columns, where, to_lists=to_lists):
-            fields = {**fields, **found} if fields else found
+        found = unpack_section(message, columns, where, to_lists=to_lists)
+        fields = {**fields, **found} if fields else found
     for name in of.plain:
         fields[name] = getattr(message, name)
-    for name, kind, default, optional, highest in of.turned:
-        if optional:
-            if message.HasField(name):
-                fields[name] = getattr(message, name)
-        elif kind == "choice":
-            fields[name] = _choice(getattr(message, name), default, highest, where)
-        else:
-            values = getattr(message, name)
-            fields[name] = list(map(decode_extra_keys, values) if kind == "keys" else values)
+    for name, is_keys in of.lists:
+        values = getattr(message, name)
+        fields[name] = list(map(decode_extra_keys, values) if is_keys else values)
+    for name in of.optional:
+        if message.HasField(name):
+            fields[name] = getattr(message, name)
+    for choice in of.choices:
+        fields[choice.name] = _choice(getattr(message, choice.name), choice, where)
     if of.inner:
         for name, inner in of.inner.items():
             if message.HasField(name):
@@ -140,17 +143,18 @@ def check_rows(section: object, of: Section, rows: int, where: str) -> None:
     """Raise InvalidArgument if a list of texts or keys of a section with this number of rows has neither as many
     entries nor none.
     """
-    for name, kind, *_ in of.others:
-        if kind in ("texts", "keys") and len(getattr(section, name)) not in (0, rows):
-            raise wrong_rows(f"{where}.{name}", len(getattr(section, name)), rows)
+    for name, _ in of.lists:
+        entries = len(getattr(section, name))
+        if entries and entries != rows:
+            raise wrong_rows(f"{where}.{name}", entries, rows)
 
 
-def _choice(value: int, default: OnRefusal, highest: int, where: str) -> OnRefusal:
+def _choice(value: int, of: Other, where: str) -> OnRefusal:
     if value == 0:
+        default: OnRefusal = of.default
         return default
-    if not 0 < value <= highest:
-        names = ", ".join(choice.name for choice in OnRefusal if choice < highest)
-        raise InvalidArgument(
-            f"{value} is not valid for this section", field=f"{where}.on_refusal", remedy=f"use one of {names}"
-        )
+    if not 0 < value <= of.highest:
+        found, names = f"{value} is not valid for this section", [choice.name for choice in OnRefusal]
+        remedy = f"use one of {', '.join(names[: of.highest])}"
+        raise InvalidArgument(found, field=f"{where}.{of.name}", remedy=remedy)
     return OnRefusal(value - 1)

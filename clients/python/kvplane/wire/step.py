@@ -82,7 +82,9 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
         packed = encode_section(value, of, f"{where}.{name}")
         if packed or name == "resume":
             fields[name] = packed
-    fields.update((name, True) for name in _FLAGS if getattr(part, name))
+    for name in _FLAGS:
+        if getattr(part, name):
+            fields[name] = True
     return fields
 
 
