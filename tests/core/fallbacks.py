@@ -26,10 +26,10 @@ def _forbid_copies(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     """A step copies the state only to continue requests: a copy takes seconds for a million blocks."""
     apply, load, may_copy = native.NativeReplica._apply, native.loaded_copy, [True]
 
-    def applied(core: Any, step: Step, why: int, alone: bool) -> StepResult:
+    def applied(core: Any, step: Step, alone: bool) -> StepResult:
         may_copy.append(any(part.resume is not None for part in step.parts))
         try:
-            result: StepResult = apply(core, step, why, alone)
+            result: StepResult = apply(core, step, alone)
             return result
         finally:
             may_copy.pop()

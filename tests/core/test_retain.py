@@ -12,10 +12,11 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, EvictionPolicy
 from kvplane.base.retain import MAX_RETAINED, MAX_RETAINED_NS, MAX_RETAINED_PER_BLOCK, Retain, RetainOutcome
 from kvplane.base.step import Part, Step
-from kvplane_service.core import inspect, retaining
+from kvplane_service.core import inspect
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.decisions.text import operation_lines
-from tests.core.builders import Engine, digests, full, state, window
+from tests.core.builders import Engine, digests, full, new_replica, state, window
+from tests.core.test_split import split_spec
 
 TEXT = "aaaabbbbcccc"
 RETAINED, RELEASED, OVER_BUDGET, TOO_MANY, OTHER_OWNER = list(RetainOutcome)[:5]
@@ -298,10 +299,10 @@ def test_a_wrong_row_is_named_and_changes_nothing(field):
 
 
 def test_split_pages_are_refused_by_name():
-    spec = replace(Engine(full()).spec, blocks_per_state=4)
+    replica = new_replica(split_spec())
     with pytest.raises(InvalidArgument, match="split pages") as refused:
-        retaining.check_retain(rows_for(holding()), spec, "")
-    assert refused.value.field == "retain"
+        replica.apply(Step(0, 1, [Part(retain=rows_for(holding()))]))
+    assert refused.value.field == "parts[0].retain"
 
 
 def test_a_decision_says_what_is_retained():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +26,12 @@ from kvplane.base.step import (
     Run,
     Step,
 )
+from kvplane_service import core
+from kvplane_service.core.reasons import TEXTS
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import MAX_SLOTS
 from kvplane_service.core.setup import check_spec
+from kvplane_service.core.state import digest as state_digest
 from kvplane_service.core.validate import MAX_LOOKAHEAD
 from tests.core.builders import (
     BLOCK,
@@ -43,6 +48,11 @@ from tests.core.builders import (
     tokens,
     window,
 )
+
+try:
+    from kvplane_service.core import native
+except ImportError:  # it is not compiled
+    native = None  # type: ignore[assignment]
 
 MOST = 64  # max_model_len of the engine below
 TOKENS, HASHES, HELD, WAITING, FREE_SLOT = range(5)
@@ -64,14 +74,31 @@ def engine():
 
 
 def refusal(engine, *parts, **fields):
-    """The error of the step, after which the replica is as before and takes the next good step."""
+    """The error of the step, on both cores, after which the replica is as before and takes the next good step."""
     before = engine.digest
     step = Step(0, engine.seq + 1, list(parts), **{"executed_through": 2, **fields})
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.apply(step)
     assert engine.digest == before
+    same_on_compiled(engine.replica.reference(), lambda core: core.apply(step), caught.value)
     engine.idle()
     return caught.value
+
+
+def same_on_compiled(replica, refused, error):
+    """A compiled core in the same state refuses with the same words, and is as before."""
+    if native is None:
+        return
+    core = native.NativeReplica.of(replica)
+    before = state_digest(core)
+    with pytest.raises(InvalidArgument) as caught:
+        refused(core)
+    assert named(caught.value) == named(error)
+    assert state_digest(core) == before
+
+
+def named(error):
+    return error.message, error.field, error.remedy
 
 
 ROWS = {  # field -> parts that are refused for it
@@ -284,6 +311,27 @@ def test_content_of_a_lookup_is_validated_like_a_new_request(engine):
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.digests_of(News([0], [2], [1]))
     assert caught.value.field == "parts[0].news.tokens"
+    same_on_compiled(engine.replica.reference(), lambda core: core.digests_of(News([0], [2], [1])), caught.value)
+    alone = Part(news=News([TOKENS], [1], [1]), admit=Admit([TOKENS]), cache=Cache(jobs_done=[1]))
+    with pytest.raises(InvalidArgument, match="job 1 was not ordered") as caught:
+        engine.replica.check_alone(alone)
+    same_on_compiled(engine.replica.reference(), lambda core: core.check_alone(alone), caught.value)
+
+
+REFUSES = re.compile(r'(?:[Rr]efuse\((?:[^"()]*\? )?|Refused\{\{)"([a-z ]+)"')
+
+
+def test_both_cores_give_the_reasons_that_have_texts():
+    """And no others: a reason without a text would be no error for people."""
+    folder = Path(core.__file__).parent
+    files = {"validate.py", "open_step.py", "resume.py"}
+    of_python = "".join((folder / name).read_text() for name in files)
+    of_compiled = "".join(path.read_text() for path in (folder / "native").rglob("*.h"))
+    assert not [reason for reason in TEXTS if f'"{reason}"' not in of_python]
+    assert not [reason for reason in TEXTS if f'"{reason}"' not in of_compiled]
+    given = set(REFUSES.findall(re.sub(r"\s+", " ", of_compiled)))
+    assert given <= set(TEXTS)
+    assert len(given) > len(TEXTS) * 0.9
 
 
 # -- specs -------------------------------------------------------------------------------------------------------------

@@ -41,9 +41,7 @@ def slots_of(core: Any) -> object:
     tiers = core.tiers
     names = ("num_slots", "num_held", "num_shadows", "num_retained", "num_free", "hit_tokens", "uses")
     counts = [[getattr(tier, name) for name in names] for tier in tiers.each]
-    last = tiers.last_job if counts else 0  # without tiers it is no part of the state
-    jobs = [tiers.load_after(job) for job in range(max(1, last - 9), last + 2)]
-    return counts, tiers.counters, tiers.has_keys, tiers.open_jobs(), last, jobs, tiers.stored_events()
+    return counts, tiers.counters, tiers.has_keys, tiers.open_jobs(), tiers.stored_events()
 
 
 def holed(stored: Entries, rng: Random) -> Entries:

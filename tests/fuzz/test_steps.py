@@ -88,8 +88,16 @@ def test_keys_that_a_recovery_loses_are_caught(monkeypatch):
     assert is_seen()
 
 
-def test_a_step_that_falls_back_without_need_is_caught(monkeypatch):
-    monkeypatch.setattr(native._native, "apply", lambda *_: native.REFUSED)
+def test_a_refusal_of_another_row_or_reason_is_caught(monkeypatch):
+    def first_row(core, step, *others):
+        try:
+            return apply(core, step, *others)
+        except native._native.Refused as refused:
+            reason, part, column, row, values = refused.args
+            raise native._native.Refused(reason, part, column, max(row - 1, -1), values) from None
+
+    apply = native._native.apply
+    monkeypatch.setattr(native._native, "apply", first_row)
     assert is_seen()
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
+from kvplane.base.groups import MAX_TOKENS, CommitRule
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -38,13 +38,12 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.coordinator import Growth
 from kvplane_service.core.facts import Update
-from kvplane_service.core.interface import RequestColumns
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.part_rows import AdmitRow, PartRows, admit_section, facts_section, run_section
+from kvplane_service.core.reasons import NONE, Refusal
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 from kvplane_service.core.step_applier import StepApplier
-from kvplane_service.core.tiers.checks import check_loaded
 from kvplane_service.core.validate import MAX_LOOKAHEAD, StepValidator
 
 NO_SLOT = -1
@@ -242,8 +241,7 @@ class OpenStep:
         after it.
         """
         self._validator.check_row(Part(cache=cache), self.seq)
-        if self.loads.intersection(cache.released):
-            raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
+        self._require(not self.loads.intersection(cache.released), "load released", "cache.released")
         if self._section > _Section.CACHE or self._rows.cache is not None:
             self._close_part()
             self._open_part()
@@ -381,9 +379,8 @@ class OpenStep:
         Returns None, and allocates nothing, if too few blocks are free. The other arguments are the row's entries in
         the columns of `Run`.
         """
-        check_loaded(slot, self._tracker.loads_from_tiers(slot))
         requests = self._requests
-        end = check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot))
+        end = self._end_of_run(slot, num_new)
         extra = end - requests.num_tokens[slot]
         if self._aligns:
             flags |= UNALIGNED
@@ -409,6 +406,21 @@ class OpenStep:
         self.granted.add(slot)
         return new
 
+    def _end_of_run(self, slot: int, num_new: int) -> int:
+        """Return where a row of a running request ends; raise InvalidArgument if it cannot be granted the tokens."""
+        spec, requests = self._replica.spec, self._requests
+        self._require(not self._tracker.loads_from_tiers(slot), "waits", "slot", slot)
+        self._require(requests.is_live(slot) and requests.running[slot], "not running", "slot", slot)
+        granted = spec.commit is CommitRule.SAFE and self.is_granted(slot)
+        self._require(not granted, "granted", "slot", slot)
+        computed = requests.computed[slot]
+        self._require(0 < num_new <= spec.max_model_len - computed, "new after", "num_new", num_new, computed)
+        return computed + num_new
+
+    def _require(self, holds: bool, reason: str, column: str, *values: int) -> None:
+        if not holds:
+            raise Refusal(reason, NONE, column, NONE, values).error(self._replica.spec, Part())
+
     def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
         """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing and is not recorded."""
         if not self._requests.is_live(slot):
@@ -424,7 +436,9 @@ class OpenStep:
         row = row_of(slot, num_hit, num_new, terms, self._num_tokens(slot), self._decode_flags)
         if not self._is_plain_admission(row):
             self._validator.check_row(Part(admit=admit_section([row])), self.seq)
-        check_admitted(self._replica.spec, num_hit, num_new, terms)
+        start = num_hit + terms.external
+        fits = 0 <= num_new <= self._replica.spec.max_model_len - start
+        self._require(fits, "new behind hit", "num_new", num_new, num_hit, terms.external)
         self._enter(_Section.ADMIT, slot)
         if self._applier is None:
             self._applier = StepApplier(self._blocks, self._tracker, Budget(), self._result, self.seq)
@@ -456,21 +470,6 @@ class OpenStep:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
 
 
-def check_run(spec: ReplicaSpec, requests: RequestColumns, slot: int, num_new: int, is_granted: bool) -> int:
-    """Return where a row of a running request ends; raise InvalidArgument if `num_new` tokens cannot be granted in this
-    step, in which the request has tokens already if `is_granted`.
-    """
-    if not (requests.is_live(slot) and requests.running[slot]):
-        raise InvalidArgument(f"slot {slot} has no running request", field="slot")
-    if spec.commit is CommitRule.SAFE and is_granted:
-        raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
-    computed = requests.computed[slot]
-    if not 0 < num_new <= spec.max_model_len - computed:
-        message = f"{num_new} new tokens after {computed} computed ones: give 1 to max_model_len in all"
-        raise InvalidArgument(message, field="num_new")
-    return computed + num_new
-
-
 def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitTerms, num_tokens: int, flags: int) -> AdmitRow:
     """Return the row of an admission of a request of `num_tokens` tokens; `flags` are set with those of `terms`."""
     return AdmitRow(
@@ -488,10 +487,3 @@ def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitTerms, num_tokens:
         skip_zero_groups=terms.skip_zero_groups,
         single_group_hit=terms.single_group_hit,
     )
-
-
-def check_admitted(spec: ReplicaSpec, num_hit: int, num_new: int, terms: AdmitTerms) -> None:
-    """Raise InvalidArgument if an admission cannot be granted `num_new` tokens."""
-    if not 0 <= num_new <= spec.max_model_len - num_hit - terms.external:
-        message = f"{num_new} new tokens after {num_hit} + {terms.external}: give 0 to max_model_len in all"
-        raise InvalidArgument(message, field="num_new")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
@@ -61,14 +60,6 @@ def note_admitted(pool: BlockPool, requests: Requests, slot: int, num_hit: int) 
 def are_hints(spec: ReplicaSpec, column: Sequence[int], least: int = 0) -> bool:
     """Whether the entries are hints that the engine of this replica has announced, or `least`."""
     return not column or (least <= min(column) and max(column) < max(1, spec.hint_values))
-
-
-def check_hints(spec: ReplicaSpec, column: Sequence[int], least: int, field: str) -> None:
-    """Raise InvalidArgument unless `are_hints`."""
-    if not are_hints(spec, column, least):
-        announced = f"the replica was registered with hint_values {spec.hint_values}"
-        remedy = "announce the number of hints as hint_values of the registration, and send hints below it"
-        raise InvalidArgument(f"{announced}, found {min(column)} to {max(column)}", field=field, remedy=remedy)
 
 
 def note_hint(pool: BlockPool, requests: Requests, slot: int, hint: int) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import Medium, ReplicaSpec
+from kvplane.base.groups import Medium
 from kvplane.base.hashing import split_hashes
 from kvplane.base.retain import (
-    MAX_OWNER_CHARS,
-    MAX_RETAINED_NS,
     Retain,
     Retained,
     RetainOutcome,
@@ -20,28 +17,6 @@ from kvplane_service.core.keys import Key
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.retained import DEVICE, Name, RetainedBlocks, Retention
-
-
-def check_retain(rows: Retain, spec: ReplicaSpec, where: str) -> None:
-    """Raise InvalidArgument for rows of a replica with split pages, for prefixes without a hash, and for ends too far
-    away. The caller checks the columns and the hashes.
-    """
-    if spec.blocks_per_state > 1 and rows.num_hashes:
-        what = "a replica with split pages retains nothing: its superblocks are evicted as a whole"
-        raise InvalidArgument(what, field=f"{where}retain", remedy="register it with another planner")
-    for row, count in enumerate(rows.num_hashes):
-        if count < 1 or count * spec.hash_block_size > spec.max_model_len:
-            what = f"{count} hashes are not 1 to {spec.max_model_len // spec.hash_block_size}"
-            remedy = "give the full blocks of a prompt of max_model_len at most"
-            raise InvalidArgument(what, field=f"{where}retain.num_hashes[{row}]", remedy=remedy)
-    for row, until_ns in enumerate(rows.until_ns):
-        if until_ns > rows.time_ns + MAX_RETAINED_NS:
-            what = f"the end is {until_ns - rows.time_ns} ns behind now_ns"
-            field, remedy = f"{where}retain.until_ns[{row}]", f"give at most {MAX_RETAINED_NS} ns, and now_ns"
-            raise InvalidArgument(what, field=field, remedy=remedy)
-    if any(len(owner) > MAX_OWNER_CHARS for owner in rows.owner):
-        field, remedy = f"{where}retain.owner", f"give at most {MAX_OWNER_CHARS} characters"
-        raise InvalidArgument("the name of an owner is too long", field=field, remedy=remedy)
 
 
 def retain(blocks: Coordinator, rows: Retain, result: Retained) -> None:

@@ -44,13 +44,13 @@ from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
 from kvplane_service.core.native.transfer import check_image, dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
 from kvplane_service.core.pool import INSIDE
+from kvplane_service.core.reasons import Refusal
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
-from kvplane_service.core.replica import Replica, check_alone
+from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.state_entries import hasher_of
 
 SOURCES = _native.SOURCES
-REFUSED, HAS_TOKENS, RESUMES = range(1, 4)  # why a step is not applied at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +120,28 @@ class NativeReplica:
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step, see `Replica.apply`."""
-        self._copy = None
-        applied = _native.apply(self._core, step, False)
-        return self._apply(step, applied, False) if isinstance(applied, int) else applied
+        return self._apply(step, alone=False)
 
     def apply_concurrently(self, step: Step) -> StepResult:
         """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
         this replica meanwhile waits for the step.
         """
-        applied = _native.apply(self.changed(), step, True)
-        return self._apply(step, applied, True) if isinstance(applied, int) else applied
+        return self._apply(step, alone=True)
 
-    def _apply(self, step: Step, why: int, alone: bool) -> StepResult:
-        """Apply a step that the core does not apply at once."""
-        if why != HAS_TOKENS:
-            validator = self._requests.validator(self.spec, self.executed_through, self.busy_blocks, self.tiers)
-            validator.check(step)  # names the fault
-        if why == REFUSED:
-            self._fall_back(f"step {step.seq} has values that it does not accept")
-        if why == RESUMES:
-            check_image(self, step, self._shown)  # before a copy of the whole state is made
-        if why != HAS_TOKENS:
-            replica, self._copy = self.reference(), None
-            result = replica.apply(step)
-            self._take_over(replica)
-            return result
-        return _native.apply_hashed(self._core, self.hashers.hash(step), alone)
+    def _apply(self, step: Step, alone: bool) -> StepResult:
+        try:
+            applied = _native.apply(self.changed(), step, alone, self.hashers.hash)
+        except _native.Refused as refused:
+            raise Refusal(*refused.args).error(self.spec, step) from None
+        return self._resume(step) if applied is None else applied
+
+    def _resume(self, step: Step) -> StepResult:
+        """Apply a step that continues requests."""
+        check_image(self, step, self._shown)  # before a copy of the whole state is made
+        replica, self._copy = self.reference(), None
+        result = replica.apply(step)
+        self._take_over(replica)
+        return result
 
     def effort_of_rows(self, rows: DecodeRows) -> int:
         """Estimate the cost of a decode step, as `effort` of replicas/applying.py does for its part."""
@@ -345,7 +341,10 @@ class NativeReplica:
 
     def check_alone(self, part: Part) -> None:
         """Raise InvalidArgument if a replica without requests could not apply the part."""
-        check_alone(self.spec, part)
+        try:
+            _native.check_alone(self._core, part)
+        except _native.Refused as refused:
+            raise Refusal(*refused.args).error(self.spec, part) from None
 
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
         """Return the published keys of these blocks, by default of all, see `Replica.entries`."""

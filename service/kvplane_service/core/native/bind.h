@@ -18,8 +18,8 @@ struct Core {
     std::unique_ptr<OpenStep> rows;  // of an engine that applies its steps row by row
     Step step;                       // the last one that was read
     std::vector<PartResult> results;
-    bool has_step = false;
-    PyObject *read = nullptr, *applied = nullptr;  // the Python step of `step`, and of `results`; not owned
+    PyObject* applied = nullptr;               // the Python step of `step` and `results`; not owned
+    std::unique_ptr<StepValidator> of_nobody;  // checks parts for a replica without requests
     HeldBlocks held;
     bool is_broken = false;  // a change has failed in its middle
     uint64_t changes = 0;    // number of changes that began
@@ -27,6 +27,8 @@ struct Core {
 };
 
 struct HalfChanged {};
+
+inline PyObject* refused_type = nullptr;  // a Python exception, with the values of `reasons.Refusal`
 
 // The core of a capsule, once no thread changes it. The interpreter's lock, which the caller has until it returns to
 // Python, then keeps other threads from the core. The state may be half changed: counts of it may be read, no more.
@@ -106,6 +108,12 @@ inline void RaiseHalfChanged() {
     }
 }
 
+inline void RaiseRefused(const Refusal& refusal) {
+    const Owned values(Tuple(ToPy(std::string(refusal.reason)), ToPy(refusal.part), ToPy(std::string(refusal.column)),
+                             ToPy(refusal.row), ToPy(refusal.values)));
+    PyErr_SetObject(refused_type, values.get());
+}
+
 // Runs `body`; a C++ exception becomes a Python one.
 template <typename F>
 PyObject* Guarded(F&& body) {
@@ -114,6 +122,8 @@ PyObject* Guarded(F&& body) {
     } catch (const Raised&) {
     } catch (const Unreadable&) {
         PyErr_SetString(PyExc_ValueError, "a value has another type or range than the core reads");
+    } catch (const Refused& refused) {
+        RaiseRefused(refused.refusal);
     } catch (const HalfChanged&) {
         RaiseHalfChanged();
     } catch (const std::bad_alloc&) {

@@ -230,8 +230,7 @@ inline PyObject* Books(PyObject*, PyObject* arguments) {
         for (const auto& [name, count] : replica.counters.All()) counts.push_back(*count);
         const BlockPool& pool = replica.blocks.pool;
         return Tuple(ToPy(pool.busy), ToPy(pool.keys_of_group), ToPy(groups), ToPy(granted), ToPy(counts),
-                     ToPy(replica.blocks.requests.loading), ToPy(pool.pairs.Names()),
-                     ToPy(replica.blocks.requests.asked));
+                     ToPy(replica.blocks.requests.loading), ToPy(pool.pairs.Names()));
     });
 }
 

@@ -36,12 +36,13 @@ inline PyObject* TakeParts(OpenStep& rows) {
     return list.Release();
 }
 
-// Changes the open step. Returns NotImplemented where `change` returns nullptr: the row is not valid.
+// Changes the open step. Throws Refused where `change` returns nullptr: the row is not valid.
 template <typename F>
 PyObject* ChangeRows(PyObject* capsule, F&& change) {
     Core& core = CoreOf(capsule);
     PyObject* answer = Change(core, [&](Replica&) { return change(RowsOf(core)); });
-    return answer != nullptr ? answer : Py_NewRef(Py_NotImplemented);
+    if (answer == nullptr) throw Refused{core.rows->refusal()};
+    return answer;
 }
 
 // open_step(core, executed_through, records) -> number of the step
@@ -138,8 +139,10 @@ inline PyObject* ExtendRow(PyObject*, PyObject* arguments) {
         const Int slot = Number(At(arguments, 1)), flags = Number(At(arguments, 5));
         Growth growth{Number(At(arguments, 2)), Number(At(arguments, 3)), Number(At(arguments, 4))};
         growth.leave_free = Number(At(arguments, 6));
-        return ChangeRows(At(arguments, 0),
-                          [&](OpenStep& rows) { return GrantedToPy(rows.Extend(slot, growth, flags), rows); });
+        return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {
+            const Granted granted = rows.Extend(slot, growth, flags);
+            return granted == Granted::kLeft ? nullptr : GrantedToPy(granted, rows);
+        });
     });
 }
 
@@ -155,7 +158,7 @@ inline PyObject* UpdateRow(PyObject*, PyObject* arguments) {
         std::vector<uint8_t> joined;
         size_t digest_size = 0;
         Int count = 0;
-        if (!ReadDigests(At(row, 3), &joined, &digest_size, &count)) return Py_NewRef(Py_NotImplemented);
+        ReadDigests(At(row, 3), &joined, &digest_size, &count);
         part.facts.slot = {Number(At(row, 0))};
         part.facts.computed = column(1, kUnchanged);
         part.facts.appended = column(2, 0);
@@ -224,15 +227,6 @@ inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
             if (status < 0) return nullptr;
             return Tuple(ToPy(status), status == kGranted ? ToPy(rows.AdmittedBlocks()) : Py_NewRef(Py_None));
         });
-    });
-}
-
-// loads_from_tiers(core, slot): whether the request waits for a load from a tier
-inline PyObject* LoadsFromTiers(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const Replica& replica = CoreOf(At(arguments, 0)).replica;
-        const Int slot = Number(At(arguments, 1));
-        return PyBool_FromLong(replica.blocks.requests.IsLive(slot) && replica.tracker.LoadsFromTiers(slot));
     });
 }
 

@@ -32,15 +32,6 @@ inline PyObject* TiersOf(PyObject*, PyObject* arguments) {
     });
 }
 
-// load_after(core, job) -> the step that a load in flight waits for; 0: none
-inline PyObject* LoadAfter(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const std::map<Int, Load>& loads = TiersIn(arguments).jobs.loads;
-        const auto load = loads.find(Number(At(arguments, 1)));
-        return ToPy(load == loads.end() ? Int{0} : load->second.after);
-    });
-}
-
 // tier_of(core, domain, group, digest) -> the number of the nearest tier that has the key; None: none has
 inline PyObject* TierOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {

@@ -404,6 +404,14 @@ inline bool ReadArrayOfU32(PyObject* object, std::vector<uint8_t>* bytes) {
     return is_u32;
 }
 
+// A number of a step. One beyond all limits of columns becomes the nearest that there is; Python's error may be set.
+inline Int Nearest(PyObject* object) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow == 0) return value;
+    return overflow > 0 ? std::numeric_limits<Int>::max() : std::numeric_limits<Int>::min();
+}
+
 inline void ReadColumn(PyObject* object, Column* column) {
     column->clear();
     if (PyList_Check(object)) {
@@ -411,10 +419,13 @@ inline void ReadColumn(PyObject* object, Column* column) {
         if (count == 0) return;
         column->resize(static_cast<size_t>(count));
         for (Py_ssize_t at = 0; at < count; ++at)
-            (*column)[static_cast<size_t>(at)] = PyLong_AsLongLong(PyList_GetItem(object, at));
+            (*column)[static_cast<size_t>(at)] = Nearest(PyList_GetItem(object, at));
         if (PyErr_Occurred()) Owned::Fail();
     } else if (!ReadBuffer(object, column)) {
-        FromPy(object, column);
+        ForEach(object, [&](PyObject* item) {
+            column->push_back(Nearest(item));
+            if (PyErr_Occurred()) Owned::Fail();
+        });
     }
 }
 

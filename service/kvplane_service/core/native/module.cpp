@@ -95,8 +95,6 @@ PyObject* New(PyObject*, PyObject* arguments) {
     });
 }
 
-enum StepKind : long { kApplied = 0, kRefusedStep = 1, kHasTokens = 2, kResumes = 3 };
-
 // Whether a part has tokens that Python hashes: those of requests with extra keys, or all.
 bool NeedsPython(const Replica& replica, const Part& part) {
     if (!part.facts.tokens.count && !part.news.tokens.count) return false;
@@ -104,27 +102,8 @@ bool NeedsPython(const Replica& replica, const Part& part) {
     return part.facts.tokens.count && replica.blocks.requests.num_outside;
 }
 
-StepKind KindOf(Core& core, PyObject* step) {
-    bool resumes = false;
-    core.has_step = false;
-    core.read = step;
-    core.applied = nullptr;
-    try {
-        ReadStep(step, &core.step, &resumes);
-    } catch (const Unreadable&) {
-        return kRefusedStep;
-    }
-    if (resumes) return kResumes;
-    // A validator that fails keeps what it notes of a step.
-    core.has_step = Change(core, [&](Replica& replica) { return replica.Accepts(core.step); });
-    if (!core.has_step) return kRefusedStep;
-    const auto needs_python = [&](const Part& part) { return NeedsPython(core.replica, part); };
-    return std::any_of(core.step.parts.begin(), core.step.parts.end(), needs_python) ? kHasTokens : kApplied;
-}
-
 // Applies the step that was read; `alone`: other threads run Python meanwhile. Returns the answer.
-PyObject* ApplyRead(Core& core, bool alone) {
-    Require(std::exchange(core.has_step, false), "no step was read");
+PyObject* ApplyRead(Core& core, PyObject* step, bool alone) {
     return Change(core, [&](Replica& replica) {
         const auto work = [&] { replica.Apply(core.step, &core.results); };
         if (alone) {
@@ -139,7 +118,7 @@ PyObject* ApplyRead(Core& core, bool alone) {
             core.held.Add(core.step.seq, &result.events);
             PyList_SetItem(list.get(), at++, ToPy(result));
         }
-        core.applied = core.read;
+        core.applied = step;
         PyObject* answer = NewObject(answers.step);
         SLOT(answer, seq, ToPy(core.step.seq));
         SLOT(answer, part, ToPy(core.step.part));
@@ -156,28 +135,54 @@ void ReadMade(PyObject* given, Made* made) {
     made->given = true;
 }
 
-// apply(core, step, alone) -> the answer, or a StepKind: why the step is not applied
+// Lets Python hash tokens of the step: per part a pair of None or (num_hashes, hashes), of facts and news. The step has
+// the hashes as long as there is this object.
+PyObject* HashOutside(Core& core, PyObject* hash, PyObject* step) {
+    const uint64_t before = core.changes;
+    Owned made(NotNull(PyObject_CallFunctionObjArgs(hash, step, nullptr)));
+    Require(core.changes == before, "a step was applied while the tokens of another one were hashed");
+    for (size_t number = 0; number < core.step.parts.size(); ++number) {
+        PyObject* of_part = At(made.get(), static_cast<Py_ssize_t>(number));
+        ReadMade(At(of_part, 0), &core.step.parts[number].facts_made);
+        ReadMade(At(of_part, 1), &core.step.parts[number].news_made);
+    }
+    return made.Release();
+}
+
+// apply(core, step, alone, function that hashes tokens of a step) -> the answer; None: the step has an image
+// Raises Refused, and changes nothing, if the step cannot be applied.
 PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
-        Check(count == 3);
+        Check(count == 4);
         Core& core = CoreOf(arguments[0]);
-        const StepKind kind = KindOf(core, arguments[1]);
-        return kind == kApplied ? ApplyRead(core, arguments[2] == Py_True) : PyLong_FromLong(kind);
+        core.applied = nullptr;
+        bool resumes = false;
+        ReadStep(arguments[1], &core.step, &resumes);
+        // A validator that fails keeps what it notes of a step.
+        if (!Change(core, [&](Replica& replica) { return replica.Accepts(core.step); }))
+            throw Refused{core.replica.refusal()};
+        if (resumes) Py_RETURN_NONE;
+        const auto needs_python = [&](const Part& part) { return NeedsPython(core.replica, part); };
+        const bool outside = std::any_of(core.step.parts.begin(), core.step.parts.end(), needs_python);
+        const Owned hashes(outside ? HashOutside(core, arguments[3], arguments[1]) : Py_NewRef(Py_None));
+        return ApplyRead(core, arguments[1], arguments[2] == Py_True);
     });
 }
 
-// apply_hashed(core, made, alone) -> the answer to the last step that `apply` was given, whose tokens were hashed
-// meanwhile; made: per part a pair of None or (num_hashes, hashes), of facts and news
-PyObject* ApplyHashed(PyObject*, PyObject* arguments) {
+// check_alone(core, part): raises Refused if a replica without requests could not apply the part
+PyObject* CheckAlone(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Core& core = CoreOf(At(arguments, 0));
-        PyObject* made = At(arguments, 1);
-        for (size_t number = 0; number < core.step.parts.size(); ++number) {
-            PyObject* of_part = At(made, static_cast<Py_ssize_t>(number));
-            ReadMade(At(of_part, 0), &core.step.parts[number].facts_made);
-            ReadMade(At(of_part, 1), &core.step.parts[number].news_made);
-        }
-        return ApplyRead(core, IsTrue(At(arguments, 2)));
+        static const Requests kNobody;
+        if (!core.of_nobody)
+            core.of_nobody = std::make_unique<StepValidator>(core.replica.spec, kNobody, nullptr, nullptr);
+        const Owned parts(PyList_New(0));
+        Append(parts, Py_NewRef(At(arguments, 1)));
+        Step step{.seq = 1};
+        bool resumes = false;
+        ReadParts(parts.get(), &step.parts, &resumes);
+        if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
+        Py_RETURN_NONE;
     });
 }
 
@@ -340,7 +345,7 @@ PyObject* Events(PyObject*, PyObject* arguments) {
 PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
     {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
-    {"apply_hashed", ApplyHashed, METH_VARARGS, "Apply the step that was read, with hashes of its tokens."},
+    {"check_alone", CheckAlone, METH_VARARGS, "Check a part for a replica without requests."},
     {"effort", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Effort)), METH_FASTCALL,
      "Estimate the cost of a decode step."},
     {"pack_with", PackWith, METH_VARARGS, "Set the layout of packed decisions."},
@@ -375,7 +380,6 @@ PyMethodDef kMethods[] = {
     {"prepare", Prepare, METH_VARARGS, "Build a pool of recovered keys."},
     {"install", InstallPool, METH_VARARGS, "Install recovered keys."},
     {"tiers", TiersOf, METH_VARARGS, "Return the slots of the tiers, and what happened to them."},
-    {"load_after", LoadAfter, METH_VARARGS, "Return the step that a load waits for."},
     {"tier_of", TierOf, METH_VARARGS, "Return the nearest tier that has a key."},
     {"tier_keys", TierKeys, METH_VARARGS, "Return the keys of a tier."},
     {"take_tier_events", TakeTierEvents, METH_VARARGS, "Return and clear the events of tiers."},
@@ -401,7 +405,6 @@ PyMethodDef kMethods[] = {
     {"cache_row", CacheRow, METH_VARARGS, "Apply a cache section."},
     {"add_row", AddRow, METH_VARARGS, "Put a new request into a slot."},
     {"admit_row", AdmitOneRow, METH_VARARGS, "Admit a waiting request."},
-    {"loads_from_tiers", LoadsFromTiers, METH_VARARGS, "Whether a request waits for a load from a tier."},
     {"is_granted", IsGranted, METH_VARARGS, "Whether a slot runs in the open step."},
     {"find_inside", FindInside, METH_VARARGS, "Find a cached prefix that the replica's own requests may use."},
     {"look_up", LookUpSlot, METH_VARARGS, "Find the cached prefix of a request, up to a limit."},
@@ -427,6 +430,10 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, kMethods, 
 
 PyMODINIT_FUNC PyInit__native() {
     PyObject* module = PyModule_Create(&kvplane::kModule);
-    if (module != nullptr && PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0) Py_CLEAR(module);
+    if (module == nullptr) return nullptr;
+    kvplane::refused_type = PyErr_NewException("_native.Refused", nullptr, nullptr);
+    if (PyModule_AddObjectRef(module, "Refused", kvplane::refused_type) < 0 ||
+        PyModule_AddStringConstant(module, "SOURCES", KVPLANE_SOURCES) < 0)
+        Py_CLEAR(module);
     return module;
 }

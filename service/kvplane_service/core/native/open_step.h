@@ -55,7 +55,7 @@ class OpenStep {
           blocks_(replica.blocks),
           requests_(replica.blocks.requests),
           tracker_(replica.tracker),
-          validator_(replica.spec, replica.blocks.requests, replica.blocks.pool, replica.blocks.tiers),
+          validator_(replica.spec, replica.blocks.requests, &replica.blocks.pool, &replica.blocks.tiers),
           row_in_(kMaxSlots, -1),
           granted_in_(kMaxSlots, -1) {}
 
@@ -96,6 +96,7 @@ class OpenStep {
     Int seq() const { return seq_; }
     Int number_of_part() const { return part_ - first_part_; }
     bool reset_done() const { return result_.reset_done; }
+    const Refusal& refusal() const { return validator_.refusal(); }  // of the last row that is not valid
 
     // -- facts, cache, news ------------------------------------------------------------------------------------------
 
@@ -123,7 +124,8 @@ class OpenStep {
         RequireOpen();
         const auto begins = [&](Int slot) { return loads_.contains(slot); };
         if (!validator_.AcceptsRow(part, seq_)) return false;
-        if (std::any_of(part.cache.released.begin(), part.cache.released.end(), begins)) return false;
+        if (std::any_of(part.cache.released.begin(), part.cache.released.end(), begins))
+            return validator_.Refuse("load released", "cache.released");
         if (section_ > kCacheSection || has_cache_) {
             ClosePart();
             OpenPart();
@@ -202,7 +204,11 @@ class OpenStep {
         row.extra = {start + num_new - (requests_.IsLive(slot) ? requests_.num_tokens[slot] : 0)};
         if (blocks_.spec.align_block_size) row.flags[0] |= kUnaligned;
         if (!validator_.AcceptsRow(*part, seq_)) return -1;
-        if (num_new < 0 || num_new > blocks_.spec.max_model_len - start) return -1;
+        if (num_new < 0 || num_new > blocks_.spec.max_model_len - start) {
+            const Column numbers{num_new, row.expected_hit[0], row.external[0]};
+            validator_.Refuse("new behind hit", "num_new", kWholeColumn, numbers);
+            return -1;
+        }
         Enter(kAdmitSection, slot);
         has_rows_ = true;
         if (records_) rows_.AddAdmit(row);
@@ -326,10 +332,16 @@ class OpenStep {
                                      facts.hashes.size / static_cast<size_t>(count));
     }
 
-    bool CanRun(Int slot, Int num_new) const {
-        if (!requests_.IsLive(slot) || !requests_.running[slot] || tracker_.LoadsFromTiers(slot)) return false;
-        if (blocks_.spec.safe && HasGranted(slot)) return false;
-        return num_new > 0 && num_new <= blocks_.spec.max_model_len - requests_.computed[slot];
+    bool CanRun(Int slot, Int num_new) {
+        const auto refuse = [&](const char* reason) {
+            return validator_.Refuse(reason, "slot", kWholeColumn, {slot});
+        };
+        if (!requests_.IsLive(slot) || !requests_.running[slot]) return refuse("not running");
+        if (tracker_.LoadsFromTiers(slot)) return refuse("waits");
+        if (blocks_.spec.safe && HasGranted(slot)) return refuse("granted");
+        const Int computed = requests_.computed[slot];
+        return (num_new > 0 && num_new <= blocks_.spec.max_model_len - computed) ||
+               validator_.Refuse("new after", "num_new", kWholeColumn, {num_new, computed});
     }
 
     void NoteGranted(Int slot) {

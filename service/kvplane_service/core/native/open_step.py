@@ -1,13 +1,12 @@
 """A step that an engine applies row by row on the compiled core, in its own process: the methods of `OpenStep`.
 
-Each method is one call of the core. A row that the core does not accept is given to the checks of an `OpenStep`, which
-name the fault.
+Each method is one call of the core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import (
@@ -27,9 +26,9 @@ from kvplane.base.step import (
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
-from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, AdmitTerms, check_admitted, check_run, row_of
+from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, AdmitTerms, row_of
 from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, news_section, run_section
-from kvplane_service.core.tiers.checks import check_loaded
+from kvplane_service.core.reasons import Refusal
 
 if TYPE_CHECKING:
     from kvplane_service.core.native import NativeReplica
@@ -101,16 +100,17 @@ class NativeOpenStep:
 
     def update(self, update: Update) -> list[int]:
         """Apply one row of facts; returns the slots that are preempted by it."""
-        preempted = _native.update_row(self._replica.changed(), tuple(update))
-        return self._refused(Part(facts=facts_section([update]))) if preempted is NotImplemented else preempted
+        try:
+            return _native.update_row(self._replica.changed(), tuple(update))
+        except _native.Refused as refused:
+            raise self._named(refused, Part(facts=facts_section([update]))) from None
 
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it."""
-        changed = _native.cache_row(self._replica.changed(), cache)
-        if changed is NotImplemented:
-            self._check(Part(cache=cache))
-            raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
-        preempted, self.reset_done, number = changed
+        try:
+            preempted, self.reset_done, number = _native.cache_row(self._replica.changed(), cache)
+        except _native.Refused as refused:
+            raise self._named(refused, Part(cache=cache)) from None
         if self._others is not None:
             self._others.setdefault(number, PartRows()).cache = cache
         return preempted
@@ -120,9 +120,10 @@ class NativeOpenStep:
         news = News([slot], [num_tokens], num_hashes=[len(digests)], hashes=b"".join(digests))
         for name, value in columns.items():
             setattr(news, name, [value])
-        number = _native.add_row(self._replica.changed(), news)
-        if number is NotImplemented:
-            self._refused(Part(news=news))
+        try:
+            number = _native.add_row(self._replica.changed(), news)
+        except _native.Refused as refused:
+            raise self._named(refused, Part(news=news)) from None
         if self._others is not None:
             self._others.setdefault(number, PartRows()).news.append(news)
 
@@ -136,16 +137,14 @@ class NativeOpenStep:
         self, slot: int, num_new: int, lookahead: int = 0, in_flight: int = -1, flags: int = 0, reserved: int = 0
     ) -> Sequence[list[int]] | None:
         """Grant `num_new` tokens to a running request; None, and no change, if too few blocks are free."""
-        row = slot, num_new, lookahead, in_flight, int(flags), reserved
-        new = _native.extend_row(self._replica.changed(), *row)
-        if new is not False:
-            return new
-        check_loaded(slot, _native.loads_from_tiers(self._core, slot))
-        requests = self._replica.requests
-        extra = (
-            check_run(self._replica.spec, requests, slot, num_new, self.is_granted(slot)) - requests.num_tokens[slot]
-        )
-        return self._refused(Part(run=run_section([(slot, extra, *row[2:4], row[4] | self._flags, reserved)])))
+        try:
+            new = _native.extend_row(self._replica.changed(), slot, num_new, lookahead, in_flight, int(flags), reserved)
+        except _native.Refused as refused:
+            requests = self._replica.requests
+            extra = requests.computed[slot] + num_new - requests.num_tokens[slot] if requests.is_live(slot) else 0
+            row = slot, extra, lookahead, in_flight, int(flags) | self._flags, reserved
+            raise self._named(refused, Part(run=run_section([row]))) from None
+        return new
 
     def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
         """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing."""
@@ -156,14 +155,13 @@ class NativeOpenStep:
 
     def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""
-        answer = _native.admit_row(self._replica.changed(), slot, num_hit, num_new, terms)
-        if answer is NotImplemented:
+        try:
+            number, new = _native.admit_row(self._replica.changed(), slot, num_hit, num_new, terms)
+        except _native.Refused as refused:
             requests = self._replica.requests
             num_tokens = requests.num_tokens[slot] if requests.is_live(slot) else 0
-            self._check(Part(admit=admit_section([row_of(slot, num_hit, num_new, terms, num_tokens, self._flags)])))
-            check_admitted(self._replica.spec, num_hit, num_new, terms)
-            raise AssertionError(f"the compiled core does not accept an admission of slot {slot}")
-        number, new = answer
+            row = row_of(slot, num_hit, num_new, terms, num_tokens, self._flags)
+            raise self._named(refused, Part(admit=admit_section([row]))) from None
         status = _ADMIT_STATUS[number]
         if status is AdmitStatus.GRANTED:
             self.new_blocks = new
@@ -173,13 +171,5 @@ class NativeOpenStep:
     def _flags(self) -> int:
         return UNALIGNED if self._replica.spec.align.block_size > 0 else 0
 
-    def _check(self, part: Part) -> None:
-        """Raise the InvalidArgument of a row that the core did not accept."""
-        replica = self._replica
-        terms = replica.spec, replica.executed_through, replica.busy_blocks, replica.tiers
-        validator = replica.requests.validator(*terms)
-        validator.check_row(part, self.seq)
-
-    def _refused(self, part: Part) -> NoReturn:
-        self._check(part)
-        raise AssertionError(f"the compiled core does not accept a row of {part}")
+    def _named(self, refused: _native.Refused, part: Part) -> InvalidArgument:
+        return Refusal(*refused.args).error(self._replica.spec, part)

@@ -50,18 +50,35 @@ inline void ReadTokens(PyObject* object, TokenIds* tokens) {
 }
 
 // Read a list of texts, or a column of 64 bits each; return whether each entry is one.
-inline bool ReadTexts(PyObject* object, std::vector<std::string>* texts) {
-    FromPy(object, texts);
-    return true;
+template <typename T>
+bool ReadEntries(PyObject* object, std::vector<T>* entries) {
+    bool fit = true;
+    entries->clear();
+    ForEach(object, [&](PyObject* item) {
+        entries->emplace_back();
+        try {
+            FromPy(item, &entries->back());
+        } catch (const Unreadable&) {
+            fit = false;
+        }
+    });
+    return fit;
 }
+inline bool ReadTexts(PyObject* object, std::vector<std::string>* texts) { return ReadEntries(object, texts); }
 inline bool ReadBits(PyObject* object, Column* column) {
     std::vector<uint64_t> bits;
-    FromPy(object, &bits);
+    const bool fit = ReadEntries(object, &bits);
     column->assign(bits.begin(), bits.end());
-    return true;
+    return fit;
 }
 
-inline Int NumberOfStep(PyObject* object) { return Number(object); }
+// A number of a step; one that no range has for what is no number.
+inline Int NumberOfStep(PyObject* object) {
+    const Int value = Nearest(object);
+    if (value != -1 || !PyErr_Occurred()) return value;
+    PyErr_Clear();
+    return std::numeric_limits<Int>::min();
+}
 
 }  // namespace kvplane
 
@@ -142,15 +159,18 @@ inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
     part->facts_made.given = part->news_made.given = false;
 }
 
+inline void ReadParts(PyObject* list, std::vector<Part>* parts, bool* resumes) {
+    parts->resize(static_cast<size_t>(Count(list)));
+    size_t number = 0;
+    ForEach(list, [&](PyObject* part) { ReadPart(part, &(*parts)[number++], resumes); });
+}
+
 inline void ReadStep(PyObject* object, Step* step, bool* resumes) {
     step->seq = Number(ATTRIBUTE(object, "seq").get());
     step->part = Number(ATTRIBUTE(object, "part").get());
-    step->executed_through = Number(ATTRIBUTE(object, "executed_through").get());
+    step->executed_through = NumberOfStep(ATTRIBUTE(object, "executed_through").get());
     step->last = IsTrue(ATTRIBUTE(object, "last").get());
-    const Owned parts = ATTRIBUTE(object, "parts");
-    step->parts.resize(static_cast<size_t>(Count(parts.get())));
-    size_t number = 0;
-    ForEach(parts.get(), [&](PyObject* part) { ReadPart(part, &step->parts[number++], resumes); });
+    ReadParts(ATTRIBUTE(object, "parts").get(), &step->parts, resumes);
 }
 
 }  // namespace kvplane

@@ -17,10 +17,11 @@ class Replica {
           blocks(spec),
           tracker(blocks, counters),
           facts(blocks, tracker),
-          validator_(spec, blocks.requests, blocks.pool, blocks.tiers),
+          validator_(spec, blocks.requests, &blocks.pool, &blocks.tiers),
           save_behind_(blocks) {}
 
     bool Accepts(const Step& step) { return validator_.Accepts(step); }
+    const Refusal& refusal() const { return validator_.refusal(); }  // of the last step that was not accepted
 
     // Applies a step that was accepted.
     void Apply(const Step& step, std::vector<PartResult>* results) {

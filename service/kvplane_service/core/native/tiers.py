@@ -52,15 +52,6 @@ class NativeTiers:
         """Whether a tier has a key."""
         return any(counts[0] for counts in _native.tiers(self._core)[0])
 
-    @property
-    def last_job(self) -> int:
-        """Number of the last job."""
-        return _native.tiers(self._core)[3]
-
-    def load_after(self, job: int) -> int:
-        """Return the step that a load in flight waits for; 0 for other jobs."""
-        return _native.load_after(self._core, job)
-
     def open_jobs(self) -> dict[str, int]:
         """Return the number of jobs in flight by kind."""
         return dict(zip(("load", "save", "move"), _native.tiers(self._core)[2], strict=True))

@@ -1,35 +1,19 @@
-// Tells whether a step can be applied whole. Of a step that it does not accept, validate.py finds the fault or none.
+// Tells whether a step can be applied whole, and if not, names the fault: the first one in the order of validate.py.
 #pragma once
 
 #include "coordinator.h"
-#include "tiers/checks.h"
+#include "refusal.h"
+#include "tiers/tiers.h"
 
 namespace kvplane {
 
-// Finds out whether slots are in range and each there once. Most steps name the slots of the step before.
-class DistinctSlots {
-  public:
-    // `last`: slots that are; becomes these if they are.
-    bool Are(const Column& slots, Column* last) {
-        if (slots == *last) return true;
-        ++mark_;
-        for (const Int slot : slots) {
-            if (slot < 0 || slot >= kMaxSlots || std::exchange(seen_[static_cast<size_t>(slot)], mark_) == mark_)
-                return false;
-        }
-        *last = slots;
-        return true;
-    }
+constexpr Int kMaxWithinNs = Int{3600} * 1'000'000'000;
 
-  private:
-    std::vector<uint64_t> seen_ = std::vector<uint64_t>(kMaxSlots);  // by slot: mark_ when it was last named
-    uint64_t mark_ = 0;
-};
-
-class StepValidator {
+class StepValidator : public ColumnChecks {
   public:
-    StepValidator(const Spec& spec, const Requests& requests, const BlockPool& pool, const Tiers& tiers)
-        : spec_(spec), requests_(requests), pool_(pool), tiers_(tiers), number_(kMaxSlots) {
+    // `pool`, `tiers`: null of a replica that has nothing yet.
+    StepValidator(const Spec& spec, const Requests& requests, const BlockPool* pool, const Tiers* tiers)
+        : ColumnChecks(spec), requests_(requests), pool_(pool), tiers_(tiers), number_(kMaxSlots) {
         for (const GroupSpec& one : spec.groups) {
             if (!one.is_state()) continue;
             const bool is_first = states_for_drafts_ < 0;
@@ -40,11 +24,16 @@ class StepValidator {
 
     bool Accepts(const Step& step) {
         BeginRows();
-        if (step.parts.empty() || step.executed_through < 0 || step.executed_through >= step.seq) return false;
+        if (step.parts.empty()) return Refuse("no parts", "parts");
+        if (step.executed_through < 0 || step.executed_through >= step.seq)
+            return Refuse("executed", "executed_through", kWholeColumn, {step.seq - 1});
         executed_through_ = std::max(executed_through_, step.executed_through);
         num_parts_ = step.parts.size();
-        return std::all_of(step.parts.begin(), step.parts.end(),
-                           [&](const Part& part) { return AcceptsPart(part, step.seq); });
+        for (const Part& part : step.parts) {
+            ++part_;
+            if (!AcceptsPart(part, step.seq)) return false;
+        }
+        return true;
     }
 
     // Begins a step whose rows are checked one by one, each after those before it were applied.
@@ -53,8 +42,9 @@ class StepValidator {
         not_busy_.clear();
         asked_to_load_.clear();
         loads_over_.clear();
-        executed_through_ = pool_.executed_through;
+        executed_through_ = pool_ ? pool_->executed_through : 0;
         num_parts_ = 2;
+        part_ = kNone;
     }
 
     bool AcceptsRow(const Part& part, Int seq) {
@@ -64,10 +54,10 @@ class StepValidator {
 
   private:
     void ForgetSlots() {
-        plain_ = nullptr;
         for (const auto& [slot, known] : slots_) number_[static_cast<size_t>(slot)] = 0;
         slots_.clear();
         computed_.clear();
+        plain_ = nullptr;
     }
 
     bool AcceptsPart(const Part& part, Int seq) {
@@ -110,48 +100,50 @@ class StepValidator {
         return number ? slots_[number - 1].second.live : requests_.IsLive(slot);
     }
 
-    static bool Fits(const Column& column, const Column& slots) {
-        return column.empty() || column.size() == slots.size();
-    }
-    static bool Within(const Column& column, Int low, Int high) {
-        return std::all_of(column.begin(), column.end(), [&](Int one) { return low <= one && one <= high; });
-    }
-    static bool Within(Int value, Int low, Int high) { return low <= value && value <= high; }
-    static bool HasBits(const Column& column, Int allowed) {
-        return std::all_of(column.begin(), column.end(), [&](Int one) { return (one & ~allowed) == 0; });
+    bool DigestsFit(const Slot& known, const char* column, size_t row) {
+        const Int most = known.num_tokens / spec_.hash_block_size;
+        return Within(known.num_digests, 0, most) ||
+               Refuse("hashes", column, row, {known.num_digests, known.num_tokens, most});
     }
 
-    // Bytes per digest, 0 if there are none; false for another size than that of the replica.
-    bool DigestSize(const Hashes& hashes, const Column& counts, size_t* size) const {
-        *size = 0;
-        if (!Within(counts, 0, kMaxTokens)) return false;
-        size_t count = 0;
-        for (const Int one : counts) count += static_cast<size_t>(one);
-        if (count == 0) return hashes.size == 0;
-        *size = static_cast<size_t>(spec_.digest_size);
-        return *size * count == hashes.size;
+    bool AllLive(const Column& slots, const char* column) {
+        if (slots_.empty() && requests_.AreLive(slots)) return true;
+        for (size_t row = 0; row < slots.size(); ++row) {
+            if (!IsLive(slots[row])) return Refuse("no request", column, row);
+        }
+        return true;
     }
 
-    Int MostHint() const { return std::max<Int>(1, spec_.hint_values) - 1; }
+    // Whether the slots are those of live requests, each once.
+    bool AllLiveAndDistinct(const Column& slots, Column* last, const char* column) {
+        if (plain_ != nullptr && slots_.empty() && slots == *plain_) return true;
+        if (!AllLive(slots, column)) return false;
+        if (distinct_.Are(slots, last)) return true;
+        for (auto one = slots.begin(); one != slots.end(); ++one) {
+            if (std::find(slots.begin(), one, *one) != one) return Refuse("twice", column, kWholeColumn, {*one});
+        }
+        return true;
+    }
 
-    bool DigestsFit(const Slot& known) const { return known.num_digests <= known.num_tokens / spec_.hash_block_size; }
+    // -- facts -------------------------------------------------------------------------------------------------------
 
     bool AcceptsFacts(const Facts& facts, Int seq, bool has_drafts) {
-        for (const Column* column : {&facts.computed, &facts.appended, &facts.num_hashes, &facts.commit, &facts.end,
-                                     &facts.fence, &facts.release_skipped, &facts.hint}) {
-            if (!Fits(*column, facts.slot)) return false;
-        }
+        if (!Fit({NAMED(facts.computed), NAMED(facts.appended), NAMED(facts.num_hashes), NAMED(facts.commit),
+                  NAMED(facts.end), NAMED(facts.fence), NAMED(facts.release_skipped), NAMED(facts.hint)},
+                 facts.slot.size()))
+            return false;
         if (facts.tokens.count) {
-            Int sum = 0;
-            for (const Int one : facts.appended) sum += Within(one, 0, kMaxTokens) ? one : kForever / 2;
-            if (facts.tokens.count != sum || !facts.tokens.fit) return false;
+            if (facts.tokens.count != Sum(facts.appended)) return Refuse("ids of appended", "facts.tokens");
+            if (!facts.tokens.fit) return Refuse("range", "facts.tokens", kWholeColumn, {0, kUnlimited});
         }
-        if (!Within(facts.hint, kUnchanged, MostHint())) return false;
         size_t size = 0;
-        if (!DigestSize(facts.hashes, facts.num_hashes, &size)) return false;
-        if (IsPlain(facts, has_drafts) && distinct_.Are(facts.slot, &facts_slots_) && AcceptsAppended(facts)) {
+        if (!DigestSize(facts.hashes, facts.num_hashes, "facts.num_hashes", "facts.hashes", &size) ||
+            !Hints(facts.hint, kUnchanged, "facts.hint"))
+            return false;
+        if (IsPlain(facts, has_drafts) && distinct_.Are(facts.slot, &facts_slots_) && AcceptsAppended(facts) &&
+            AcceptsHashes(facts, size)) {
             plain_ = &facts.slot;
-            return AcceptsHashes(facts, size);
+            return true;
         }
         for (size_t row = 0; row < facts.slot.size(); ++row) {
             if (!AcceptsFactsRow(facts, row, size, seq)) return false;
@@ -159,8 +151,8 @@ class StepValidator {
         return true;
     }
 
-    // Whether the rows only append tokens and hashes, and no row or section behind them depends on how many: they can
-    // be checked against the requests. Most rows of most steps are such.
+    // Whether the rows only append, and nothing behind them depends on how many: they can be checked against the
+    // requests. Most rows of most steps are such.
     bool IsPlain(const Facts& facts, bool has_drafts) const {
         return num_parts_ == 1 && (states_for_drafts_ < 0 || !has_drafts) && facts.OnlyAppend();
     }
@@ -197,117 +189,173 @@ class StepValidator {
     bool AcceptsFactsRow(const Facts& facts, size_t row, size_t size, Int seq) {
         const Int slot = facts.slot[row], appended = Entry(facts.appended, row, 0);
         Slot& known = Look(slot);
-        if (!known.live || !Within(appended, 0, known.limit - known.num_tokens)) return false;
+        if (!known.live) return Refuse("no request", "facts.slot", row);
+        if (!Within(appended, 0, known.limit - known.num_tokens))
+            return Refuse("limit", "facts.appended", row, {known.num_tokens, known.limit});
         known.num_tokens += appended;
-        if (appended && known.by_service != (facts.tokens.count > 0)) return false;
-        const Int commit = Entry(facts.commit, row, kUnchanged);
-        if (commit != kUnchanged && (!LoadHasStarted(slot) || asked_to_load_.contains(slot))) return false;
-        for (const Int value :
-             {Entry(facts.computed, row, kUnchanged), commit, Entry(facts.release_skipped, row, kUnchanged)}) {
-            if (!Within(value, kUnchanged, spec_.max_model_len)) return false;
+        if (appended && known.by_service != (facts.tokens.count > 0))
+            return Refuse(known.by_service ? "ids wanted" : "hashes wanted", "facts.tokens", row);
+        const Int commit = Entry(facts.commit, row, kUnchanged), longest = spec_.max_model_len;
+        const Int computed = Entry(facts.computed, row, kUnchanged);
+        if (commit != kUnchanged) {
+            if (!LoadHasStarted(slot, "facts.commit", row)) return false;
+            if (asked_to_load_.contains(slot)) return Refuse("load asked", "facts.commit", row, {slot});
         }
-        if (states_for_drafts_ >= 0 && Entry(facts.computed, row, kUnchanged) != kUnchanged)
-            computed_[slot] = facts.computed[row];
+        if (!Within(computed, kUnchanged, longest)) return Refuse("position", "facts.computed", row, {longest});
+        if (!Within(commit, kUnchanged, longest)) return Refuse("position", "facts.commit", row, {longest});
+        if (!Within(Entry(facts.release_skipped, row, kUnchanged), kUnchanged, longest))
+            return Refuse("position", "facts.release_skipped", row, {longest});
+        if (states_for_drafts_ >= 0 && computed != kUnchanged) computed_[slot] = computed;
         if (const Int count = Entry(facts.num_hashes, row, 0)) {
-            if (known.by_service || (known.digest_size != 0 && known.digest_size != size)) return false;
+            if (known.by_service) return Refuse("no hashes wanted", "facts.num_hashes", row);
+            const Column sizes{static_cast<Int>(size), static_cast<Int>(known.digest_size)};
+            if (sizes[1] && sizes[0] != sizes[1]) return Refuse("hash size", "facts.hashes", kWholeColumn, sizes);
             known.digest_size = size;
             known.num_digests += count;
-            if (!DigestsFit(known)) return false;
+            if (!DigestsFit(known, "facts.num_hashes", row)) return false;
         }
+        return AcceptsEnd(facts, row, seq, &known);
+    }
+
+    bool AcceptsEnd(const Facts& facts, size_t row, Int seq, Slot* known) {
         const Int end = Entry(facts.end, row, kEndNone), fence = Entry(facts.fence, row, 0);
-        if (!Within(end, kEndNone, kEndPreempted) || !Within(fence, 0, seq) || (fence && end == kEndHeld) || known.held)
-            return false;
-        if (end != kEndNone) loads_over_.insert(slot);
-        known.held = end == kEndHeld;
-        known.live = end != kEndFree;
+        if (!Within(end, kEndNone, kEndPreempted)) return Refuse("end", "facts.end", row);
+        if (!Within(fence, 0, seq)) return Refuse("fence", "facts.fence", row, {seq});
+        if (fence && end == kEndHeld) return Refuse("fence of held", "facts.fence", row);
+        if (known->held) return Refuse("held", "facts.slot", row);
+        if (end != kEndNone) loads_over_.insert(facts.slot[row]);
+        known->held = end == kEndHeld;
+        known->live = end != kEndFree;
         return true;
     }
 
-    bool LoadHasStarted(Int slot) const {
+    bool LoadHasStarted(Int slot, const char* column, size_t row) {
         const bool waits = requests_.loading.contains(slot) && !loads_over_.contains(slot) && requests_.running[slot];
-        return !waits || requests_.load_after[slot] <= executed_through_;
+        if (!waits || requests_.load_after[slot] <= executed_through_) return true;
+        return Refuse("load not started", column, row, {slot, requests_.load_after[slot]});
     }
 
+    // -- cache -------------------------------------------------------------------------------------------------------
+
     bool AcceptsCache(const Cache& cache, Int seq) {
-        for (const Int failed : cache.failed_steps) {
-            if (failed <= 0 || failed >= seq || failed <= executed_through_) return false;
+        for (size_t row = 0; row < cache.failed_steps.size(); ++row) {
+            const Int failed = cache.failed_steps[row];
+            if (failed <= 0 || failed >= seq) return Refuse("not sent", "cache.failed_steps", row, {seq});
+            if (failed <= executed_through_) return Refuse("executed step", "cache.failed_steps", row);
         }
-        if (!Within(cache.evicted, 1, spec_.num_blocks - 1)) return false;
+        const Int last = spec_.num_blocks - 1;
+        for (size_t row = 0; row < cache.evicted.size(); ++row) {
+            if (!Within(cache.evicted[row], 1, last)) return Refuse("block", "cache.evicted", row, {last});
+        }
         if (!cache.mismatched.empty()) {
             const std::set<Int> evicted(cache.evicted.begin(), cache.evicted.end());
-            for (const Int block : cache.mismatched) {
-                if (!evicted.contains(block)) return false;
-            }
+            const auto keeps = [&](Int block) { return !evicted.contains(block); };
+            const auto one = std::find_if(cache.mismatched.begin(), cache.mismatched.end(), keeps);
+            if (one != cache.mismatched.end())
+                return Refuse("keeps keys", "cache.mismatched", kWholeColumn, {one - cache.mismatched.begin()});
         }
-        if (!Within(cache.hits_checked, 0, kUnlimited)) return false;
-        for (const Int slot : cache.released) {
+        if (!RANGE(cache.hits_checked, 0, kUnlimited)) return false;
+        for (size_t row = 0; row < cache.released.size(); ++row) {
+            const Int slot = cache.released[row];
             Slot& known = Look(slot);
-            if (!known.live || !(known.held || requests_.loading.contains(slot))) return false;
+            if (!known.live) return Refuse("no request", "cache.released", row);
+            if (!known.held && !requests_.loading.contains(slot)) return Refuse("not held", "cache.released", row);
             loads_over_.insert(slot);
             if (known.held) known.held = known.live = false;
         }
-        for (const Int block : cache.loads_over) {
-            if (!Within(block, 1, spec_.num_blocks - 1) || !pool_.busy.contains(static_cast<Block>(block)))
-                return false;
-            if (!not_busy_.insert(static_cast<Block>(block)).second) return false;
+        for (size_t row = 0; row < cache.loads_over.size(); ++row) {
+            const Int block = cache.loads_over[row];
+            const bool is_busy = Within(block, 1, last) && pool_ && pool_->busy.contains(static_cast<Block>(block));
+            if (!is_busy || !not_busy_.insert(static_cast<Block>(block)).second)
+                return Refuse("not busy", "cache.loads_over", row);
         }
-        return AcceptsJobs(cache, tiers_, executed_through_);
+        return AcceptsCosts(cache.costs_ns) && AcceptsJobs(cache);
     }
 
-    bool AcceptsNews(const News& news) {
-        const size_t rows = news.slot.size();
-        for (const Column* column : {&news.num_hashes, &news.skip_reading, &news.max_tokens, &news.hint}) {
-            if (!Fits(*column, news.slot)) return false;
-        }
-        for (const size_t count : {news.request_id.size(), news.domain.size(), static_cast<size_t>(news.num_extra_keys),
-                                   static_cast<size_t>(news.num_traceparents)}) {
-            if (count && count != rows) return false;
-        }
-        if (!Within(news.hint, 0, MostHint())) return false;
-        if (news.num_tokens.size() != rows || !Within(news.num_tokens, 1, spec_.max_model_len)) return false;
-        Int sum = 0;
-        for (const Int one : news.num_tokens) sum += one;
-        const bool by_service = news.tokens.count > 0;
-        if (by_service && (news.tokens.count != sum || news.hashes.size || !news.tokens.fit)) return false;
-        size_t size = 0;
-        if (!DigestSize(news.hashes, news.num_hashes, &size)) return false;
-        for (size_t row = 0; row < rows; ++row) {
-            const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0);
-            if (!Within(slot, 0, kMaxSlots - 1) || !Within(most, 0, kMaxTokens)) return false;
-            Slot& known = Look(slot);
-            if (known.live) return false;
-            const Int limit = most ? std::min(most, spec_.max_model_len) : spec_.max_model_len;
-            if (news.num_tokens[row] > limit) return false;
-            known = Slot{true, false, by_service, news.num_tokens[row], Entry(news.num_hashes, row, 0), limit, size};
-            if (!DigestsFit(known)) return false;
+    bool AcceptsCosts(const Column& costs) {
+        const size_t num_tiers = tiers_ ? tiers_->each.size() : 0;
+        if (!costs.empty() && costs.size() != 1 + num_tiers)
+            return Refuse("costs", "cache.costs_ns", kWholeColumn, {static_cast<Int>(num_tiers)});
+        const auto fits = [](Int cost) { return Within(cost, 0, kMaxCostNs); };
+        return std::all_of(costs.begin(), costs.end(), fits) || Refuse("cost", "cache.costs_ns");
+    }
+
+    // Whether the jobs were ordered, and no load is done before it could start.
+    bool AcceptsJobs(const Cache& cache) {
+        if (!cache.NamesJobs() && cache.jobs_before == 0) return true;
+        const Int last = tiers_ && !tiers_->each.empty() ? tiers_->last_job : 0;
+        const auto ordered = [&](const Column& jobs, const char* column) {
+            for (size_t row = 0; row < jobs.size(); ++row) {
+                if (!Within(jobs[row], 1, last)) return Refuse("job", column, row, {last});
+            }
+            return true;
+        };
+        if (!ordered(cache.jobs_done, "cache.jobs_done") || !ordered(cache.jobs_failed, "cache.jobs_failed"))
+            return false;
+        if (!Within(cache.jobs_before, 0, last + 1))
+            return Refuse("jobs before", "cache.jobs_before", kWholeColumn, {last + 1});
+        for (size_t row = 0; row < cache.jobs_done.size(); ++row) {
+            const auto load = tiers_->jobs.loads.find(cache.jobs_done[row]);
+            if (load != tiers_->jobs.loads.end() && load->second.after > executed_through_)
+                return Refuse("job not started", "cache.jobs_done", row, {load->second.after});
         }
         return true;
     }
 
-    bool AllLive(const Column& slots) const {
-        if (slots_.empty()) return requests_.AreLive(slots);
-        return std::all_of(slots.begin(), slots.end(), [&](Int slot) { return IsLive(slot); });
+    // -- news --------------------------------------------------------------------------------------------------------
+
+    bool AcceptsNews(const News& news) {
+        const size_t rows = news.slot.size();
+        if (!Fit({NAMED(news.num_tokens), NAMED(news.num_hashes), NAMED(news.request_id), NAMED(news.domain),
+                  {"news.extra_keys", news.num_extra_keys}, NAMED(news.skip_reading), NAMED(news.max_tokens),
+                  {"news.traceparent", news.num_traceparents}, NAMED(news.hint)}, rows))
+            return false;
+        if (news.num_tokens.size() != rows) return Refuse("entries", "news.num_tokens");
+        if (!Texts(news.request_id_fit, "news.request_id") || !Texts(news.domain_fit, "news.domain")) return false;
+        const bool by_service = news.tokens.count > 0;
+        if (by_service) {
+            if (news.tokens.count != Sum(news.num_tokens)) return Refuse("ids of prompts", "news.tokens");
+            if (news.hashes.size) return Refuse("tokens and hashes", "news.hashes");
+            if (!news.tokens.fit) return Refuse("range", "news.tokens", kWholeColumn, {0, kUnlimited});
+        }
+        size_t size = 0;
+        if (!Hints(news.hint, 0, "news.hint") ||
+            !DigestSize(news.hashes, news.num_hashes, "news.num_hashes", "news.hashes", &size))
+            return false;
+        for (size_t row = 0; row < rows; ++row) {
+            if (!AcceptsRequest(news, row, size)) return false;
+        }
+        return true;
     }
 
-    // Whether the slots are those of live requests, each once.
-    bool AllLiveAndDistinct(const Column& slots, Column* last) {
-        if (plain_ != nullptr && slots_.empty() && slots == *plain_) return true;
-        return distinct_.Are(slots, last) && AllLive(slots);
+    bool AcceptsRequest(const News& news, size_t row, size_t digest_size) {
+        const Int slot = news.slot[row], most = Entry(news.max_tokens, row, 0), num_tokens = news.num_tokens[row];
+        if (!Within(slot, 0, kMaxSlots - 1)) return Refuse("not a slot", "news.slot", row, {kMaxSlots - 1});
+        Slot& known = Look(slot);
+        if (known.live) return Refuse("taken", "news.slot", row);
+        if (!Within(most, 0, kMaxTokens)) return Refuse("interval", "news.max_tokens", row, {0, kMaxTokens});
+        const Int limit = most ? std::min(most, spec_.max_model_len) : spec_.max_model_len;
+        if (!Within(num_tokens, 1, limit)) return Refuse("interval", "news.num_tokens", row, {1, limit});
+        known = Slot{true, false, news.tokens.count > 0, num_tokens, Entry(news.num_hashes, row, 0), limit,
+                     digest_size};
+        return DigestsFit(known, "news.num_hashes", row);
     }
+
+    // -- run, admit --------------------------------------------------------------------------------------------------
 
     bool AcceptsRun(const Run& run) {
-        for (const Column* column : {&run.extra, &run.cap, &run.lookahead, &run.in_flight, &run.flags, &run.reserved}) {
-            if (!Fits(*column, run.slot)) return false;
+        if (!Fit({NAMED(run.extra), NAMED(run.cap), NAMED(run.lookahead), NAMED(run.in_flight), NAMED(run.flags),
+                  NAMED(run.reserved)}, run.slot.size()) ||
+            !AllLiveAndDistinct(run.slot, &run_slots_, "run.slot") || !AllLive(run.victims, "run.victims"))
+            return false;
+        for (size_t row = 0; !requests_.loading.empty() && row < run.slot.size(); ++row) {
+            if (!LoadHasStarted(run.slot[row], "run.slot", row)) return false;
         }
-        if (!AllLiveAndDistinct(run.slot, &run_slots_) || !AllLive(run.victims)) return false;
-        if (!requests_.loading.empty()) {
-            if (!std::all_of(run.slot.begin(), run.slot.end(), [&](Int slot) { return LoadHasStarted(slot); }))
-                return false;
-        }
-        return Within(run.extra, -kMaxTokens, kMaxTokens) && Within(run.cap, 0, kUnlimited) &&
-               Within(run.lookahead, 0, kMaxLookahead) && Within(run.in_flight, -1, kMaxTokens) &&
-               Within(run.reserved, 0, spec_.num_blocks) && Within(run.on_refusal, kStop, kPreempt) &&
-               HasBits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned) && AcceptsDrafts(run);
+        return RANGE(run.extra, -kMaxTokens, kMaxTokens) && RANGE(run.cap, 0, kUnlimited) &&
+               RANGE(run.lookahead, 0, kMaxLookahead) && RANGE(run.in_flight, -1, kMaxTokens) &&
+               RANGE(run.reserved, 0, spec_.num_blocks) &&
+               Bits(run.flags, kReservedAlign | kDelayCaching | kFullFit | kUnaligned, "run.flags") &&
+               AcceptsDrafts(run);
     }
 
     // Rows with more drafts than there are draft states would lose the state before rejected drafts.
@@ -327,93 +375,114 @@ class StepValidator {
             const auto asked = requests_.asked.find(slot);
             const bool in_flight = asked != requests_.asked.end() && asked->second.first > executed_through_;
             const Int base = std::max(computed, in_flight ? asked->second.second : 0);
-            if (known - computed <= 1 && end - base > 1 + most) return false;
+            if (known - computed <= 1 && end - base > 1 + most)
+                return Refuse("drafts", "run.extra", row, {end - base, 1 + most, most});
         }
         return true;
     }
 
     bool AcceptsAdmit(const Admit& admit) {
-        for (const Column* column : {&admit.extra, &admit.cap, &admit.lookahead, &admit.external, &admit.expected_hit,
-                                     &admit.encoder_tokens, &admit.reserved, &admit.watermark, &admit.flags,
-                                     &admit.hit_limit, &admit.min_new, &admit.single_group_hit}) {
-            if (!Fits(*column, admit.slot)) return false;
-        }
-        if (!admit.skip_zero_groups.empty() && admit.skip_zero_groups.size() != admit.slot.size()) return false;
-        if (!AllLiveAndDistinct(admit.slot, &admit_slots_)) return false;
-        const bool fits = Within(admit.extra, -kMaxTokens, kMaxTokens) && Within(admit.cap, 0, kUnlimited) &&
-                          Within(admit.lookahead, 0, kMaxLookahead) && Within(admit.external, 0, spec_.max_model_len) &&
-                          Within(admit.encoder_tokens, 0, kMaxTokens) &&
-                          Within(admit.expected_hit, -1, spec_.max_model_len) &&
-                          Within(admit.reserved, 0, spec_.num_blocks) && Within(admit.hit_limit, 0, kUnlimited) &&
-                          Within(admit.min_new, 0, kUnlimited) && Within(admit.single_group_hit, 0, kUnlimited) &&
-                          Within(admit.watermark, kAuto, kNever) && Within(admit.max_running, 0, kUnlimited) &&
-                          Within(admit.on_refusal, kStop, kSkip) &&
-                          HasBits(admit.flags, kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned |
-                                                   (spec_.tiers.empty() ? Int{0} : Int{kLoad})) &&
-                          AcceptsLoads(admit);
-        if (!fits) return false;
+        if (!Fit({NAMED(admit.extra), NAMED(admit.cap), NAMED(admit.lookahead), NAMED(admit.external),
+                  NAMED(admit.expected_hit), NAMED(admit.encoder_tokens), NAMED(admit.reserved),
+                  NAMED(admit.watermark), NAMED(admit.flags), NAMED(admit.hit_limit), NAMED(admit.min_new),
+                  NAMED(admit.skip_zero_groups), NAMED(admit.single_group_hit)}, admit.slot.size()))
+            return false;
+        const Int longest = spec_.max_model_len, load = spec_.tiers.empty() ? Int{0} : kLoad;
+        const Int flags = kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned | load;
+        if (!(AllLiveAndDistinct(admit.slot, &admit_slots_, "admit.slot") &&
+              RANGE(admit.extra, -kMaxTokens, kMaxTokens) && RANGE(admit.cap, 0, kUnlimited) &&
+              RANGE(admit.hit_limit, 0, kUnlimited) && RANGE(admit.min_new, 0, kUnlimited) &&
+              RANGE(admit.single_group_hit, 0, kUnlimited) && RANGE(admit.lookahead, 0, kMaxLookahead) &&
+              RANGE(admit.external, 0, longest) && RANGE(admit.encoder_tokens, 0, kMaxTokens) &&
+              RANGE(admit.expected_hit, -1, longest) && RANGE(admit.reserved, 0, spec_.num_blocks) &&
+              (admit.skip_zero_groups_fit || Refuse("groups", "admit.skip_zero_groups")) &&
+              RANGE(admit.watermark, kAuto, kNever) && Bits(admit.flags, flags, "admit.flags") &&
+              AcceptsLoads(admit) && RANGE(admit.max_running, 0, kUnlimited)))
+            return false;
         for (size_t row = 0; num_parts_ > 1 && row < admit.slot.size(); ++row) {
             if (Entry(admit.external, row, 0) && (Entry(admit.flags, row, 0) & kDelayCaching))
                 asked_to_load_.insert(admit.slot[row]);
         }
+        return admit.on_refusal != kPreempt || Refuse("preempt", "admit.on_refusal");
+    }
+
+    // No row with LOAD also loads external tokens, or must be granted all tokens.
+    bool AcceptsLoads(const Admit& admit) {
+        for (size_t row = 0; row < admit.flags.size(); ++row) {
+            if (!(admit.flags[row] & kLoad)) continue;
+            if ((admit.flags[row] & (kDelayCaching | kWhole)) || Entry(admit.external, row, 0))
+                return Refuse("load", "admit.flags", row);
+        }
         return true;
     }
 
-    bool AcceptsPeek(const Peek& peek) const {
-        return Fits(peek.limit, peek.slot) && Within(peek.limit, 0, kUnlimited) && AllLive(peek.slot);
+    bool AcceptsPeek(const Peek& peek) {
+        return Fit({NAMED(peek.limit)}, peek.slot.size()) &&
+               RANGE(peek.limit, 0, kUnlimited) && AllLive(peek.slot, "peek.slot");
     }
 
-    bool AcceptsPrefetch(const Prefetch& prefetch) const {
-        const size_t rows = prefetch.slot.size();
-        if (rows == 0) {
-            return prefetch.hashes.size == 0 && prefetch.domain.empty() && prefetch.num_hashes.empty() &&
-                   prefetch.within_ns.empty();
-        }
+    // -- prefetch, retain, budget ------------------------------------------------------------------------------------
+
+    bool AcceptsPrefetch(const Prefetch& prefetch) {
+        if (prefetch.slot.empty() && prefetch.hashes.size == 0 && prefetch.domain.empty() &&
+            prefetch.num_hashes.empty() && prefetch.within_ns.empty())
+            return true;
         size_t size = 0;
-        if (!Fits(prefetch.num_hashes, prefetch.slot) || !Fits(prefetch.within_ns, prefetch.slot) ||
-            (!prefetch.domain.empty() && prefetch.domain.size() != rows) ||
-            !Within(prefetch.within_ns, 0, kMaxWithinNs) ||
-            !DigestSize(prefetch.hashes, prefetch.num_hashes, &size) || spec_.tiers.size() < 2)
+        if (!Fit({NAMED(prefetch.num_hashes), NAMED(prefetch.domain), NAMED(prefetch.within_ns)},
+                 prefetch.slot.size()) ||
+            !DigestSize(prefetch.hashes, prefetch.num_hashes, "prefetch.num_hashes", "prefetch.hashes", &size) ||
+            !Texts(prefetch.domain_fit, "prefetch.domain") || !RANGE(prefetch.within_ns, 0, kMaxWithinNs))
             return false;
-        for (size_t row = 0; row < rows; ++row) {
+        if (spec_.tiers.size() < 2) return Refuse("no second tier", "prefetch");
+        for (size_t row = 0; row < prefetch.slot.size(); ++row) {
+            const Int slot = prefetch.slot[row], count = Entry(prefetch.num_hashes, row, 0);
+            if ((slot == kNoRequest) != (count > 0))
+                return Refuse("not one prompt", "prefetch.num_hashes", row, {slot, count});
+        }
+        for (size_t row = 0; row < prefetch.slot.size(); ++row) {
             const Int slot = prefetch.slot[row];
-            if ((slot == kNoRequest) != (Entry(prefetch.num_hashes, row, 0) > 0)) return false;
-            if (slot != kNoRequest && !IsLive(slot)) return false;
+            if (slot != kNoRequest && !IsLive(slot))
+                return Refuse("no request", "prefetch.slot", row);
         }
         return true;
     }
 
-    bool AcceptsRetain(const Retain& retain) const {
+    bool AcceptsRetain(const Retain& retain) {
         const size_t rows = retain.num_hashes.size();
-        if (rows > 0 && spec_.blocks_per_state > 1) return false;  // superblocks are evicted as a whole
         size_t size = 0;
-        for (const Column* column : {&retain.priority, &retain.until_ns, &retain.percent}) {
-            if (!Fits(*column, retain.num_hashes)) return false;
+        if (!Fit({NAMED(retain.domain), NAMED(retain.owner), NAMED(retain.priority), NAMED(retain.until_ns),
+                  NAMED(retain.percent)}, rows) ||
+            !DigestSize(retain.hashes, retain.num_hashes, "retain.num_hashes", "retain.hashes", &size) ||
+            !Texts(retain.domain_fit, "retain.domain") || !Texts(retain.owner_fit, "retain.owner") ||
+            !RANGE(retain.priority, 0, kMaxPriority) ||
+            !RANGE(retain.percent, 0, 100) || !RANGE(retain.now_ns, 0, kMaxNs) || !RANGE(retain.until_ns, 0, kMaxNs))
+            return false;
+        if (retain.now_ns.size() > 1) return Refuse("one time", "retain.now_ns");
+        if (rows > 0 && spec_.blocks_per_state > 1) return Refuse("split pages", "retain");
+        const Int most = spec_.max_model_len / spec_.hash_block_size;
+        for (size_t row = 0; row < rows; ++row) {
+            if (!Within(retain.num_hashes[row], 1, most))
+                return Refuse("prefix", "retain.num_hashes", row, {most});
         }
-        for (const auto* texts : {&retain.domain, &retain.owner}) {
-            if (!texts->empty() && texts->size() != rows) return false;
+        for (size_t row = 0; row < retain.until_ns.size(); ++row) {
+            const Int away = retain.until_ns[row] - retain.time_ns();
+            if (away > kMaxRetainedNs) return Refuse("far end", "retain.until_ns", row, {away});
         }
         const auto is_long = [](const std::string& owner) {
             const auto is_first = [](char byte) { return (byte & 0xC0) != 0x80; };
             return std::count_if(owner.begin(), owner.end(), is_first) > kMaxOwnerChars;
         };
-        const Int most = spec_.max_model_len / spec_.hash_block_size;
-        return DigestSize(retain.hashes, retain.num_hashes, &size) && Within(retain.num_hashes, 1, most) &&
-               retain.now_ns.size() < 2 && Within(retain.now_ns, 0, kMaxNs) &&
-               Within(retain.until_ns, 0, std::min(kMaxNs, retain.time_ns() + kMaxRetainedNs)) &&
-               Within(retain.priority, 0, kMaxPriority) && Within(retain.percent, 0, 100) &&
-               std::none_of(retain.owner.begin(), retain.owner.end(), is_long);
+        return std::none_of(retain.owner.begin(), retain.owner.end(), is_long) || Refuse("owner", "retain.owner");
     }
 
-    bool AcceptsBudget(const Budget& budget) const {
-        return Within(budget.tokens, 0, kUnlimited) && Within(budget.input, 0, kUnlimited) &&
-               Within(budget.overhead, 0, kUnlimited);
+    bool AcceptsBudget(const Budget& budget) {
+        return RANGE(budget.tokens, 0, kUnlimited) && RANGE(budget.input, 0, kUnlimited) &&
+               RANGE(budget.overhead, 0, kUnlimited);
     }
 
-    const Spec& spec_;
     const Requests& requests_;
-    const BlockPool& pool_;
-    const Tiers& tiers_;
+    const BlockPool* const pool_;
+    const Tiers* const tiers_;
     Int executed_through_ = 0;
     std::set<Block> not_busy_;                 // blocks that loads_over releases in this message
     std::vector<std::pair<Int, Slot>> slots_;  // those that the message names so far

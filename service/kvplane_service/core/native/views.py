@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple, cast, overload
+from typing import overload
 
 from kvplane.base.declined import Declined
 from kvplane.base.decode_rows import DecodeRows
-from kvplane.base.groups import GroupKind, GroupSpec, Medium, ReplicaSpec
+from kvplane.base.groups import GroupKind, GroupSpec, Medium
 from kvplane.base.hashing import PackedHashes
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.prefetch import Prefetched
@@ -25,9 +25,7 @@ from kvplane.base.step import (
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.contents import HashedRows
 from kvplane_service.core.native import _native
-from kvplane_service.core.requests import MAX_SLOTS, Requests
-from kvplane_service.core.tiers.checks import OrderedJobs
-from kvplane_service.core.validate import StepValidator
+from kvplane_service.core.requests import MAX_SLOTS
 
 _DOWNWARD_CLOSED = (GroupKind.FULL_ATTENTION, GroupKind.MLA, GroupKind.SINK_FULL, GroupKind.R_SWA)
 
@@ -42,28 +40,13 @@ class NativeRequests:
         self.num_tokens: Sequence[int] = _native.column(core, "num_tokens")
         self.computed: Sequence[int] = _native.column(core, "computed")
         self.live: Sequence[bool] = _native.column(core, "live")
-        self.limit: Sequence[int] = _native.column(core, "limit")
-        self.by_service: Sequence[bool] = _native.column(core, "by_service")
-        self.load_after: Sequence[int] = _native.column(core, "load_after")
         self._ends_at: Sequence[int] = _native.column(core, "ends_at")
         self.request_id = _RequestIds(core)
-        self.content = _Contents(core)
 
     @property
     def loading(self) -> frozenset[int]:
         """Slots whose blocks a transfer still writes."""
         return frozenset(_native.books(self._core)[5])
-
-    @property
-    def asked(self) -> dict[int, tuple[int, int]]:
-        """The last step with drafts of a request, and where its row ended, by slot."""
-        return dict(_native.books(self._core)[7])
-
-    def validator(
-        self, spec: ReplicaSpec, executed_through: int, busy: Sequence[int], tiers: OrderedJobs
-    ) -> StepValidator:
-        """Return what refuses steps to these requests."""
-        return StepValidator(spec, cast("Requests", self), executed_through, busy, tiers)
 
     def is_live(self, slot: int) -> bool:
         """Whether the slot has a request, running or not."""
@@ -100,23 +83,6 @@ class _RequestIds(Sequence[str]):
         if isinstance(slot, slice):
             return [self[one] for one in range(*slot.indices(MAX_SLOTS))]
         return _native.request(self._core, slot)[0]
-
-
-class _Contents:
-    """Hashes of the requests, by slot."""
-
-    def __init__(self, core: object) -> None:
-        self._core = core
-
-    def __getitem__(self, slot: int) -> _Content:
-        _, joined, size, _ = _native.request(self._core, slot)
-        return _Content(PackedHashes(joined, size or 1))
-
-
-class _Content(NamedTuple):
-    """What is known of a request's tokens."""
-
-    digests: Sequence[bytes]
 
 
 class NativeGroup:
