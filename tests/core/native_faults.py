@@ -231,6 +231,7 @@ FAULTS = [
     Fault("all tiers are searched, however slow", "tiers/tiers.h", "number < static_cast<size_t>(depth)",
           "number < each.size()"),
     Fault("a reset of the cache leaves versions", "tiers/tiers.h", "InTime(version) > last_reset", "true"),
+    Fault("what lost its key is no longer stale", "tiers/tier.h", "stale.Set(at, true);", ""),
     Fault("revoked slots keep their versions", "tiers/tiers.h", "orders.stamp.push_back(pool_.Draw());",
           "orders.stamp.push_back(pool_.stamp[0]);"),
     Fault("what changes is not looked at again", "seen.h", "changed_.insert({number_[entry], entry});", ""),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvplane.base.decode_rows import rows_of
-from kvplane.base.groups import GroupKind, GroupSpec
+from kvplane.base.groups import GroupKind, GroupSpec, TierKind, TierSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, OnRefusal, Part, Peek, Resume, RowFlag, Run, Step
 from kvplane.session.builder import StepBuilder
 from kvplane_service.replicas import applying
@@ -115,6 +115,24 @@ def test_effort_of_pool_operations_follows_the_pool_size():
     assert min(effort(evict, world.host.replica), effort(end, world.host.replica)) > MANY
     engine.step(*end.parts)
     assert effort(reset, world.host.replica) > MANY >= effort(evict, world.host.replica)
+
+
+def test_an_eviction_counts_the_slots_that_get_another_version_and_no_free_ones():
+    """Those of which the memory shows what no key of the core names, when the engine life begins."""
+    spec = spec_of(50, tiers=(TierSpec(TierKind.HOST, 100_000),))
+    evict = Step(1, 1, [Part(cache=Cache(evicted=[5]))])
+    efforts = []
+    for num_stale in (0, 50_000):
+        world = HostWorld(spec=spec)
+        shown = [0] * (spec.num_stamps - num_stale) + [77] * num_stale
+        engine = world.open(stamp_table=shown, incarnation=7)
+        assert world.host.replica.tiers.each[0].num_stale == num_stale
+        efforts.append(effort(evict, world.host.replica))
+        result = engine.step(*evict.parts)
+        assert len(result.parts[0].orders.stamp_block) == num_stale + 1
+        assert world.host.replica.tiers.each[0].num_stale == 0
+        assert effort(evict, world.host.replica) == efforts[0]
+    assert efforts[1] - efforts[0] == 50_000
 
 
 SHARED = spec_of(1302, max_model_len=LONG, max_in_flight_tokens=LONG)

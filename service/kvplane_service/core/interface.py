@@ -134,6 +134,10 @@ class TierView(Protocol):
         """Number of keys that are evicted after all others, because a prefix is retained."""
 
     @property
+    def num_stale(self) -> int:
+        """Number of slots that the next eviction gives another version."""
+
+    @property
     def num_free(self) -> int:
         """Number of slots that can be written without an eviction."""
 

@@ -258,8 +258,8 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
     seen += _blocks_of(_sum(computed, cache.released), replica)
     failed = sum(map(replica.count_granted, cache.failed_steps))
     units += failed * _ROW
-    if cache.evicted:  # every slot without a key may get another version
-        units += sum(tier.num_slots - tier.num_held for tier in replica.tiers.each)
+    if cache.evicted:
+        units += sum(tier.num_stale for tier in replica.tiers.each)
     if cache.evicted or failed:
         seen += _blocks_of(sum(computed), replica)
     return units + seen // _BLOCKS_SEEN

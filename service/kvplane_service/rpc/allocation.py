@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
+from kvplane.base.step import Cache, Part, Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.visible import VisibleReplicas
@@ -152,7 +153,10 @@ class AllocationServicer:
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """Remove the listed blocks from the prefix cache, so that look-ups no longer find them."""
         entry, call = self._entry(request.header), EvictCall(tuple(request.block_ids))
+        await entry.host.idle()
         _check_operator(entry)
+        step = Step(0, 1, [Part(cache=Cache(evicted=list(call.blocks)))])
+        CALL.get().count(entry.host.steps.effort(step) // prices.BYTE_NS)
         return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_evicted)
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> bytes:  # noqa: N802

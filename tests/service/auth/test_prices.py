@@ -175,6 +175,13 @@ def test_calls_that_read_a_whole_pool_or_log_count_it(counted):
     blocks = BLOCK_BYTES * SPEC.num_blocks
     reset = pb.ResetPrefixCacheRequest(header=header)
     assert counted.cost(lambda: counted.caller.allocation.ResetPrefixCache(reset)) >= CALL_BYTES + blocks
+    evict = pb.EvictBlocksRequest(header=header, block_ids=[5])
+    steps = counted.caller.app.registry.get("acme/r").host.steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(steps), "effort", lambda self, asked: 77_000 * BYTE_NS if asked.parts[0].cache.evicted == [5] else 0
+        )
+        assert counted.cost(lambda: counted.caller.allocation.EvictBlocks(evict)) >= CALL_BYTES + 77_000
     snapshot = admin_pb2.SnapshotRequest(replica="acme/r")
     answer: list[admin_pb2.SnapshotResponse] = []
     cost = counted.cost(lambda: answer.append(counted.caller.admin.Snapshot(snapshot)))

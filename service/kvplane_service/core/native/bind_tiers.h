@@ -13,15 +13,16 @@ inline Tier& TierIn(Tiers& tiers, Int at) {
     return tiers.each[static_cast<size_t>(at)];
 }
 
-// tiers(core) -> ((slots with a key, shadows, free slots, retained ones, hit tokens, uses by group) per tier, counters,
-// jobs in flight: loads, saves, moves; the last job)
+// tiers(core) -> ((slots with a key, shadows, free, retained, stale ones, hit tokens, uses by group) per tier,
+// counters, jobs in flight: loads, saves, moves; the last job)
 inline PyObject* TiersOf(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         Tiers& tiers = AnyCoreOf(At(arguments, 0)).replica.blocks.tiers;
         Owned each(PyList_New(0));
         for (const Tier& one : tiers.each) {
             Append(each, Tuple(ToPy(one.num_held()), ToPy(one.num_shadows), ToPy(one.num_free()),
-                               ToPy(one.retained.num_free()), ToPy(one.hit_tokens), UsesOf(one)));
+                               ToPy(one.retained.num_free()), ToPy(one.stale.count()), ToPy(one.hit_tokens),
+                               UsesOf(one)));
         }
         Column counters;
         for (const Int* count : tiers.counters.All()) counters.push_back(*count);

@@ -122,6 +122,11 @@ class Tier:
         return self.retained.num_free
 
     @property
+    def num_stale(self) -> int:
+        """Number of slots that the next eviction gives another version."""
+        return len(self.stale)
+
+    @property
     def num_free(self) -> int:
         """Number of slots that can be written without an eviction."""
         return len(self.free) + self.num_slots - self.num_used

@@ -95,7 +95,7 @@ inline PyObject* DumpTiers(Tiers& tiers) {
     for (const Int* count : tiers.counters.All()) counters.push_back(*count);
     Owned places(PyList_New(0));
     Append(places, PlacesOf(tiers.unknown));
-    for (const Tier& one : tiers.each) Append(places, PlacesOf(one.stale));
+    for (const Tier& one : tiers.each) Append(places, PlacesOf(one.stale.marks()));
     return Tuple(ToPy(Column{tiers.last_job, tiers.demand, tiers.demand_now, tiers.waits_in}), ToPy(tiers.costs_ns),
                  each.Release(), loads.Release(), saves.Release(), moves.Release(), ToPy(loading), ToPy(counters),
                  places.Release());
@@ -269,17 +269,19 @@ class LoadedTiers {
         Py_ssize_t number = 0;
         ForEach(each, [&](PyObject* given) {
             const auto at = static_cast<size_t>(number++);
-            std::vector<bool>& marked = at ? tiers_.each[at - 1].stale : tiers_.unknown;
-            marked.assign(static_cast<size_t>(at ? tiers_.each[at - 1].num_slots : spec_.num_blocks), false);
+            Tier* const tier = at ? &tiers_.each[at - 1] : nullptr;
+            const Int most = tier ? tier->num_slots : spec_.num_blocks;
+            if (!tier) tiers_.unknown.assign(static_cast<size_t>(most), false);
             Column places;
             FromPy(given, &places);
             for (const Int place : places) {
-                Check(place >= 0 && place < static_cast<Int>(marked.size()));
-                if (at) {
-                    const Tier& tier = tiers_.each[at - 1];
-                    Check(place >= tier.num_used() || !tier.HasKey(place));
+                Check(place >= 0 && place < most);
+                if (!tier) {
+                    tiers_.unknown[static_cast<size_t>(place)] = true;
+                    continue;
                 }
-                marked[static_cast<size_t>(place)] = true;
+                Check(place >= tier->num_used() || !tier->HasKey(place));
+                tier->stale.Set(static_cast<size_t>(place), true);
             }
         });
     }

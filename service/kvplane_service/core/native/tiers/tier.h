@@ -17,6 +17,25 @@ struct GroupUse {
 // kNoKey: free, or only pinned. kRetained: in no queue, but in a list of `Tier::retained`.
 enum class SlotState : uint8_t { kNoKey, kWritten, kRecent, kShadow, kRetained };
 
+// A set of slots that knows how many it has.
+class SlotSet {
+  public:
+    void Resize(size_t num_slots) {  // to an empty set
+        marks_.assign(num_slots, false);
+        count_ = 0;
+    }
+    void Set(size_t slot, bool is_in) {
+        count_ += static_cast<Int>(is_in) - static_cast<Int>(marks_[slot]);
+        marks_[slot] = is_in;
+    }
+    Int count() const { return count_; }
+    const std::vector<bool>& marks() const { return marks_; }
+
+  private:
+    std::vector<bool> marks_;
+    Int count_ = 0;
+};
+
 class Tier {
   public:
     // `nearer`: the tier whose keys are moved to this one, if there is one.
@@ -41,7 +60,7 @@ class Tier {
         version.reserve(most);
         pins.reserve(most);
         state.reserve(most);
-        stale.resize(most);
+        stale.Resize(most);
         links_.reserve(most + kFirstLink);
         links_.assign(kFirstLink, Link());
         for (uint32_t queue = 0; queue < kFirstLink; ++queue) links_[queue] = {queue, queue};
@@ -173,7 +192,7 @@ class Tier {
         --num_held_;
         Leave(slot);
         version[at] = 0;
-        stale[at] = true;
+        stale.Set(at, true);
         if (!pins[at]) free.push_back(static_cast<uint32_t>(slot));
     }
 
@@ -232,7 +251,7 @@ class Tier {
     std::vector<SlotState> state;    // by slot
     BlockList free;                  // slots that were used and are free; the last one is used first
     // By slot: the stamp table may have the version of content that no key here names, which a store may bring back.
-    std::vector<bool> stale;
+    SlotSet stale;
     CacheEvents events;
 
   private:
@@ -303,7 +322,7 @@ class Tier {
     const Key& Settle(Int slot, Int of_version, SlotState queue) {
         const size_t at = At(slot);
         version[at] = of_version;
-        stale[at] = false;
+        stale.Set(at, false);
         Insert(slot, queue);
         ++num_held_;
         const Key& key = directory_[record_[at]].key;

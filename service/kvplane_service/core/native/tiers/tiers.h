@@ -221,7 +221,7 @@ class Tiers {
     void Reset() {
         Clear();
         unknown.clear();
-        for (Tier& one : each) one.stale.assign(one.stale.size(), false);
+        for (Tier& one : each) one.stale.Resize(one.stale.marks().size());
     }
 
     // Visits the keys of slots, and those that jobs will give to blocks or slots.
@@ -409,17 +409,16 @@ class Tiers {
     // Every rank writes another version for all slots of a tier that hold what no key here names. What is being written
     // into such a slot does not count.
     void GiveOtherVersions(Tier& tier) {
-        bool any = false;
-        for (size_t slot = 0; slot < tier.stale.size(); ++slot) {
-            if (!tier.stale[slot]) continue;
-            any = true;
+        if (tier.stale.count() == 0) return;  // each evicted block asks
+        const std::vector<bool>& marks = tier.stale.marks();
+        for (size_t slot = 0; slot < marks.size(); ++slot) {
+            if (!marks[slot]) continue;
             orders.stamp_block.push_back(static_cast<Block>(firsts_[static_cast<size_t>(tier.number)]) +
                                          static_cast<Block>(slot));
             orders.stamp.push_back(pool_.Draw());
         }
-        if (!any) return;
         const auto is_stale = [&](const auto& write) {
-            return write.tier == tier.number && tier.stale[static_cast<size_t>(write.slot)];
+            return write.tier == tier.number && marks[static_cast<size_t>(write.slot)];
         };
         jobs.saves.Update([&](Save& save) {
             if (is_stale(save)) save.stamp = kNoVersion;
@@ -427,7 +426,7 @@ class Tiers {
         jobs.moves.Update([&](Move& move) {
             if (is_stale(move)) move.source.version = kNoVersion;
         });
-        tier.stale.assign(tier.stale.size(), false);
+        tier.stale.Resize(marks.size());
     }
 
     // For which blocks and slots the memory shows what this core does not know.
@@ -439,8 +438,8 @@ class Tiers {
         for (Tier& one : each) {
             const uint64_t* const versions = shown.stamps + firsts_[static_cast<size_t>(one.number)];
             for (Int slot = 0; slot < one.num_slots; ++slot)
-                one.stale[static_cast<size_t>(slot)] =
-                    versions[slot] != 0 && (slot >= one.num_used() || !one.HasKey(slot));
+                one.stale.Set(static_cast<size_t>(slot),
+                              versions[slot] != 0 && (slot >= one.num_used() || !one.HasKey(slot)));
         }
     }
 
