@@ -26,6 +26,7 @@ FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/wire/tables.py": python.tables,
     "service/kvplane_service/core/native/sections.h": cpp.structs,
     "service/kvplane_service/core/native/read_sections.h": cpp.readers,
+    "service/kvplane_service/core/native/pack_layouts.h": cpp.layouts,
 }
 
 

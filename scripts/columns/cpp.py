@@ -8,10 +8,10 @@ from scripts.columns.schema import BITS, NAMES, Field, Message
 
 UNLIMITED = 0xFFFFFFFF
 # Sections to which `step.h` adds functions: it derives the type of this name from the generated one.
-EXTENDED = ("Facts", "Cache", "Retain")
-# What a step consists of, and tables of its result.
+EXTENDED = ("Facts", "Cache", "Retain", "PartResult")
+# What a step and its result consist of; `step.h` has the orders.
 SECTIONS = ("Facts", "Cache", "News", "Run", "Admit", "Peek", "Prefetch", "Retain", "Budget")
-TABLES = ("Declined", "Prefetched", "Retained")
+RESULTS = ("Declined", "Prefetched", "Retained", "PartResult")
 # Lists of which the core needs to know only how many entries there are.
 COUNTED = {"extra_keys": "num_extra_keys", "traceparent": "num_traceparents"}
 
@@ -44,14 +44,15 @@ struct SectionColumn {
     Column Section::*of;
     bool is_by_row;                 // it has an entry for each row, or none
     std::optional<Int> otherwise{};  // what each row has in an empty one
-    bool is_bits = false;           // an entry is a u64, as the Int of the same bits
+    bool is_wide = false;           // an entry is a u64
+    bool is_bits = false;           // it is the Int of the same bits
 };"""
 
 
 def structs(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of the header with the types of the sections of a step."""
     yield from STRUCTS_TOP.splitlines()[1:]
-    for message in _named(messages, SECTIONS + TABLES):
+    for message in _named(messages, SECTIONS + RESULTS):
         name = _struct(message)
         yield ""
         yield f"struct {name} {{"
@@ -82,13 +83,19 @@ def _is_tokens(field: Field) -> bool:
 
 def _entry(field: Field, struct: str) -> str:
     said = [f'"{field.name}"', f"&{struct}::{field.name}", "true" if field.is_by_row else "false"]
-    said += [] if field.default is None else [_number(field.default)]
+    said += (
+        ["{}" if field.default is None else _number(field.default)]
+        if field.is_wide or field.default is not None
+        else []
+    )
+    said += ["true"] if field.is_wide else []
     said += ["true"] if field.option.type == BITS else []
     return f"{{{', '.join(said)}}}"
 
 
 def _members(message: Message) -> Iterator[str]:
-    for field in message.fields:
+    """Yield the members of a section; of a result those that are columns."""
+    for field in message.columns if message.name in RESULTS else message.fields:
         if _is_tokens(field) and field.kind == "column":
             yield "TokenIds tokens;"
         elif field.kind == "column":
@@ -150,3 +157,65 @@ def _reader(field: Field, into: str) -> str:
     if field.kind == "hashes":
         return f"ReadHashes({read}, &{to});"
     return f"{to} = {'IsTrue' if field.kind == 'flag' else 'NumberOfStep'}({read});"
+
+
+LAYOUTS_TOP = """
+// How the fields of parts and results are packed, by the names that `decisions/packing.py` gives them.
+#pragma once
+
+#include "pack.h"
+
+namespace kvplane {
+"""
+
+
+def layouts(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the header with what packs the fields of parts and results."""
+    yield from (*LAYOUTS_TOP.splitlines()[1:], "")
+    sections = [(message.name.lower(), message) for message in _named(messages, SECTIONS)]
+    scalars = [f"{path}.{field.name}" for path, message in sections for field in message.of_kind(*SCALARS)]
+    fields = [line for path, message in sections for line in _packed(message, "Part", f"{path}.")]
+    yield from _layout("Part", [*scalars, "with_hashes", "with_tables"], fields)
+    yield ""
+    (result,) = _named(messages, ("PartResult",))
+    found = {message.name: message for message in messages}
+    fields = list(_packed(result, "PartResult", ""))
+    for inner in result.of_kind("message"):
+        fields += _packed_inner(inner.name, found[inner.of])
+    scalars = [field.name for field in result.of_kind(*SCALARS)]
+    fields += [f"PACK_FIELD(PartResult, {name})" for name in ("hashed_facts", "hashed_news")]
+    yield from _layout("PartResult", [*scalars, "taken_back", "went_back"], fields)
+    yield from ("", "}  // namespace kvplane")
+
+
+SCALARS = ("flag", "number", "choice")
+JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as rows
+
+
+def _layout(of: str, scalars: list[str], fields: list[str]) -> Iterator[str]:
+    yield f"inline constexpr Packer::Scalar<{of}> k{of}Scalars[] = {{"
+    yield from (f"    PACK_SCALAR({of}, {path})," for path in scalars)
+    yield "};"
+    yield f"inline constexpr Packer::Field<{of}> k{of}Fields[] = {{"
+    yield from (f"    {line}," for line in fields)
+    yield "};"
+
+
+def _packed(message: Message, of: str, path: str) -> Iterator[str]:
+    for field in message.of_kind("column", "hashes", "texts", "digests"):
+        if not _is_tokens(field) and field.name not in COUNTED:
+            pack = "PACK_BITS" if field.option.type == BITS else "PACK_FIELD"
+            yield f"{pack}({of}, {path}{field.name})"
+
+
+def _packed_inner(name: str, message: Message) -> Iterator[str]:
+    if message.name == "Orders":
+        for table in message.tables:
+            columns = [field.name for field in message.columns if field.option.table == table]
+            for at, column in enumerate(columns):
+                is_job = table in JOBS
+                yield f"PACK_JOBS({table}, {at}, {column})" if is_job else f"PACK_FIELD(PartResult, orders.{column})"
+    elif message.name == "Blocks":
+        yield from _packed(message, "PartResult", f"{name}.")
+    else:
+        yield from (f"PACK_TIERS({name}.{field.name})" for field in message.columns)

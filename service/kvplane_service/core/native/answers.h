@@ -68,6 +68,41 @@ void SetColumn(PyObject* object, PyObject* name, const std::vector<T>& column) {
 }
 #define ENTRIES(object, from, name) SetColumn<uint32_t>(object, NAME(#name), (from).name)
 
+// The Python string of the name of each column.
+template <typename Section>
+const std::vector<PyObject*>& NamesOf(const Section& section) {
+    static const std::vector<PyObject*> names = [&] {
+        std::vector<PyObject*> made;
+        for (const auto& column : ColumnsOf(section)) made.push_back(PyUnicode_InternFromString(column.name));
+        return made;
+    }();
+    return names;
+}
+
+// Sets the columns that have entries.
+template <typename Section>
+void SetColumns(PyObject* object, const Section& from) {
+    const auto* name = NamesOf(from).data();
+    for (const auto& column : ColumnsOf(from)) {
+        const Column& entries = from.*column.of;
+        if (column.is_wide) {
+            SetColumn<uint64_t>(object, *name, entries);
+        } else {
+            SetColumn<uint32_t>(object, *name, entries);
+        }
+        ++name;
+    }
+}
+
+// An object with the columns of a table.
+template <typename Table>
+PyObject* TableToPy(PyObject* type, const Table& table) {
+    PyObject* const made = NewObject(type);
+    const auto* name = NamesOf(table).data();
+    for (const auto& column : ColumnsOf(table)) SetAttribute(made, *name++, ColumnToPy<uint64_t>(table.*column.of));
+    return made;
+}
+
 // Columns of jobs: every third one, of jobs, versions and stamps, is of u64, the others of u32.
 template <size_t N>
 void SetColumns(PyObject* object, PyObject* const (&names)[N], const JobOrders::Rows<N>& rows) {
@@ -164,21 +199,8 @@ inline const CacheEvents& EventsOf(PyObject* capsule) {
     return **events;
 }
 
-// An object with the columns of a table.
-template <typename Table>
-PyObject* TableToPy(PyObject* type, const Table& table) {
-    PyObject* const made = NewObject(type);
-    for (const auto& column : ColumnsOf(table)) {
-        const Owned name(PyUnicode_InternFromString(column.name));
-        SetAttribute(made, name.get(), ColumnToPy<uint64_t>(table.*column.of));
-    }
-    return made;
-}
-
 // Takes the events out of the answer.
 inline void SetTiers(PyObject* part, TierAnswer& tiers) {
-    SetColumn<uint64_t>(part, NAME("admit_job"), tiers.admit_job);
-    ENTRIES(part, tiers, admit_tier_tokens);
     if (!tiers.declined.row.empty()) SLOT(part, declined, TableToPy(answers.declined, tiers.declined));
     if (!tiers.prefetched.hit.empty()) SLOT(part, prefetched, TableToPy(answers.prefetched, tiers.prefetched));
     if (!tiers.retained.hit.empty() || !tiers.retained.next_end_ns.empty())
@@ -202,16 +224,8 @@ inline PyObject* ToPy(const Hashed& hashed) {
 // Takes the events out of the result.
 inline PyObject* ToPy(PartResult& result) {
     PyObject* part = NewObject(answers.part);
-    ENTRIES(part, result, granted);
-    if (!result.preempted.empty()) SLOT(part, preempted, ToPy(result.preempted));
-    ENTRIES(part, result, admit_status);
-    ENTRIES(part, result, admit_hit);
-    ENTRIES(part, result, admit_granted);
-    ENTRIES(part, result, admit_single_group_hit);
-    SetColumn<uint64_t>(part, NAME("admit_load_after"), result.admit_load_after);
-    ENTRIES(part, result, peek_hit);
-    ENTRIES(part, result, peek_single_group_hit);
-    ENTRIES(part, result, num_hashes);
+    SetColumns(part, result);
+    if (!result.preempted.empty()) SLOT(part, preempted, ToPy(result.preempted));  // a queue: always a list
     if (result.reset_done) SLOT(part, reset_done, Py_NewRef(Py_True));
     SLOT(part, free_blocks, ToPy(result.free_blocks));
     if (result.taken_back) SLOT(part, taken_back, ToPy(result.taken_back));

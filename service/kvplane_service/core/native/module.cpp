@@ -6,7 +6,7 @@
 #include "bind_rows.h"
 #include "bind_tiers.h"
 #include "hazard_state.h"
-#include "pack_layouts.h"
+#include "pack_with.h"
 
 namespace kvplane {
 namespace {

@@ -39,6 +39,11 @@ class Frame {
         });
     }
 
+    void AddBits(uint32_t number, const Column& values) {
+        const auto bits_at = [&](size_t at) { return static_cast<uint64_t>(values[at]); };
+        if (!values.empty()) AddNumbers(number, values.size(), bits_at);
+    }
+
     template <typename T>
     void AddColumn(uint32_t number, const std::vector<T>& values) {
         AddNumbers(number, values.size(), [&](size_t at) { return values[at]; });
@@ -228,6 +233,24 @@ class Packer {
         Owned::Fail();
     }
 };
+
+// How a field of a part or result is packed: `PACK_TIERS` one that there is only with tiers, `PACK_JOBS` one of rows.
+#define PACK_SCALAR(of, path) {#path, [](const of& from) { return static_cast<Int>(from.path); }}
+#define PACK_FIELD(of, path) \
+    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.Add(number, from.path); }}
+#define PACK_BITS(of, path) \
+    {#path, [](const of& from, uint32_t number, Frame& frame) { frame.AddBits(number, from.path); }}
+#define PACK_TIERS(path)                                                \
+    {#path, [](const PartResult& from, uint32_t number, Frame& frame) { \
+         if (from.tiers != nullptr) frame.Add(number, from.tiers->path);  \
+     }}
+#define PACK_JOBS(kind, column, name)                                                          \
+    {"orders." #name, [](const PartResult& from, uint32_t number, Frame& frame) {              \
+         if (from.tiers == nullptr || from.tiers->orders.kind.empty()) return;                 \
+         const auto& rows = from.tiers->orders.kind;                                           \
+         frame.AddNumbers(number, rows.size(),                                                 \
+                          [&](size_t at) { return static_cast<uint64_t>(rows[at][column]); }); \
+     }}
 
 // Which events of a part are packed.
 enum Share : Int { kAllEvents = 0, kStoredEvents = 1, kOtherEvents = 2 };

@@ -27,7 +27,8 @@ struct SectionColumn {
     Column Section::*of;
     bool is_by_row;                 // it has an entry for each row, or none
     std::optional<Int> otherwise{};  // what each row has in an empty one
-    bool is_bits = false;           // an entry is a u64, as the Int of the same bits
+    bool is_wide = false;           // an entry is a u64
+    bool is_bits = false;           // it is the Int of the same bits
 };
 
 struct FactsFields {
@@ -50,7 +51,7 @@ inline constexpr SectionColumn<FactsFields> kFactsColumns[] = {
     {"num_hashes", &FactsFields::num_hashes, true, 0},
     {"commit", &FactsFields::commit, true, -1},
     {"end", &FactsFields::end, true, 0},
-    {"fence", &FactsFields::fence, true, 0},
+    {"fence", &FactsFields::fence, true, 0, true},
     {"release_skipped", &FactsFields::release_skipped, true, -1},
     {"hint", &FactsFields::hint, true, -1},
 };
@@ -70,13 +71,13 @@ struct CacheFields {
     Int hits_checked = 0;
 };
 inline constexpr SectionColumn<CacheFields> kCacheColumns[] = {
-    {"failed_steps", &CacheFields::failed_steps, false},
+    {"failed_steps", &CacheFields::failed_steps, false, {}, true},
     {"evicted", &CacheFields::evicted, false},
     {"released", &CacheFields::released, false},
     {"loads_over", &CacheFields::loads_over, false},
-    {"jobs_done", &CacheFields::jobs_done, false},
-    {"jobs_failed", &CacheFields::jobs_failed, false},
-    {"costs_ns", &CacheFields::costs_ns, false},
+    {"jobs_done", &CacheFields::jobs_done, false, {}, true},
+    {"jobs_failed", &CacheFields::jobs_failed, false, {}, true},
+    {"costs_ns", &CacheFields::costs_ns, false, {}, true},
     {"mismatched", &CacheFields::mismatched, false},
 };
 constexpr const auto& ColumnsOf(const CacheFields&) { return kCacheColumns; }
@@ -163,7 +164,7 @@ inline constexpr SectionColumn<Admit> kAdmitColumns[] = {
     {"flags", &Admit::flags, true, 0},
     {"hit_limit", &Admit::hit_limit, true, kUnlimited},
     {"min_new", &Admit::min_new, true, 1},
-    {"skip_zero_groups", &Admit::skip_zero_groups, true, -1, true},
+    {"skip_zero_groups", &Admit::skip_zero_groups, true, -1, true, true},
     {"single_group_hit", &Admit::single_group_hit, true, kUnlimited},
 };
 constexpr const auto& ColumnsOf(const Admit&) { return kAdmitColumns; }
@@ -190,7 +191,7 @@ struct Prefetch {
 inline constexpr SectionColumn<Prefetch> kPrefetchColumns[] = {
     {"slot", &Prefetch::slot, true},
     {"num_hashes", &Prefetch::num_hashes, true, 0},
-    {"within_ns", &Prefetch::within_ns, true, 0},
+    {"within_ns", &Prefetch::within_ns, true, 0, true},
 };
 constexpr const auto& ColumnsOf(const Prefetch&) { return kPrefetchColumns; }
 
@@ -209,9 +210,9 @@ struct RetainFields {
 inline constexpr SectionColumn<RetainFields> kRetainColumns[] = {
     {"num_hashes", &RetainFields::num_hashes, true},
     {"priority", &RetainFields::priority, true, 0},
-    {"until_ns", &RetainFields::until_ns, true},
+    {"until_ns", &RetainFields::until_ns, true, {}, true},
     {"percent", &RetainFields::percent, true, 0},
-    {"now_ns", &RetainFields::now_ns, false},
+    {"now_ns", &RetainFields::now_ns, false, {}, true},
 };
 constexpr const auto& ColumnsOf(const RetainFields&) { return kRetainColumns; }
 
@@ -234,8 +235,8 @@ inline constexpr SectionColumn<Declined> kDeclinedColumns[] = {
     {"why", &Declined::why, true},
     {"tier", &Declined::tier, true},
     {"hit", &Declined::hit, true},
-    {"load_ns", &Declined::load_ns, true},
-    {"compute_ns", &Declined::compute_ns, true},
+    {"load_ns", &Declined::load_ns, true, {}, true},
+    {"compute_ns", &Declined::compute_ns, true, {}, true},
 };
 constexpr const auto& ColumnsOf(const Declined&) { return kDeclinedColumns; }
 
@@ -263,8 +264,38 @@ inline constexpr SectionColumn<Retained> kRetainedColumns[] = {
     {"blocks", &Retained::blocks, true},
     {"left", &Retained::left, true},
     {"outcome", &Retained::outcome, true},
-    {"next_end_ns", &Retained::next_end_ns, false},
+    {"next_end_ns", &Retained::next_end_ns, false, {}, true},
 };
 constexpr const auto& ColumnsOf(const Retained&) { return kRetainedColumns; }
+
+struct PartResultFields {
+    Column granted;  // u32, any number
+    Column preempted;  // u32, any number
+    Column admit_status;  // u32
+    Column admit_hit;  // u32
+    Column admit_granted;  // u32
+    Column admit_single_group_hit;  // u32
+    Column admit_load_after;  // u64, default 0
+    Column peek_hit;  // u32, any number
+    Column peek_single_group_hit;  // u32, any number
+    Column num_hashes;  // u32, any number
+    Column admit_job;  // u64, default 0
+    Column admit_tier_tokens;  // u32, default 0
+};
+inline constexpr SectionColumn<PartResultFields> kPartResultColumns[] = {
+    {"granted", &PartResultFields::granted, false},
+    {"preempted", &PartResultFields::preempted, false},
+    {"admit_status", &PartResultFields::admit_status, true},
+    {"admit_hit", &PartResultFields::admit_hit, true},
+    {"admit_granted", &PartResultFields::admit_granted, true},
+    {"admit_single_group_hit", &PartResultFields::admit_single_group_hit, true},
+    {"admit_load_after", &PartResultFields::admit_load_after, true, 0, true},
+    {"peek_hit", &PartResultFields::peek_hit, false},
+    {"peek_single_group_hit", &PartResultFields::peek_single_group_hit, false},
+    {"num_hashes", &PartResultFields::num_hashes, false},
+    {"admit_job", &PartResultFields::admit_job, true, 0, true},
+    {"admit_tier_tokens", &PartResultFields::admit_tier_tokens, true, 0},
+};
+constexpr const auto& ColumnsOf(const PartResultFields&) { return kPartResultColumns; }
 
 }  // namespace kvplane

@@ -143,7 +143,6 @@ struct JobOrders {
 
 // What a part answers only with tiers, or with retained prefixes.
 struct TierAnswer {
-    Column admit_job, admit_tier_tokens;
     Declined declined;
     Prefetched prefetched;
     Retained retained;
@@ -151,10 +150,8 @@ struct TierAnswer {
     std::vector<std::pair<Int, CacheEvents>> events;  // with the medium of their tier
 };
 
-struct PartResult {
-    Column granted, preempted, admit_status, admit_hit, admit_granted, admit_single_group_hit, admit_load_after;
+struct PartResult : PartResultFields {
     BlockLists new_blocks, tables, peek_blocks;
-    Column peek_hit, peek_single_group_hit, num_hashes;
     std::vector<Digest> last_hash;  // size 0: none
     bool reset_done = false;
     Orders orders;
@@ -171,9 +168,7 @@ struct PartResult {
     }
 
     void Clear() {
-        for (Column* column : {&granted, &preempted, &admit_status, &admit_hit, &admit_granted, &admit_single_group_hit,
-                               &admit_load_after, &peek_hit, &peek_single_group_hit, &num_hashes})
-            column->clear();
+        for (const auto& column : ColumnsOf(*this)) (this->*column.of).clear();
         for (BlockLists* blocks : {&new_blocks, &tables, &peek_blocks}) blocks->Clear();
         last_hash.clear();
         hashed_facts.clear();

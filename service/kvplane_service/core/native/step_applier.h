@@ -359,8 +359,8 @@ class StepApplier {
         tracker_.NoteGrant(slot, 0, seq_);
         tracker_.NoteAdmission(slot, hit);
         SetOfRow(&result_.admit_load_after, at, blocks_.tiers.jobs.loads.at(job).after);
-        SetOfRow(&result_.OfTiers().admit_job, at, job);
-        SetOfRow(&result_.OfTiers().admit_tier_tokens, at, plan->gained);
+        SetOfRow(&result_.admit_job, at, job);
+        SetOfRow(&result_.admit_tier_tokens, at, plan->gained);
         ReportAdmission(at, slot);
         return kGranted;
     }
@@ -391,15 +391,12 @@ class StepApplier {
         (*column)[at] = value;
     }
 
-    // Gives the columns that have entries this number of them.
+    // Gives the columns of admit rows that have entries this number of them.
     void ResizeMore(size_t count) {
-        const auto resize = [&](Column& column) {
-            if (!column.empty()) column.resize(count, 0);
-        };
-        resize(result_.admit_load_after);
-        if (result_.tiers == nullptr) return;
-        resize(result_.tiers->admit_job);
-        resize(result_.tiers->admit_tier_tokens);
+        for (const auto& column : ColumnsOf(result_)) {
+            Column& entries = result_.*column.of;
+            if (column.otherwise && !entries.empty()) entries.resize(count, *column.otherwise);
+        }
     }
 
     Int WantedAtAdmission(size_t row, Int start, Int flags) {
