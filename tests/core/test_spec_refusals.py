@@ -19,7 +19,7 @@ import pytest
 from kvplane.base import groups
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec, CommitRule, EvictionPolicy, GroupSpec, MambaMode, ReplicaSpec
-from kvplane.base.step import AdmitStatus, RowFlag
+from kvplane.base.step import Admit, AdmitStatus, News, Part, RowFlag
 from kvplane_service.core import setup
 from kvplane_service.replicas import cores
 from tests.core.builders import Engine, chunked, cross, full, replica_spec, sinks, state, window
@@ -100,6 +100,9 @@ CASES = [
         spec(full(is_draft=True, drops_last_block=True)),
     ),
     Case("groups[1].lookup_class", "breaks", spec(chunked(8), full(lookup_class=2)), spec(chunked(8), full())),
+    one("blocks_per_state", "breaks", {"num_blocks": 63}, spec(full(), state(8), **SPLIT)),
+    one("blocks_per_state", "waits", {"blocks_per_state": 64}, spec(full(), state(8), **SPLIT)),
+    one("blocks_per_state", "loses", {"blocks_per_state": 2}, spec(full(), full(8), hash_block_size=4)),
     one("commit", "breaks", {"commit": CommitRule.REFERENCE}, spec(full(), state(8), **SPLIT)),
     one("eviction", "ignored", {"eviction": EvictionPolicy.TURN_TAIL}, spec(full(), state(8), **SPLIT)),
 ]
@@ -151,6 +154,59 @@ def test_what_is_refused_is_named_by_its_field(case):
         setup.check_spec(case.bad)
     assert caught.value.field == case.field
     setup.check_spec(case.good)
+
+
+def hits_of(given: ReplicaSpec) -> list[int]:
+    """The hits of random prompts, in tokens."""
+    hits: list[int] = []
+    for seed in SEEDS:
+        engine = PromptEngine(given, Random(seed))
+        for _ in range(STEPS):
+            before = engine.hit_tokens
+            engine.step()
+            hits.append(engine.hit_tokens - before)
+    return hits
+
+
+def test_hits_inside_blocks_with_larger_windows_are_refused_since_there_are_none(lawless):
+    larger = spec(window(6, 8), full(8), hash_block_size=4, scheduler_block_size=8, partial_hits=True)
+    equal = replace(larger, groups=(window(6, 4), full(8)))
+    assert not any(hit % 8 for hit in hits_of(larger))
+    assert any(hit % 8 for hit in hits_of(equal))
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_larger_windows_are_named_by_the_hits(block_size):
+    given = spec(window(6, block_size), full(8), hash_block_size=4, scheduler_block_size=8, partial_hits=True)
+    if block_size == 4:
+        setup.check_spec(given)
+        return
+    with pytest.raises(InvalidArgument) as caught:
+        setup.check_spec(given)
+    assert caught.value.field == "partial_hits"
+
+
+def test_tables_that_no_pool_limits_are_refused(lawless):
+    """A row of some bytes lets a request have a table of a million null blocks, whatever the size of the pool."""
+    loaded, most = 1 << 20, (1 << 20) + 50
+    sizes = {"max_model_len": most, "max_in_flight_tokens": most, "hash_block_size": 1, "scheduler_block_size": 1}
+    endless = spec(window(4, 1), **sizes)
+    engine = Engine(*endless.groups, num_blocks=64, **sizes)
+    news, admit = News(slot=[0], num_tokens=[most], num_hashes=[0]), Admit(slot=[0], external=[loaded], cap=[50])
+    engine.step(Part(news=news, admit=admit))
+    assert len(engine.table(0)) > setup.MAX_TABLE_ENTRIES
+    assert sum(map(bool, engine.table(0))) < 64
+
+
+@pytest.mark.parametrize("limit", [1 << 20, (1 << 20) + 1])
+def test_the_longest_table_is_named_by_the_block(limit):
+    given = spec(window(4, 1), max_model_len=limit, hash_block_size=1, scheduler_block_size=1)
+    if limit == setup.MAX_TABLE_ENTRIES:
+        setup.check_spec(given)
+        return
+    with pytest.raises(InvalidArgument) as caught:
+        setup.check_spec(given)
+    assert caught.value.field == "groups[0].block_size"
 
 
 @pytest.mark.parametrize("core", ["python", "twin"])
