@@ -1329,10 +1329,7 @@ TWINS: dict[str, Twin] = {
     ),
     "specs as stated": Twin(
         "an image is that of a pool that decides equally, however the classes of its spec are numbered",
-        (
-            Patch(f"{CORE}.state:spec_digest", lambda _: digest_as_stated),
-            Patch(f"{CORE}.state_entries:spec_digest", lambda _: digest_as_stated),
-        ),
+        (Patch(f"{CORE}.state_entries:spec_digest", lambda _: digest_as_stated),),
     ),
     "a service that comes back is the owner": Twin(
         "a replica that another service has adopted meanwhile is given up, unless its engine is here",

@@ -24,7 +24,7 @@ def no_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _forbid_copies(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     """A step copies the state only to continue requests: a copy takes seconds for a million blocks."""
-    apply, load, may_copy = native.NativeReplica._apply, native.loaded_copy, [True]
+    apply, load, may_copy = native.NativeReplica._apply, native.load_state, [True]
 
     def applied(core: Any, step: Step, alone: bool) -> StepResult:
         may_copy.append(any(part.resume is not None for part in step.parts))
@@ -34,13 +34,13 @@ def _forbid_copies(monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
         finally:
             may_copy.pop()
 
-    def loaded(core: Any) -> Any:
+    def loaded(spec: Any, image: bytes) -> Any:
         if not may_copy[-1]:
             raise FellBack("a step copied the whole state")
-        return load(core)
+        return load(spec, image)
 
     monkeypatch.setattr(native.NativeReplica, "_apply", applied)
-    monkeypatch.setattr(native, "loaded_copy", loaded)
+    monkeypatch.setattr(native, "load_state", loaded)
 
 
 def _refuse(*_: object) -> None:

@@ -211,7 +211,7 @@ def refusal_of_compiled(replica: Replica, step: Step) -> tuple[str, str] | None:
         return None
     core = native.NativeReplica.of(replica)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "loaded_copy", lambda _: replica_of_nothing(replica.spec))
+        patch.setattr(native, "load_state", lambda *_: replica_of_nothing(replica.spec))
         return refusal_of(core, step)
 
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import struct
 import sys
 import threading
 from array import array
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.hashing import HashScheme
+from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
+from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
+from kvplane_service.core.packed_values import pack_value
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core.builders import full, replica_spec
+from tests.core.images import changed, image_of, places, values_of
 from tests.core.test_page_contents import run
 from tests.core.test_tier_contents import run as with_tiers
 
@@ -142,7 +146,7 @@ def test_a_state_that_cannot_be_loaded_leaves_the_core_as_it_was():
     replica = native.NativeReplica.of(with_request(replica_spec(full())))
     before, damaged = digest(replica), with_request(replica.spec)
     damaged.coordinator.pool.stamp = damaged.coordinator.pool.stamp[:-1]
-    with pytest.raises(ValueError, match="type or range"):
+    with pytest.raises(InvalidArgument, match=r"pool.stamp has another number of blocks"):
         replica._take_over(damaged)
     assert digest(replica) == before
 
@@ -179,6 +183,15 @@ def test_a_core_without_memory_in_a_step_raises_memory_error_and_is_not_used_aga
 
 def capsule(*groups, **changes):
     return native.NativeReplica.of(with_request(replica_spec(*(groups or (full(),)), **changes)))._core
+
+
+def begin_save(core, shown=(), run=4096):
+    return _native.begin_save(core, (b"", True, shown or array("Q"), [], True, False, run))
+
+
+def saved(core):
+    """The image of a core."""
+    return b"".join(iter(partial(_native.save, begin_save(core)), None))
 
 
 def recovered(core, **changes):
@@ -230,11 +243,9 @@ ARGUMENTS = {
         lambda core: _native.prepare(*recovered(core, following=array("I", [1] * 102))),
     "install of a pool of another size":
         lambda core: _native.install(_native.new(*SPEC_OF_50), _native.prepare(*recovered(core))),
-    "dump_blocks from a block before the first": lambda core: _native.dump_blocks(core, -1, 10),
-    "dump_blocks from a block behind the last": lambda core: _native.dump_blocks(core, 102, 10),
-    "dump_blocks of fewer blocks than none": lambda core: _native.dump_blocks(core, 0, -1),
-    "dump_free behind a block that is not there": lambda core: _native.dump_free(core, 101, 10),
-    "dump_free of more blocks than there are": lambda core: _native.dump_free(core, 0, 102),
+    "begin_save with entries of no block": lambda core: begin_save(core, run=0),
+    "begin_save with stamps of another size": lambda core: begin_save(core, shown=array("I", [0])),
+    "load into a core that is used": lambda core: _native.load(core, [b""], saved(core)),
     "new with blocks of 0 tokens": lambda _: _native.new(SPEC_OF_50[0], [[0, 0, *SPEC_OF_50[1][0][2:]]], [], HASHING),
     "new with hashes of 0 tokens":
         lambda _: _native.new([50, 4096, 0, *SPEC_OF_50[0][3:]], SPEC_OF_50[1], [], HASHING),
@@ -257,10 +268,10 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_no_caller_checked_is_refused_and_changes_nothing(name):
     core = capsule()
-    before = native.dump_of(core, 101)
+    before = saved(core)
     with pytest.raises((ValueError, AssertionError)):
         ARGUMENTS[name](core)
-    assert native.dump_of(core, 101) == before
+    assert saved(core) == before
 
 
 def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name():
@@ -273,69 +284,49 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
+def test_an_image_is_written_in_slices_between_which_nothing_changes():
+    core = native.NativeReplica(replica_spec(full(), num_blocks=100_000))
+    pieces = list(core.image())
+    assert len(pieces) > 5
+    assert b"".join(pieces) == export_state(Replica(core.spec))
+    walk = begin_save(core.core)
+    assert _native.save(walk)
+    core.apply(Step(0, 1, [Part()]))
+    with pytest.raises(AssertionError, match="the state changed while it was saved"):
+        _native.save(walk)
+
+
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])
-def test_a_state_that_is_read_in_slices_is_the_whole_state(monkeypatch, blocks):
+def test_an_image_in_other_slices_has_the_same_state(monkeypatch, blocks):
     core = native.NativeReplica.of(with_tiers("window and full", 5).replica.reference())
-    whole = native.dump_of(core.core, core.spec.num_blocks)
-    assert whole["free"]
-    assert whole["digests"]
-    assert all(whole["retained"])
-    assert any(len(keys) > 8 for _, _, _, *both, _, _, _ in whole["tiers"][2] for keys in both)
-    for function in (native.dump_of, native.tiers.keys_of):
-        monkeypatch.setattr(sys.modules[function.__module__], "SLICE_BLOCKS", blocks)
-    assert native.dump_of(core.core, core.spec.num_blocks) == whole
+    whole = digest(core)
+    monkeypatch.setattr(native, "SLICE_BLOCKS", blocks)
+    pieces = b"".join(core.image())
+    assert pieces != export_state(core.reference()), "entries of other blocks"
+    monkeypatch.undo()
+    assert digest(native.NativeReplica.load(core.spec, pieces)) == whole
 
 
-EXTREME = (-1, 101, 1 << 14, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 61, (1 << 63) - 1)
-
-
-def places(value, path=()):
-    """The places of all numbers in a state, and of the columns that are bytes."""
-    if isinstance(value, dict | list | tuple):
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places(one, (*path, key))
-    elif isinstance(value, int | bytes | array) and value != b"":
-        yield path
-
-
-def changed(value, path, rng):
-    """The value with an extreme number at a place."""
-    if not path:
-        number = rng.choice(EXTREME)
-        if isinstance(value, int):
-            return number
-        at = rng.randrange(len(value))
-        if isinstance(value, bytes):
-            return value[:at] + bytes([number & 0xFF]) + value[at + 1 :]
-        of_type = number if value.typecode == "q" else number & ((1 << 8 * value.itemsize) - 1)
-        return value[:at] + array(value.typecode, [of_type]) + value[at + 1 :]
-    one = changed(value[path[0]], path[1:], rng)
-    if isinstance(value, dict):
-        return value | {path[0]: one}
-    return type(value)([*value[: path[0]], one, *value[path[0] + 1 :]])
-
-
-def use(spec, core):
+def use(core):
     """Does what can be done with a state; returns how many calls failed."""
-    replica, errors = native.NativeReplica(spec), 0
-    replica._core, replica._requests = core, native.NativeRequests(core)
-    slots = replica.requests.slots()
-    running = [slot for slot in slots if replica.requests.running[slot]]
-    seq, tokens = replica.seq, array("I", [7] * 40)
+    errors = 0
+    slots = core.requests.slots()
+    running = [slot for slot in slots if core.requests.running[slot]]
+    seq, tokens = core.seq, array("I", [7] * 40)
     parts = [
         Part(facts=Facts(running, appended=[1] * len(running), num_hashes=[0] * len(running)), run=Run(running)),
         Part(news=News([5000], [40], tokens), admit=Admit([5000])),
         Part(facts=Facts(slots, end=[int(End.FREE)] * len(slots))),
         Part(cache=Cache(reset=True)),
     ]
-    calls = [lambda: [replica.peek_slot(slot) for slot in slots], lambda: replica.entries(), replica.group_counters]
-    calls += [lambda: list(replica.stored_events()), lambda: [replica.can_rewind(slot, 1) for slot in slots]]
-    calls += [lambda: replica.reference(), replica.common_prefix_blocks]
+    calls = [lambda: [core.peek_slot(slot) for slot in slots], lambda: core.entries(), core.group_counters]
+    calls += [lambda: list(core.stored_events()), lambda: [core.can_rewind(slot, 1) for slot in slots]]
+    calls += [lambda: core.reference(), core.common_prefix_blocks]
     calls += [
-        lambda at=at, part=part: replica.apply(Step(replica.epoch, seq + at, [part], executed_through=seq + at - 1))
+        lambda at=at, part=part: core.apply(Step(core.epoch, seq + at, [part], executed_through=seq + at - 1))
         for at, part in enumerate(parts, 1)
     ]
-    calls += [lambda: replica.begin_epoch(replica.epoch + 1), lambda: export_state(replica)]
+    calls += [lambda: core.begin_epoch(core.epoch + 1), lambda: export_state(core)]
     for call in calls:
         try:
             call()
@@ -352,27 +343,57 @@ MIXES = ["window and full", "checkpoints and drafts", "split pages", "three size
 @pytest.mark.parametrize(("mix", "play"), [*((mix, run) for mix in MIXES), (MIXES[0], with_tiers)])
 def test_a_damaged_state_is_refused_or_does_no_harm(mix, play):
     rng, engine = Random(mix), play(mix, 3)
-    spec, entries, kinds = engine.spec, dict[str, list[object]](), dict[object, list[tuple[object, ...]]]()
-    for name, value in engine.replica.state_entries():
-        entries.setdefault(name, []).append(value)
-    state = native.state_of(entries, spec)
-    for path in places(state):
+    spec, values = engine.spec, values_of(export_state(engine.replica))
+    kinds: dict[object, list[tuple[object, ...]]] = {}
+    for path in places(values):
         kinds.setdefault(tuple(one if isinstance(one, str) else "" for one in path), []).append(path)
-    made = [
-        native.settings(spec, native.NativeReplica(spec).digest_size),
-        [native.of_group(group) for group in spec.normalized.groups],
-        native.of_tiers(spec),
-        native.of_hashes(HashScheme.of(spec)),
-    ]
-    _native.load(core := _native.new(*made), state)
-    assert use(spec, core) == 0
+    assert use(native.NativeReplica.load(spec, image_of(values))) == 0
     refused = 0
     for path in [path for found in kinds.values() for path in rng.choices(found, k=2)]:
-        core = _native.new(*made)
         try:
-            _native.load(core, changed(state, path, rng))
-        except (ValueError, AssertionError):
+            core = native.NativeReplica.load(spec, image_of(changed(values, path, rng)))
+        except InvalidArgument:
             refused += 1
         else:
-            use(spec, core)
+            use(core)
     assert refused > len(kinds) // 2
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_bytes_of_an_image_are_refused_or_do_no_harm(seed):
+    rng = Random(seed)
+    engine = with_tiers(MIXES[0], 3) if rng.random() < 0.2 else run(rng.choice(MIXES), 3)
+    raw = export_state(engine.replica)
+    for _ in range(40):
+        damaged = bytearray(raw[: rng.randrange(len(raw))] if rng.random() < 0.2 else raw)
+        for _ in range(rng.randint(0 if len(damaged) < len(raw) else 1, 3)):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.choice([1, 1, 4])] = rng.randbytes(rng.choice([1, 1, 4]))
+        try:
+            core = native.NativeReplica.load(engine.spec, bytes(damaged))
+        except InvalidArgument:
+            continue
+        use(core)
+    assert export_state(native.NativeReplica.load(engine.spec, raw)) == raw
+
+
+def test_counts_of_an_image_take_no_memory_before_their_bytes_are_there():
+    """Every list and array says how long it is."""
+    spec = replica_spec(full())
+    values = values_of(export_state(Replica(spec)))
+    most = (1 << 32) - 1
+    for value in (b"L", b"U", b"V", b"AI", b"AQ", b"B", b"H", b"S", b"d", b"Q", b"t", b"s", b"b"):
+        for name in values:
+            raw = image_of({one: each for one, each in values.items() if one != name})
+            bad = raw + pack_value(name) + value + struct.pack("<I", most)
+            with little_memory(200 << 20), pytest.raises(InvalidArgument, match="the state is damaged"):
+                native.NativeReplica.load(spec, bad)
+
+
+def test_an_image_with_more_slots_than_rows_is_refused_before_they_take_memory():
+    tier = TierSpec(TierKind.HOST, 1 << 22)
+    core = native.NativeReplica(replica_spec(full(), tiers=(tier,)))
+    values = values_of(export_state(core))
+    values["tiers"][0][1][0][1] = 1 << 22
+    with pytest.raises(InvalidArgument, match="more used slots than rows"):
+        native.NativeReplica.load(core.spec, image_of(values))

@@ -35,6 +35,7 @@ from tests.core import (
 )
 from tests.core.builders import digests, full, replica_spec, window
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
+from tests.core.images import image_of, values_of
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.test_tiers import DISK, HOST, Mover
@@ -255,32 +256,27 @@ def test_what_tiers_do_not_permit_is_refused_without_a_copy_of_the_state(field):
 
 
 def sound_state(core):
-    """The state of a core as it loads it."""
-    entries = dict[str, list[object]]()
-    for name, value in core.state_entries():
-        entries.setdefault(name, []).append(value)
-    state = native.state_of(entries, core.spec)
-    native._native.load(native.NativeReplica(core.spec).core, state)
-    return state
+    """The values of an image of a core, and those of its tiers."""
+    values = values_of(export_state(core))
+    native.NativeReplica.load(core.spec, image_of(values))
+    return values, values["tiers"][0]
 
 
-@pytest.mark.parametrize("change", ["slot", "version", "free", "pair", "job", "loading", "block", "wanted", "stale"])
+@pytest.mark.parametrize("change", ["slot", "version", "free", "group", "job", "loading", "block", "wanted", "stale"])
 def test_a_damaged_state_of_tiers_is_refused(change):
     """Every number that the core uses as an index has the range of one."""
     engine = loading()
     core = native.NativeReplica.of(engine.replica.reference())
-    state = sound_state(core)
-    numbers, costs, each, loads, saves, moves, waits, counters, places = state["tiers"]
-    size, used, free, shadows, recent, hits, uses, wanted = each[0]
+    values, (numbers, each, loads, saves, moves, waits, places) = sound_state(core)
+    size, used, free, shadows, recent = each[0]
     (key, slot, version), *rest = recent
     changed = {
         "slot": (key, size, version),
         "version": (key, slot, 0),
-        "free": (key, slot, version),
-        "pair": ((1 << 20, key[1]), slot, version),
+        "group": ((key[0], 1 << 20, key[2]), slot, version),
     }.get(change, (key, slot, version))
-    wanted = (0, [1], [1], [], []) if change == "wanted" else wanted
-    each[0] = size, used, [*free, slot] if change == "free" else free, shadows, [changed, *rest], hits, uses, wanted
+    wanted = [["behind", [1], array("Q", [1]), array("Q"), array("Q")]] if change == "wanted" else []
+    each[0] = [size, used, [*free, slot] if change == "free" else free, shadows, [changed, *rest], *wanted]
     if change == "job":
         saves[0] = (1 << 60, *saves[0][1:])
     if change == "block":
@@ -289,20 +285,20 @@ def test_a_damaged_state_of_tiers_is_refused(change):
         waits = [(slot, 1 << 50) for slot, _ in waits]
     if change == "stale":
         places = [places[0], [*places[1], slot], *places[2:]]
-    state["tiers"] = numbers, costs, each, loads, saves, moves, waits, counters, places
-    with pytest.raises(ValueError, match="range"):
-        native._native.load(native.NativeReplica(core.spec).core, state)
+    values["tiers"] = [[numbers, each, loads, saves, moves, waits, places]]
+    with pytest.raises(InvalidArgument, match="the state is damaged: tiers"):
+        native.NativeReplica.load(core.spec, image_of(values))
 
 
-@pytest.mark.parametrize("wanted", [(1, [33], [5], [], []), (1, [-1], [5], [], []), (1, [3], [0], [], []),
-                                    (1, [3, 4], [5], [], []), (2, [3], [5], [], []), (3, [], [], [], [])])  # fmt: skip
+@pytest.mark.parametrize("wanted", [("through", [33], [5]), ("through", [-1], [5]), ("through", [3], [0]),
+                                    ("through", [3, 4], [5]), ("reuse", [3], [5]), ("other", [], [])])  # fmt: skip
 def test_a_damaged_list_of_what_a_tier_wants_is_refused(wanted):
     core = native.NativeReplica(replica_spec(full(), num_blocks=33, tiers=(replace(SMALL, save=SavePolicy.THROUGH),)))
-    state = sound_state(core)
-    *numbers, _ = state["tiers"][2][0]
-    state["tiers"][2][0] = (*numbers, wanted)
-    with pytest.raises(ValueError, match="range"):
-        native._native.load(native.NativeReplica(core.spec).core, state)
+    values, tiers = sound_state(core)
+    policy, places, versions = wanted
+    tiers[1][0][5] = [policy, places, array("Q", versions), array("Q"), array("Q")]
+    with pytest.raises(InvalidArgument, match="the state is damaged: t"):
+        native.NativeReplica.load(core.spec, image_of(values))
 
 
 def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):

@@ -224,13 +224,13 @@ def test_a_state_that_cannot_be_read_is_a_finding(monkeypatch):
 
 def test_a_compiled_core_is_checked_itself(monkeypatch):
     """A copy in Python would have an index and links of its own."""
-    transfer = pytest.importorskip("kvplane_service.core.native.transfer", exc_type=ImportError)
+    native = pytest.importorskip("kvplane_service.core.native", exc_type=ImportError)
     monkeypatch.setenv("KVPLANE_CORE", "native")
 
-    def no_copy(core):
-        raise AssertionError(f"{core} is copied")
+    def no_copy(spec, _):
+        raise AssertionError(f"a core of {spec} is copied")
 
-    monkeypatch.setattr(transfer, "loaded_copy", no_copy)
+    monkeypatch.setattr(native, "load_state", no_copy)
     background = Background()
     assert background.run(60) == {"passed": 1}
     assert background.pauses.count(PAUSE_S) > 20, "in slices"

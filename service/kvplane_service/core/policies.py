@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvplane.base.groups import EvictionPolicy
+from kvplane.base.groups import NULL_BLOCK, EvictionPolicy
 from kvplane_service.core.columns import U64, zeros
 from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.freelist import FreeList, Links
@@ -153,7 +153,9 @@ class HazardList(WindowTailList):
     def state(self) -> list[Any]:
         """Return what a list has in addition to the order of its blocks; `load` takes it."""
         prompts = {slot: list(astuple(one)) for slot, one in self.prompts.items()}
-        return [self.owner[:], prompts, self.learner.state()]
+        owner = self.owner[:]
+        owner[NULL_BLOCK] = 0  # decides nothing
+        return [owner, prompts, self.learner.state()]
 
     def load(self, state: list[Any]) -> None:
         """Continue from a state."""

@@ -44,7 +44,7 @@ from kvplane_service.core.resume import Resumption
 from kvplane_service.core.retaining import retain
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.split import SplitPool
-from kvplane_service.core.state_entries import copy_entries
+from kvplane_service.core.state_entries import encode
 from kvplane_service.core.step_applier import StepApplier, align_chunk
 from kvplane_service.core.tiers.behind import SaveBehind
 from kvplane_service.core.tiers.loads import TierLoads
@@ -234,9 +234,12 @@ class Replica:
     def _validator(self) -> StepValidator:
         return StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy, self.tiers)
 
-    def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
-        """Return the entries of the exported state at the time of this call, see `state`. No step may be open."""
-        return copy_entries(self, with_statistics)
+    def image(self, with_statistics: bool = True, hashed: bool = False) -> Iterator[bytes]:
+        """Return the image of the state at the time of this call, in pieces, see `state`. No step may be open.
+
+        `hashed`: as if all requests had been added with hashes, without the states of hashers.
+        """
+        return encode(self, with_statistics, hashed)
 
     def stored_events(self) -> Iterator[tuple[int, CacheEvent]]:
         """Yield STORED events of all keys, each with the step in flight that registered the keys, 0 if published."""

@@ -1,6 +1,7 @@
-"""The whole state of a replica as bytes, so that another replica continues from it exactly.
+"""The image of a replica: its whole state as bytes, so that another replica continues from it exactly.
 
-    export_state(replica) -> bytes           load_state(spec, bytes) -> Replica, which answers every later step equally
+    export_state(replica) -> bytes           load_state(spec, bytes) -> Replica, which answers every later step equally;
+                                             NativeReplica.load does the same
     slices(replica) -> the same bytes in pieces; the replica may apply further steps while they are read
     digest(replica) -> the SHA-256 of the bytes on which later decisions depend
 
@@ -17,6 +18,7 @@ by slot or by group; a set or dict is keyed by one of these.
     split       only of a split pool: number of free blocks of cut superblocks, and which superblocks had a state last
     retained    only if a prefix is: owner, domain, hash, priority, end and keys of each; the free blocks that are
                 evicted after those of `free`, by priority
+    stamped     only if the next part orders stamps: the blocks that get them
     keys        repeated: first block, different (domain, group) pairs, then per block from there on: number of its pair
                 plus 1, 0 = no key; and the digests of the blocks that have a key
     tiers       only with tiers: slots, keys, jobs in flight
@@ -41,23 +43,21 @@ from typing import Any
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
 from kvplane_service.core.interface import ReplicaCore
-from kvplane_service.core.packed_values import ValueReader, pack_value
+from kvplane_service.core.packed_values import ValueReader
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.state_entries import digest_as_stated, load_entries, spec_digest
-
-MAGIC = b"kvplane state 2\n"
+from kvplane_service.core.state_entries import MAGIC, load_entries, spec_digests
 
 
 def export_state(replica: ReplicaCore) -> bytes:
-    """Return the whole state of a replica. No step may be open."""
-    return b"".join(slices(replica))
+    """Return the image of a replica. No step may be open."""
+    return b"".join(replica.image())
 
 
 def export_hashed(replica: ReplicaCore) -> bytes:
-    """Return the state as `export_state`, as if all requests had been added with hashes: without the states of hashers,
+    """Return the image as `export_state`, as if all requests had been added with hashes: without the states of hashers,
     which have tokens and salts. Further content of these requests must come as hashes.
     """
-    return b"".join(_encode(map(_hashed, replica.state_entries())))
+    return b"".join(replica.image(hashed=True))
 
 
 def digest(replica: ReplicaCore) -> str:
@@ -66,65 +66,51 @@ def digest(replica: ReplicaCore) -> str:
     Equal operations on equal replicas give equal digests, in any process and on any core.
     """
     hashed = hashlib.sha256()
-    for piece in _encode(replica.state_entries(with_statistics=False)):
+    for piece in replica.image(with_statistics=False):
         hashed.update(piece)
     return hashed.hexdigest()
 
 
 def slices(replica: ReplicaCore) -> Iterator[bytes]:
-    """Return the state of a replica at the time of this call, in pieces of about SLICE_BLOCKS blocks or a few requests.
-
-    The columns are copied here, the pieces are encoded as they are read. No step may be open.
-    """
-    return _encode(replica.state_entries())
+    """Return the image of a replica at the time of this call, in pieces. No step may be open."""
+    return replica.image()
 
 
-def load_state(spec: ReplicaSpec, raw: bytes) -> Replica:
+def load_state(spec: ReplicaSpec, image: bytes) -> Replica:
     """Return a replica with the state that `export_state` returned. Raises InvalidArgument if the bytes are damaged or
     of another spec; the invariants are not checked, see `inspect.check`.
     """
-    if not raw.startswith(MAGIC):
-        raise _refusal("the bytes are not an exported state of this version")
-    reader, replica = ValueReader(raw, len(MAGIC)), Replica(spec)
-    entries: dict[str, list[Any]] = {}
-    while reader.has_more:
-        entries.setdefault(str(reader.read()), []).append(reader.read())
+    replica, entries = Replica(spec), dict[str, list[Any]]()
+    for name, value in read_entries(image):
+        entries.setdefault(name, []).append(value)
     try:
         _check_policy(spec, entries.get("eviction", []))
-        if entries.get("spec") not in ([spec_digest(spec)], [digest_as_stated(spec)]):
-            raise _refusal("the state is that of a pool with another spec")
+        if entries["spec"][0] not in spec_digests(spec):
+            raise not_loaded("state", "the state is that of a pool with another spec")
         load_entries(replica, entries)
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-        raise _refusal(f"the state is incomplete: {type(error).__name__} {error}") from error
+        raise not_loaded("state", f"the state is incomplete: {type(error).__name__} {error}") from error
     return replica
 
 
-def _refusal(problem: str) -> InvalidArgument:
-    return InvalidArgument(problem, field="state", remedy="export the state with the same version and spec")
+def read_entries(image: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an image. Raises InvalidArgument."""
+    if not image.startswith(MAGIC):
+        raise not_loaded("state", "the bytes are not an exported state of this version")
+    reader = ValueReader(image, len(MAGIC))
+    while reader.has_more:
+        yield str(reader.read()), reader.read()
+
+
+def not_loaded(field: str, problem: str) -> InvalidArgument:
+    """Return the refusal of an image. `field`: state or eviction."""
+    remedy = "export the state with the same version and spec"
+    if field == "eviction":
+        remedy = "load the state into a replica with the policy of the state"
+    return InvalidArgument(problem, field=field, remedy=remedy)
 
 
 def _check_policy(spec: ReplicaSpec, found: list[Any]) -> None:
     policy = found[0][0] if found else EvictionPolicy.LRU.value
     if policy != spec.eviction.value:
-        raise InvalidArgument(
-            f"it is {spec.eviction.value!r}, but the state is that of a pool with {policy!r}",
-            field="eviction",
-            remedy="load the state into a replica with the policy of the state",
-        )
-
-
-def _hashed(entry: tuple[str, object]) -> tuple[str, object]:
-    name, value = entry
-    if name == "content":
-        assert isinstance(value, list), value
-        return name, [*value[:2], None]
-    if name == "requests":
-        assert isinstance(value, dict), value
-        return name, {**value, "by_service": [False] * len(value["by_service"])}
-    return entry
-
-
-def _encode(entries: Iterator[tuple[str, object]]) -> Iterator[bytes]:
-    yield MAGIC
-    for name, value in entries:
-        yield pack_value(name) + pack_value(value)
+        raise not_loaded("eviction", f"it is {spec.eviction.value!r}, but the state is that of a pool with {policy!r}")

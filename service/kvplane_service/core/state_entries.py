@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, fields
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
@@ -19,6 +19,7 @@ from kvplane_service.core.eviction import TurnTailList, WindowTailList
 from kvplane_service.core.hazard import check
 from kvplane_service.core.in_flight import Grants, InFlightTracker, Stay
 from kvplane_service.core.keys import Key
+from kvplane_service.core.packed_values import pack_value
 from kvplane_service.core.policies import HazardList, are_hints
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import NO_FAST_PATH, Content, Requests
@@ -28,6 +29,7 @@ from kvplane_service.core.tiers.entries import copy_counters, copy_tiers, load_t
 if TYPE_CHECKING:
     from kvplane_service.core.replica import Replica
 
+MAGIC = b"kvplane state 2\n"
 POOL_COLUMNS = ("references", "key_tokens", "key_step", "stamp")
 POOL_STATISTICS_COLUMNS = ("_born", "_used", "_last_use")
 POOL_VALUES = ("generation", "epoch", "_counter", "step", "executed_through", "num_evictable", "reserved", "busy")
@@ -49,13 +51,34 @@ def spec_digest(spec: ReplicaSpec) -> bytes:
     return digest_as_stated(spec.normalized)
 
 
+def spec_digests(spec: ReplicaSpec) -> list[bytes]:
+    """Return the digests that images of the spec have, that of new ones first; earlier ones have that of the spec as
+    it is.
+    """
+    return [spec_digest(spec), digest_as_stated(spec)]
+
+
 def digest_as_stated(spec: ReplicaSpec) -> bytes:
-    """Return the digest of the spec as it is, which earlier states have."""
+    """Return the digest of the spec as it is."""
     of_states = f" blocks_per_state={spec.blocks_per_state}" if spec.blocks_per_state > 1 else ""
     of_tiers = f" checkpoint_percent={spec.checkpoint_percent}" if spec.checkpoint_percent else ""
     shares = [tier.retained_percent for tier in spec.tiers]
     of_tiers += f" retained_percent={shares}" if any(shares) else ""
     return hashlib.sha256((repr(spec) + of_states + of_tiers).encode()).digest()
+
+
+def encode(replica: Replica, with_statistics: bool, hashed: bool) -> Iterator[bytes]:
+    """Return the image of a replica, see `Replica.image`."""
+    entries = copy_entries(replica, with_statistics)
+    packed = (pack_value(name) + pack_value(value) for name, value in (map(_hashed, entries) if hashed else entries))
+    return chain([MAGIC], packed)
+
+
+def _hashed(entry: tuple[str, Any]) -> tuple[str, object]:
+    name, value = entry
+    if name == "content":
+        return name, [*value[:2], None]
+    return name, value | {"by_service": [False] * len(value["by_service"])} if name == "requests" else value
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -67,7 +90,7 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
     Hashes of a request are only appended, so their number is noted instead of a copy.
     """
     pool, requests, tracker = replica.coordinator.pool, replica.requests, replica.tracker
-    assert not with_statistics or not (pool.stamped or pool.events), "export between two steps"
+    assert not with_statistics or not pool.events, "export between two steps"
     keys, more = pool.key[:], {block: list(further.items()) for block, further in pool.more_keys.items()}
     if pool.lazy_keys is not None:
         for block, key in pool.lazy_keys:
@@ -88,6 +111,8 @@ def copy_entries(replica: Replica, with_statistics: bool = True) -> Iterator[tup
         before.append(("split", pool.free.state()))
     if pool.retained.each:
         before.append(("retained", pool.retained.state()))
+    if pool.stamped:
+        before.append(("stamped", list(pool.stamped)))
     free, policy = pool.free.copy(), _policy_state(replica)
     columns = _request_columns(requests)
     values = {name: _copied(getattr(requests, name)) for name in REQUEST_VALUES}
@@ -240,7 +265,7 @@ def _load_pool(pool: BlockPool, entries: dict[str, list[Any]]) -> None:
         setattr(pool, name, column)
     pool.residency = Residency(*entries["residency"][0])
     pool._stamp_base = Stamp(pool.generation, pool.epoch, 0).pack()
-    pool.stamped.clear()
+    pool.stamped = dict.fromkeys(*entries.get("stamped", [()]))
     if isinstance(pool.free, WindowTailList):
         _, num_first, _, *others = entries["eviction"][0]
         pool.free.rebuild(entries["free"][0], num_first)

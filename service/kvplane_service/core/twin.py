@@ -28,8 +28,7 @@ class CoresDiffer(AssertionError):
     """Two cores answered a step differently.
 
     Attributes:
-        before: the exported state before the first of `steps`; empty where that step begins an engine life with new
-            stamps, which no exported state has.
+        before: the image before the first of `steps`; empty where that step begins an engine life with events.
         steps: the last steps, the one that differs last.
     """
 
@@ -173,8 +172,7 @@ class TwinReplica(_Base):
         return getattr(self._second, "fallbacks", 0)
 
     def _exported(self) -> bytes:
-        pool = self.first.coordinator.pool
-        return b"" if pool.stamped or pool.events else export_state(self.first)
+        return b"" if self.first.coordinator.pool.events else export_state(self.first)
 
     def _made(self) -> ReplicaCore:
         if self._second is None:
@@ -228,12 +226,7 @@ class _TwinTiers:
 
 
 def _reloaded(replica: Replica) -> Replica:
-    pool = replica.coordinator.pool
-    stamped, pool.stamped = pool.stamped, {}  # no exported state has stamps that no step has ordered yet
-    loaded = load_state(replica.spec, export_state(replica))
-    pool.stamped = stamped
-    loaded.coordinator.pool.stamped = dict(stamped)
-    return loaded
+    return load_state(replica.spec, export_state(replica))
 
 
 def _again(step: Step) -> Step:

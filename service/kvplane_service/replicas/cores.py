@@ -45,7 +45,7 @@ def new_replica(spec: ReplicaSpec) -> ReplicaCore:
 
 def load_replica(spec: ReplicaSpec, raw: bytes) -> ReplicaCore:
     """Make a replica with an exported state, see `state.load_state`. Raises the errors of `new_replica` too."""
-    return as_selected(load_state(spec, raw))
+    return _select(lambda: load_state(spec, raw), lambda compiled: compiled.NativeReplica.load(spec, raw))
 
 
 def as_selected(replica: Replica) -> ReplicaCore:

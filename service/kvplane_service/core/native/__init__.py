@@ -34,6 +34,7 @@ from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
+from kvplane_service.core.native.check_image import check_image
 from kvplane_service.core.native.hashers import Hashers
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
@@ -41,14 +42,15 @@ from kvplane_service.core.native.row_views import NativeCoordinator, NativeTrack
 from kvplane_service.core.native.settings import of_group, of_hashes, of_tiers, settings
 from kvplane_service.core.native.tiers import NativeTiers, stamps_of
 from kvplane_service.core.native.tiers import end_epoch as end_epoch_of_tiers
-from kvplane_service.core.native.transfer import check_image, dump_of, entries_of, loaded_copy, state_of
 from kvplane_service.core.native.views import NativeEvents, NativeGroup, NativeRequests
+from kvplane_service.core.packed_values import ValueReader, pack_value
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.reasons import Refusal
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state_entries import hasher_of
+from kvplane_service.core.state import load_state, not_loaded
+from kvplane_service.core.state_entries import hasher_of, hasher_state, spec_digests
 
 SOURCES = _native.SOURCES
 
@@ -83,22 +85,23 @@ class NativeReplica:
         self._make(spec)
 
     @classmethod
-    def of(cls, replica: Replica) -> NativeReplica:
+    def of(cls, replica: ReplicaCore) -> NativeReplica:
         """Make a core with the state of a replica."""
+        return cls.load(replica.spec, b"".join(replica.image()))
+
+    @classmethod
+    def load(cls, spec: ReplicaSpec, image: bytes) -> NativeReplica:
+        """Make a core with the state of an image, see `state`. Raises InvalidArgument if it is none of this spec."""
         made = cls.__new__(cls)
         made.fallbacks = 0
-        made._make(replica.spec)
-        made._keeps_keys, made._shown = replica._keeps_keys, replica._shown
-        entries: dict[str, list[Any]] = {}
-        pool = replica.coordinator.pool
-        stamped, pool.stamped = pool.stamped, {}  # no exported state has stamps that no step has ordered yet
-        for name, value in replica.state_entries():
-            entries.setdefault(name, []).append(value)
-        pool.stamped = stamped
-        _native.load(made._core, state_of(entries, made.spec) | {"stamped": list(stamped)})
-        for slot, _, hasher in entries.get("content", ()):
-            if hasher:
-                made.hashers.continue_from(slot, hasher_of(hasher, made._scheme))
+        made._make(spec)
+        try:
+            made._keeps_keys, shown, hashers = _native.load(made._core, spec_digests(spec), image)
+        except ValueError as error:
+            raise not_loaded(*error.args) from error
+        made._shown = array("Q", shown)
+        for slot, state in hashers:
+            made.hashers.continue_from(slot, hasher_of(ValueReader(state).read(), made._scheme))
         return made
 
     def _make(self, spec: ReplicaSpec) -> None:
@@ -137,7 +140,7 @@ class NativeReplica:
 
     def _resume(self, step: Step) -> StepResult:
         """Apply a step that continues requests."""
-        check_image(self, step, self._shown)  # before a copy of the whole state is made
+        check_image(self, step)  # before a copy of the whole state is made
         replica, self._copy = self.reference(), None
         result = replica.apply(step)
         self._take_over(replica)
@@ -282,19 +285,27 @@ class NativeReplica:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def state_entries(self, with_statistics: bool = True) -> Iterator[tuple[str, object]]:
-        """Return the entries of the exported state, see `state`."""
-        return iter(entries_of(self, dump_of(self._core, self.spec.num_blocks), with_statistics))
+    def image(self, with_statistics: bool = True, hashed: bool = False) -> Iterator[bytes]:
+        """Return the image of the present state, see `Replica.image`. It is written in slices of about a millisecond,
+        so that other threads get the interpreter in between.
+        """
+        hashers = [(slot, pack_value(hasher_state(one))) for slot, one in self.hashers.outside()]
+        shown = array("Q", self._shown)
+        terms = spec_digests(self.spec)[0], self._keeps_keys, shown, hashers, with_statistics, hashed, SLICE_BLOCKS
+        walk, pieces = _native.begin_save(self._core, terms), list[bytes]()
+        while (piece := _native.save(walk)) is not None:
+            pieces.append(piece)
+        return iter(pieces)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
-        made = NativeReplica.of(self.reference())
+        made = NativeReplica.of(self)
         made.fallbacks = self.fallbacks
         return made
 
     def reference(self) -> Replica:
         """Return a reference implementation with this state, to be read only."""
         if self._copy is None:
-            self._copy = loaded_copy(self)
+            self._copy = load_state(self.spec, b"".join(self.image()))
         return self._copy
 
     def check_in_slices(self) -> Generator[None]:

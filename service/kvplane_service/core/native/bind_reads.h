@@ -3,9 +3,20 @@
 
 #include "bind.h"
 #include "column_view.h"
-#include "state.h"
 
 namespace kvplane {
+
+using NamedKey = std::pair<Key, Int>;  // a key and its tokens
+
+inline std::vector<NamedKey> AllKeysOf(const BlockPool& pool, Block block) {
+    std::vector<NamedKey> keys;
+    if (!pool.HasKey(block)) return keys;
+    keys.emplace_back(pool.records[block].key, pool.records[block].tokens);
+    if (const auto further = pool.more_keys.find(block); further != pool.more_keys.end()) {
+        for (const uint32_t at : further->second) keys.emplace_back(pool.records[at].key, pool.records[at].tokens);
+    }
+    return keys;
+}
 
 constexpr Int kLongLookUp = 8192;  // hashes, about half a millisecond
 

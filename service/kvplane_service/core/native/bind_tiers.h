@@ -2,9 +2,22 @@
 #pragma once
 
 #include "bind.h"
-#include "tiers/entries.h"
 
 namespace kvplane {
+
+// (key, slot, version) of up to `count` slots with a key, in the order of eviction, behind this one.
+inline PyObject* KeysOfTier(const Tier& tier, Int after, Int count) {
+    Owned list(PyList_New(0));
+    for (Int slot = tier.Next(after); slot != kNoSlot && count > 0; slot = tier.Next(slot), --count)
+        Append(list, Tuple(ToPy(tier.KeyOf(slot)), ToPy(slot), ToPy(tier.VersionOf(slot))));
+    return list.Release();
+}
+
+inline PyObject* UsesOf(const Tier& tier) {
+    std::vector<Column> uses;
+    for (const GroupUse& one : tier.uses) uses.push_back({one.held, one.stored, one.loaded, one.evicted});
+    return ToPy(uses);
+}
 
 inline Tiers& TiersIn(PyObject* arguments) { return CoreOf(At(arguments, 0)).replica.blocks.tiers; }
 

@@ -54,43 +54,23 @@ inline PyObject* NotNull(PyObject* object) {
 
 // Declared before their use in each other: lookup by argument does not find them for types of the standard library.
 PyObject* ToPy(const Key& key);
-PyObject* ToPy(const Grants& grants);
-PyObject* ToPy(const Digests& digests);
 template <typename T>
 PyObject* ToPy(const std::vector<T>& values);
 template <typename T>
 PyObject* ToPy(const std::set<T>& values);
-template <typename T>
-PyObject* ToPy(const std::deque<T>& values);
 template <typename T, size_t N>
 PyObject* ToPy(const std::array<T, N>& values);
 template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value);
 template <typename K, typename V>
 PyObject* ToPy(const std::map<K, V>& values);
-template <typename K, typename V>
-PyObject* ToPy(const Ordered<K, V>& values);
-PyObject* ToPy(const KeyBook& keys);
-template <typename T>
-PyObject* ToPy(const ByStep<T>& values);
 void FromPy(PyObject* object, Key* key);
-void FromPy(PyObject* object, Grants* grants);
-void FromPy(PyObject* object, Digests* digests);
 template <typename T>
 void FromPy(PyObject* object, std::vector<T>* values);
-template <typename T>
-void FromPy(PyObject* object, std::set<T>* values);
-template <typename T>
-void FromPy(PyObject* object, std::deque<T>* values);
 template <typename A, typename B>
 void FromPy(PyObject* object, std::pair<A, B>* value);
 template <typename K, typename V>
 void FromPy(PyObject* object, std::map<K, V>* values);
-template <typename K, typename V>
-void FromPy(PyObject* object, Ordered<K, V>* values);
-void FromPy(PyObject* object, KeyBook* keys);
-template <typename T>
-void FromPy(PyObject* object, ByStep<T>* values);
 
 // -- to Python -------------------------------------------------------------------------------------------------------
 
@@ -124,10 +104,6 @@ template <typename T>
 PyObject* ToPy(const std::set<T>& values) {
     return ToList(values);
 }
-template <typename T>
-PyObject* ToPy(const std::deque<T>& values) {
-    return ToList(values);
-}
 template <typename T, size_t N>
 PyObject* ToPy(const std::array<T, N>& values) {
     return ToList(values);
@@ -149,17 +125,6 @@ inline void Append(const Owned& list, PyObject* item) {
 }
 
 inline PyObject* ToPy(const Key& key) { return Tuple(ToPy(key.pair), ToPy(key.digest)); }
-inline PyObject* ToPy(const Grants& grants) {
-    const auto column = [&](auto&& of) {
-        Column values;
-        for (const Grant& one : grants) values.push_back(of(one));
-        return ToPy(values);
-    };
-    return Tuple(column([](const Grant& one) { return one.stay.first; }),
-                 column([](const Grant& one) { return one.stay.second; }),
-                 column([](const Grant& one) { return one.num_tokens; }));
-}
-inline PyObject* ToPy(const Digests& digests) { return Tuple(ToPy(digests.bytes), ToPy(digests.size)); }
 
 template <typename A, typename B>
 PyObject* ToPy(const std::pair<A, B>& value) {
@@ -177,19 +142,6 @@ PyObject* ToPy(const std::map<K, V>& values) {
     return ToPairs([&](auto&& visit) {
         for (const auto& [key, value] : values) visit(key, value);
     });
-}
-template <typename T>
-PyObject* ToPy(const ByStep<T>& values) {
-    return ToPairs([&](auto&& visit) {
-        for (const auto& [step, value] : values) visit(step, value);
-    });
-}
-template <typename K, typename V>
-PyObject* ToPy(const Ordered<K, V>& values) {
-    return ToPairs([&](auto&& visit) { values.ForEach(visit); });
-}
-inline PyObject* ToPy(const KeyBook& keys) {
-    return ToPairs([&](auto&& visit) { keys.ForEach(visit); });
 }
 
 // A capsule that owns the value.
@@ -252,30 +204,6 @@ void FromPy(PyObject* object, std::vector<T>* values) {
         FromPy(item, &values->back());
     });
 }
-template <typename T>
-void FromPy(PyObject* object, std::deque<T>* values) {
-    values->clear();
-    ForEach(object, [&](PyObject* item) {
-        values->emplace_back();
-        FromPy(item, &values->back());
-    });
-}
-template <typename T>
-void FromPy(PyObject* object, std::set<T>* values) {
-    values->clear();
-    ForEach(object, [&](PyObject* item) {
-        T value{};
-        FromPy(item, &value);
-        values->insert(value);
-    });
-}
-template <typename T, size_t N>
-void FromPy(PyObject* object, std::array<T, N>* values) {
-    std::vector<T> read;
-    FromPy(object, &read);
-    Check(read.size() == N);
-    std::copy(read.begin(), read.end(), values->begin());
-}
 inline PyObject* At(PyObject* tuple, Py_ssize_t at) {
     PyObject* item = PyTuple_GetItem(tuple, at);
     Check(item != nullptr);
@@ -290,20 +218,6 @@ inline void FromPy(PyObject* object, Key* key) {
     FromPy(At(object, 0), &key->pair);
     FromPy(At(object, 1), &key->digest);
 }
-inline void FromPy(PyObject* object, Grants* grants) {
-    Column slot, serial, num_tokens;
-    FromPy(At(object, 0), &slot);
-    FromPy(At(object, 1), &serial);
-    FromPy(At(object, 2), &num_tokens);
-    Check(serial.size() == slot.size() && num_tokens.size() == slot.size());
-    grants->clear();
-    for (size_t row = 0; row < slot.size(); ++row)
-        grants->push_back({{slot[row], serial[row]}, num_tokens[row]});
-}
-inline void FromPy(PyObject* object, Digests* digests) {
-    FromPy(At(object, 0), &digests->bytes);
-    FromPy(At(object, 1), &digests->size);
-}
 template <typename K, typename V>
 void FromPy(PyObject* object, std::map<K, V>* values) {
     values->clear();
@@ -311,32 +225,6 @@ void FromPy(PyObject* object, std::map<K, V>* values) {
         std::pair<K, V> one;
         FromPy(item, &one);
         values->insert(std::move(one));
-    });
-}
-template <typename K, typename V>
-void FromPy(PyObject* object, Ordered<K, V>* values) {
-    values->clear();
-    ForEach(object, [&](PyObject* item) {
-        std::pair<K, V> one;
-        FromPy(item, &one);
-        (*values)[one.first] = std::move(one.second);
-    });
-}
-template <typename T>
-void FromPy(PyObject* object, ByStep<T>* values) {
-    values->clear();
-    ForEach(object, [&](PyObject* item) {
-        std::pair<Int, T> one;
-        FromPy(item, &one);
-        (*values)[one.first] = std::move(one.second);
-    });
-}
-inline void FromPy(PyObject* object, KeyBook* keys) {
-    keys->clear();
-    ForEach(object, [&](PyObject* item) {
-        std::pair<Stay, NamedKeys> one;
-        FromPy(item, &one);
-        keys->Add(one.first, one.second);
     });
 }
 

@@ -26,9 +26,9 @@ class Hashers:
         """Forget all requests."""
         self._each.clear()
 
-    def get(self, slot: int) -> RequestHasher | None:
-        """Return the hasher of a request, None if the core hashes its tokens."""
-        return self._each.get(slot) if self._outside[slot] else None
+    def outside(self) -> list[tuple[int, RequestHasher]]:
+        """Return the hashers of the requests whose tokens the core does not hash, by slot."""
+        return [(slot, one) for slot, one in sorted(self._each.items()) if self._outside[slot]]
 
     def continue_from(self, slot: int, hasher: RequestHasher) -> None:
         """Let the core hash further tokens of a request, or keep the hasher of a request with extra keys."""

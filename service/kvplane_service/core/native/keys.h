@@ -55,6 +55,7 @@ class Pairs {
         }
     }
     size_t Capacity() const { return names_.size(); }
+    Int num_groups() const { return static_cast<Int>(num_groups_); }
     const std::vector<std::string>& Names() const { return names_; }
 
   private:

@@ -1,11 +1,11 @@
 // The Python module `_native`: a replica's core behind a capsule. `kvplane_service.core.native` is its only user.
 
 #include "bind_check.h"
+#include "bind_image.h"
 #include "bind_lives.h"
 #include "bind_reads.h"
 #include "bind_rows.h"
 #include "bind_tiers.h"
-#include "hazard_state.h"
 #include "pack_with.h"
 
 namespace kvplane {
@@ -222,19 +222,6 @@ PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     });
 }
 
-// hash_tails(core) -> per slot, the tokens behind the last hash block, as bytes; None: Python hashes them
-PyObject* HashTails(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Requests& requests = CoreOf(At(arguments, 0)).replica.blocks.requests;
-        Owned list(PyList_New(0));
-        for (Int slot = 0; slot < requests.size(); ++slot) {
-            const bool outside = requests.hashed_outside[slot];
-            Append(list, outside ? Py_NewRef(Py_None) : ToBytes(requests.PendingOf(slot), requests.num_pending[slot]));
-        }
-        return list.Release();
-    });
-}
-
 // set_hash_tail(core, slot, the same)
 PyObject* SetHashTail(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -266,75 +253,6 @@ PyObject* AnswerWith(PyObject*, PyObject* arguments) {
     });
 }
 
-// dump(core) -> the state without that of the blocks
-PyObject* Dump(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        Owned state(PyDict_New());
-        const Dumper dump{state.get()};
-        VisitState(dump, core.replica);
-        BlockPool& pool = core.replica.blocks.pool;
-        dump("num_first", pool.free.CountFirst());
-        dump("is_unused", Int{pool.IsUnused()});
-        dump("stamped", pool.stamped);
-        const SplitList* const split = pool.split.get();
-        dump.Set("split", split ? Tuple(ToPy(split->num_bare()), ToPy(split->num_cached()), ToPy(split->has_state()))
-                                : Py_NewRef(Py_None));
-        dump("domains", pool.pairs.Names());
-        dump.Set("tiers", DumpTiers(core.replica.blocks.tiers));
-        dump.Set("retained", DumpRetained(core.replica.blocks.pool.retained));
-        dump.Set("managers", DumpManagers(core.replica));
-        HazardPolicy* const learnt = pool.hazard.get();
-        dump.Set("hazard", learnt ? HazardState(*learnt).Dump() : Py_NewRef(Py_None));
-        return state.Release();
-    });
-}
-
-// dump_blocks(core, first, count) -> the state of `count` blocks from `first` on, or of those that are left
-PyObject* DumpBlocks(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        const Int first = Number(At(arguments, 1)), count = Number(At(arguments, 2));
-        Check(first >= 0 && first <= pool.num_blocks && count >= 0);
-        Owned state(PyDict_New());
-        const Int end = first + std::min(count, pool.num_blocks - first);
-        const Dumper dump{state.get(), static_cast<size_t>(first), static_cast<size_t>(end)};
-        VisitBlocks(dump, pool);
-        DumpKeys(pool, dump);
-        return state.Release();
-    });
-}
-
-// dump_free(core, after, count) -> up to `count` free blocks behind this one in eviction order; 0: the first ones
-PyObject* DumpFree(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        const BlockPool& pool = CoreOf(At(arguments, 0)).replica.blocks.pool;
-        const Int after = Number(At(arguments, 1)), count = Number(At(arguments, 2));
-        Check(after >= 0 && after < pool.num_blocks && count >= 0 && count <= pool.num_blocks);
-        return BytesOf(pool.FreeBehind(static_cast<Block>(after), static_cast<size_t>(count)));
-    });
-}
-
-PyObject* Load(PyObject*, PyObject* arguments) {
-    return Guarded([&]() -> PyObject* {
-        Core& core = CoreOf(At(arguments, 0));
-        const Loader load{At(arguments, 1)};
-        return Change(core, [&](Replica& replica) {
-            VisitState(load, replica);
-            VisitBlocks(load, replica.blocks.pool);
-            LoadKeys(load, replica);
-            LoadRetained(load.Get("retained"), replica);
-            LoadManagers(load.Get("managers"), replica);
-            if (replica.blocks.pool.hazard) HazardState(*replica.blocks.pool.hazard).Load(load.Get("hazard"));
-            LoadedTiers(replica).Load(load.Get("tiers"));
-            LoadedState(replica).Check();
-            replica.blocks.requests.InvalidateAllFastPaths();
-            LoadStamped(load, replica.blocks.pool);
-            return Py_NewRef(Py_None);
-        });
-    });
-}
-
 // events(capsule) -> the events of a part
 PyObject* Events(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
@@ -353,14 +271,12 @@ PyMethodDef kMethods[] = {
      "Return the decision about the last step, packed."},
     {"pack_events", PackEvents, METH_VARARGS, "Return events, packed."},
     {"removals", Removals, METH_O, "Count removed keys by reason."},
-    {"hash_tails", HashTails, METH_VARARGS, "Return the tokens that no hash covers, by slot."},
     {"set_hash_tail", SetHashTail, METH_VARARGS, "Set the tokens of a request that no hash covers."},
     {"answer_with", AnswerWith, METH_VARARGS, "Set the types of the objects in answers."},
-    {"dump", Dump, METH_VARARGS, "Return the state without that of the blocks."},
-    {"dump_blocks", DumpBlocks, METH_VARARGS, "Return the state of some blocks."},
     {"retained", CountRetained, METH_VARARGS, "Count what is retained."},
-    {"dump_free", DumpFree, METH_VARARGS, "Return some of the free blocks."},
-    {"load", Load, METH_VARARGS, "Set the whole state of a new core."},
+    {"begin_save", BeginSave, METH_VARARGS, "Begin to write the image of a core."},
+    {"save", SaveSlice, METH_O, "Return the next bytes of an image."},
+    {"load", LoadImage, METH_VARARGS, "Give a new core the state of an image."},
     {"events", Events, METH_VARARGS, "Return the events of a part."},
     {"find", Find, METH_VARARGS, "Find a cached prefix."},
     {"peek", PeekSlot, METH_VARARGS, "Find the cached prefix of a request."},

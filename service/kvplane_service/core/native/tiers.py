@@ -1,24 +1,20 @@
-"""The tiers of the compiled core: what the service reads of them, their exported state, and ends of engine lives."""
+"""The tiers of the compiled core: what the service reads of them, and ends of engine lives."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any
 
-from kvplane.base.groups import Medium, ReplicaSpec, SavePolicy
+from kvplane.base.groups import Medium, ReplicaSpec
 from kvplane.base.step import CacheEvent
 from kvplane_service.core.columns import PIECE, SLICE_BLOCKS
 from kvplane_service.core.keys import Key
 from kvplane_service.core.native import _native
-from kvplane_service.core.native.settings import SAVES
 from kvplane_service.core.native.views import tier_events_of
 from kvplane_service.core.tiers.tier import GroupUse, stored_events
 from kvplane_service.core.tiers.tiers import TierCounters
 
 Unpack = Callable[[tuple[int, bytes]], Key]
-Pack = Callable[[Key], tuple[int, bytes]]
 
 
 class NativeTier:
@@ -106,16 +102,6 @@ def keys_of(core: object, number: int, num_slots: int) -> list[tuple[tuple[int, 
     return keys
 
 
-def with_keys(core: object, dump: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the state of the tiers with their keys, shadows and others, instead of the number of shadows."""
-    numbers, costs, each, *rest = dump
-    whole = []
-    for number, (size, used, free, num_shadows, *counts) in enumerate(each):
-        keys = keys_of(core, number, size)
-        whole.append((size, used, free, keys[:num_shadows], keys[num_shadows:], *counts))
-    return numbers, costs, whole, *rest
-
-
 def stamps_of(shown: Sequence[int]) -> array[int] | memoryview:
     """Return a stamp table as the core reads it."""
     return shown if isinstance(shown, array | memoryview) else array("Q", shown)
@@ -129,75 +115,3 @@ def end_epoch(core: object, spec: ReplicaSpec, shown: Sequence[int]) -> Iterator
         while last is not None:
             last = _native.end_tier(core, number, last, PIECE, stamps)
             yield
-
-
-# -- exported state ----------------------------------------------------------------------------------------------------
-
-
-def entry_of(dump: tuple[Any, ...], key: Unpack) -> list[object]:
-    """Return the entry `tiers` of the exported state, as `tiers.entries.copy_tiers` does."""
-    (*numbers, waits_in), costs, each, loads, saves, moves, loading, _, places = dump
-
-    def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[Key, int, int]]:
-        return [(key(packed), slot, version) for packed, slot, version in keys]
-
-    return [
-        [*numbers, costs, waits_in],
-        [
-            [size, used, free, rows(shadows), rows(recent), *_early(wanted)]
-            for size, used, free, shadows, recent, _, _, wanted in each
-        ],
-        [
-            (*load, [(block, stamp, key(packed), *rest) for block, stamp, packed, *rest in filled])
-            for *load, filled in loads
-        ],
-        [(job, key(packed), *rest) for job, packed, *rest in saves],
-        [(job, key(packed), *source, *target) for job, packed, source, *target in moves],
-        loading,
-        places,
-    ]
-
-
-def _early(wanted: tuple[int, list[int], list[int], list[int], list[int]]) -> list[object]:
-    """Return the entry that `Wanted.copy` makes; nothing for a tier that saves behind."""
-    policy, places, *columns = wanted
-    name = next(one for one, number in SAVES.items() if number == policy)
-    return [] if name is SavePolicy.BEHIND else [[name.value, places, *(array("Q", one) for one in columns)]]
-
-
-def counters_of(dump: tuple[Any, ...]) -> list[object]:
-    """Return the entry `tier_counters`, as `tiers.entries.copy_counters` does."""
-    each, counters = dump[2], dump[7]
-    return [counters, *([hits, *(count for use in uses for count in use[1:])] for *_, hits, uses, _ in each)]
-
-
-def packed_of(entries: dict[str, list[Any]], num_groups: int, pack: Pack) -> tuple[Any, ...]:
-    """Return what the core loads for the entries `tiers` and `tier_counters`, which a replica without tiers lacks."""
-    if "tiers" not in entries:
-        return [0, 0, 0, 0], [], [], [], [], [], [], [0] * len(fields(TierCounters)), [[]]
-    (state,), (counters,) = entries["tiers"], entries["tier_counters"]
-    (*numbers, costs, waits_in), each, loads, saves, moves, loading, *places = state
-
-    def rows(keys: list[tuple[Any, int, int]]) -> list[tuple[tuple[int, bytes], int, int]]:
-        return [(pack(tuple(key)), slot, version) for key, slot, version in keys]
-
-    tiers = []
-    for (size, used, free, shadows, recent, *early), (hits, *uses) in zip(each, counters[1:], strict=True):
-        of_groups = [[0, *uses[at : at + 3]] for at in range(0, 3 * num_groups, 3)]
-        policy, *columns = early[0] if early else (SavePolicy.BEHIND.value, [], [], [], [])
-        wanted = SAVES[SavePolicy(policy)], *map(list, columns)
-        tiers.append((size, used, free, rows(shadows), rows(recent), hits, of_groups, wanted))
-    return (
-        [*numbers, waits_in],
-        costs,
-        tiers,
-        [
-            (*load, [(block, stamp, pack(tuple(key)), *rest) for block, stamp, key, *rest in filled])
-            for *load, filled in loads
-        ],
-        [(job, pack(tuple(key)), *rest) for job, key, *rest in saves],
-        [(job, pack(tuple(key)), tuple(source), tier, slot) for job, key, *source, tier, slot in moves],
-        loading,
-        counters[0],
-        places[0] if places else [[]] * (1 + len(each)),  # before core version 5 there was no such entry
-    )
