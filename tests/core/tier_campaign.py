@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from kvplane.base.step import RemoveReason
+from kvplane.base.step import PartResult, RemoveReason, Step
 from kvplane_service.core import retaining
 from kvplane_service.core.facts import FactApplier
 from kvplane_service.core.in_flight import InFlightTracker
@@ -27,6 +27,7 @@ from kvplane_service.core.tiers.loads import Choice, TierLoads
 from kvplane_service.core.tiers.tier import Tier
 from kvplane_service.core.tiers.tiers import Move, Tiers
 from kvplane_service.core.tiers.wanted import Wanted
+from kvplane_service.replicas.events import EventLog, PublicationHold
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.tier_engine import TierMemory
@@ -164,6 +165,7 @@ TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
     "a share of a tier without an end": (retaining, "_most", lambda real: lambda blocks, percent: (
         [real(blocks, percent)[0], *(tier.num_slots for tier in blocks.pool.retained.tiers)]
     )),
+    "events of tiers behind those of the device": (EventLog, "publish_step", lambda real: _tiers_last),
     "an eviction of a tier that is no event": (Tier, "take_events", lambda real: lambda self: (
         [event for event in real(self) if event.reason is not RemoveReason.EVICTED]
     )),
@@ -172,6 +174,7 @@ TWINS: dict[str, tuple[Any, str, Callable[[Any], object]]] = {
 
 # Where the search for these begins, so that it need not play hundreds of runs: at the first that found them once.
 FIRST_RUN = {
+    "events of tiers behind those of the device": 47,
     "an eviction leaves slots that no key names": 43,
     "a key that only a store knows stays in tiers": 305,
     "loads fill any share of the pool": 421,
@@ -179,6 +182,12 @@ FIRST_RUN = {
     "version of a slot not compared": 29,
     "load before launches": 28,
 }
+
+
+def _tiers_last(self: EventLog, hold: PublicationHold, step: Step, parts: Sequence[PartResult]) -> None:
+    """Of a whole step, not of each part."""
+    shown = hold.step(step.seq, step.executed_through, [part.events for part in parts])
+    self.publish(step.epoch, [*shown, *(event for part in parts for event in part.tier_events)])
 
 
 def _early_release(real: Wrapped) -> Wrapped:

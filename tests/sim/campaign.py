@@ -46,6 +46,7 @@ FIRST_SEED = {
     "keys under a state": 2,
     "stamps under a state": 7,
     "stamp of a divided state": 32,
+    "rows of callers join an image": 6,
 }
 
 # The same for runs with a mirrored engine.

@@ -171,6 +171,9 @@ class EngineLife(RandomScheduler):
 
     async def _claim(self, next_seq: int, ahead: int) -> None:
         self.epoch, self._claimed_for = self.session.epoch, self.server
+        refused = self.session.resume_refused
+        if refused is not None and "alone in its step" in refused.message:
+            self.world.record(history.Broken(f"{self.site.name}: rows of callers joined an image: {refused}"))
         self.world.record(history.Opened(self.site.name, self.epoch, self._owner_shown))
         self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
@@ -344,7 +347,6 @@ class EngineLife(RandomScheduler):
         running = tuple(slot for slot, one in live.items() if one.running)
         held = tuple(slot for slot, one in self.requests.items() if one.is_held)
         resume = None if self._has_lost or self._chance(20) else self._resume(running)
-        self._offered = resume is not None
         stamps, busy = self._group.agreed_stamps(), self.site.busy_blocks()
         return Revival(
             stamps,

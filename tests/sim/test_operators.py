@@ -17,6 +17,6 @@ def test_operators_are_answered_on_split_pages():
 
 def test_slots_that_hold_what_was_evicted_are_damaged():
     with quiet(), small_pools():
-        world = World(6, tiers=True)
+        world = World(11, tiers=True)
         assert world.run().findings == []
     assert sum(site.evictions.damaged for site in world.sites.values()) > 5

@@ -66,7 +66,7 @@ class CacheRequests:
         self._waiting[request] = answer
         if self.send is not None:
             self.send(request)
-        return self._answered(name, request, part, answer)
+        return asyncio.ensure_future(self._answered(name, request, part, answer))
 
     async def _answered(
         self, name: str, request: CacheRequest, part: Part, answer: asyncio.Future[StepResult]
