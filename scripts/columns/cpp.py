@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scripts.columns.schema import BITS, NAMES, Field, Message
+from scripts.columns.schema import BITS, NAMES, SECTIONS, Field, Message, by_row
 
 UNLIMITED = 0xFFFFFFFF
 # Sections to which `step.h` adds functions: it derives the type of this name from the generated one.
 EXTENDED = ("Facts", "Cache", "Retain", "PartResult")
-# What a step and its result consist of; `step.h` has the orders.
-SECTIONS = ("Facts", "Cache", "News", "Run", "Admit", "Peek", "Prefetch", "Retain", "Budget")
+# What a result consists of; `step.h` has the orders and blocks.
 RESULTS = ("Declined", "Prefetched", "Retained", "PartResult")
 # Lists of which the core needs to know only how many entries there are.
 COUNTED = {"extra_keys": "num_extra_keys", "traceparent": "num_traceparents"}
@@ -46,6 +45,12 @@ struct SectionColumn {
     std::optional<Int> otherwise{};  // what each row has in an empty one
     bool is_wide = false;           // an entry is a u64
     bool is_bits = false;           // it is the Int of the same bits
+};
+
+// The name of a field that has an entry for each row, or none; and how many it has.
+struct NumEntries {
+    const char* name;
+    size_t count;
 };"""
 
 
@@ -65,7 +70,24 @@ def structs(messages: Sequence[Message]) -> Iterator[str]:
                     yield f"    {_entry(field, name)},"
             yield "};"
             yield f"constexpr const auto& ColumnsOf(const {name}&) {{ return k{message.name}Columns; }}"
+        if counted := _counted(message):
+            variable = message.name.lower()
+            yield f"inline std::array<NumEntries, {len(counted)}> NumEntriesOf(const {name}& {variable}) {{"
+            yield "    return {{"
+            yield from (f'        {{"{variable}.{field}", {count}}},' for field, count in counted)
+            yield "    }};"
+            yield "}"
     yield from ("", "}  // namespace kvplane")
+
+
+def _counted(message: Message) -> list[tuple[str, str]]:
+    """Return each field of a section that has an entry for each row, but the first, and the number of its entries."""
+    found = []
+    for field in by_row(message) if message.name in SECTIONS else []:
+        path = f"{message.name.lower()}."
+        of_counted = f"static_cast<size_t>({path}{COUNTED.get(field.name)})"
+        found.append((field.name, of_counted if field.name in COUNTED else f"{path}{field.name}.size()"))
+    return found
 
 
 def _named(messages: Sequence[Message], names: tuple[str, ...]) -> list[Message]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from scripts.columns.schema import BITS, I32, U32, U64, Field, Message
+from scripts.columns.schema import BITS, I32, SECTIONS, U32, U64, Field, Message, by_row
 
 UNLIMITED = 0xFFFFFFFF
 WIDTH = 120
@@ -17,6 +17,7 @@ METHODS = {
     "Retain": "RetainMethods",
     "Retained": "RowsMethods",
 }
+ROWS = ("Admit",)  # sections of which the core needs rows as tuples
 TYPES = {
     "column": ("MutableSequence[int]", "field(default_factory=list)"),
     "digests": ("list[bytes]", "field(default_factory=list)"),
@@ -30,9 +31,10 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvplane.base.section_methods import {methods}
-from kvplane.base.values import UNLIMITED, CacheEvent, ExtraKeys, OnRefusal
+from kvplane.base.values import ALL_GROUPS, UNLIMITED, CacheEvent, ExtraKeys, OnRefusal
 from kvplane.base.when_read import made_when_read
 """
 TYPES_TOP = """The sections of a step and of its result, whose rows are stored in columns. See `kvplane.base.step`."""
@@ -53,11 +55,34 @@ def types(messages: Sequence[Message]) -> Iterator[str]:
             yield ""
             yield f"    {field.name}: {kind} = {default}"
             yield from _documentation(field.doc)
+    for message in messages:
+        if message.name in ROWS:
+            yield from _row(message)
     yield from ("", "")
+    yield "# Fields of a section with one entry for each row, or none; but the first, which has one for each."
+    yield "BY_ROW: dict[type, tuple[str, ...]] = {"
+    for message in messages:
+        if message.name in SECTIONS and (rows := by_row(message)):
+            names = " ".join(f'"{one.name}",' for one in rows)
+            yield f"    {message.name}: ({names}),"
+    yield "}"
     for message in messages:
         for table in filter(None, message.tables):
             names = ", ".join(f'"{field.name}"' for field in message.columns if field.option.table == table)
             yield f"{table.upper()}_COLUMNS = ({names})"
+
+
+def _row(message: Message) -> Iterator[str]:
+    yield from ("", "", f"class {message.name}Row(NamedTuple):")
+    yield from _documentation(
+        f"One row of `{message.name}`, with the default of each column that the section leaves out."
+    )
+    yield ""
+    for field in message.columns:
+        if field.is_by_row:
+            default = None if field.default is None else _number(field.default)
+            default = "ALL_GROUPS" if field.option.type == BITS else default
+            yield f"    {field.name}: int{'' if default is None else f' = {default}'}"
 
 
 def _decorators(message: Message) -> Iterator[str]:

@@ -16,6 +16,8 @@ from scripts.gen_proto import PROTOC, environment
 STEP = "kvplane/v1/step.proto"
 U32, I32, U64, BITS = options.U32, options.I32, options.U64, options.BITS
 COLUMN: Any = options.column  # the stub of an extension does not have its type
+# What a step consists of, but for the image of `Resume`, which is no section of rows.
+SECTIONS = ("Facts", "Cache", "News", "Run", "Admit", "Peek", "Prefetch", "Retain", "Budget")
 NAMES = {U32: "u32", I32: "i32", U64: "u64", BITS: "u64"}
 # How comments say these defaults, where they do not write the number.
 WORDS = {(1 << 32) - 1: ("no limit", "4294967295"), -1: ("-1", "all"), 0: ("0",)}
@@ -83,6 +85,12 @@ class Message:
     def tables(self) -> list[str]:
         """Names of the tables of its columns, in order; "" = the section itself."""
         return list(dict.fromkeys(field.option.table for field in self.columns))
+
+
+def by_row(message: Message) -> list[Field]:
+    """Return the fields of a section that have one entry for each row, or none, but the first, which all rows have."""
+    found = [field for field in message.fields if field.is_by_row or field.kind in ("texts", "messages")]
+    return found[1:]
 
 
 def read_schema(root: Path, tools: Path) -> list[Message]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from kvplane.base.when_read import given_fields
 from kvplane.v1 import step_pb2 as pb
 
 GENERATED: dict[str, Any] = {
-    name: kind for name, kind in vars(sections).items() if getattr(kind, "__module__", "") == sections.__name__
+    name: kind for name, kind in vars(sections).items() if is_dataclass(kind) and kind.__module__ == sections.__name__
 }
 OF_SERVICE = ["hashed_facts", "hashed_news", "taken_back", "went_back", "tier_events"]  # fields that are not sent
 

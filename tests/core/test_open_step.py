@@ -81,7 +81,7 @@ class Engine:
         num_new = 0 if late else self.random.choice([left, self.random.randint(min(1, left), left), 0])
         flags = self.random.choice([0, 0, int(RowFlag.FULL_FIT)]) | int(RowFlag.DELAY_CACHING) * late
         reserved, watermark = self.random.choice([0, 0, 3]), self.random.choice(list(Watermark))
-        terms = AdmitTerms(limit, external, reserved=reserved, watermark=watermark, flags=flags)
+        terms = AdmitTerms(hit_limit=limit, external=external, reserved=reserved, watermark=watermark, flags=flags)
         status = self.step.admit(slot, hit.num_tokens, num_new, terms)
         if status is GRANTED:
             self.ran.add(slot)

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.request import Request, RequestStatus
 
 from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Cache, End, PartResult, RowFlag, StepResult, Watermark
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
@@ -376,7 +377,7 @@ class InProcessManager(KVCacheManager):
         longest = self._hit_of(request, UNLIMITED).num_tokens
         return UNLIMITED if longest == num_hit else num_hit
 
-    def _admit(self, known: Known, num_hit: int, num_new: int, terms: AdmitTerms) -> Sequence[Sequence[int]] | None:
+    def _admit(self, known: Known, num_hit: int, num_new: int, terms: AdmitRow) -> Sequence[Sequence[int]] | None:
         step = self._open()
         status = step.admit(known.slot, num_hit, num_new, terms)
         if status is AdmitStatus.GRANTED:

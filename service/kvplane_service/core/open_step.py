@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property
-from typing import Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Literal
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, CommitRule
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -39,7 +40,7 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Growth
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.part_rows import AdmitRow, PartRows, admit_section, facts_section, run_section
+from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, run_section
 from kvplane_service.core.reasons import NONE, Refusal
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
@@ -51,20 +52,8 @@ NO_END = End.NONE  # an enum's attribute costs more than a global
 UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 
 
-class AdmitTerms(NamedTuple):
-    """Options of one admission: the entries of its row in the columns of `Admit`, where they are explained."""
-
-    hit_limit: int = UNLIMITED
-    external: int = 0
-    lookahead: int = 0
-    encoder_tokens: int = 0
-    reserved: int = 0
-    watermark: Watermark = Watermark.AUTO
-    flags: int = 0
-    skip_zero_groups: int = ALL_GROUPS
-    single_group_hit: int = UNLIMITED
-
-
+# Options of one admission: the entries of its row, of which the call itself gives slot, extra, expected_hit, min_new.
+AdmitTerms = partial(AdmitRow, 0)
 NO_TERMS = AdmitTerms()
 
 
@@ -427,7 +416,7 @@ class OpenStep:
             raise InvalidArgument(f"slot {slot} has no request", field="slot")
         return self._blocks.find_hit(slot, limit)
 
-    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = NO_TERMS) -> AdmitStatus:
+    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitRow = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more.
 
         `num_hit` must be what `look_up` returned for `terms.hit_limit`; if the hit has changed since, the status is
@@ -470,20 +459,13 @@ class OpenStep:
         return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
 
 
-def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitTerms, num_tokens: int, flags: int) -> AdmitRow:
+def row_of(slot: int, num_hit: int, num_new: int, terms: AdmitRow, num_tokens: int, flags: int) -> AdmitRow:
     """Return the row of an admission of a request of `num_tokens` tokens; `flags` are set with those of `terms`."""
-    return AdmitRow(
-        slot,
-        num_hit + terms.external + num_new - num_tokens,
-        lookahead=terms.lookahead,
-        external=terms.external,
+    return terms._replace(
+        slot=slot,
+        extra=num_hit + terms.external + num_new - num_tokens,
         expected_hit=num_hit,
-        encoder_tokens=terms.encoder_tokens,
-        reserved=terms.reserved,
         watermark=int(terms.watermark),
         flags=int(terms.flags) | flags,
-        hit_limit=terms.hit_limit,
         min_new=0,
-        skip_zero_groups=terms.skip_zero_groups,
-        single_group_hit=terms.single_group_hit,
     )

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
-    ALL_GROUPS,
-    ANY_HIT,
     UNCHANGED,
-    UNLIMITED,
     Admit,
     Cache,
     End,
@@ -19,30 +16,10 @@ from kvplane.base.step import (
     OnRefusal,
     Part,
     Run,
-    Watermark,
 )
 
 FactsRow = tuple[int, int, int, Sequence[bytes], int, int, End, int, int]  # an `Update`
 RunRow = tuple[int, int, int, int, int, int]  # slot, extra, lookahead, in_flight, flags, reserved
-
-
-class AdmitRow(NamedTuple):
-    """One row of `Admit`, with the default of each column that the section leaves out."""
-
-    slot: int
-    extra: int = 0
-    cap: int = UNLIMITED
-    lookahead: int = 0
-    external: int = 0
-    expected_hit: int = ANY_HIT
-    encoder_tokens: int = 0
-    reserved: int = 0
-    watermark: int = int(Watermark.AUTO)
-    flags: int = 0
-    hit_limit: int = UNLIMITED
-    min_new: int = 1
-    skip_zero_groups: int = ALL_GROUPS
-    single_group_hit: int = UNLIMITED
 
 
 _ADMIT_COLUMNS = AdmitRow._fields[1:]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import AdmitStatus
 from kvplane_service.core.keys import Key
-from kvplane_service.core.part_rows import AdmitRow
 
 if TYPE_CHECKING:
     from kvplane_service.core.lookup import Hit

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvplane.base.declined import WhyDeclined
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
     ANY_HIT,
     UNLIMITED,
@@ -26,7 +27,7 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Admission, Coordinator, Growth
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.part_rows import AdmitRow, admit_rows
+from kvplane_service.core.part_rows import admit_rows
 from kvplane_service.core.refusals import Refusal, RequestVersion
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.split import NEVER

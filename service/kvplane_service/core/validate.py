@@ -17,6 +17,7 @@ from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.hashing import MAX_TOKEN_ID, block_digest
 from kvplane.base.prefetch import NO_REQUEST, Prefetch
 from kvplane.base.retain import MAX_OWNER_CHARS, MAX_PRIORITY, MAX_RETAINED_NS, Retain
+from kvplane.base.sections import BY_ROW
 from kvplane.base.step import (
     ALL_GROUPS,
     UNCHANGED,
@@ -45,12 +46,6 @@ MAX_NS = (1 << 62) - 1  # of a time
 RESERVED_ALIGN = 1  # a bit of flags that is ignored
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag) & ~RowFlag.LOAD)
-_FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped", "hint")
-_NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent hint".split()
-_ADMIT_COLUMNS = (
-    "extra cap lookahead external expected_hit encoder_tokens reserved watermark flags hit_limit min_new "
-    "skip_zero_groups single_group_hit"
-).split()
 _EMPTY = Part()  # sections equal to those of an empty part are skipped
 
 
@@ -132,7 +127,7 @@ class StepValidator:
         if part.admit != _EMPTY.admit:
             self._admit(part.admit)
         if part.peek != _EMPTY.peek:
-            self._columns(part.peek, ("limit",), "peek")
+            self._columns(part.peek, "peek")
             self._range(part.peek.limit, 0, UNLIMITED, "peek.limit")
             self._live(part.peek.slot, "peek.slot")
         if part.prefetch != _EMPTY.prefetch:
@@ -146,7 +141,7 @@ class StepValidator:
     # -- sections ----------------------------------------------------------------------------------------------------
 
     def _facts(self, facts: Facts, seq: int) -> None:
-        self._columns(facts, _FACTS_COLUMNS, "facts")
+        self._columns(facts, "facts")
         if facts.tokens:
             self._require(len(facts.tokens) == sum(facts.appended), "ids of appended", "facts.tokens")
             self._token_ids(facts.tokens, "facts.tokens")
@@ -256,7 +251,7 @@ class StepValidator:
             self._require(after <= self._executed_through, "job not started", "cache.jobs_done", row, after)
 
     def _news(self, news: News) -> None:
-        self._columns(news, _NEWS_COLUMNS, "news")
+        self._columns(news, "news")
         self._require(len(news.num_tokens) == len(news.slot), "entries", "news.num_tokens")
         self._texts(news.request_id, "news.request_id")
         self._texts(news.domain, "news.domain")
@@ -283,7 +278,7 @@ class StepValidator:
         self._slots[slot] = known
 
     def _run(self, run: Run) -> None:
-        self._columns(run, ("extra", "cap", "lookahead", "in_flight", "flags", "reserved"), "run")
+        self._columns(run, "run")
         self._live(run.slot, "run.slot")
         self._distinct(run.slot, "run.slot")
         self._live(run.victims, "run.victims")
@@ -322,7 +317,7 @@ class StepValidator:
             self._require(fits, "drafts", "run.extra", row, end - base, 1 + most, most)
 
     def _admit(self, admit: Admit) -> None:
-        self._columns(admit, _ADMIT_COLUMNS, "admit")
+        self._columns(admit, "admit")
         self._live(admit.slot, "admit.slot")
         self._distinct(admit.slot, "admit.slot")
         self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
@@ -349,7 +344,7 @@ class StepValidator:
         self._require(admit.on_refusal is not OnRefusal.PREEMPT, "preempt", "admit.on_refusal")
 
     def _prefetch(self, rows: Prefetch) -> None:
-        self._columns(rows, ("num_hashes", "domain", "within_ns"), "prefetch")
+        self._columns(rows, "prefetch")
         self._digest_size(rows.hashes, rows.num_hashes, "prefetch")
         self._texts(rows.domain, "prefetch.domain")
         self._range(rows.within_ns, 0, MAX_WITHIN_NS, "prefetch.within_ns")
@@ -362,7 +357,7 @@ class StepValidator:
             self._require(slot == NO_REQUEST or self._look(slot).live, "no request", "prefetch.slot", row)
 
     def _retain(self, rows: Retain) -> None:
-        self._columns(rows, ("domain", "owner", "priority", "until_ns", "percent"), "retain")
+        self._columns(rows, "retain")
         self._digest_size(rows.hashes, rows.num_hashes, "retain")
         self._texts(rows.domain, "retain.domain")
         self._texts(rows.owner, "retain.owner")
@@ -435,12 +430,10 @@ class StepValidator:
         self._require(size * count == len(hashes), "hash bytes", f"{section}.hashes", NONE, count, size)
         return size
 
-    def _columns(
-        self, section: Facts | News | Run | Admit | Peek | Prefetch | Retain, names: Sequence[str], where: str
-    ) -> None:
-        """Require that each of these columns has one entry per row, or no entry."""
+    def _columns(self, section: Facts | News | Run | Admit | Peek | Prefetch | Retain, where: str) -> None:
+        """Require that each column has one entry per row, or no entry."""
         rows = len(section.num_hashes if isinstance(section, Retain) else section.slot)
-        for name in names:
+        for name in BY_ROW[type(section)]:
             column = getattr(section, name)
             if column and len(column) != rows:
                 self._require(False, "count", f"{where}.{name}", NONE, rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvplane.base.section_methods import BlocksMethods, RetainMethods, RowsMethods
-from kvplane.base.values import UNLIMITED, CacheEvent, ExtraKeys, OnRefusal
+from kvplane.base.values import ALL_GROUPS, UNLIMITED, CacheEvent, ExtraKeys, OnRefusal
 from kvplane.base.when_read import made_when_read
 
 
@@ -711,6 +712,85 @@ class PartResult:
     """Of each row of Part.retain."""
 
 
+class AdmitRow(NamedTuple):
+    """One row of `Admit`, with the default of each column that the section leaves out."""
+
+    slot: int
+    extra: int = 0
+    cap: int = UNLIMITED
+    lookahead: int = 0
+    external: int = 0
+    expected_hit: int = -1
+    encoder_tokens: int = 0
+    reserved: int = 0
+    watermark: int = 0
+    flags: int = 0
+    hit_limit: int = UNLIMITED
+    min_new: int = 1
+    skip_zero_groups: int = ALL_GROUPS
+    single_group_hit: int = UNLIMITED
+
+
+# Fields of a section with one entry for each row, or none; but the first, which has one for each.
+BY_ROW: dict[type, tuple[str, ...]] = {
+    Facts: (
+        "computed",
+        "appended",
+        "num_hashes",
+        "commit",
+        "end",
+        "fence",
+        "release_skipped",
+        "hint",
+    ),
+    News: (
+        "num_tokens",
+        "num_hashes",
+        "request_id",
+        "domain",
+        "extra_keys",
+        "skip_reading",
+        "max_tokens",
+        "traceparent",
+        "hint",
+    ),
+    Run: (
+        "extra",
+        "cap",
+        "lookahead",
+        "in_flight",
+        "flags",
+        "reserved",
+    ),
+    Admit: (
+        "extra",
+        "cap",
+        "lookahead",
+        "external",
+        "expected_hit",
+        "encoder_tokens",
+        "reserved",
+        "watermark",
+        "flags",
+        "hit_limit",
+        "min_new",
+        "skip_zero_groups",
+        "single_group_hit",
+    ),
+    Peek: ("limit",),
+    Prefetch: (
+        "num_hashes",
+        "domain",
+        "within_ns",
+    ),
+    Retain: (
+        "domain",
+        "owner",
+        "priority",
+        "until_ns",
+        "percent",
+    ),
+}
 STAMP_COLUMNS = ("stamp_block", "stamp")
 COPY_COLUMNS = ("copy_src", "copy_dst", "copy_group")
 ZERO_COLUMNS = ("zero_block", "zero_group")

@@ -200,26 +200,25 @@ inline PyObject* AddRow(PyObject*, PyObject* arguments) {
     });
 }
 
-// admit_row(core, slot, num_hit, num_new, AdmitTerms) -> (status, new blocks per group or None)
+inline uint64_t Bits(PyObject* object) {
+    uint64_t bits = 0;
+    FromPy(object, &bits);
+    return bits;
+}
+
+// admit_row(core, slot, num_hit, num_new, terms: AdmitRow) -> (status, new blocks per group or None)
 inline PyObject* AdmitOneRow(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         PyObject* terms = At(arguments, 4);
-        const auto term = [&](Py_ssize_t at) { return Column{Number(At(terms, at))}; };
         const Int num_new = Number(At(arguments, 3));
         Part part;
+        Py_ssize_t at = 0;
+        for (const auto& column : ColumnsOf(part.admit)) {
+            PyObject* const entry = At(terms, at++);
+            (part.admit.*column.of) = {column.is_bits ? static_cast<Int>(Bits(entry)) : Number(entry)};
+        }
         part.admit.slot = {Number(At(arguments, 1))};
         part.admit.expected_hit = {Number(At(arguments, 2))};
-        part.admit.hit_limit = term(0);
-        part.admit.external = term(1);
-        part.admit.lookahead = term(2);
-        part.admit.encoder_tokens = term(3);
-        part.admit.reserved = term(4);
-        part.admit.watermark = term(5);
-        part.admit.flags = term(6);
-        uint64_t groups = 0;
-        FromPy(At(terms, 7), &groups);
-        part.admit.skip_zero_groups = {static_cast<Int>(groups)};
-        part.admit.single_group_hit = term(8);
         part.admit.min_new = {0};
         part.admit.on_refusal = kSkip;
         return ChangeRows(At(arguments, 0), [&](OpenStep& rows) -> PyObject* {

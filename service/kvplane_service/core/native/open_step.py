@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.sections import AdmitRow
 from kvplane.base.step import (
     UNLIMITED,
     Admit,
@@ -26,7 +27,7 @@ from kvplane.base.step import (
 from kvplane_service.core.facts import Update
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
-from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, AdmitTerms, row_of
+from kvplane_service.core.open_step import NO_TERMS, UNALIGNED, row_of
 from kvplane_service.core.part_rows import PartRows, admit_section, facts_section, news_section, run_section
 from kvplane_service.core.reasons import Refusal
 
@@ -153,7 +154,7 @@ class NativeOpenStep:
             raise InvalidArgument(f"slot {slot} has no request", field="slot")
         return Hit(found[0], found[1], tuple(found[2]))
 
-    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = NO_TERMS) -> AdmitStatus:
+    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitRow = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""
         try:
             number, new = _native.admit_row(self._replica.changed(), slot, num_hit, num_new, terms)

@@ -39,8 +39,7 @@ class DistinctSlots {
     uint64_t mark_ = 0;
 };
 
-// A column with its name, where the variables are named as the sections.
-#define NAMED(column) {#column, column}
+// Of a column with its name, where the variables are named as the sections.
 #define RANGE(column, low, high) Range(column, low, high, #column)
 
 class ColumnChecks {
@@ -56,17 +55,11 @@ class ColumnChecks {
     const Refusal& refusal() const { return refusal_; }
 
   protected:
-    // A column that has one entry per row, or no entry.
-    struct Named {
-        const char* name;
-        size_t size;
-        template <typename T>
-        Named(const char* column, const std::vector<T>& entries) : name(column), size(entries.size()) {}
-        Named(const char* column, Int count) : name(column), size(static_cast<size_t>(count)) {}
-    };
-    bool Fit(std::initializer_list<Named> columns, size_t rows) {
-        for (const Named& one : columns) {
-            if (one.size && one.size != rows)
+    // Whether each field has one entry per row, or no entry.
+    template <size_t N>
+    bool Fit(const std::array<NumEntries, N>& fields, size_t rows) {
+        for (const NumEntries& one : fields) {
+            if (one.count && one.count != rows)
                 return Refuse("count", one.name, kWholeColumn, {static_cast<Int>(rows)});
         }
         return true;

@@ -31,6 +31,12 @@ struct SectionColumn {
     bool is_bits = false;           // it is the Int of the same bits
 };
 
+// The name of a field that has an entry for each row, or none; and how many it has.
+struct NumEntries {
+    const char* name;
+    size_t count;
+};
+
 struct FactsFields {
     Column slot;  // u32
     Column computed;  // i32, default -1
@@ -56,6 +62,18 @@ inline constexpr SectionColumn<FactsFields> kFactsColumns[] = {
     {"hint", &FactsFields::hint, true, -1},
 };
 constexpr const auto& ColumnsOf(const FactsFields&) { return kFactsColumns; }
+inline std::array<NumEntries, 8> NumEntriesOf(const FactsFields& facts) {
+    return {{
+        {"facts.computed", facts.computed.size()},
+        {"facts.appended", facts.appended.size()},
+        {"facts.num_hashes", facts.num_hashes.size()},
+        {"facts.commit", facts.commit.size()},
+        {"facts.end", facts.end.size()},
+        {"facts.fence", facts.fence.size()},
+        {"facts.release_skipped", facts.release_skipped.size()},
+        {"facts.hint", facts.hint.size()},
+    }};
+}
 
 struct CacheFields {
     Column failed_steps;  // u64, any number
@@ -107,6 +125,19 @@ inline constexpr SectionColumn<News> kNewsColumns[] = {
     {"hint", &News::hint, true, 0},
 };
 constexpr const auto& ColumnsOf(const News&) { return kNewsColumns; }
+inline std::array<NumEntries, 9> NumEntriesOf(const News& news) {
+    return {{
+        {"news.num_tokens", news.num_tokens.size()},
+        {"news.num_hashes", news.num_hashes.size()},
+        {"news.request_id", news.request_id.size()},
+        {"news.domain", news.domain.size()},
+        {"news.extra_keys", static_cast<size_t>(news.num_extra_keys)},
+        {"news.skip_reading", news.skip_reading.size()},
+        {"news.max_tokens", news.max_tokens.size()},
+        {"news.traceparent", static_cast<size_t>(news.num_traceparents)},
+        {"news.hint", news.hint.size()},
+    }};
+}
 
 struct Run {
     Column slot;  // u32
@@ -130,6 +161,16 @@ inline constexpr SectionColumn<Run> kRunColumns[] = {
     {"reserved", &Run::reserved, true, 0},
 };
 constexpr const auto& ColumnsOf(const Run&) { return kRunColumns; }
+inline std::array<NumEntries, 6> NumEntriesOf(const Run& run) {
+    return {{
+        {"run.extra", run.extra.size()},
+        {"run.cap", run.cap.size()},
+        {"run.lookahead", run.lookahead.size()},
+        {"run.in_flight", run.in_flight.size()},
+        {"run.flags", run.flags.size()},
+        {"run.reserved", run.reserved.size()},
+    }};
+}
 
 struct Admit {
     Column slot;  // u32
@@ -168,6 +209,23 @@ inline constexpr SectionColumn<Admit> kAdmitColumns[] = {
     {"single_group_hit", &Admit::single_group_hit, true, kUnlimited},
 };
 constexpr const auto& ColumnsOf(const Admit&) { return kAdmitColumns; }
+inline std::array<NumEntries, 13> NumEntriesOf(const Admit& admit) {
+    return {{
+        {"admit.extra", admit.extra.size()},
+        {"admit.cap", admit.cap.size()},
+        {"admit.lookahead", admit.lookahead.size()},
+        {"admit.external", admit.external.size()},
+        {"admit.expected_hit", admit.expected_hit.size()},
+        {"admit.encoder_tokens", admit.encoder_tokens.size()},
+        {"admit.reserved", admit.reserved.size()},
+        {"admit.watermark", admit.watermark.size()},
+        {"admit.flags", admit.flags.size()},
+        {"admit.hit_limit", admit.hit_limit.size()},
+        {"admit.min_new", admit.min_new.size()},
+        {"admit.skip_zero_groups", admit.skip_zero_groups.size()},
+        {"admit.single_group_hit", admit.single_group_hit.size()},
+    }};
+}
 
 struct Peek {
     Column slot;  // u32
@@ -179,6 +237,11 @@ inline constexpr SectionColumn<Peek> kPeekColumns[] = {
     {"limit", &Peek::limit, true, kUnlimited},
 };
 constexpr const auto& ColumnsOf(const Peek&) { return kPeekColumns; }
+inline std::array<NumEntries, 1> NumEntriesOf(const Peek& peek) {
+    return {{
+        {"peek.limit", peek.limit.size()},
+    }};
+}
 
 struct Prefetch {
     Column slot;  // u32
@@ -194,6 +257,13 @@ inline constexpr SectionColumn<Prefetch> kPrefetchColumns[] = {
     {"within_ns", &Prefetch::within_ns, true, 0, true},
 };
 constexpr const auto& ColumnsOf(const Prefetch&) { return kPrefetchColumns; }
+inline std::array<NumEntries, 3> NumEntriesOf(const Prefetch& prefetch) {
+    return {{
+        {"prefetch.num_hashes", prefetch.num_hashes.size()},
+        {"prefetch.domain", prefetch.domain.size()},
+        {"prefetch.within_ns", prefetch.within_ns.size()},
+    }};
+}
 
 struct RetainFields {
     Column num_hashes;  // u32
@@ -215,6 +285,15 @@ inline constexpr SectionColumn<RetainFields> kRetainColumns[] = {
     {"now_ns", &RetainFields::now_ns, false, {}, true},
 };
 constexpr const auto& ColumnsOf(const RetainFields&) { return kRetainColumns; }
+inline std::array<NumEntries, 5> NumEntriesOf(const RetainFields& retain) {
+    return {{
+        {"retain.domain", retain.domain.size()},
+        {"retain.owner", retain.owner.size()},
+        {"retain.priority", retain.priority.size()},
+        {"retain.until_ns", retain.until_ns.size()},
+        {"retain.percent", retain.percent.size()},
+    }};
+}
 
 struct Budget {
     Int tokens = kUnlimited;

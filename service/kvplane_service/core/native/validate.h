@@ -128,9 +128,7 @@ class StepValidator : public ColumnChecks {
     // -- facts -------------------------------------------------------------------------------------------------------
 
     bool AcceptsFacts(const Facts& facts, Int seq, bool has_drafts) {
-        if (!Fit({NAMED(facts.computed), NAMED(facts.appended), NAMED(facts.num_hashes), NAMED(facts.commit),
-                  NAMED(facts.end), NAMED(facts.fence), NAMED(facts.release_skipped), NAMED(facts.hint)},
-                 facts.slot.size()))
+        if (!Fit(NumEntriesOf(facts), facts.slot.size()))
             return false;
         if (facts.tokens.count) {
             if (facts.tokens.count != Sum(facts.appended)) return Refuse("ids of appended", "facts.tokens");
@@ -306,9 +304,7 @@ class StepValidator : public ColumnChecks {
 
     bool AcceptsNews(const News& news) {
         const size_t rows = news.slot.size();
-        if (!Fit({NAMED(news.num_tokens), NAMED(news.num_hashes), NAMED(news.request_id), NAMED(news.domain),
-                  {"news.extra_keys", news.num_extra_keys}, NAMED(news.skip_reading), NAMED(news.max_tokens),
-                  {"news.traceparent", news.num_traceparents}, NAMED(news.hint)}, rows))
+        if (!Fit(NumEntriesOf(news), rows))
             return false;
         if (news.num_tokens.size() != rows) return Refuse("entries", "news.num_tokens");
         if (!Texts(news.request_id_fit, "news.request_id") || !Texts(news.domain_fit, "news.domain")) return false;
@@ -344,8 +340,7 @@ class StepValidator : public ColumnChecks {
     // -- run, admit --------------------------------------------------------------------------------------------------
 
     bool AcceptsRun(const Run& run) {
-        if (!Fit({NAMED(run.extra), NAMED(run.cap), NAMED(run.lookahead), NAMED(run.in_flight), NAMED(run.flags),
-                  NAMED(run.reserved)}, run.slot.size()) ||
+        if (!Fit(NumEntriesOf(run), run.slot.size()) ||
             !AllLiveAndDistinct(run.slot, &run_slots_, "run.slot") || !AllLive(run.victims, "run.victims"))
             return false;
         for (size_t row = 0; !requests_.loading.empty() && row < run.slot.size(); ++row) {
@@ -382,10 +377,7 @@ class StepValidator : public ColumnChecks {
     }
 
     bool AcceptsAdmit(const Admit& admit) {
-        if (!Fit({NAMED(admit.extra), NAMED(admit.cap), NAMED(admit.lookahead), NAMED(admit.external),
-                  NAMED(admit.expected_hit), NAMED(admit.encoder_tokens), NAMED(admit.reserved),
-                  NAMED(admit.watermark), NAMED(admit.flags), NAMED(admit.hit_limit), NAMED(admit.min_new),
-                  NAMED(admit.skip_zero_groups), NAMED(admit.single_group_hit)}, admit.slot.size()))
+        if (!Fit(NumEntriesOf(admit), admit.slot.size()))
             return false;
         const Int longest = spec_.max_model_len, load = spec_.tiers.empty() ? Int{0} : kLoad;
         const Int flags = kReservedAlign | kDelayCaching | kFullFit | kWhole | kUnaligned | load;
@@ -417,7 +409,7 @@ class StepValidator : public ColumnChecks {
     }
 
     bool AcceptsPeek(const Peek& peek) {
-        return Fit({NAMED(peek.limit)}, peek.slot.size()) &&
+        return Fit(NumEntriesOf(peek), peek.slot.size()) &&
                RANGE(peek.limit, 0, kUnlimited) && AllLive(peek.slot, "peek.slot");
     }
 
@@ -428,8 +420,7 @@ class StepValidator : public ColumnChecks {
             prefetch.num_hashes.empty() && prefetch.within_ns.empty())
             return true;
         size_t size = 0;
-        if (!Fit({NAMED(prefetch.num_hashes), NAMED(prefetch.domain), NAMED(prefetch.within_ns)},
-                 prefetch.slot.size()) ||
+        if (!Fit(NumEntriesOf(prefetch), prefetch.slot.size()) ||
             !DigestSize(prefetch.hashes, prefetch.num_hashes, "prefetch.num_hashes", "prefetch.hashes", &size) ||
             !Texts(prefetch.domain_fit, "prefetch.domain") || !RANGE(prefetch.within_ns, 0, kMaxWithinNs))
             return false;
@@ -450,8 +441,7 @@ class StepValidator : public ColumnChecks {
     bool AcceptsRetain(const Retain& retain) {
         const size_t rows = retain.num_hashes.size();
         size_t size = 0;
-        if (!Fit({NAMED(retain.domain), NAMED(retain.owner), NAMED(retain.priority), NAMED(retain.until_ns),
-                  NAMED(retain.percent)}, rows) ||
+        if (!Fit(NumEntriesOf(retain), rows) ||
             !DigestSize(retain.hashes, retain.num_hashes, "retain.num_hashes", "retain.hashes", &size) ||
             !Texts(retain.domain_fit, "retain.domain") || !Texts(retain.owner_fit, "retain.owner") ||
             !RANGE(retain.priority, 0, kMaxPriority) ||
