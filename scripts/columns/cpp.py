@@ -241,3 +241,43 @@ def _packed_inner(name: str, message: Message) -> Iterator[str]:
         yield from _packed(message, "PartResult", f"{name}.")
     else:
         yield from (f"PACK_TIERS({name}.{field.name})" for field in message.columns)
+
+
+MESSAGES_TOP = """
+// The columns of the messages of an answer, in the order of their numbers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+
+// A column: its name, its field, the bytes of an element, the first column of its table (kAny: it has any number of
+// entries), and its highest value (0: there is none).
+constexpr size_t kAny = SIZE_MAX;
+struct Column {
+    const char* name;
+    uint32_t number;
+    size_t width, first;
+    uint32_t highest = 0;
+};
+"""
+
+
+def answers(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the header with the columns that the compiled reader and writer of answers know."""
+    yield from MESSAGES_TOP.splitlines()[1:]
+    for message in _named(messages, ("Blocks", "Orders", "PartResult")):
+        columns = sorted(message.columns, key=lambda field: field.number)
+        first: dict[str, int] = {}
+        yield ""
+        yield f"constexpr Column k{message.name}[] = {{"
+        for at, field in enumerate(columns):
+            table = str(first.setdefault(field.option.table, at)) if field.is_by_row else "kAny"
+            highest = f", {field.option.highest}" if field.option.HasField("highest") else ""
+            yield f'    {{"{field.name}", {field.number}, {8 if field.is_wide else 4}, {table}{highest}}},'
+        yield "};"
+    yield ""
+    for message in _named(messages, ("Blocks", "Orders", "PartResult")):
+        yield f"constexpr size_t kNum{message.name} = sizeof k{message.name} / sizeof k{message.name}[0];"
+    yield from ("", "}  // namespace")

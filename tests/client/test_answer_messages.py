@@ -74,7 +74,8 @@ def result(rng):
             for name in names:
                 is_wide = name.endswith(("job", "stamp", "version"))
                 setattr(part.orders, name, column(rng, rows, 1 << 64 if is_wide else 1 << 32, "IQ"[is_wide]))
-    for name, code in (("admit_load_after", "Q"), ("admit_job", "Q"), ("admit_tier_tokens", "I")):
+    rare = ("peek_hit", "I"), ("peek_single_group_hit", "I"), ("num_hashes", "I")
+    for name, code in (*rare, ("admit_load_after", "Q"), ("admit_job", "Q"), ("admit_tier_tokens", "I")):
         if rng.random() < 0.3:
             setattr(part, name, column(rng, 2, 1 << 32, code))
     if rng.random() < 0.2:
@@ -97,7 +98,8 @@ def test_answers_are_written_as_protobuf_writes_them():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"peek_hit": [1]}, {"events": [CacheEvent(EventKind.CLEARED)]}, {"reset_done": True}, {"last_hash": [b""]},
+        {"peek_blocks": Blocks([0], [0], [1], [1])},
+        {"events": [CacheEvent(EventKind.CLEARED)]}, {"reset_done": True}, {"last_hash": [b""]},
         {"orders": Orders(load_job=[-1])}, {"tier_events": [CacheEvent(EventKind.STORED, tier=Medium.HOST)]},
         {"granted": [1 << 32]}, {"granted": [-1]}, {"granted": array("Q", [1])},
         {"granted": None}, {"free_blocks": "many"}, {"new_blocks": object()},

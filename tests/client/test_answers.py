@@ -48,6 +48,8 @@ def usual_parts(draw):
         rows = draw(st.lists(st.tuples(*[u64 if name in WIDE else u32 for name in names]), max_size=3))
         for at, name in enumerate(names):
             setattr(part.orders, name, [row[at] for row in rows])
+    for name in ("peek_hit", "peek_single_group_hit", "num_hashes"):
+        setattr(part, name, draw(st.lists(u32, max_size=2)))
     for name, number in (("admit_load_after", u64), ("admit_job", u64), ("admit_tier_tokens", u32)):
         if draw(st.booleans()):
             setattr(part, name, [draw(number) for _ in admitted])

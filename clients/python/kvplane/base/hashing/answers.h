@@ -2,6 +2,7 @@
 // kvplane/wire/stream.py and of `BlockTables._append` in kvplane/session/tables.py, which specify them.
 #pragma once
 
+#include "columns.h"
 #include "messages.h"
 
 namespace {
@@ -66,51 +67,16 @@ class Fields {
     const uint8_t *at_, *end_;
 };
 
-// A column: its name, its field, the bytes of an element, and how many entries it has. Columns of a message are in the
-// order of their fields.
-enum Entries { kAny, kAsBefore, kAsBeforeOrNone, kAsStatus };
-struct Column {
-    const char* name;
-    uint32_t number;
-    size_t width;
-    Entries entries;
-};
-
-constexpr Column kBlocks[] = {
-    {"row", 1, 4, kAny}, {"group", 2, 4, kAsBefore}, {"count", 3, 4, kAsBefore}, {"ids", 4, 4, kAny},
-};
-constexpr Column kOrders[] = {
-    {"stamp_block", 1, 4, kAny},   {"stamp", 2, 8, kAsBefore},      {"copy_src", 3, 4, kAny},
-    {"copy_dst", 4, 4, kAsBefore}, {"copy_group", 5, 4, kAsBefore}, {"zero_block", 6, 4, kAny},
-    {"zero_group", 7, 4, kAsBefore},
-    {"load_job", 8, 8, kAny},          {"load_block", 9, 4, kAsBefore},    {"load_group", 10, 4, kAsBefore},
-    {"load_stamp", 11, 8, kAsBefore},  {"load_tier", 12, 4, kAsBefore},    {"load_slot", 13, 4, kAsBefore},
-    {"load_version", 14, 8, kAsBefore}, {"save_job", 15, 8, kAny},         {"save_block", 16, 4, kAsBefore},
-    {"save_group", 17, 4, kAsBefore},  {"save_stamp", 18, 8, kAsBefore},   {"save_tier", 19, 4, kAsBefore},
-    {"save_slot", 20, 4, kAsBefore},   {"move_job", 22, 8, kAny},          {"move_tier", 23, 4, kAsBefore},
-    {"move_slot", 24, 4, kAsBefore},   {"move_version", 25, 8, kAsBefore}, {"move_to_tier", 26, 4, kAsBefore},
-    {"move_to_slot", 27, 4, kAsBefore},
-};
-constexpr Column kPart[] = {
-    {"granted", 1, 4, kAny},        {"preempted", 2, 4, kAny},          {"admit_status", 3, 4, kAny},
-    {"admit_hit", 4, 4, kAsBefore}, {"admit_granted", 5, 4, kAsBefore},
-    {"admit_single_group_hit", 6, 4, kAsBeforeOrNone},
-    {"admit_load_after", 18, 8, kAsStatus}, {"admit_tier_tokens", 20, 4, kAsStatus}, {"admit_job", 21, 8, kAsStatus},
-};
-constexpr size_t kNumBlocks = sizeof kBlocks / sizeof kBlocks[0], kNumOrders = sizeof kOrders / sizeof kOrders[0];
-constexpr size_t kNumPart = sizeof kPart / sizeof kPart[0];
-constexpr size_t kNumFirst = 6;  // columns before the fields that are no columns
-constexpr size_t kStatus = 2;  // in kPart
-constexpr uint32_t kHighestStatus = 7;
-
-// Whether each column has its number of entries.
+// Whether each column has as many entries as the first one of its table, or none, and no value above its highest.
 bool AreWhole(const Span* found, const Column* columns, size_t count) {
     for (size_t i = 0; i < count; ++i) {
-        const size_t entries = found[i].size / columns[i].width;
-        if (found[i].size % columns[i].width) return false;
-        if (columns[i].entries == kAny || (columns[i].entries != kAsBefore && entries == 0)) continue;
-        const size_t other = columns[i].entries == kAsStatus ? kStatus : i - 1;
-        if (entries != found[other].size / columns[other].width) return false;
+        const auto& [name, number, width, first, highest] = columns[i];
+        const size_t entries = found[i].size / width;
+        if (found[i].size % width) return false;
+        if (entries && first != kAny && entries != found[first].size / columns[first].width) return false;
+        for (size_t at = 0; highest && at < found[i].size; at += width) {
+            if (Read<uint32_t>(found[i].at + at) > highest) return false;
+        }
     }
     return true;
 }
@@ -141,9 +107,11 @@ bool ReadBlocks(Span section, Span* found) {
     return ids * 4 == found[3].size;
 }
 
+constexpr uint32_t kPreempted = 2;  // a column that is read to a list, which this does not do
+
 struct Answer {
     uint64_t seq = 0, part = 0, published_through = 0, free_blocks = 0;
-    Span columns[kNumPart], blocks[kNumBlocks], tables[kNumBlocks], orders[kNumOrders];
+    Span columns[kNumPartResult], blocks[kNumBlocks], tables[kNumBlocks], orders[kNumOrders];
 };
 
 bool ReadPart(Span message, Answer* answer) {
@@ -155,16 +123,12 @@ bool ReadPart(Span message, Answer* answer) {
             case 8: is_read = ReadBlocks(fields.Bytes(), answer->tables); break;
             case 15: is_read = ReadColumns(fields.Bytes(), kOrders, kNumOrders, answer->orders); break;
             case 16: answer->free_blocks = fields.Number(32); break;
-            default: is_read = fields.number != 2 && Take(&fields, kPart, kNumPart, answer->columns);
+            case kPreempted: return false;
+            default: is_read = Take(&fields, kPartResult, kNumPartResult, answer->columns);
         }
         if (!is_read) return false;
     }
-    const Span& statuses = answer->columns[kStatus];
-    if (!fields.ok || !AreWhole(answer->columns, kPart, kNumPart)) return false;
-    for (size_t at = 0; at < statuses.size; at += 4) {
-        if (Read<uint32_t>(statuses.at + at) > kHighestStatus) return false;
-    }
-    return true;
+    return fields.ok && AreWhole(answer->columns, kPartResult, kNumPartResult);
 }
 
 // Read the result of a step of one part, which has nothing but grants, admissions, blocks and orders.
@@ -219,7 +183,7 @@ PyObject* ReadAnswer(PyObject*, PyObject* arguments) {
     Answer answer;
     if (!ReadResult({reinterpret_cast<const uint8_t*>(raw), static_cast<size_t>(size)}, &answer)) Py_RETURN_NONE;
     PyObject* made[] = {
-        ColumnsOf(type, answer.columns, kPart, kNumPart),
+        ColumnsOf(type, answer.columns, kPartResult, kNumPartResult),
         ColumnsOf(type, answer.blocks, kBlocks, kNumBlocks),
         ColumnsOf(type, answer.tables, kBlocks, kNumBlocks),
         ColumnsOf(type, answer.orders, kOrders, kNumOrders),

@@ -105,10 +105,15 @@ bool AddObject(Bytes* into, uint32_t field, const Column* columns, size_t count,
     return true;
 }
 
-// Adds the columns that a dict has. Returns false if it has any other that is not empty.
-bool AddColumns(Bytes* into, const Column* columns, size_t count, PyObject** names, PyObject* given,
+// Adds the columns that a dict has, of those whose numbers are above one and below another. Counts them in `known`.
+// Returns false if it has any other that is not empty.
+struct Range {
+    uint32_t above, below;
+};
+bool AddColumns(Bytes* into, const Column* columns, size_t count, PyObject** names, PyObject* given, Range numbers,
                 Py_ssize_t* known) {
     for (size_t i = count; i-- > 0;) {
+        if (columns[i].number <= numbers.above || columns[i].number >= numbers.below) continue;
         PyObject* const column = PyDict_GetItemWithError(given, Interned(columns[i].name, &names[i]));
         if (column == nullptr && PyErr_Occurred()) return false;
         if (column == nullptr) continue;
@@ -141,7 +146,8 @@ bool AddOrders(Bytes* part, PyObject* orders) {
     const size_t end = part->size();
     Py_ssize_t count = 0;
     PyObject* const given = PyObject_GenericGetDict(orders, nullptr);
-    const bool is_added = given != nullptr && AddColumns(part, kOrders, kNumOrders, names, given, &count);
+    const bool is_added =
+        given != nullptr && AddColumns(part, kOrders, kNumOrders, names, given, {0, UINT32_MAX}, &count);
     const bool is_all = is_added && (PyDict_Size(given) == count ||
                                      OthersAreEmpty(given, kOrders, kNumOrders, [](PyObject*) { return false; }));
     Py_XDECREF(given);
@@ -149,23 +155,27 @@ bool AddOrders(Bytes* part, PyObject* orders) {
     return is_all;
 }
 
+// Adds the fields in the order of their numbers, the last one first.
 bool AddPart(Bytes* part, PyObject* given) {
-    static PyObject *of_part[kNumPart], *of_blocks[kNumBlocks], *others[4];
+    static PyObject *of_part[kNumPartResult], *of_blocks[kNumBlocks], *others[4];
     Py_ssize_t count = 0;
-    constexpr size_t kNumLast = kNumPart - kNumFirst;
-    if (!AddColumns(part, kPart + kNumFirst, kNumLast, of_part + kNumFirst, given, &count)) return false;
+    const auto add_columns = [&](uint32_t above, uint32_t below) {
+        return AddColumns(part, kPartResult, kNumPartResult, of_part, given, {above, below}, &count);
+    };
+    if (!add_columns(16, UINT32_MAX)) return false;
     PyObject* const free_blocks = PyDict_GetItemWithError(given, Interned("free_blocks", &others[3]));
     if (free_blocks != nullptr) part->Number(16, PyLong_AsUnsignedLong(free_blocks));
     PyObject* const orders = PyDict_GetItemWithError(given, Interned("orders", &others[2]));
     if (orders != nullptr && !AddOrders(part, orders)) return false;
+    if (!add_columns(8, 15)) return false;
     PyObject* const tables = PyDict_GetItemWithError(given, Interned("tables", &others[1]));
     if (tables != nullptr && !AddObject(part, 8, kBlocks, kNumBlocks, of_blocks, tables)) return false;
     PyObject* const blocks = PyDict_GetItemWithError(given, Interned("new_blocks", &others[0]));
     if (blocks != nullptr && !AddObject(part, 7, kBlocks, kNumBlocks, of_blocks, blocks)) return false;
-    if (!AddColumns(part, kPart, kNumFirst, of_part, given, &count)) return false;
+    if (!add_columns(0, 7)) return false;
     count += (blocks != nullptr) + (tables != nullptr) + (orders != nullptr) + (free_blocks != nullptr);
     if (PyErr_Occurred()) return false;
-    return PyDict_Size(given) == count || OthersAreEmpty(given, kPart, kNumPart, [](PyObject* name) {
+    return PyDict_Size(given) == count || OthersAreEmpty(given, kPartResult, kNumPartResult, [](PyObject* name) {
         static const char* const known[] = {"new_blocks", "tables", "orders", "free_blocks"};
         const auto is_name = [&](const char* one) { return IsNamed(name, one); };
         return std::any_of(std::begin(known), std::end(known), is_name) ||
