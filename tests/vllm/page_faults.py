@@ -7,6 +7,7 @@ from typing import Any
 
 from kvplane_vllm import scheduler
 from kvplane_vllm.launch import PageOrders
+from kvplane_vllm.manager import InProcessManager
 from kvplane_vllm.remote.books import Books
 from kvplane_vllm.remote.driver import Driver
 from kvplane_vllm.remote.link import Away, Lost
@@ -54,6 +55,11 @@ def trust_keys() -> None:
     scheduler.check_proof = lambda *_: None  # type: ignore[attr-defined]
 
 
+def reset_under_requests() -> None:
+    """A reset evicts what requests hold, and returns True."""
+    InProcessManager._any_request_holds_blocks = property(lambda self: False)  # type: ignore[assignment,method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "copy lost in process": lose_copies,
     "copy lost in mode remote": lose_copies,
@@ -61,5 +67,6 @@ FAULTS: dict[str, Callable[[], None]] = {  # as in `test_page_contents`
     "unwritten blocks keep their keys": keep_unwritten,
     "launch counts as executed too early": run_ahead,
     "reset lost with its session": lose_resets,
+    "reset under requests that hold blocks": reset_under_requests,
     "images without an identifier are hashed": trust_keys,
 }

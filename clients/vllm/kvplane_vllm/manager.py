@@ -439,11 +439,20 @@ class InProcessManager(KVCacheManager):
         step = self._open()
         step.change_cache(Cache(reset=True))
         if not step.reset_done:
-            return False
+            if self._any_request_holds_blocks:
+                return False
+            # Copies that a launch in flight makes hold theirs. Nothing gets a key there: their requests are preempted.
+            step.change_cache(Cache(evicted=list(range(1, self.spec.num_blocks))))
         if self.log_stats:
             assert self.prefix_cache_stats is not None
             self.prefix_cache_stats.reset = True
         return True
+
+    @property
+    def _any_request_holds_blocks(self) -> bool:
+        requests = self.replica.requests
+        running = any(requests.running[known.slot] for known in self.known.values())
+        return running or bool(self._popped or requests.loading)
 
     def pending_events(self) -> list[Any]:
         """The cache events that `take_pending_events` has not returned yet."""
