@@ -4,7 +4,7 @@ A test that is named on the command line runs in any case. So does every test wi
 
 A *guarded* target, such as the kernels, costs minutes and reads few sources. `passed.json` has the digest of these
 sources at which `make test-TARGET` passed last; while it is that of the sources here, `make test` leaves the target
-out and says so. An unknown digest is another one: whoever changes a source runs the target, or leaves that to CI.
+out and reports it. An unknown digest is another one: a change of a source needs a run of the target, here or in CI.
 
     python -m tests.targets record TARGET     after the target has passed
 """
