@@ -24,6 +24,7 @@ COMMENT = {".py": "#", ".h": "//"}
 FILES: dict[str, Callable[[Sequence[Message]], Iterator[str]]] = {
     "clients/python/kvplane/base/sections.py": python.types,
     "clients/python/kvplane/wire/tables.py": python.tables,
+    "clients/python/kvplane/session/section_rows.py": python.rows,
     "clients/python/kvplane/base/hashing/columns.h": cpp.answers,
     "service/kvplane_service/core/native/sections.h": cpp.structs,
     "service/kvplane_service/core/native/read_sections.h": cpp.readers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+from kvplane.base import values
 from scripts.columns.schema import BITS, I32, SECTIONS, U32, U64, Field, Message, by_row
 
 UNLIMITED = 0xFFFFFFFF
@@ -80,9 +81,8 @@ def _row(message: Message) -> Iterator[str]:
     yield ""
     for field in message.columns:
         if field.is_by_row:
-            default = None if field.default is None else _number(field.default)
-            default = "ALL_GROUPS" if field.option.type == BITS else default
-            yield f"    {field.name}: int{'' if default is None else f' = {default}'}"
+            default = "" if field.default is None else f" = {_default(field, field.default)}"
+            yield f"    {field.name}: int{default}"
 
 
 def _decorators(message: Message) -> Iterator[str]:
@@ -178,3 +178,49 @@ def _other(field: Field) -> str:
     if field.default is not None:
         return f'Other("{field.name}", "{kind}", {_number(field.default)}, optional=True)'
     return f'Other("{field.name}", "{kind}", {default})'
+
+
+ROWS_TOP = """Rows of a step as objects, of the sections whose rows are entries of columns alone."""
+ROWS_HEAD = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplane.base.values import ALL_GROUPS, UNLIMITED, RowFlag, Watermark
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+"""
+AS_OBJECTS = ("Run", "Admit", "Peek", "Prefetch")
+
+
+def rows(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the module with the rows that engines give as objects."""
+    yield f'"""{ROWS_TOP}"""'
+    yield from ROWS_HEAD.splitlines()
+    yield from _documentation("The base class of rows: one row of a section of a part, for the request in `slot`.")
+    yield from ("", "    slot: int")
+    for message in messages:
+        if message.name in AS_OBJECTS:
+            yield from ("", "", "@dataclass(frozen=True, slots=True)", f"class {message.name}Row(Row):")
+            yield from _documentation(
+                f"A row of the section `{message.name.lower()}`. For the attributes see `{message.name}`."
+            )
+            yield ""
+            yield from (f"    {_attribute(field)}" for field in message.columns if _is_attribute(field))
+
+
+def _is_attribute(field: Field) -> bool:
+    return field.is_by_row and field.default is not None and field.name != "num_hashes"
+
+
+def _attribute(field: Field) -> str:
+    assert field.default is not None, f"{field.name} has no default"
+    if name := field.option.values:
+        return f"{field.name}: {name} = {name}.{getattr(values, name)(field.default).name}"
+    return f"{field.name}: int = {_default(field, field.default)}"
+
+
+def _default(field: Field, value: int) -> str:
+    return "ALL_GROUPS" if field.option.type == BITS else _number(value)

@@ -19,6 +19,11 @@ def test_rows_are_added_to_their_sections_in_order():
     assert part.peek.slot == [4, 5]
 
 
+def test_a_peek_row_has_its_limit():
+    part = part_of(PeekRow(4, limit=32), PeekRow(5))
+    assert (part.peek.slot, part.peek.limit) == ([4, 5], [32, UNLIMITED])
+
+
 def test_a_column_of_defaults_is_omitted():
     part = part_of(RunRow(1), RunRow(2), AdmitRow(3), AdmitRow(4))
     assert (part.run.cap, part.run.flags, part.admit.external, part.admit.expected_hit) == ([], [], [], [])

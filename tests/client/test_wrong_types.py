@@ -175,6 +175,7 @@ def test_a_part_of_valid_values_is_accepted(session):
 @given(path=st.sampled_from(places(PART)), junk=JUNK)
 @example(path=("news", "domain"), junk={"a": 1})  # was applied by the service, and broke the session
 @example(path=("news", "request_id"), junk={"a"})
+@example(path=("with_tables",), junk=1.5)
 def test_a_part_with_a_wrong_type_is_refused_and_leaves_the_session_usable(session, path, junk):
     try:
         part = put(PART, path, junk)

@@ -14,11 +14,8 @@ from typing import TypeAlias
 
 from kvplane.base.prefetch import Prefetch
 from kvplane.base.step import (
-    ALL_GROUPS,
-    ANY_HIT,
     NO_EXTRA_KEYS,
     UNCHANGED,
-    UNLIMITED,
     Admit,
     Budget,
     Cache,
@@ -27,21 +24,12 @@ from kvplane.base.step import (
     Facts,
     News,
     Part,
+    Peek,
     Resume,
-    RowFlag,
     Run,
-    Watermark,
 )
 from kvplane.base.typed import check
-
-AS_COUNTED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The base class of rows: one row of a section of a part, for the request in `slot`."""
-
-    slot: int
+from kvplane.session.section_rows import AdmitRow, PeekRow, PrefetchRow, Row, RunRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,50 +88,18 @@ class ResumeRow(Row):
     loading: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RunRow(Row):
-    """A row of the run section: one running request. For the attributes see `Run`."""
-
-    extra: int = 0
-    cap: int = UNLIMITED
-    lookahead: int = 0
-    in_flight: int = AS_COUNTED
-    flags: RowFlag = RowFlag.NONE
-    reserved: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitRow(Row):
-    """A row of the admit section: one waiting request. For the attributes see `Admit`."""
-
-    extra: int = 0
-    cap: int = UNLIMITED
-    lookahead: int = 0
-    external: int = 0
-    expected_hit: int = ANY_HIT
-    encoder_tokens: int = 0
-    reserved: int = 0
-    watermark: Watermark = Watermark.AUTO
-    flags: RowFlag = RowFlag.NONE
-    hit_limit: int = UNLIMITED
-    min_new: int = 1
-    skip_zero_groups: int = ALL_GROUPS
-    single_group_hit: int = UNLIMITED
-
-
-@dataclass(frozen=True, slots=True)
-class PeekRow(Row):
-    """A row of the peek section: one look-up in the prefix cache. See `Peek`."""
-
-    limit: int = UNLIMITED
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchRow(Row):
-    """A row of the section `prefetch`: a request that will be admitted soon. See `Prefetch`, which takes hashes too."""
-
-    within_ns: int = 0
-
+__all__ = [
+    "AdmitRow",
+    "FactRow",
+    "NewsRow",
+    "PeekRow",
+    "PrefetchRow",
+    "ResumeRow",
+    "Row",
+    "RunRow",
+    "part_of",
+    "resume_of",
+]
 
 AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow | PrefetchRow
 CONTENT = {"tokens", "num_tokens", "hashes"}  # attributes of rows that become several columns
@@ -175,7 +131,7 @@ def _part_of(rows: Sequence[Row], budget: Budget | None, cache: Cache | None) ->
     part.news.num_tokens = _fill_content(part.news, news)
     _fill(part.run, [row for row in rows if isinstance(row, RunRow)])
     _fill(part.admit, [row for row in rows if isinstance(row, AdmitRow)])
-    part.peek.slot = [row.slot for row in rows if isinstance(row, PeekRow)]
+    _fill(part.peek, [row for row in rows if isinstance(row, PeekRow)])
     _fill(part.prefetch, [row for row in rows if isinstance(row, PrefetchRow)])
     return part
 
@@ -195,7 +151,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
     )
 
 
-def _fill(section: Facts | News | Run | Admit | Prefetch, rows: Sequence[Row]) -> None:
+def _fill(section: Facts | News | Run | Admit | Peek | Prefetch, rows: Sequence[Row]) -> None:
     """Set each column of a section for which at least one row has a value other than the default."""
     if not rows:
         return

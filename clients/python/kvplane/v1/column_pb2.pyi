@@ -27,17 +27,19 @@ COLUMN_FIELD_NUMBER: _ClassVar[int]
 column: _descriptor.FieldDescriptor
 
 class Column(_message.Message):
-    __slots__ = ("type", "default", "rows", "table", "highest", "packed_from")
+    __slots__ = ("type", "default", "rows", "table", "highest", "packed_from", "values")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_FIELD_NUMBER: _ClassVar[int]
     PACKED_FROM_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     type: ColumnType
     default: int
     rows: ColumnRows
     table: str
     highest: int
     packed_from: int
-    def __init__(self, type: _Optional[_Union[ColumnType, str]] = ..., default: _Optional[int] = ..., rows: _Optional[_Union[ColumnRows, str]] = ..., table: _Optional[str] = ..., highest: _Optional[int] = ..., packed_from: _Optional[int] = ...) -> None: ...
+    values: str
+    def __init__(self, type: _Optional[_Union[ColumnType, str]] = ..., default: _Optional[int] = ..., rows: _Optional[_Union[ColumnRows, str]] = ..., table: _Optional[str] = ..., highest: _Optional[int] = ..., packed_from: _Optional[int] = ..., values: _Optional[str] = ...) -> None: ...

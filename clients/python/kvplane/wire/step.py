@@ -83,8 +83,8 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
         if packed or name == "resume":
             fields[name] = packed
     for name in _FLAGS:
-        if getattr(part, name):
-            fields[name] = True
+        if value := getattr(part, name):
+            fields[name] = value
     return fields
 
 
