@@ -29,6 +29,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 from kvplane_service.core.split import SplitList
 from kvplane_service.core.state_entries import _policy_state
+from tests.core.images import values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ def _resume_of(replica: Replica) -> Resume:
 def decisive_state(replica: Replica) -> dict[object, object]:
     """All that later answers depend on, by name; steps, epochs and stamps apart. Nothing is in flight."""
     pool, requests = replica.coordinator.pool, replica.requests
-    keys = [(one.block, one.key, one.num_tokens * (one.key == pool.key_of(one.block))) for one in _keys(replica)]
+    each = _keys(values_of(b"".join(replica.image(with_statistics=False))))
+    keys = [(one.block, one.key, one.num_tokens * (one.key == pool.key_of(one.block))) for one in each]
     state: dict[object, object] = {
         "free": list(pool.free),
         "eviction": _eviction_of(replica),

@@ -208,6 +208,15 @@ FAULTS = [
           "pool.records[wanted[at]].next = wanted[(at + 1) % wanted.size()];", ""),
     Fault("an image has what free slots had", "state.h", "if (!requests.live[slot]) rows[slot] = T();", ""),
     Fault("keys are ordered by the number of their domain", "image.h", "place(one) < place(other)", "one < other"),
+    Fault("a reader takes any number", "image.h", "Holds(range.Has(found) && std::in_range<T>(found));", ""),
+    Fault("a reader trusts counts", "image.h",
+          "Holds(count <= raw_.size() - at_, \"ends before its last byte\");", ""),
+    Fault("a loaded hit is behind its table", "state.h", "image.Holds(hit.first < size(slot));", ""),
+    Fault("a loaded free block is there twice", "load.h", "!seen[block]", "true"),
+    Fault("a loaded slot has two keys", "tiers/state.h",
+          "row.slot < num_used && !tier.HasKey(row.slot) && tier.Find(row.key) == kNoSlot", "true"),
+    Fault("an image changes while it is written", "bind_image.h",
+          "CoreOf(walk->capsule.get()).changes == walk->changes", "true"),
     Fault("a loaded block has one key", "load.h", "pool.AddKey(block, key, tokens);", ""),
     Fault("a loaded list begins with its divider", "load.h", "pool.free.Rebuild(free, num_first)",
           "pool.free.Rebuild(free, 0)"),
@@ -371,7 +380,7 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.replicas import cores
-    from tests.core import test_native_hashes, test_native_tiers, test_open_step, test_tier_contents
+    from tests.core import test_native_hashes, test_native_images, test_native_tiers, test_open_step, test_tier_contents
     from tests.core.builders import REFERENCE, SAFE
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
@@ -391,7 +400,10 @@ def checks() -> Iterator[tuple[str, object]]:
         for seed in range(3):  # of tests/core/test_native_tiers.py
             for mix in MIXES:
                 yield f"tiers of {mix}, seed {seed}", partial(test_tier_contents.run, mix, seed, 80)
-    for case in CASES:
+    for name in test_native_images.DAMAGES:
+        yield name, partial(test_native_images.test_a_damaged_image_is_refused_by_the_name_of_its_field, name)
+    in_slices = test_native_images.test_an_image_is_written_in_slices_between_which_nothing_changes
+    for case in (*CASES, in_slices):
         yield case.__name__, case
     os.environ[cores.VARIABLE] = "twin"
     with small_pools():

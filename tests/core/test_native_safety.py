@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import struct
 import sys
 import threading
 from array import array
@@ -13,20 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
-from kvplane.base.groups import TierKind, TierSpec
-from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
-from kvplane_service.core.packed_values import pack_value
+from kvplane.base.errors import InternalError, InvalidArgument
+from kvplane.base.step import Admit, Budget, End, Facts, News, Part, Peek, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core.builders import full, replica_spec
-from tests.core.images import changed, image_of, places, values_of
-from tests.core.test_page_contents import run
-from tests.core.test_tier_contents import run as with_tiers
 
 native = pytest.importorskip(
     "kvplane_service.core.native",
@@ -279,121 +272,3 @@ def test_the_arguments_of_these_tests_are_refused_for_the_fault_that_they_name()
     assert _native.prepare(*recovered(core)) is not None
     _native.new(*SPEC_OF_50)
     assert _native.drop_keys(core, 0, 101, array("Q", [0] * 101)) == 101
-
-
-# -- states ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_image_is_written_in_slices_between_which_nothing_changes():
-    core = native.NativeReplica(replica_spec(full(), num_blocks=100_000))
-    pieces = list(core.image())
-    assert len(pieces) > 5
-    assert b"".join(pieces) == export_state(Replica(core.spec))
-    walk = begin_save(core.core)
-    assert _native.save(walk)
-    core.apply(Step(0, 1, [Part()]))
-    with pytest.raises(AssertionError, match="the state changed while it was saved"):
-        _native.save(walk)
-
-
-@pytest.mark.parametrize("blocks", [1, 7, 8, 50])
-def test_an_image_in_other_slices_has_the_same_state(monkeypatch, blocks):
-    core = native.NativeReplica.of(with_tiers("window and full", 5).replica.reference())
-    whole = digest(core)
-    monkeypatch.setattr(native, "SLICE_BLOCKS", blocks)
-    pieces = b"".join(core.image())
-    assert pieces != export_state(core.reference()), "entries of other blocks"
-    monkeypatch.undo()
-    assert digest(native.NativeReplica.load(core.spec, pieces)) == whole
-
-
-def use(core):
-    """Does what can be done with a state; returns how many calls failed."""
-    errors = 0
-    slots = core.requests.slots()
-    running = [slot for slot in slots if core.requests.running[slot]]
-    seq, tokens = core.seq, array("I", [7] * 40)
-    parts = [
-        Part(facts=Facts(running, appended=[1] * len(running), num_hashes=[0] * len(running)), run=Run(running)),
-        Part(news=News([5000], [40], tokens), admit=Admit([5000])),
-        Part(facts=Facts(slots, end=[int(End.FREE)] * len(slots))),
-        Part(cache=Cache(reset=True)),
-    ]
-    calls = [lambda: [core.peek_slot(slot) for slot in slots], lambda: core.entries(), core.group_counters]
-    calls += [lambda: list(core.stored_events()), lambda: [core.can_rewind(slot, 1) for slot in slots]]
-    calls += [lambda: core.reference(), core.common_prefix_blocks]
-    calls += [
-        lambda at=at, part=part: core.apply(Step(core.epoch, seq + at, [part], executed_through=seq + at - 1))
-        for at, part in enumerate(parts, 1)
-    ]
-    calls += [lambda: core.begin_epoch(core.epoch + 1), lambda: export_state(core)]
-    for call in calls:
-        try:
-            call()
-        except (AssertionError, InternalError):
-            errors += 1
-        except (KvplaneError, ValueError, LookupError, TypeError):
-            pass
-    return errors
-
-
-MIXES = ["window and full", "checkpoints and drafts", "split pages", "three sizes, hits inside blocks"]
-
-
-@pytest.mark.parametrize(("mix", "play"), [*((mix, run) for mix in MIXES), (MIXES[0], with_tiers)])
-def test_a_damaged_state_is_refused_or_does_no_harm(mix, play):
-    rng, engine = Random(mix), play(mix, 3)
-    spec, values = engine.spec, values_of(export_state(engine.replica))
-    kinds: dict[object, list[tuple[object, ...]]] = {}
-    for path in places(values):
-        kinds.setdefault(tuple(one if isinstance(one, str) else "" for one in path), []).append(path)
-    assert use(native.NativeReplica.load(spec, image_of(values))) == 0
-    refused = 0
-    for path in [path for found in kinds.values() for path in rng.choices(found, k=2)]:
-        try:
-            core = native.NativeReplica.load(spec, image_of(changed(values, path, rng)))
-        except InvalidArgument:
-            refused += 1
-        else:
-            use(core)
-    assert refused > len(kinds) // 2
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_damaged_bytes_of_an_image_are_refused_or_do_no_harm(seed):
-    rng = Random(seed)
-    engine = with_tiers(MIXES[0], 3) if rng.random() < 0.2 else run(rng.choice(MIXES), 3)
-    raw = export_state(engine.replica)
-    for _ in range(40):
-        damaged = bytearray(raw[: rng.randrange(len(raw))] if rng.random() < 0.2 else raw)
-        for _ in range(rng.randint(0 if len(damaged) < len(raw) else 1, 3)):
-            at = rng.randrange(len(damaged))
-            damaged[at : at + rng.choice([1, 1, 4])] = rng.randbytes(rng.choice([1, 1, 4]))
-        try:
-            core = native.NativeReplica.load(engine.spec, bytes(damaged))
-        except InvalidArgument:
-            continue
-        use(core)
-    assert export_state(native.NativeReplica.load(engine.spec, raw)) == raw
-
-
-def test_counts_of_an_image_take_no_memory_before_their_bytes_are_there():
-    """Every list and array says how long it is."""
-    spec = replica_spec(full())
-    values = values_of(export_state(Replica(spec)))
-    most = (1 << 32) - 1
-    for value in (b"L", b"U", b"V", b"AI", b"AQ", b"B", b"H", b"S", b"d", b"Q", b"t", b"s", b"b"):
-        for name in values:
-            raw = image_of({one: each for one, each in values.items() if one != name})
-            bad = raw + pack_value(name) + value + struct.pack("<I", most)
-            with little_memory(200 << 20), pytest.raises(InvalidArgument, match="the state is damaged"):
-                native.NativeReplica.load(spec, bad)
-
-
-def test_an_image_with_more_slots_than_rows_is_refused_before_they_take_memory():
-    tier = TierSpec(TierKind.HOST, 1 << 22)
-    core = native.NativeReplica(replica_spec(full(), tiers=(tier,)))
-    values = values_of(export_state(core))
-    values["tiers"][0][1][0][1] = 1 << 22
-    with pytest.raises(InvalidArgument, match="more used slots than rows"):
-        native.NativeReplica.load(core.spec, image_of(values))

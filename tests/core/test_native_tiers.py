@@ -297,7 +297,7 @@ def test_a_damaged_list_of_what_a_tier_wants_is_refused(wanted):
     values, tiers = sound_state(core)
     policy, places, versions = wanted
     tiers[1][0][5] = [policy, places, array("Q", versions), array("Q"), array("Q")]
-    with pytest.raises(InvalidArgument, match="the state is damaged: t"):
+    with pytest.raises(InvalidArgument, match="the state is damaged: tiers"):
         native.NativeReplica.load(core.spec, image_of(values))
 
 

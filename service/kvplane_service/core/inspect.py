@@ -1,18 +1,16 @@
-"""Checks the invariants of a replica's whole state, and returns its snapshot. Changes nothing.
-
-No single operation of the interpreter visits a whole column, so that other threads can run in between.
-"""
+"""Checks the invariants of a replica, and returns a snapshot of its state, which it reads from the image."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import chain
+from typing import Any
 
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.keys import Key
-from kvplane_service.core.replica import Replica
-from kvplane_service.core.state import digest
+from kvplane_service.core.state import read_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The allocator's state. The iterables read it when they are iterated: the replica must not change before.
+    """The allocator's state. The iterables read its image when they are iterated.
 
     Attributes:
         digest: SHA-256 of the state, see `state.digest`.
@@ -72,17 +70,19 @@ class Snapshot:
 def take_snapshot(core: ReplicaCore) -> Snapshot:
     """Check the invariants of the core itself, and return its whole state. Raises BrokenInvariant."""
     check(core)
-    replica = core.reference()
-    pool = replica.coordinator.pool
-    usable = pool.num_blocks - 1
+    image, entries = b"".join(core.image(with_statistics=False)), dict[str, list[Any]]()
+    for name, value in read_entries(image):
+        entries.setdefault(name, []).append(value)
+    num_free = core.free_blocks
+    retained = (block for _, lists in entries.get("retained", ()) for _, blocks in lists for block in blocks)
     return Snapshot(
-        digest=digest(replica),
-        num_free_blocks=pool.num_free,
-        free_blocks=chain(pool.free, pool.retained),
-        distinct_keys=pool.count_keys(),
-        keys=_keys(replica),
-        requests=_requests(replica),
-        usage=1.0 - pool.num_free / usable,
+        digest=sha256(image).hexdigest(),
+        num_free_blocks=num_free,
+        free_blocks=chain(entries["free"][0], retained),
+        distinct_keys=core.count_keys(),
+        keys=_keys(entries),
+        requests=_requests(entries),
+        usage=1.0 - num_free / (core.spec.num_blocks - 1),
     )
 
 
@@ -92,26 +92,29 @@ def check(replica: ReplicaCore) -> None:
         pass
 
 
-def _keys(replica: Replica) -> Iterator[CachedKey]:
-    pool = replica.coordinator.pool
-    for block in range(pool.num_blocks):
-        key = pool.key_of(block)
-        if key is None:
-            continue
-        tentative = pool.key_step[block] > pool.executed_through
-        yield CachedKey(block, *key, pool.key_tokens[block], tentative)
-        for further, count in pool.more_keys.get(block, {}).items():
-            yield CachedKey(block, *further, count, tentative)
+def _keys(entries: dict[str, list[Any]]) -> Iterator[CachedKey]:
+    (tokens,), (steps,), (more,) = entries["pool.key_tokens"], entries["pool.key_step"], entries["more_keys"]
+    executed = entries["pool"][0]["executed_through"]
+    for first, pairs, numbers, digests in entries["keys"]:
+        of_block = iter(digests)
+        for block, number in enumerate(numbers, first):
+            if number:
+                tentative = steps[block] > executed
+                domain, group = pairs[number - 1]
+                yield CachedKey(block, domain, group, next(of_block), tokens[block], tentative)
+                for (domain, group, further), count in more.get(block, ()):
+                    yield CachedKey(block, domain, group, further, count, tentative)
 
 
-def _requests(replica: Replica) -> Iterator[RequestState]:
-    requests = replica.requests
-    for slot in requests.slots():
-        yield RequestState(
-            slot,
-            requests.request_id[slot],
-            requests.num_tokens[slot],
-            requests.computed[slot],
-            tuple(tuple(table) for table in replica.coordinator.tables(slot)),
-            requests.running[slot],
-        )
+def _requests(entries: dict[str, list[Any]]) -> Iterator[RequestState]:
+    (columns,), tables = entries["requests"], [state["table"] for state in entries["manager"]]
+    for slot, is_live in enumerate(columns["live"]):
+        if is_live:
+            yield RequestState(
+                slot,
+                columns["request_id"][slot],
+                columns["num_tokens"][slot],
+                columns["computed"][slot],
+                tuple(tuple(table[slot]) for table in tables),
+                columns["running"][slot],
+            )

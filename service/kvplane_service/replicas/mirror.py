@@ -31,7 +31,6 @@ from kvplane.wire.mirror import Mirrored, answer_digest
 from kvplane_service.core.inspect import check as check_invariants
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
-from kvplane_service.core.state import load_state
 from kvplane_service.decisions.log import Decision, Entry, Life, without_tokens
 from kvplane_service.replicas import cores
 from kvplane_service.replicas.cache_requests import CacheRequests
@@ -272,11 +271,11 @@ class Mirror:
 
 
 def _load(spec: ReplicaSpec, raw: bytes) -> tuple[ReplicaCore, list[tuple[int, CacheEvent]]]:
-    loaded = load_state(spec, raw)
+    loaded = cores.load_replica(spec, raw)
     try:
         check_invariants(loaded)
     except BrokenInvariant as error:
         raise InvalidArgument(f"the image is inconsistent: {error}", field="image.data") from error
     events = list(loaded.stored_events()) if loaded.spec.events else []
     events += [(0, event) for event in loaded.tiers.stored_events()]
-    return cores.as_selected(loaded), events
+    return loaded, events

@@ -271,7 +271,7 @@ class NativeReplica:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
         assert self.spec == other.spec, "the replicas have different specs"
         if not isinstance(other, NativeReplica):
-            other = NativeReplica.of(other.reference())
+            other = NativeReplica.of(other)
         vars(self).update(vars(other), fallbacks=self.fallbacks + other.fallbacks)
 
     def take_events(self) -> CacheEvents:

@@ -44,9 +44,11 @@ class ImageWriter {
         Raw(static_cast<uint32_t>(count));
     }
     void Nothing() { bytes += 'N'; }
-    void Name(std::string_view name) {
-        Begin('s', name.size());
-        bytes += name;
+    // Of an entry, or of a field of a dict.
+    void Name(std::string_view name) { Fixed(name); }
+    void Fixed(std::string_view text) {
+        Begin('s', text.size());
+        bytes += text;
     }
     template <typename T>
     void Number(const T& number, Range = kAny) {
@@ -57,7 +59,7 @@ class ImageWriter {
     void Flag(const T& flag) {
         bytes += flag ? 'T' : 'F';
     }
-    void Text(const std::string& text) { Name(text); }
+    void Text(const std::string& text) { Fixed(text); }
     void Bytes(std::span<const uint8_t> raw) {
         Begin('b', raw.size());
         Raw(raw);
@@ -183,17 +185,17 @@ class ImageReader {
     // Reads all entries of this name, `count` of them.
     template <typename F>
     void Entry(const char* name, F&& read, size_t count = 1) {
-        field_ = name;
+        entry_ = name;
+        field_ = "";
         Holds(CountOf(name) == count, CountOf(name) < count ? "is missing" : "is there too often");
         for (size_t number = 0; number < count; ++number) {
-            field_ = name;
+            field_ = "";
             at_ = entries_[name][number];
             read();
         }
     }
-    void Field(const char* name) { field_ = name; }
     void Holds(bool holds, const char* problem = "has a number out of range") const {
-        if (!holds) throw NoImage{"the state is damaged: " + field_ + " " + problem};
+        if (!holds) throw NoImage{"the state is damaged: " + entry_ + field_ + " " + problem};
     }
 
     // -- values ------------------------------------------------------------------------------------------------------
@@ -208,11 +210,16 @@ class ImageReader {
         at_ += is_nothing;
         return is_nothing;
     }
-    void Name(std::string_view name) {
+    void Name(const char* name) {
+        field_ = "";
+        Fixed(name);
+        field_ = std::string(".") + name;
+    }
+    // A text that is always the same.
+    void Fixed(std::string_view text) {
         std::string found;
         Text(found);
-        Holds(found == name, "is followed by another field");
-        field_ = name;
+        Holds(found == text, "has another text or field");
     }
     template <typename T>
     void Number(T& number, Range range = kAny) {
@@ -411,7 +418,7 @@ class ImageReader {
     std::span<const uint8_t> raw_;
     Pairs& domains_;
     size_t at_ = 0;
-    std::string field_ = "it";
+    std::string entry_ = "it", field_;  // what is read, for a refusal
     std::map<std::string, std::vector<size_t>> entries_;  // where the values of each begin
 };
 

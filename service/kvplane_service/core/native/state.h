@@ -205,7 +205,7 @@ class StateFields {
     void Eviction(Int& num_first) {
         const Int policy = replica.spec.policy;
         image.Begin('L', policy == kTurnTail ? 4 : policy == kHazard ? 7 : 3);
-        image.Name(kPolicyNames[static_cast<size_t>(policy)]);
+        image.Fixed(kPolicyNames[static_cast<size_t>(policy)]);
         image.Number(num_first, {0, pool.num_blocks - 1});
         image.Dict(requests.hit_end, Slots(), [&](Int& tokens) { image.Number(tokens, position); });
         if (policy == kTurnTail) image.Dict(pool.free.superseded, block, [&](auto& one) { image.Flag(one); });

@@ -41,7 +41,7 @@ class TierFields {
         Column places = wanted.Places();
         std::vector<uint64_t> versions = wanted.Versions();
         image.Begin('L', 5);
-        image.Name(kSaveNames[static_cast<size_t>(wanted.policy)]);
+        image.Fixed(kSaveNames[static_cast<size_t>(wanted.policy)]);
         image.Numbers(places, {0, num_places - 1});
         image.Words(versions, {1});
         image.Holds(places.size() == versions.size(), "has places without a version");
