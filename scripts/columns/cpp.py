@@ -10,6 +10,7 @@ UNLIMITED = 0xFFFFFFFF
 # Sections to which `step.h` adds functions: it derives the type of this name from the generated one.
 EXTENDED = ("Facts", "Cache", "Retain", "PartResult")
 # What a result consists of; `step.h` has the orders and blocks.
+READ = (*SECTIONS, "Resume")  # steps with an image are packed by Python
 RESULTS = ("Declined", "Prefetched", "Retained", "PartResult")
 # Lists of which the core needs to know only how many entries there are.
 COUNTED = {"extra_keys": "num_extra_keys", "traceparent": "num_traceparents"}
@@ -57,7 +58,7 @@ struct NumEntries {
 def structs(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of the header with the types of the sections of a step."""
     yield from STRUCTS_TOP.splitlines()[1:]
-    for message in _named(messages, SECTIONS + RESULTS):
+    for message in _named(messages, READ + RESULTS):
         name = _struct(message)
         yield ""
         yield f"struct {name} {{"
@@ -83,7 +84,7 @@ def structs(messages: Sequence[Message]) -> Iterator[str]:
 def _counted(message: Message) -> list[tuple[str, str]]:
     """Return each field of a section that has an entry for each row, but the first, and the number of its entries."""
     found = []
-    for field in by_row(message) if message.name in SECTIONS else []:
+    for field in by_row(message) if message.name in READ else []:
         path = f"{message.name.lower()}."
         of_counted = f"static_cast<size_t>({path}{COUNTED.get(field.name)})"
         found.append((field.name, of_counted if field.name in COUNTED else f"{path}{field.name}.size()"))
@@ -155,7 +156,7 @@ namespace kvplane {"""
 def readers(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of the header that reads the sections of a step from Python's types."""
     yield from READERS_TOP.splitlines()[1:]
-    for message in _named(messages, SECTIONS):
+    for message in _named(messages, READ):
         into = message.name.lower()
         yield ""
         yield f"inline void Read{message.name}(PyObject* object, {message.name}* {into}) {{"

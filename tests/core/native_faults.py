@@ -157,6 +157,21 @@ FAULTS = [
           '"ids wanted"'),
     Fault("numbers beyond all limits are others", "convert.h", "if (overflow == 0) return value;", "return value;"),
     Fault("a text that is none is empty", "read_step.h", "fit = false;", ""),
+    Fault("two blocks of an image have one stamp", "resume.h", "stamps_.size() == all_.size()", "true"),
+    Fault("a key has the stamp of an image", "resume.h", "!AnyKeyHasStamps()", "true"),
+    Fault("running requests write what others hold", "resume.h", "name != names_.end() && !name->second.digest.size",
+          "false"),
+    Fault("a failed load of an image is not zeroed", "resume.h", "requests_.not_zeroed.insert(slot);", ";"),
+    Fault("an image keeps stamps of before", "resume.h", "pool_.stamp[block] = shown_.stamps[block];", ";"),
+    Fault("keys that no image has stay", "managers/resumed.h", "!KeyFits(slot, index, at)", "false"),
+    Fault("a resumed hit lacks a block", "managers/resumed.h", "last = std::min(last, first_bare);", ";"),
+    Fault("a resumed table keeps what it lacks", "managers/resumed.h", "end = one + 1;", ""),
+    Fault("a resumed state is overwritten with its key", "managers/mamba.h",
+          "pool.HasKey(mine[running]) && at.launch_end % block_size", "false"),
+    Fault("a resumed state keeps its stamp", "managers/mamba.h",
+          "mine[index] != kNullBlock && !pool.HasKey(mine[index])", "false"),
+    Fault("a held state of an image may share its memory", "split.h",
+          "!given.contains(other) && !pool.references[other] && !pool.HasKey(other)", "true"),
     Fault("a prefetch without rows", "validate.h", "prefetch.within_ns.empty()", "true"),
     Fault("a request goes back below its shortest state", "coordinator.h",
           "num_computed < requests.ShortestState(slot, appended)", "false"),
@@ -380,7 +395,14 @@ def build() -> Path:
 def checks() -> Iterator[tuple[str, object]]:
     """What the tests run, check by check."""
     from kvplane_service.replicas import cores
-    from tests.core import test_native_hashes, test_native_images, test_native_tiers, test_open_step, test_tier_contents
+    from tests.core import (
+        test_image,
+        test_native_hashes,
+        test_native_images,
+        test_native_tiers,
+        test_open_step,
+        test_tier_contents,
+    )
     from tests.core.builders import REFERENCE, SAFE
     from tests.core.paired_rows import paired
     from tests.core.test_native import CASES
@@ -405,6 +427,9 @@ def checks() -> Iterator[tuple[str, object]]:
     in_slices = test_native_images.test_an_image_is_written_in_slices_between_which_nothing_changes
     for case in (*CASES, in_slices):
         yield case.__name__, case
+    for mix, seed in product(ALL_MIXES, range(4)):
+        yield f"image of {mix}, seed {seed}", partial(test_image.decides_as_before, mix, seed)
+        yield f"changed image of {mix}, seed {seed}", partial(test_image.meets_changed_images, mix, seed)
     os.environ[cores.VARIABLE] = "twin"
     with small_pools():
         survives = test_native_tiers.test_the_state_survives_the_way_through_the_compiled_core

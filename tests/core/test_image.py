@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
 from random import Random
-from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -18,21 +17,15 @@ from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run,
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
 from tests.core.builders import admit_row, full, prompt_and_window, replica_spec, state, tokens, with_twin
 from tests.core.follower import Followed
-from tests.core.image import Image, decisive_state, image_of, replica_of
+from tests.core.image import Image, apply_on_both, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
-
-try:
-    from kvplane_service.core import native
-except ImportError:  # it is not compiled
-    native = None  # type: ignore[assignment]
 
 BEFORE, AFTER = 25, 15
 
@@ -178,7 +171,11 @@ def test_a_replica_resumed_from_an_engine_s_image_has_correct_pages(mix, seed):
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_image_is_refused_or_keeps_the_invariants(mix, seed):
-    """It is refused whole, or what comes of it is sound."""
+    meets_changed_images(mix, seed)
+
+
+def meets_changed_images(mix: str, seed: int) -> None:
+    """Each is refused whole, or what comes of it is sound."""
     engine, rng = run(mix, seed, 12), Random(seed)
     drain(engine)
     image = image_of(engine.replica)
@@ -186,37 +183,12 @@ def test_a_changed_image_is_refused_or_keeps_the_invariants(mix, seed):
         replica, _ = replica_of(replace(image, resume=Resume()), engine.epoch + 1, engine.memory.stamps)
         before = state_digest(replica)
         step = Step(engine.epoch + 1, 2, [Part(resume=meddled(image.resume, rng))])
-        compiled = refusal_of_compiled(replica, step) or ("", "")
-        refusal = refusal_of(replica, step)
-        if refusal is not None:
+        try:
+            apply_on_both(replica, step)
+        except InvalidArgument:
             assert state_digest(replica) == before
-        # The keys of other blocks, which a copy has, are compared last.
-        assert native is None or compiled == refusal or "would be copied" in compiled[1]
         inspect.check(replica)
         use(replica, engine.epoch + 1)
-
-
-def refusal_of(replica: ReplicaCore, step: Step) -> tuple[str, str] | None:
-    """How a step is refused."""
-    try:
-        replica.apply(step)
-    except InvalidArgument as error:
-        return error.field, error.message
-    return None
-
-
-def refusal_of_compiled(replica: Replica, step: Step) -> tuple[str, str] | None:
-    """How a compiled core refuses an image without a copy of its state; None if it does not, or there is none."""
-    if native is None:
-        return None
-    core = native.NativeReplica.of(replica)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load_state", lambda *_: replica_of_nothing(replica.spec))
-        return refusal_of(core, step)
-
-
-def replica_of_nothing(spec: ReplicaSpec) -> NoReturn:
-    raise InvalidArgument(f"all {spec.num_blocks} blocks would be copied")
 
 
 def meddled(resume: Resume, rng: Random) -> Resume:
@@ -306,25 +278,15 @@ def test_a_refused_image_names_its_column_and_changes_nothing(column, resume):
     replica = waiting_replica()
     before = state_digest(replica)
     with pytest.raises(InvalidArgument) as refused:
-        replica.apply(image_step(resume))
+        apply_on_both(replica, image_step(resume))
     assert refused.value.field == f"parts[0].resume.{column}"
     assert "preempted" in refused.value.remedy
     assert state_digest(replica) == before
 
 
-@pytest.mark.skipif(native is None, reason="the core is not compiled: install g++ and install kvplane again")
-@pytest.mark.parametrize(("column", "resume"), REFUSED)
-def test_a_compiled_core_refuses_an_image_without_a_copy_of_its_state(column, resume):
-    replica, step = waiting_replica(), image_step(resume)
-    refusal = refusal_of_compiled(replica, step)
-    assert refusal == refusal_of(replica, step)
-    assert refusal is not None
-    assert refusal[0] == f"parts[0].resume.{column}"
-
-
 def test_an_image_may_have_one_full_block_in_two_tables():
     replica = waiting_replica()
-    replica.apply(image_step(two([5, 6, 7], [5, 6, 8])))
+    apply_on_both(replica, image_step(two([5, 6, 7], [5, 6, 8])))
     inspect.check(replica)
     assert replica.free_blocks == 19 - 4
     assert replica.coordinator.pool.references[5] == 2
@@ -333,7 +295,7 @@ def test_an_image_may_have_one_full_block_in_two_tables():
 @pytest.mark.parametrize("stamps", [(), [0] * 20, [7] * 20, [3 << 32] * 20], ids=["none", "zero", "equal", "future"])
 def test_an_image_with_unproven_pages_is_refused(stamps):
     with pytest.raises(InvalidArgument, match=r"show|stamp"):
-        waiting_replica(stamps).apply(image_step(ROW))
+        apply_on_both(waiting_replica(stamps), image_step(ROW))
 
 
 def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
@@ -341,10 +303,10 @@ def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
     mixed = image_step(ROW)
     mixed.parts[0].admit = admit_row(2)
     with pytest.raises(InvalidArgument, match="alone"):
-        replica.apply(mixed)
-    replica.apply(image_step(ROW))
+        apply_on_both(replica, mixed)
+    apply_on_both(replica, image_step(ROW))
     with pytest.raises(InvalidArgument, match="allocated blocks already"):
-        replica.apply(image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
+        apply_on_both(replica, image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
 
 
 def test_image_of_a_replica_with_a_step_in_flight_is_refused():
@@ -395,5 +357,5 @@ def test_an_image_keeps_blocks_between_prompt_and_window_while_a_load_may_write_
     replica = Replica(spec)
     replica.begin_epoch(2, STAMPS)
     replica.apply(Step(2, 1, [Part(news=News([1], [25], tokens("a" * 25)))]))
-    replica.apply(image_step(replace(row, loading=[loading]), 2))
+    apply_on_both(replica, image_step(replace(row, loading=[loading]), 2))
     assert replica.coordinator.tables(1) == [[5, 6, 7, 8, 9, 10] if loading else [5, 0, 0, 0, 9, 10]]

@@ -326,7 +326,8 @@ def test_both_cores_give_the_reasons_that_have_texts():
     folder = Path(core.__file__).parent
     files = {"validate.py", "open_step.py", "resume.py"}
     of_python = "".join((folder / name).read_text() for name in files)
-    of_compiled = "".join(path.read_text() for path in (folder / "native").rglob("*.h"))
+    headers = sorted((folder / "native").glob("*.h"))
+    of_compiled = "".join(path.read_text() for path in headers if not path.name.startswith("bind_image"))
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_python]
     assert not [reason for reason in TEXTS if f'"{reason}"' not in of_compiled]
     given = set(REFUSES.findall(re.sub(r"\s+", " ", of_compiled)))

@@ -164,7 +164,7 @@ class Program:
 
     def _apply(self, step: Step) -> bool:
         self.counts["steps"] += 1
-        before, fallbacks = digest(self.twin.first), self.second.fallbacks
+        before = digest(self.twin.first)
         try:
             result = self.twin.apply(step)
         except KvplaneError:
@@ -182,7 +182,6 @@ class Program:
             self.counts["saves"] += len(part.orders.save_job)
             self.counts["prefetches"] += len(part.prefetched.hit)
         if _is_plain(step):
-            _equal("fall-backs", fallbacks, self.second.fallbacks)
             if self.spec.commit is CommitRule.SAFE:
                 check(self.twin)
         else:

@@ -15,6 +15,8 @@ from kvplane.base.step import ALL_GROUPS, UNCHANGED, Part, RowFlag, Step
 
 NONE = -1  # instead of the number of a part or a row
 
+_PREEMPT = "leave resume out; the requests are preempted then"
+
 # By reason, the message and the remedy. {0} and so on are the values of the refusal; `it` is its `_Place`.
 TEXTS = {
     "no parts": ("a step has at least one part", ""),
@@ -111,6 +113,34 @@ TEXTS = {
     "one time": ("give one time, or none", ""),
     "far end": ("the end is {0} ns behind now_ns", f"give at most {MAX_RETAINED_NS} ns, and now_ns"),
     "owner": ("the name of an owner is too long", f"give at most {MAX_OWNER_CHARS} characters"),
+    # images
+    "image alone": ("an image is alone in its step, behind its requests", _PREEMPT),
+    "image late": ("this engine life has allocated blocks already: an image must come first", _PREEMPT),
+    "no stamps": ("the session was opened without a stamp table", _PREEMPT),
+    "load may write": ("a load may still write block {0}; mark its request as loading", _PREEMPT),
+    "image lacks": ("the table of slot {0} in group {1} lacks a block that {2} tokens need", _PREEMPT),
+    "block twice": ("the table of slot {0} in group {1} has a block twice", _PREEMPT),
+    "other content": ("block {0} of the table of slot {1} in group {2} has other content in another table", _PREEMPT),
+    "slot twice": ("a slot is listed twice", _PREEMPT),
+    "row count": ("{0} entries for {1} rows, expected one per row", _PREEMPT),
+    "loading value": ("a value is not 0, 1 (a load writes) or 2 (it is over, no grant since)", _PREEMPT),
+    "table count": ("expected one entry of at least 0 per row and group, found {0} entries", _PREEMPT),
+    "block count": ("{0} blocks, num_blocks adds up to {1}", _PREEMPT),
+    "not waiting": ("slot {0} has no waiting request", _PREEMPT),
+    "image computed": ("{0} tokens are not 1 to {1}", _PREEMPT),
+    "image launch": ("{0} tokens are not {1} (computed) to {2} (max_model_len)", _PREEMPT),
+    "image prompt": ("{0} tokens are not 1 to {1}, the tokens of the request", _PREEMPT),
+    "image single": ("{0} tokens are not 0 to {1} (max_model_len)", _PREEMPT),
+    "held count": ("{0} entries for {1} held slots", _PREEMPT),
+    "held sum": ("{0} blocks, held_count adds up to {1}", _PREEMPT),
+    "no slot": ("there is no slot {0}", _PREEMPT),
+    "held twice": ("slot {0} lists a block twice", _PREEMPT),
+    "written": ("a running request writes block {0}", _PREEMPT),
+    "no block": ("a block is the null block, reserved, or not in the pool", _PREEMPT),
+    "unproven": ("a block has no stamp of an earlier life that all ranks agree on", _PREEMPT),
+    "two stamps": ("two blocks have the same stamp, which proves neither content", _PREEMPT),
+    "state inside": ("a state is at a block that is no multiple of {0}", _PREEMPT),
+    "state shared": ("another block in use has memory of state {0}", _PREEMPT),
     # rows of an open step
     "waits": ("slot {0} waits for a load", "report the end of its job"),
     "not running": ("slot {0} has no running request", ""),

@@ -166,11 +166,6 @@ class TwinReplica(_Base):
             self._made().install_recovered(state)
         return self.first.install_recovered(state)
 
-    @property
-    def fallbacks(self) -> int:
-        """Number of steps and look-ups that the present second core left to a `Replica`."""
-        return getattr(self._second, "fallbacks", 0)
-
     def _exported(self) -> bytes:
         return b"" if self.first.coordinator.pool.events else export_state(self.first)
 

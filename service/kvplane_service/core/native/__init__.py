@@ -34,7 +34,6 @@ from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
-from kvplane_service.core.native.check_image import check_image
 from kvplane_service.core.native.hashers import Hashers
 from kvplane_service.core.native.open_step import NativeOpenStep
 from kvplane_service.core.native.published import events_of_keys, published
@@ -65,23 +64,16 @@ class PreparedState(RecoveredState):
 class NativeReplica:
     """A replica whose steps are applied by the compiled core.
 
-    A step that continues requests runs on a `Replica`, whose state the core then takes over.
-
     Attributes:
-        fallbacks: number of steps and look-ups that the compiled core cannot do and a `Replica` did. Steps that
-            continue requests (`Part.resume`) are no part of its work and do not count.
-        fallback_reason: why the last of these was left to a `Replica`.
         hashers: hash the tokens that the core does not hash.
     """
-
-    fallback_reason = ""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         """Raise InvalidArgument if fields of the spec contradict each other."""
         check_spec(spec)
-        self.fallbacks = 0
         self._keeps_keys = True  # False while an engine life begins without a stamp table
-        self._shown: Sequence[int] = ()  # stamps of the memory when this engine life began, for an image
+        # Stamps of the memory when this engine life began, for an image.
+        self._shown: array[int] | memoryview = array("Q")
         self._make(spec)
 
     @classmethod
@@ -93,7 +85,6 @@ class NativeReplica:
     def load(cls, spec: ReplicaSpec, image: bytes) -> NativeReplica:
         """Make a core with the state of an image, see `state`. Raises InvalidArgument if it is none of this spec."""
         made = cls.__new__(cls)
-        made.fallbacks = 0
         made._make(spec)
         try:
             made._keeps_keys, shown, hashers = _native.load(made._core, spec_digests(spec), image)
@@ -115,10 +106,6 @@ class NativeReplica:
         self._groups = [NativeGroup(self._core, number, group) for number, group in enumerate(spec.groups)]
         self._copy: Replica | None = None
 
-    def _take_over(self, replica: Replica) -> None:
-        counted = {"fallbacks": self.fallbacks, "fallback_reason": self.fallback_reason}
-        vars(self).update(vars(NativeReplica.of(replica)), **counted)
-
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
@@ -133,18 +120,9 @@ class NativeReplica:
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
         try:
-            applied = _native.apply(self.changed(), step, alone, self.hashers.hash)
+            return _native.apply(self.changed(), step, alone, self.hashers.hash, self._shown)
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, step) from None
-        return self._resume(step) if applied is None else applied
-
-    def _resume(self, step: Step) -> StepResult:
-        """Apply a step that continues requests."""
-        check_image(self, step)  # before a copy of the whole state is made
-        replica, self._copy = self.reference(), None
-        result = replica.apply(step)
-        self._take_over(replica)
-        return result
 
     def effort_of_rows(self, rows: DecodeRows) -> int:
         """Estimate the cost of a decode step, as `effort` of replicas/applying.py does for its part."""
@@ -156,10 +134,6 @@ class NativeReplica:
         does not pack it.
         """
         return _native.pack_applied(self._core, step, at_ns, took_ns)
-
-    def _fall_back(self, reason: str) -> None:
-        self.fallbacks += 1
-        self.fallback_reason = reason
 
     def open_step(self, executed_through: int, records: bool = False) -> NativeOpenStep:
         """Begin the next step, whose rows are applied one by one, see `OpenStep`; `records`: they are recorded."""
@@ -225,8 +199,9 @@ class NativeReplica:
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
-        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new, stamps_of(stamp_table))
-        self._keeps_keys, self._shown = True, stamp_table[: self.spec.num_blocks]
+        shown = stamps_of(stamp_table)
+        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new, shown)
+        self._keeps_keys, self._shown = True, shown[: self.spec.num_blocks]
         return self.count_keys()
 
     def recover(
@@ -272,7 +247,7 @@ class NativeReplica:
         assert self.spec == other.spec, "the replicas have different specs"
         if not isinstance(other, NativeReplica):
             other = NativeReplica.of(other)
-        vars(self).update(vars(other), fallbacks=self.fallbacks + other.fallbacks)
+        vars(self).update(vars(other))
 
     def take_events(self) -> CacheEvents:
         """Return and clear the cache events that `begin_epoch` caused."""
@@ -298,9 +273,7 @@ class NativeReplica:
         return iter(pieces)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
-        made = NativeReplica.of(self)
-        made.fallbacks = self.fallbacks
-        return made
+        return NativeReplica.of(self)
 
     def reference(self) -> Replica:
         """Return a reference implementation with this state, to be read only."""
@@ -323,9 +296,7 @@ class NativeReplica:
         if isinstance(digests, PackedHashes):
             joined, size = digests.joined, digests.size
         else:
-            if len(set(map(len, digests))) > 1:
-                self._fall_back("a look-up had hashes of several sizes")
-                return self.reference().lookup(digests, domain, num_tokens)
+            assert len(set(map(len, digests))) < 2, "hashes of one scheme have one size"
             joined, size = b"".join(digests), len(digests[0]) if digests else 0
         tokens, single, blocks = _native.find(self._core, joined, size, domain, num_tokens - 1)
         return Hit(tokens, single, tuple(blocks))

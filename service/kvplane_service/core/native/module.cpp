@@ -149,19 +149,21 @@ PyObject* HashOutside(Core& core, PyObject* hash, PyObject* step) {
     return made.Release();
 }
 
-// apply(core, step, alone, function that hashes tokens of a step) -> the answer; None: the step has an image
+// apply(core, step, alone, function that hashes tokens of a step, stamps of the memory when the life began) -> answer
 // Raises Refused, and changes nothing, if the step cannot be applied.
 PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
-        Check(count == 4);
+        Check(count == 5);
         Core& core = CoreOf(arguments[0]);
         core.applied = nullptr;
-        bool resumes = false;
-        ReadStep(arguments[1], &core.step, &resumes);
+        ReadStep(arguments[1], &core.step);
+        std::optional<Buffer<uint64_t>> shown;
+        if (core.step.resumes()) shown.emplace(arguments[4]);
+        core.replica.shown = shown ? Shown{shown->data, shown->size} : Shown();
+        Refusal refusal;
         // A validator that fails keeps what it notes of a step.
-        if (!Change(core, [&](Replica& replica) { return replica.Accepts(core.step); }))
-            throw Refused{core.replica.refusal()};
-        if (resumes) Py_RETURN_NONE;
+        if (!Change(core, [&](Replica& replica) { return replica.Accepts(core.step, &refusal); }))
+            throw Refused{std::move(refusal)};
         const auto needs_python = [&](const Part& part) { return NeedsPython(core.replica, part); };
         const bool outside = std::any_of(core.step.parts.begin(), core.step.parts.end(), needs_python);
         const Owned hashes(outside ? HashOutside(core, arguments[3], arguments[1]) : Py_NewRef(Py_None));
@@ -179,8 +181,7 @@ PyObject* CheckAlone(PyObject*, PyObject* arguments) {
         const Owned parts(PyList_New(0));
         Append(parts, Py_NewRef(At(arguments, 1)));
         Step step{.seq = 1};
-        bool resumes = false;
-        ReadParts(parts.get(), &step.parts, &resumes);
+        ReadParts(parts.get(), &step.parts);
         if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
         Py_RETURN_NONE;
     });

@@ -392,7 +392,7 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
         const Core& core = CoreOf(arguments[0]);
         PyObject* const object = arguments[1];
         const Step& step = core.step;
-        if (core.applied != object || !Packer::is_ready) return Py_NewRef(Py_None);
+        if (core.applied != object || !Packer::is_ready || core.step.resumes()) return Py_NewRef(Py_None);
         Require(Number(ATTRIBUTE(object, "seq").get()) == step.seq, "another step was applied");
         std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {

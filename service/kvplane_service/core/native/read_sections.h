@@ -110,4 +110,20 @@ inline void ReadBudget(PyObject* object, Budget* budget) {
     budget->overhead = NumberOfStep(ATTRIBUTE(object, "overhead").get());
 }
 
+inline void ReadResume(PyObject* object, Resume* resume) {
+    ReadColumn(ATTRIBUTE(object, "slot").get(), &resume->slot);
+    ReadColumn(ATTRIBUTE(object, "computed").get(), &resume->computed);
+    ReadColumn(ATTRIBUTE(object, "launch_end").get(), &resume->launch_end);
+    ReadColumn(ATTRIBUTE(object, "num_prompt").get(), &resume->num_prompt);
+    ReadColumn(ATTRIBUTE(object, "single_group_hit").get(), &resume->single_group_hit);
+    ReadColumn(ATTRIBUTE(object, "loading").get(), &resume->loading);
+    ReadColumn(ATTRIBUTE(object, "num_cached_blocks").get(), &resume->num_cached_blocks);
+    ReadColumn(ATTRIBUTE(object, "num_blocks").get(), &resume->num_blocks);
+    ReadColumn(ATTRIBUTE(object, "blocks").get(), &resume->blocks);
+    ReadColumn(ATTRIBUTE(object, "held_slot").get(), &resume->held_slot);
+    ReadColumn(ATTRIBUTE(object, "held_count").get(), &resume->held_count);
+    ReadColumn(ATTRIBUTE(object, "held_blocks").get(), &resume->held_blocks);
+    ReadColumn(ATTRIBUTE(object, "held_loading").get(), &resume->held_loading);
+}
+
 }  // namespace kvplane

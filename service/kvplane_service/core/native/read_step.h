@@ -132,7 +132,7 @@ inline void ReadRows(PyObject* object, Part* part) {
     }
 }
 
-inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
+inline void ReadPart(PyObject* object, Part* part) {
     Owned fields(PyObject_GenericGetDict(object, nullptr));
     PyObject* packed = PyDict_GetItemWithError(fields.get(), NAME("_packed"));
     Check(PyErr_Occurred() == nullptr);
@@ -152,25 +152,28 @@ inline void ReadPart(PyObject* object, Part* part, bool* resumes) {
     FIELD(fields, *part, budget, ReadBudget);
     FIELD(fields, *part, with_hashes, read_flag);
     FIELD(fields, *part, with_tables, read_flag);
-    bool resumed = false;
-    ReadField(fields, NAME("resume"), &resumed, [](PyObject* field, bool* flag) { *flag = field != Py_None; });
-    *resumes |= resumed;
+    part->resume.reset();
+    bool resumes = false;
+    ReadField(fields, NAME("resume"), &resumes, [&](PyObject* field, bool* flag) {
+        *flag = field != Py_None;
+        if (*flag) ReadResume(field, &part->resume.emplace());
+    });
     if (packed != nullptr) ReadRows(packed, part);
     part->facts_made.given = part->news_made.given = false;
 }
 
-inline void ReadParts(PyObject* list, std::vector<Part>* parts, bool* resumes) {
+inline void ReadParts(PyObject* list, std::vector<Part>* parts) {
     parts->resize(static_cast<size_t>(Count(list)));
     size_t number = 0;
-    ForEach(list, [&](PyObject* part) { ReadPart(part, &(*parts)[number++], resumes); });
+    ForEach(list, [&](PyObject* part) { ReadPart(part, &(*parts)[number++]); });
 }
 
-inline void ReadStep(PyObject* object, Step* step, bool* resumes) {
+inline void ReadStep(PyObject* object, Step* step) {
     step->seq = Number(ATTRIBUTE(object, "seq").get());
     step->part = Number(ATTRIBUTE(object, "part").get());
     step->executed_through = NumberOfStep(ATTRIBUTE(object, "executed_through").get());
     step->last = IsTrue(ATTRIBUTE(object, "last").get());
-    ReadParts(ATTRIBUTE(object, "parts").get(), &step->parts, resumes);
+    ReadParts(ATTRIBUTE(object, "parts").get(), &step->parts);
 }
 
 }  // namespace kvplane

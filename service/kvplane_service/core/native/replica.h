@@ -2,11 +2,11 @@
 #pragma once
 
 #include "facts.h"
+#include "resume.h"
 #include "retaining.h"
 #include "step_applier.h"
 #include "tiers/behind.h"
 #include "tiers/prefetch.h"
-#include "validate.h"
 
 namespace kvplane {
 
@@ -20,8 +20,17 @@ class Replica {
           validator_(spec, blocks.requests, &blocks.pool, &blocks.tiers),
           save_behind_(blocks) {}
 
-    bool Accepts(const Step& step) { return validator_.Accepts(step); }
-    const Refusal& refusal() const { return validator_.refusal(); }  // of the last step that was not accepted
+    bool Accepts(const Step& step, Refusal* refusal) {
+        if (!validator_.Accepts(step)) {
+            *refusal = validator_.refusal();
+            return false;
+        }
+        if (!step.resumes()) return true;
+        Resumption image(blocks, shown);
+        const bool accepts = image.Accepts(step);
+        if (!accepts) *refusal = image.refusal();
+        return accepts;
+    }
 
     // Applies a step that was accepted.
     void Apply(const Step& step, std::vector<PartResult>* results) {
@@ -92,6 +101,7 @@ class Replica {
     InFlightTracker tracker;
     FactApplier facts;
     Int seq = 0;
+    Shown shown;  // while a step with an image is applied: what the memory had when the engine life began
 
   private:
     void ApplyPart(const Part& part, Int step, bool opens, PartResult* result) {
@@ -99,6 +109,7 @@ class Replica {
         facts.ApplyCache(part.cache, result);
         result->taken_back = static_cast<Int>(result->preempted.size());
         ApplyNews(part, result);
+        if (part.resume) Resumption(blocks, shown).Apply(*part.resume, tracker);
         if (opens) blocks.NewStep();
         StepApplier applier(blocks, tracker, part.budget, result, step);
         if (!part.run.slot.empty()) applier.ApplyRun(part.run);

@@ -301,6 +301,47 @@ struct Budget {
     Int overhead = 0;
 };
 
+struct Resume {
+    Column slot;  // u32
+    Column computed;  // u32
+    Column launch_end;  // u32
+    Column num_prompt;  // u32
+    Column single_group_hit;  // u32, default 0
+    Column loading;  // u32, default 0
+    Column num_cached_blocks;  // u32, any number
+    Column num_blocks;  // u32, any number
+    Column blocks;  // u32, any number
+    Column held_slot;  // u32, any number
+    Column held_count;  // u32, any number
+    Column held_blocks;  // u32, any number
+    Column held_loading;  // u32, default 0, any number
+};
+inline constexpr SectionColumn<Resume> kResumeColumns[] = {
+    {"slot", &Resume::slot, true},
+    {"computed", &Resume::computed, true},
+    {"launch_end", &Resume::launch_end, true},
+    {"num_prompt", &Resume::num_prompt, true},
+    {"single_group_hit", &Resume::single_group_hit, true, 0},
+    {"loading", &Resume::loading, true, 0},
+    {"num_cached_blocks", &Resume::num_cached_blocks, false},
+    {"num_blocks", &Resume::num_blocks, false},
+    {"blocks", &Resume::blocks, false},
+    {"held_slot", &Resume::held_slot, false},
+    {"held_count", &Resume::held_count, false},
+    {"held_blocks", &Resume::held_blocks, false},
+    {"held_loading", &Resume::held_loading, false, 0},
+};
+constexpr const auto& ColumnsOf(const Resume&) { return kResumeColumns; }
+inline std::array<NumEntries, 5> NumEntriesOf(const Resume& resume) {
+    return {{
+        {"resume.computed", resume.computed.size()},
+        {"resume.launch_end", resume.launch_end.size()},
+        {"resume.num_prompt", resume.num_prompt.size()},
+        {"resume.single_group_hit", resume.single_group_hit.size()},
+        {"resume.loading", resume.loading.size()},
+    }};
+}
+
 struct Declined {
     Column row;  // u32
     Column why;  // u32

@@ -113,12 +113,39 @@ class SplitList {
     void PrepareBusy(Pool& pool, const std::set<Block>& fresh) {
         for (const Block block : fresh) {
             const Block number = block / size_, first = number * size_;
-            const bool is_state = fresh.contains(first);
-            if (held_[number] || (has_state_[number] != 0) == is_state) continue;
-            for (Block other = first; other < first + size_; ++other) {
-                if (!pool.DropKeys(other, kDropped) && other != first) pool.Restamp(other);
+            if (!held_[number]) Make(pool, number, fresh.contains(first));
+        }
+    }
+
+    // Prepares to hold blocks that are states, or are not.
+    template <typename Pool>
+    void Assign(Pool& pool, const BlockList& blocks, bool is_state) {
+        for (const Block block : blocks) {
+            const Block number = block / size_, first = number * size_;
+            if (block == kNullBlock || (has_state_[number] != 0) == is_state) continue;
+            if (!held_[number]) {
+                Make(pool, number, is_state);
+                continue;
             }
-            has_state_[number] = is_state;
+            Require(!is_state, "a state is held as a block of attention");
+            has_state_[number] = 0;  // it turned out that no state holds the superblock
+            for (Block other = first + 1; other < first + size_; ++other) {
+                if (!pool.references[other]) Put(other, pool.HasKey(other) ? kCached : kBare);
+            }
+        }
+    }
+
+    // Prepares to hold blocks of an image, each of which may be a state or not, see `SplitPool.assume`.
+    template <typename Pool>
+    void Assume(Pool& pool, const BlockList& blocks) {
+        const std::set<Block> given(blocks.begin(), blocks.end());
+        for (const Block block : given) {
+            const Block first = block / size_ * size_;
+            if (block == kNullBlock || pool.references[block] || (block == first && pool.HasKey(block))) continue;
+            bool is_state = block == first;
+            for (Block other = first + 1; other < first + size_; ++other)
+                is_state &= !given.contains(other) && !pool.references[other] && !pool.HasKey(other);
+            Assign(pool, {block}, is_state);
         }
     }
 
@@ -289,6 +316,17 @@ class SplitList {
             if (has_key(block)) return true;
         }
         return false;
+    }
+
+    // Lets a whole superblock have a state, or blocks of attention: what it cannot be any more has no key and no proof.
+    template <typename Pool>
+    void Make(Pool& pool, Block number, bool is_state) {
+        if ((has_state_[number] != 0) == is_state) return;
+        const Block first = number * size_;
+        for (Block block = first; block < first + size_; ++block) {
+            if (!pool.DropKeys(block, kDropped) && block != first) pool.Restamp(block);
+        }
+        has_state_[number] = is_state;
     }
 
     void Hold(Block number) {

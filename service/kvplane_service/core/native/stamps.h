@@ -9,8 +9,9 @@ constexpr int kCounterBits = 32, kEpochBits = 24;
 constexpr uint64_t kMaxCounter = (uint64_t{1} << kCounterBits) - 1;
 
 // The order in which stamps are issued: epoch, generation, counter.
+inline uint64_t EpochOf(uint64_t stamp) { return stamp >> kCounterBits & ((uint64_t{1} << kEpochBits) - 1); }
 inline uint64_t InTime(uint64_t stamp) {
-    const uint64_t epoch = stamp >> kCounterBits & ((uint64_t{1} << kEpochBits) - 1);
+    const uint64_t epoch = EpochOf(stamp);
     const uint64_t generation = stamp >> (kCounterBits + kEpochBits);
     return epoch << (64 - kEpochBits) | generation << kCounterBits | (stamp & kMaxCounter);
 }

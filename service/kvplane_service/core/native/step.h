@@ -55,6 +55,7 @@ struct Part {
     Prefetch prefetch;
     Retain retain;
     Budget budget;
+    std::optional<Resume> resume;
     bool with_hashes = false, with_tables = false;
     Made facts_made, news_made;
 };
@@ -63,6 +64,10 @@ struct Step {
     Int seq = 0, part = 0, executed_through = 0;
     bool last = true;
     std::vector<Part> parts;
+
+    bool resumes() const {
+        return std::any_of(parts.begin(), parts.end(), [](const Part& one) { return one.resume.has_value(); });
+    }
 };
 
 struct BlockLists {

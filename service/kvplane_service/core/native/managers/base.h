@@ -24,6 +24,12 @@ struct Query {
 
 using Rows = std::vector<BlockList>;
 
+// How far a request is computed while none of its steps is in flight, see `questions.RequestProgress`.
+struct Progress {
+    Int computed, launch_end, num_prompt;
+    bool loading;
+};
+
 class GroupManager;
 using Divided = std::pair<BlockList, BlockList>;  // blocks that left a window, others
 inline Divided SplitLeft(const GroupManager&, Int slot, const BlockList& indices, const BlockList& blocks);
@@ -262,6 +268,17 @@ class GroupManager {
     // Steps before the present one wrote the blocks that the request registered.
     virtual void NoteWritten(Int slot) { (void)slot; }
 
+    // -- images (resumed.h) -------------------------------------------------------------------------------------------
+
+    // Puts null blocks where no block of a table is needed any more; false if a needed block is missing.
+    virtual bool NormalizeTable(BlockList* blocks, const Progress& at) const;
+    // The digest of the prefix that ends with the block at this index; none if the request may write other content into
+    // it, or no key can name it.
+    virtual Digest SealedPrefix(Int slot, Int index, const Progress& at) const;
+    // Continues a request with a normalized table, whose blocks it has; keys that do not fit them are removed.
+    // `num_registered`: leading blocks that need no further registration; kNotTracked: up to the last one with a key.
+    virtual void Resume(Int slot, BlockList blocks, const Progress& at, Int num_registered);
+
     // -- what the check of invariants asks ---------------------------------------------------------------------------
 
     // Whether one block can have so many keys, each of a prefix that ends at another position inside the block.
@@ -319,6 +336,9 @@ class GroupManager {
 
   protected:
     std::vector<bool> keep_;  // of RegisterBlocks
+
+    // Whether the primary key of the block at this index names what the request has at this position.
+    virtual bool KeyFits(Int slot, Int index, const Progress& at) const;
 
     bool EndsInsideBlock(const BlockList& hit, Int num_tokens) const {
         return !hit.empty() && num_tokens % block_size != 0;

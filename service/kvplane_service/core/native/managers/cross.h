@@ -26,6 +26,11 @@ class CrossAttentionManager final : public GroupManager {
         GroupManager::Allocate(slot, num_encoder, num_encoder, num_encoder, fresh);
     }
 
+    // Of any length: the number of the encoder's tokens is not known.
+    bool NormalizeTable(BlockList* blocks, const Progress&) const override {
+        return std::find(blocks->begin(), blocks->end(), kNullBlock) == blocks->end();
+    }
+
     void RegisterBlocks(Int, Int, const Positions&) override {}
     Int FindPrefix(const Query& query, Rows* rows) const override {
         rows->assign(query.groups->size(), {});

@@ -90,6 +90,21 @@ class RetainedWindowManager final : public FullAttentionManager {
         ReleaseRange(slot, BlocksFor(requests.num_prompt[slot]), WindowStart(slot, num_processed) / block_size);
     }
 
+    // A load writes blocks in the gap too. In groups of other kinds a load has no block that no token attends to.
+    bool NormalizeTable(BlockList* blocks, const Progress& at) const override {
+        const Int size = Size(*blocks), start = std::min(BlocksFor(at.num_prompt), size);
+        const Int gap = at.loading ? 0 : std::max(at.num_prompt, at.computed - spec.window) / block_size;
+        for (Int index = 0; index < size; ++index) {
+            Block& block = (*blocks)[static_cast<size_t>(index)];
+            if (index >= start && index < gap) {
+                block = kNullBlock;
+            } else if (block == kNullBlock) {
+                return false;
+            }
+        }
+        return size >= BlocksFor(at.computed);
+    }
+
     bool CanRewind(Int slot, Int num_computed) const override {
         const auto first = static_cast<size_t>(WindowStart(slot, num_computed) / block_size);
         const BlockList& blocks = table[slot];

@@ -259,6 +259,50 @@ class AlignedStateManager final : public GroupManager {
         GroupManager::RegisterRange(slot, start, end, &exact);
     }
 
+    // -- images ------------------------------------------------------------------------------------------------------
+
+    // A block that was moved to the end of its table may be listed at its old index too.
+    bool NormalizeTable(BlockList* blocks, const Progress& at) const override {
+        const Int first = (at.computed - 1) / block_size, running = RunningIndex(at), size = Size(*blocks);
+        if (size < running + 1 + spec.speculative_blocks) return false;
+        std::fill(blocks->begin(), blocks->begin() + first, kNullBlock);
+        std::set<Block> behind;
+        bool there = true;
+        for (Int index = size - 1; index >= first; --index) {
+            Block& block = (*blocks)[static_cast<size_t>(index)];
+            if (!behind.insert(block).second) block = kNullBlock;
+            there &= block != kNullBlock || (index < at.computed / block_size && index != running);
+        }
+        return there;
+    }
+
+    Digest SealedPrefix(Int slot, Int index, const Progress& at) const override {
+        const bool ends = (index + 1) * block_size <= at.computed;  // the next launch may write the block otherwise
+        const bool stays = ends && (index < RunningIndex(at) || at.launch_end == at.computed);
+        return stays ? GroupManager::SealedPrefix(slot, index, at) : Digest();
+    }
+
+    void Resume(Int slot, BlockList blocks, const Progress& at, Int num_registered) override {
+        GroupManager::Resume(slot, std::move(blocks), at, num_registered);
+        const Int first = (at.computed - 1) / block_size, running = RunningIndex(at);
+        const BlockList& mine = table[slot];
+        has_allocated[slot] = 1;
+        num_retired[slot] = first;
+        last_state[slot] = kNoState;
+        for (Int index = first; index < running; ++index) {
+            if (mine[index] != kNullBlock) last_state[slot] = index;
+        }
+        if (pool.HasKey(mine[running]) && at.launch_end % block_size) {  // copied before the next launch overwrites it
+            partial_hit[slot] = {running, mine[running]};
+            num_cached[slot] = std::min(num_cached[slot], running);
+        }
+        // A store may have a key of this state that recovery has not seen, and prove it by the stamp after the state is
+        // overwritten: a new stamp prevents that.
+        for (Int index = running; index < Size(mine); ++index) {
+            if (mine[index] != kNullBlock && !pool.HasKey(mine[index])) pool.Restamp(mine[index]);
+        }
+    }
+
     Column last_state;   // by slot: index of the state from which the last allocated block continues
     Column num_retired;  // by slot: leading entries of the table that are released
     std::vector<uint8_t> has_allocated;
@@ -267,6 +311,15 @@ class AlignedStateManager final : public GroupManager {
     std::set<Key> registered_this_step;                  // keys of states that this step's launch writes
 
   private:
+    Int RunningIndex(const Progress& at) const { return BlocksFor(at.launch_end) - 1; }
+
+    // The last launch ended at the prefix of the key, or the block is before the running state.
+    bool KeyFits(Int slot, Int index, const Progress& at) const override {
+        const Int end = pool.KeyTokens(table[slot][index]), running = RunningIndex(at);
+        const bool is_last = index == running && end == at.computed && end == at.launch_end;
+        return (index < running ? end <= at.computed : is_last) && GroupManager::KeyFits(slot, index, at);
+    }
+
     Int NewStatesWithExternal(const Need& need, Int num_hit, bool partial) const {
         const Int length = std::max(std::max<Int>(need.total_computed - 1, 0) / block_size, num_hit);
         const Int external = std::max<Int>(BlocksFor(need.total_computed) - length, 0),

@@ -22,6 +22,10 @@ class RingManager final : public GroupManager {
         if (table[slot].empty()) Extend(slot, 1, fresh);
     }
 
+    bool NormalizeTable(BlockList* blocks, const Progress&) const override {
+        return blocks->size() == 1 && blocks->front() != kNullBlock;
+    }
+
     void RegisterBlocks(Int, Int, const Positions&) override {}
     Int FindPrefix(const Query& query, Rows* rows) const override {
         rows->assign(query.groups->size(), {});
