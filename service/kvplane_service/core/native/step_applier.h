@@ -115,7 +115,9 @@ class StepApplier {
     // Applies a section of one row behind the sections that were applied before it; returns the row's status.
     Int AdmitOne(const Admit& row) {
         admit_ = &row;
-        return AdmitRow(0);
+        const Int status = AdmitRow(0);
+        ResizeMore(result_.admit_status.size());
+        return status;
     }
     const Rows& fresh() const { return fresh_; }  // new blocks per group of the last row that got some
 
@@ -286,7 +288,6 @@ class StepApplier {
         result_.admit_hit.push_back(0);
         result_.admit_granted.push_back(0);
         result_.admit_single_group_hit.push_back(0);
-        ResizeMore(result_.admit_status.size());
         const Int slot = admit_->slot[row];
         const size_t at = result_.admit_status.size() - 1;
         const Int status = requests_.running[slot] || requests_.held[slot] ? Int{kNotWaiting} : TryAdmit(row, at);
