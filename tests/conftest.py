@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether the run is that of `make test`: no caller has named tests. Workers of a parallel run get the names of all."""
+    """Whether the run is that of `make test`: no caller named tests. Workers of a parallel run get the names of all."""
     given = getattr(config, "workerinput", {}).get("is_whole")
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS if given is None else given
 

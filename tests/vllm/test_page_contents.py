@@ -54,7 +54,7 @@ def test_requests_read_their_own_content(mode, address):
     assert found["wrong"] == {}
     assert seen["hits"] > 100 * NUM_SCHEDULES
     assert min(seen[name] for name in ("copies", "aborted", "resets", "refused resets", "resumed")) > 0
-    assert "remote" in mode or "resets that raised" not in seen
+    assert seen.get("resets that raised", 0) <= seen.get("lost sessions", 0)
     assert (seen.get("processes", 0) > 0) == ("+pages" in mode)
     assert (seen.get("lost sessions", 0) > 0) == ("remote" in mode)
 

@@ -298,8 +298,17 @@ class Driver:
             self._flush()
             if self._books.reset_done:
                 self.write_ahead()
-                break  # else steps without a launch held blocks: now they count as executed
-        return self._books.reset_done
+                return True
+            if self.executed != self._launched:
+                break  # its copies are held until it ends; else those of steps without one count as executed now
+        # No request holds a block: what was granted ahead has been taken back.
+        blocks = range(1, self._scheduler.kv_cache_manager.spec.num_blocks)
+        if len(blocks) > self._link.max_rows // 2:
+            return False
+        self._books.evict(blocks)
+        self._flush()
+        self.write_ahead()
+        return True
 
     def write_ahead(self) -> None:
         """Write the stamps of all orders that wait for a launch, so that removals of keys hold even if the engine, or
