@@ -64,13 +64,6 @@ class KeyTable:
         """Yield (block, key) for each row that was not taken out, in row order."""
         return ((block, self._key(row)) for row, block in enumerate(self._block) if block)
 
-    def columns(self) -> tuple[list[tuple[str, int]], array[int], array[int], memoryview, int]:
-        """Return the (domain, group) pairs; per row the index of its pair, its block and its digest; bytes per digest.
-
-        Only for a table from which no key was taken out; do not change them.
-        """
-        return self._pairs, self._pair, self._block, self._digests, self._size
-
     def has_row(self, block: int) -> bool:
         """Whether the key of this block is still in the table."""
         return self._block[self._row_of[block]] == block

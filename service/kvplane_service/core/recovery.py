@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +66,7 @@ class RecoveryOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredState:
-    """The columns of a pool after a recovery; the pool takes ownership of them.
+    """The columns of a pool after a recovery, which no core has read yet.
 
     Attributes:
         outcome: how many rows were recovered or not, for logs and metrics.
@@ -74,10 +74,11 @@ class RecoveredState:
         stored_epoch: the highest epoch of any stamp in the entries, proven or not.
         stamp, key_tokens: by block, its stamp (version number of its content) and the tokens of the prefix that its
             primary key names; 0 for blocks without a key.
-        key: by block, LAZY_KEY if it has a key, else None.
-        links: the free list, whose order is the order of eviction.
-        table: the primary keys, one row per block; several blocks may have the same key.
-        shared: for each key that several blocks have, these blocks.
+        names: (domain, group) of keys, by number.
+        pair, block, digest: per primary key, the number of its name, its block and its digest; a block has one row at
+            most, and several blocks may have the same key.
+        free: the free blocks in the order of eviction, those without a key first.
+        num_bare: how many these are.
         further: (block, key) of keys other than the primary one of their block.
         slots: (id, key, version) of slots of tiers, the one used longest ago first.
     """
@@ -87,12 +88,40 @@ class RecoveredState:
     stored_epoch: int
     stamp: array[int]
     key_tokens: array[int]
+    names: list[tuple[str, int]]
+    pair: Ints
+    block: Ints
+    digest: Bytes
+    free: Ints
+    num_bare: int
+    further: list[tuple[int, Key]]
+    slots: list[tuple[int, Key, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyState(RecoveredState):
+    """Such a state with what a `BlockPool` takes over, so that installing it takes no time.
+
+    Attributes:
+        key: by block, LAZY_KEY if it has a key, else None.
+        links: the free list.
+        table: the primary keys.
+        shared: for each key that several blocks have, these blocks.
+    """
+
     key: list[Key | None]
     links: Links
     table: KeyTable
     shared: list[list[int]]
-    further: list[tuple[int, Key]]
-    slots: list[tuple[int, Key, int]]
+
+    @classmethod
+    def of(cls, state: RecoveredState) -> LazyState:
+        """Return it with the structures of a pool of its size."""
+        columns = {one.name: getattr(state, one.name) for one in fields(RecoveredState)}
+        num_blocks, num_tokens = len(state.stamp), np.frombuffer(state.key_tokens, np.uint32)
+        table = KeyTable(num_blocks, state.names, state.pair, state.block, state.digest)
+        links = Links.of(num_blocks, state.free, state.num_bare)
+        return cls(**columns, key=_presence(num_tokens), links=links, table=table, shared=table.shared_keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +205,6 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
     stamp[first.block] = first.stamp
     keyed = _eviction_order(first, _last_uses(first, fitting, num_tokens))
     free = np.setdiff1d(bare, [0, *shape.reserved], assume_unique=True)
-    table = KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest)
     return RecoveredState(
         RecoveryOutcome(
             kept=len(first.block) + len(further) + len(slots),
@@ -188,16 +216,18 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
         _newest_epoch(rows.stamp, *foreign),
         column(U64, stamp),
         column(U32, num_tokens),
-        _presence(num_tokens),
-        Links.of(shape.num_blocks, np.concatenate([free, keyed]), len(free)),
-        table,
-        table.shared_keys(),
+        pairs,
+        first.pair,
+        first.block,
+        first.digest,
+        np.concatenate([free, keyed]),
+        len(free),
         further,
         slots,
     )
 
 
-def install(pool: BlockPool, state: RecoveredState) -> None:
+def install(pool: BlockPool, state: LazyState) -> None:
     """Install recovered keys in an unused pool, which takes ownership of the columns."""
     assert not pool.index, "a pool with keys needs no recovery"
     stamps_of_reserved = [(block, pool.stamp[block]) for block in pool.reserved]
@@ -206,7 +236,7 @@ def install(pool: BlockPool, state: RecoveredState) -> None:
         pool.stamp[block] = stamp
     table = state.table
     if isinstance(pool, SplitPool):
-        pool.name_states(table)
+        pool.name_states(state.names, state.pair, state.block)
     pool.free.replace(state.links)
     if not table.num_keys:
         return

@@ -38,7 +38,7 @@ from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, install, verify_entries
+from kvplane_service.core.recovery import LazyState, PoolShape, RecoveredState, RecoveryOutcome, install, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
 from kvplane_service.core.retaining import retain
@@ -180,7 +180,7 @@ class Replica:
 
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
         """Do the first part of `recover`, on any thread: select the stored entries whose content memory still has."""
-        return verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored)
+        return LazyState.of(verify_entries(PoolShape.of(self.spec, self.digest_size), tables, stored))
 
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
         """Do the second part of `recover`: install the result of `verify_entries` in this unused replica.
@@ -189,7 +189,7 @@ class Replica:
         numbers of contents) it is given.
         """
         assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
-        install(self._pool, state)
+        install(self._pool, state if isinstance(state, LazyState) else LazyState.of(state))
         self.tiers.install(state.slots)
         return state.outcome
 

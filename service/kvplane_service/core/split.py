@@ -39,10 +39,9 @@ import numpy as np
 
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import RemoveReason
-from kvplane_service.core.columns import U32, column
+from kvplane_service.core.columns import U32, Ints, column
 from kvplane_service.core.freelist import FreeList, Links
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.pool import BlockPool
 
 SLACK = 32
@@ -185,12 +184,11 @@ class SplitPool(BlockPool):
                     self.restamp(block)
             self.free.has_state[number] = is_state
 
-    def name_states(self, table: KeyTable) -> None:
+    def name_states(self, names: list[tuple[str, int]], pair: Ints, block: Ints) -> None:
         """Record which superblocks a recovery found states in, before their blocks become free."""
-        pairs, pair, block, _, _ = table.columns()
-        groups = np.array([group in self.state_groups for _, group in pairs], np.bool_)
+        groups = np.array([group in self.state_groups for _, group in names], np.bool_)
         if len(pair):
-            states = np.frombuffer(block, np.uint32)[groups[np.frombuffer(pair, np.uint32)]]
+            states = block[groups[pair]]
             np.frombuffer(self.free.has_state, np.uint8)[states // self.size] = 1
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes
@@ -221,13 +223,14 @@ class NativeReplica:
         return PreparedState(**columns, pool=self._prepared(state))
 
     def _prepared(self, state: RecoveredState) -> object:
-        pairs, pair, block, digests, size = state.table.columns()
-        numbers = {name: number for number, name in enumerate(pairs)}
+        numbers = {name: number for number, name in enumerate(state.names)}
         further = [(at, (numbers.setdefault(key[:2], len(numbers)), key[2])) for at, key in state.further]
+        columns = state.pair, state.block, state.free
+        pair, block, free = (np.ascontiguousarray(one, np.uint32).data for one in columns)
+        digests, size = np.ascontiguousarray(state.digest).reshape(-1).data, state.digest.shape[1]
         return _native.prepare(
-            self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp,
-            state.links.following, further,
-        )  # fmt: skip
+            self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp, free, further
+        )
 
     def install_recovered(self, recovered: RecoveredState) -> RecoveryOutcome:
         """Install the result of `verify_entries`, see `Replica.install_recovered`."""

@@ -100,7 +100,7 @@ def prepare(
     size: int,
     key_tokens: Buffer,
     stamp: Buffer,
-    following: Buffer,
+    free: Buffer,
     further: list[tuple[int, tuple[int, bytes]]],
     /,
 ) -> object: ...

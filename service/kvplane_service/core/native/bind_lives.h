@@ -81,12 +81,12 @@ inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
 }
 
 // prepare(core, (domain, group) by number, number by row, block by row, digests, size of one, key_tokens, stamp,
-//         following blocks in the free list, further keys) -> a pool for `install`; runs without the interpreter's lock
+//         free blocks in the order of eviction, further keys) -> a pool for `install`; runs without the interpreter's lock
 inline PyObject* Prepare(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Spec& spec = CoreOf(At(arguments, 0)).replica.spec;
         const Buffer<uint32_t> pair(At(arguments, 2)), block(At(arguments, 3)), tokens(At(arguments, 6)),
-            following(At(arguments, 8));
+            free(At(arguments, 8));
         const Buffer<uint8_t> digests(At(arguments, 4));
         const Buffer<uint64_t> stamp(At(arguments, 7));
         RecoveredKeys found{{pair.data, pair.size},
@@ -95,7 +95,7 @@ inline PyObject* Prepare(PyObject*, PyObject* arguments) {
                             static_cast<size_t>(Number(At(arguments, 5))),
                             {tokens.data, tokens.size},
                             {stamp.data, stamp.size},
-                            {following.data, following.size},
+                            {free.data, free.size},
                             {},
                             {}};
         FromPy(At(arguments, 1), &found.names);
@@ -103,7 +103,7 @@ inline PyObject* Prepare(PyObject*, PyObject* arguments) {
         const auto num_blocks = static_cast<size_t>(spec.num_blocks);
         Check(pair.size == block.size && digests.size == block.size * found.digest_size &&
               found.digest_size <= kDigestBytes && tokens.size == num_blocks && stamp.size == num_blocks &&
-              following.size == num_blocks + 1);
+              free.size <= num_blocks);
         std::unique_ptr<BlockPool> pool;
         WithoutLock([&] { pool = MakeRecovered(spec, found); });
         return Capsule(std::move(pool), kPool, DestroyPool);

@@ -12,7 +12,7 @@ struct RecoveredKeys {
     size_t digest_size = 0;
     std::span<const uint32_t> key_tokens;  // by block
     std::span<const uint64_t> stamp;       // by block
-    std::span<const uint32_t> following;   // by block: the next one in the order of eviction; the last entry: the first
+    std::span<const uint32_t> free;        // blocks in the order of eviction
     std::vector<std::pair<std::string, Int>> names;                      // domain and group, by number of a pair
     std::vector<std::pair<Block, std::pair<uint32_t, Digest>>> further;  // keys besides the first one of a block
 };
@@ -40,11 +40,11 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
     }
     pool->registered.clear();
     pool->stamp.assign(found.stamp.begin(), found.stamp.end());
-    BlockList order;
-    const auto sentinel = static_cast<Block>(spec.num_blocks);
-    for (Block at = found.following[sentinel]; at != sentinel; at = found.following[at]) {
-        Require(at != kNullBlock && at < sentinel && order.size() < sentinel, "the recovered free list is no ring");
-        order.push_back(at);
+    const BlockList order(found.free.begin(), found.free.end());
+    std::vector<bool> is_free(static_cast<size_t>(spec.num_blocks));
+    for (const Block at : order) {
+        Require(at != kNullBlock && at < spec.num_blocks && !is_free[at], "a recovered block is free twice, or is none");
+        is_free[at] = true;
     }
     if (pool->split) {
         pool->split->Replace(order);
