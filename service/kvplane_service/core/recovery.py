@@ -97,6 +97,11 @@ class RecoveredState:
     further: list[tuple[int, Key]]
     slots: list[tuple[int, Key, int]]
 
+    def buffers(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+        """Return `pair`, `block` and `free`, each as u32, and the bytes of the digests."""
+        pair, block, free = (np.ascontiguousarray(one, np.uint32).data for one in (self.pair, self.block, self.free))
+        return pair, block, free, np.ascontiguousarray(self.digest).reshape(-1).data
+
 
 @dataclass(frozen=True, slots=True)
 class LazyState(RecoveredState):

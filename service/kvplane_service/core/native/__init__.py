@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes
@@ -225,9 +223,8 @@ class NativeReplica:
     def _prepared(self, state: RecoveredState) -> object:
         numbers = {name: number for number, name in enumerate(state.names)}
         further = [(at, (numbers.setdefault(key[:2], len(numbers)), key[2])) for at, key in state.further]
-        columns = state.pair, state.block, state.free
-        pair, block, free = (np.ascontiguousarray(one, np.uint32).data for one in columns)
-        digests, size = np.ascontiguousarray(state.digest).reshape(-1).data, state.digest.shape[1]
+        pair, block, free, digests = state.buffers()
+        size = self.digest_size
         return _native.prepare(
             self._core, list(numbers), pair, block, digests, size, state.key_tokens, state.stamp, free, further
         )
