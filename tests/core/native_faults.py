@@ -226,7 +226,8 @@ FAULTS = [
     Fault("a reader takes any number", "image.h", "Holds(range.Has(found) && std::in_range<T>(found));", ""),
     Fault("a reader trusts counts", "image.h",
           "Holds(count <= raw_.size() - at_, \"ends before its last byte\");", ""),
-    Fault("a loaded hit is behind its table", "state.h", "image.Holds(hit.first < size(slot));", ""),
+    Fault("a loaded hit is behind its table", "state.h",
+          "image.Holds(hit.first < size(slot), \"ends before partial_hit\");", ""),
     Fault("a loaded free block is there twice", "load.h", "!seen[block]", "true"),
     Fault("a loaded slot has two keys", "tiers/state.h",
           "row.slot < num_used && !tier.HasKey(row.slot) && tier.Find(row.key) == kNoSlot", "true"),
@@ -413,6 +414,10 @@ def checks() -> Iterator[tuple[str, object]]:
     from tests.service import test_packed_twins
     from tests.service.test_packed_twins import packed_twins
 
+    counts = test_native_images.test_counts_of_an_image_take_no_memory_before_their_bytes_are_there
+    yield counts.__name__, counts
+    for name in test_native_images.DAMAGES:
+        yield name, partial(test_native_images.test_a_damaged_image_is_refused_by_the_name_of_its_field, name)
     with steps.twin_engines():
         for seed in range(6):  # of tests/core/test_native.py
             for mix in ALL_MIXES:
@@ -422,8 +427,6 @@ def checks() -> Iterator[tuple[str, object]]:
         for seed in range(3):  # of tests/core/test_native_tiers.py
             for mix in MIXES:
                 yield f"tiers of {mix}, seed {seed}", partial(test_tier_contents.run, mix, seed, 80)
-    for name in test_native_images.DAMAGES:
-        yield name, partial(test_native_images.test_a_damaged_image_is_refused_by_the_name_of_its_field, name)
     in_slices = test_native_images.test_an_image_is_written_in_slices_between_which_nothing_changes
     for case in (*CASES, in_slices):
         yield case.__name__, case

@@ -115,12 +115,12 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
     "loads into blocks behind the last": (CP, set_to("tracker", "filling", {3: [60]}), "filling"),
     "a table with a block behind the last": (CP, set_to("manager", "table", 0, 0, 60), "table"),
     "fewer tables than slots": (CP, lambda values: value(values, "manager")["table"].pop(), "number of slots"),
-    "more cached blocks than a table": (CP, set_to("manager", "num_cached", 0, 9), "range"),
-    "a state behind a table": (CP, set_to("manager", "last_state", 0, 5), "range"),
-    "more retired blocks than a table": (CP, set_to("manager", "num_retired", 0, 6), "range"),
-    "drafts without blocks": (CP, set_to("manager", "has_allocated", 1, True), "range"),
-    "a hit inside a block behind a table": (CP, set_to("manager", "partial_hit", {0: (5, 45)}), "range"),
-    "a checkpoint behind a table": (CP, set_to("manager", "last_checkpoints", {0: (1, 5, 1)}), "range"),
+    "more cached blocks than a table": (CP, set_to("manager", "num_cached", 0, 9), "less than num_cached"),
+    "a state behind a table": (CP, set_to("manager", "last_state", 0, 5), "before last_state"),
+    "more retired blocks than a table": (CP, set_to("manager", "num_retired", 0, 6), "less than num_retired"),
+    "drafts without blocks": (CP, set_to("manager", "has_allocated", 1, True), "no blocks for drafts"),
+    "a hit inside a block behind a table": (CP, set_to("manager", "partial_hit", {0: (5, 45)}), "before partial_hit"),
+    "a checkpoint behind a table": (CP, set_to("manager", "last_checkpoints", {0: (1, 5, 1)}), "last_checkpoints"),
     "a copy to a block behind the last": (CP, set_to("manager", "copies", [(1, 60)]), "copies"),
     "one group too few": (CP, lambda values: values["manager"].pop(), "manager is missing"),
     "content of a slot without a request": (CP, set_to("content", 0, 2), "content"),
@@ -139,6 +139,15 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 
 
+def refusal_of(spec: Any, image: bytes) -> str:
+    """How an image is refused; "" if it is not."""
+    try:
+        native.NativeReplica.load(spec, image)
+    except InvalidArgument as error:
+        return f"{error.field}: {error.message}"
+    return ""
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_image_is_refused_by_the_name_of_its_field(name):
     mix, change, text = DAMAGES[name]
@@ -146,10 +155,9 @@ def test_a_damaged_image_is_refused_by_the_name_of_its_field(name):
     assert export_state(native.NativeReplica.load(spec, raw)) == raw
     values = values_of(raw)
     change(values)
-    with pytest.raises(InvalidArgument, match=text) as refused:
-        native.NativeReplica.load(spec, image_of(values))
-    assert "the state is damaged: " in refused.value.message
-    assert refused.value.field == "state"
+    refusal = refusal_of(spec, image_of(values))
+    assert refusal.startswith("state: the state is damaged: ")
+    assert text in refusal
 
 
 def test_an_image_is_written_in_slices_between_which_nothing_changes():
@@ -254,8 +262,8 @@ def test_counts_of_an_image_take_no_memory_before_their_bytes_are_there():
         for name in values:
             raw = image_of({one: each for one, each in values.items() if one != name})
             bad = raw + pack_value(name) + value + struct.pack("<I", most)
-            with little_memory(200 << 20), pytest.raises(InvalidArgument, match="the state is damaged"):
-                native.NativeReplica.load(spec, bad)
+            with little_memory(200 << 20):
+                assert "the state is damaged" in refusal_of(spec, bad)
 
 
 def test_an_image_with_more_slots_than_rows_is_refused_before_they_take_memory():

@@ -21,6 +21,7 @@ from kvplane_replay.from_log import replay_log
 from kvplane_service.core.inspect import check
 from kvplane_service.core.state import digest, load_state
 from kvplane_service.decisions.recording import Frames
+from kvplane_service.replicas import cores
 from kvplane_service.store.memory import MemoryStore
 from tests.versions.kept import COMMITS, HERE, Sent, files, read_messages
 from tests.versions.served import NAME, Served
@@ -156,6 +157,9 @@ def test_a_recording_of_an_earlier_version_is_read(path):
     assert len(decisions) == STEPS
     state = load_state(decode_spec(header.header.spec), life.life.state)
     check(state)
+    compiled = cores.load_replica(state.spec, life.life.state)
+    check(compiled)
+    assert digest(compiled) == digest(state)
     if not state.spec.tiers:
         assert replay_log(path).decisions == STEPS
 
@@ -165,7 +169,7 @@ def test_messages_of_steps_and_results_are_read_as_they_were_written(path):
     """They are written again without a loss; a state of this format has the same bytes."""
     spec, (state, *messages) = spec_and_messages(path)
     replica = load_state(spec, state.raw)
-    assert digest(replica)
+    assert digest(cores.load_replica(spec, state.raw)) == digest(replica)
     for sent in messages:
         if sent.way == ">":
             message = pb.SessionRequest.FromString(sent.raw)

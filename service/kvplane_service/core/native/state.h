@@ -363,17 +363,22 @@ class StateFields {
             return slot < static_cast<Int>(count) ? static_cast<Int>(one.table[slot].size()) : 0;
         };
         for (size_t slot = 0; slot < count; ++slot)
-            image.Holds(one.num_cached[slot] >= kNotTracked && one.num_cached[slot] <= size(slot));
-        for (const auto& [slot, hit] : one.partial_hit) image.Holds(hit.first < size(slot));
+            image.Holds(one.num_cached[slot] >= kNotTracked && one.num_cached[slot] <= size(slot),
+                        "has less than num_cached");
+        for (const auto& [slot, hit] : one.partial_hit) image.Holds(hit.first < size(slot), "ends before partial_hit");
         if (!states) return;
         for (const size_t rows : {states->last_state.size(), states->num_retired.size(), states->has_allocated.size()})
             image.Holds(rows == count, "has another number of slots");
         for (size_t slot = 0; slot < count; ++slot) {
-            image.Holds(states->last_state[slot] >= kNoState && states->last_state[slot] < size(slot));
-            image.Holds(states->num_retired[slot] >= 0 && states->num_retired[slot] <= size(slot));
-            image.Holds(!states->has_allocated[slot] || size(slot) > one.spec.speculative_blocks);
+            image.Holds(states->last_state[slot] >= kNoState && states->last_state[slot] < size(slot),
+                        "ends before last_state");
+            image.Holds(states->num_retired[slot] >= 0 && states->num_retired[slot] <= size(slot),
+                        "has less than num_retired");
+            image.Holds(!states->has_allocated[slot] || size(slot) > one.spec.speculative_blocks,
+                        "has no blocks for drafts");
         }
-        for (const auto& [slot, place] : states->last_checkpoints) image.Holds(place[1] < size(slot));
+        for (const auto& [slot, place] : states->last_checkpoints)
+            image.Holds(place[1] < size(slot), "ends before last_checkpoints");
     }
 };
 
