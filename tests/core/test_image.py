@@ -16,7 +16,7 @@ from kvplane.base.groups import AlignSpec, GroupKind, ReplicaSpec
 from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run, Step, StepResult
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
-from kvplane_service.core.entries import Entries
+from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from kvplane_service.core.state import digest as state_digest
@@ -296,6 +296,17 @@ def test_an_image_may_have_one_full_block_in_two_tables():
 def test_an_image_with_unproven_pages_is_refused(stamps):
     with pytest.raises(InvalidArgument, match=r"show|stamp"):
         apply_on_both(waiting_replica(stamps), image_step(ROW))
+
+
+def test_an_image_with_the_stamp_of_another_block_s_key_is_refused():
+    stamps = list(STAMPS)
+    stamps[9] = stamps[5]
+    stored = Entries(32, [KeyRun("", 0, 1)], [9], [stamps[9]], [4], [0], b"k" * 32)
+    replica = Replica(SPEC)
+    replica.recover(2, [stamps], [stored])
+    replica.apply(Step(2, 1, [Part(news=News([1], [10], [7] * 10))]))
+    with pytest.raises(InvalidArgument, match="same stamp"):
+        apply_on_both(replica, image_step(ROW, 2))
 
 
 def test_an_image_with_other_sections_or_allocated_blocks_is_refused():
