@@ -140,7 +140,7 @@ def test_a_state_that_cannot_be_loaded_leaves_the_core_as_it_was():
     before, damaged = digest(replica), with_request(replica.spec)
     damaged.coordinator.pool.stamp = damaged.coordinator.pool.stamp[:-1]
     with pytest.raises(InvalidArgument, match=r"pool.stamp has another number of blocks"):
-        replica._take_over(damaged)
+        replica.adopt(damaged)
     assert digest(replica) == before
 
 
@@ -192,7 +192,7 @@ def recovered(core, **changes):
     given = {
         "pairs": [("", 0)], "pair": array("I", [0]), "block": array("I", [1]), "digests": b"d" * 32, "size": 32,
         "key_tokens": array("I", [0, 4] + [0] * 99), "stamp": array("Q", [0] * 101),
-        "following": array("I", [0, *range(2, 102), 1]), "further": [],
+        "free": array("I", range(1, 101)), "further": [],
     }  # fmt: skip
     return core, *{**given, **changes}.values()
 
@@ -231,9 +231,9 @@ ARGUMENTS = {
     "prepare with stamps of few blocks": lambda core: _native.prepare(*recovered(core, stamp=array("Q", [0]))),
     "prepare with stamps of another size": lambda core: _native.prepare(*recovered(core, stamp=array("I", [0] * 202))),
     "prepare with a free list that has the null block":
-        lambda core: _native.prepare(*recovered(core, following=array("I", [1, *range(2, 102), 0]))),
-    "prepare with a free list that is no ring":
-        lambda core: _native.prepare(*recovered(core, following=array("I", [1] * 102))),
+        lambda core: _native.prepare(*recovered(core, free=array("I", range(100)))),
+    "prepare with a free list that has a block twice":
+        lambda core: _native.prepare(*recovered(core, free=array("I", [1, 1]))),
     "install of a pool of another size":
         lambda core: _native.install(_native.new(*SPEC_OF_50), _native.prepare(*recovered(core))),
     "begin_save with entries of no block": lambda core: begin_save(core, run=0),
