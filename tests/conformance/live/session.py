@@ -33,7 +33,7 @@ class Tally:
         copies: blocks copied before they are written.
         failures: seeds in which the reference raised: the driver is at fault.
         refused: seeds whose configuration one of the two refuses: the draw is at fault.
-        named: seeds that ended with the difference that ARCHITECTURE.md names.
+        named: seeds that ended with the difference that the README of the core names.
     """
 
     seeds: int = 0

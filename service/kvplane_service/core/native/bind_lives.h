@@ -81,7 +81,7 @@ inline PyObject* EnterEpoch(PyObject*, PyObject* arguments) {
 }
 
 // prepare(core, (domain, group) by number, number by row, block by row, digests, size of one, key_tokens, stamp,
-//         free blocks in the order of eviction, further keys) -> a pool for `install`; runs without the interpreter's lock
+//         free blocks in the order of eviction, further keys) -> a pool for `install`; runs without the lock
 inline PyObject* Prepare(PyObject*, PyObject* arguments) {
     return Guarded([&]() -> PyObject* {
         const Spec& spec = CoreOf(At(arguments, 0)).replica.spec;

@@ -43,7 +43,7 @@ inline std::unique_ptr<BlockPool> MakeRecovered(const Spec& spec, const Recovere
     const BlockList order(found.free.begin(), found.free.end());
     std::vector<bool> is_free(static_cast<size_t>(spec.num_blocks));
     for (const Block at : order) {
-        Require(at != kNullBlock && at < spec.num_blocks && !is_free[at], "a recovered block is free twice, or is none");
+        Require(at != kNullBlock && at < spec.num_blocks && !is_free[at], "a recovered block is free twice, or none");
         is_free[at] = true;
     }
     if (pool->split) {
