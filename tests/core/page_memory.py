@@ -101,11 +101,15 @@ class Row:
             if group.kind in (GroupKind.RING, GroupKind.CROSS):
                 used.update(table)
             elif group.kind is GroupKind.MAMBA:  # from the state before it up to those of its last drafts
-                used.update(table[max(0, begin - 1) // size :])
+                used.update(table[self.first_state(max(0, begin - 1), size) :])
             else:
                 used.update(table[min(begin, self.loaded) // size : -(-stop // size)])
                 used.update(Memory._block(table, at, group) for at in range(begin) if self.reads(group, at, begin))
         return used - {0}
+
+    def first_state(self, last: int, block_size: int) -> int:
+        """The index of the first block that may have a state which the launch reads, which ends with token `last`."""
+        return last // block_size
 
     def resolve(self, lost: Container[tuple[int, int]]) -> None:
         """The launch begins, everything before it has run: what it computes is certain now."""

@@ -67,6 +67,11 @@ class PlannedRow(Row):
             return super().bounds
         return min(self.truth.end, self.start), self.start + self.count
 
+    def first_state(self, last: int, block_size: int) -> int:
+        """A state before rejected drafts stays behind the block of the last draft, see `Left`."""
+        planned = min(self.truth.left.planned, self.start + self.count)
+        return max(last, planned - 1) // block_size
+
     def resolve(self, lost: Container[tuple[int, int]]) -> None:
         """Begin where the launch before this one ended, with its rejected drafts left out.
 

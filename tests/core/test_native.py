@@ -43,6 +43,8 @@ from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, rep
 from tests.core.core_version import files
 from tests.core.fallbacks import FellBack
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
+from tests.core.spec_campaign import played
+from tests.core.spec_draws import draw_spec
 from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, run
 from tests.core.test_split import split_spec, unused_pools
 
@@ -567,3 +569,9 @@ def test_both_cores_forget_the_same_keys_of_hazard():
         before = Facts([0], end=[int(End.FREE)])
     assert hits > 0
     assert twin.first.coordinator.pool.free.learner._recency.order().size == LEAST_REMEMBERED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", [3864])
+def test_random_specs_that_showed_a_difference(seed, monkeypatch):
+    monkeypatch.setenv(cores.VARIABLE, "twin")
+    played(draw_spec(seed), seed)

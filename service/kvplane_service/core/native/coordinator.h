@@ -103,11 +103,11 @@ class Coordinator {
         const Int total = Known(admission), num_main = total + admission.num_new;
         const Int num_slots = std::min(num_main + admission.lookahead, spec.max_model_len);
         const Need need{admission.slot, num_slots, num_main, total, admission.hit->num_tokens, admission.num_encoder};
-        Int wanted = Count(need, admission.hit) + admission.leave_free;
-        if (admission.full_fit) {
-            wanted = std::max(wanted, BlocksOfAll(admission.slot, total, admission.hit->num_tokens, admission.hit,
-                                                  admission.num_encoder));
-        }
+        // The blocks of this row are counted last: a split pool leaves superblocks for the states that were.
+        const Int whole = admission.full_fit ? BlocksOfAll(admission.slot, total, admission.hit->num_tokens,
+                                                           admission.hit, admission.num_encoder)
+                                             : 0;
+        const Int wanted = std::max(whole, Count(need, admission.hit) + admission.leave_free);
         return wanted + admission.watermark;
     }
 
