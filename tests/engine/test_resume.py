@@ -8,11 +8,13 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Step, StepResult
 from kvplane_service.config import Config
-from kvplane_service.core.resume import Resumption
+from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.registry import Registry
+from kvplane_service.replicas import cores
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents
+from tests.core.builders import full, replica_spec
 from tests.engine.backends import Place
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
@@ -93,10 +95,15 @@ def test_requests_are_preempted_after_a_failed_launch():
 
 
 def test_requests_are_preempted_when_the_image_is_refused(monkeypatch):
-    def refuse(self: Resumption, step: Step) -> None:
-        raise InvalidArgument("not today", field="parts[0].resume.blocks")
+    kind = type(cores.new_replica(replica_spec(full())))
+    apply = kind.apply
 
-    monkeypatch.setattr(Resumption, "check", refuse)
+    def refuse(self: ReplicaCore, step: Step) -> StepResult:
+        if any(part.resume is not None for part in step.parts):
+            raise InvalidArgument("not today", field="parts[0].resume.blocks")
+        return apply(self, step)
+
+    monkeypatch.setattr(kind, "apply", refuse)
     report, world, resumed = serve(BY_NAME["tight"], 3, 11)
     assert (report.differing, report.off, resumed) == (0, 0, 0)
     assert "not today" in str(world.session.resume_refused)

@@ -87,3 +87,5 @@ def handled() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
+        # At its end Python gives signals their default action, by which a late SIGALRM would kill the process.
+        signal.setitimer(signal.ITIMER_REAL, 0)
