@@ -209,7 +209,7 @@ class TierEngine(TierScheduler, RandomEngine):
         self.hidden = Hidden()
         self.has_costs = copy(rng).random() < 0.4
         super().__init__(spec, rng, most_drafts)
-        self.spoils = Spoils(self.tier_memory.slots)
+        self.spoils = Spoils(self.tier_memory.slots, lambda domain, digest: self.texts.by_digest[domain, digest][0])
         self.forgets = rng.choice([0, 0, 10])
         self.never, self.breaks = rng.choice([0, 0, 5, 20]), rng.choice([0, 0, 5, 30])
         # Lives that last, and requests that come back: what left the device is asked for again.

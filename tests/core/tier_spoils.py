@@ -8,7 +8,7 @@ not change meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from random import Random
 from typing import Any
@@ -90,9 +90,10 @@ class Spoils:
         lost: blocks with their keys, whose eviction no rank has carried out; the next engine life may repeat it.
     """
 
-    def __init__(self, slots: dict[Slot, tuple[int, Page]]) -> None:
-        self._slots = slots
-        self._keys: dict[int, frozenset[Key]] = {}  # by version: those of the page that was saved
+    def __init__(self, slots: dict[Slot, tuple[int, Page]], tokens_of: Callable[[str, bytes], int]) -> None:
+        """`tokens_of` says how long the prefix is that a digest of a domain stands for."""
+        self._slots, self._tokens_of = slots, tokens_of
+        self._keys: dict[int, frozenset[Key]] = {}  # by version: that of all that the saved page held
         self._gone: list[tuple[int, Slot, tuple[int, Page]]] = []  # step, slot, what it held
         self._evicted: list[tuple[int, int, frozenset[Key]]] = []  # step, block, keys
         self.lost: dict[int, frozenset[Key]] = {}
@@ -108,9 +109,16 @@ class Spoils:
         return any(keys.intersection(self._keys.get(version, ())) for version, _ in self._slots.values())
 
     def ordered(self, orders: Orders, follower: Follower) -> None:
-        """Jobs that write slots: what their versions will hold."""
+        """Jobs that write slots: what their versions will hold.
+
+        A page with keys of prefixes that end inside it is named by the longest one: evicting another block, which holds
+        such a prefix and no more, evicts no copy of this page.
+        """
         keys = shown_of(follower, set(orders.save_block))
-        self._keys.update((job, keys[block]) for job, block in zip(orders.save_job, orders.save_block, strict=True))
+        for job, block in zip(orders.save_job, orders.save_block, strict=True):
+            longest = max((self._tokens_of(domain, digest) for domain, _, digest in keys[block]), default=0)
+            named = (one for one in keys[block] if self._tokens_of(one[0], one[2]) == longest)
+            self._keys[job] = frozenset(named)
         for job, version in zip(orders.move_job, orders.move_version, strict=True):
             self._keys[job] = self._keys.get(version, frozenset())
 

@@ -8,13 +8,15 @@ wrong hit, whatever the store returns. Jobs in flight are left out, and what is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvplane.base.step import CacheEvent, RemoveReason
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.log import Decision
+from tests.core.follower import entries
 from tests.core.page_memory import Memory, Page
 from tests.core.page_requests import Texts
 
@@ -62,9 +64,11 @@ class Evictions:
         jobs, given, keys = replica.tiers.jobs, set[int](), set[Key]()
         for number in (*jobs.saves, *jobs.moves):
             self._written[number].add((jobs.saves.get(number) or jobs.moves[number]).key)
-        for part, result in zip(decision.step.parts, decision.result.parts, strict=True):
+        parts = zip(decision.step.parts, decision.result.parts, decision.events, strict=True)
+        for part, result, events in parts:
             self.blocks[name].update(part.cache.evicted)
-            keys.update(key for block in {*part.cache.evicted} - given for key in known.keys.get(block, ()))
+            evicted = {(block, key) for block in {*part.cache.evicted} - given for key in known.keys.get(block, ())}
+            keys.update(key for _, key in evicted - _withdrawn(events))
             given.update(result.orders.stamp_block)
         flying = known.flying.union(jobs.saves, jobs.moves)
         for version, written in self._written.items() if keys else ():
@@ -95,3 +99,13 @@ class Evictions:
         for domain, group, digest in keys:
             num_tokens, text = self._texts.by_digest[domain, digest]
             yield group == number and Memory(self._texts.spec, {1: page}).holds(group, 1, num_tokens, text)
+
+
+def _withdrawn(events: Iterable[CacheEvent]) -> set[tuple[int, Key]]:
+    """Blocks with keys of launches that did not run: they never held this content, which other places may have."""
+    return {
+        (one.block, (one.domain, one.group, one.digest))
+        for event in events
+        if event.reason is RemoveReason.WITHDRAWN
+        for one in entries(event)
+    }
