@@ -215,15 +215,21 @@ def copies_out_of_a_page_are_bracketed(history: History) -> Iterator[str]:
 
 
 def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
-    """A service applies a step once, and its engine gets that result, however often the step is sent."""
+    """A service applies a step once, and its engine gets that result, however often the step is sent.
+
+    A service that gave the replica up and gets it again is as another service, as in `epochs_never_go_back`.
+    """
     applied: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    once = set[tuple[object, ...]]()
+    once, entered = set[tuple[object, ...]](), dict[tuple[int, str], int]()
     for _, record in history.records:
         match record:
+            case Began(service, replica, _, _, entered_ns):
+                entered[service, replica] = entered_ns
             case Applied(service, replica, epoch, seq, part, answer):
-                if (service, replica, epoch, seq, part) in once:
+                step = service, entered.get((service, replica), 0), replica, epoch, seq, part
+                if step in once:
                     yield f"{replica}, epoch {epoch}: part {part} of step {seq} is applied twice"
-                once.add((service, replica, epoch, seq, part))
+                once.add(step)
                 applied[replica, epoch, seq, part].add(answer)
             case Answered(replica, epoch, seq, part, answer):
                 if answer not in applied[replica, epoch, seq, part]:

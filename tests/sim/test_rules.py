@@ -124,6 +124,13 @@ def test_rule_finds_further_violations():
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
 
 
+def test_a_step_is_applied_once_while_a_service_has_the_replica():
+    rule = RULES["a repeat gets the same answer"]
+    assert list(rule(history([began(), APPLIED, began(entered=9), APPLIED]))) == []
+    assert len(list(rule(history([began(), APPLIED, APPLIED])))) == 1
+    assert len(list(rule(history([began(entered=9), APPLIED, began(entered=9), APPLIED])))) == 1
+
+
 def test_history_without_violations_has_no_findings():
     assert findings(history([*CLAIMED, carried(1), h.Executed(HERE, 5, 1)])) == []
     assert findings(history([h.Wrong("a page")])) == ["never a wrong hit: a page"]
