@@ -38,7 +38,7 @@ class ImageWriter {
 
     void Holds(bool, const char* = nullptr) const {}
     void Kind(char kind) { bytes += kind; }
-    // A list, tuple, dict ... of so many values.
+    // A list, tuple or dict with this number of values.
     void Begin(char kind, size_t count) {
         bytes += kind;
         Raw(static_cast<uint32_t>(count));
