@@ -24,6 +24,17 @@ def test_sources_of_a_target_exist(target):
     assert not missing
 
 
+@pytest.mark.parametrize("target", targets.GUARDED.values(), ids=targets.GUARDED)
+def test_what_tests_of_a_target_import_of_other_tests_are_sources(target):
+    """What they import of the product is listed by hand: the kernels import little, a chart's pods run everything."""
+    files = [path for name in target.tests for path in (targets.ROOT / name).rglob("*.py")]
+    imported = {name for path in files for name in re.findall(r"^from (tests\.[\w.]+)", path.read_text(), re.MULTILINE)}
+    modules = {f"{name.replace('.', '/')}.py" for name in imported}
+    modules = {name for name in modules if (targets.ROOT / name).exists()}
+    assert modules
+    assert {name for name in modules if not targets.is_in(name, (*target.tests, *target.sources))} == set()
+
+
 def test_recorded_targets_exist():
     assert targets.recorded().keys() <= targets.GUARDED.keys()
 

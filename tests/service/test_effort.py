@@ -97,7 +97,7 @@ def test_effort_of_a_step_is_the_sum_of_its_parts(busy):
 
 
 def test_a_step_that_continues_requests_is_as_long_as_the_pool_is_large():
-    """A compiled core takes its state over from a `Replica`, in seconds for a million blocks."""
+    """The stamps of all blocks are compared."""
     part = Part(resume=Resume())
     few, many = (HostWorld(spec=spec_of(num_blocks=count)).host.replica for count in (100, MANY + 1))
     assert effort(Step(1, 1, [part]), few) <= MANY < effort(Step(1, 1, [part]), many)

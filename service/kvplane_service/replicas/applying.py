@@ -251,7 +251,7 @@ def _of_cache(part: Part, replica: ReplicaCore) -> int:
     """
     cache, computed = part.cache, replica.requests.computed
     units = len(cache.evicted) + len(cache.loads_over)
-    if part.resume is not None:  # a compiled core takes over the whole state from a `Replica`
+    if part.resume is not None:  # the stamps of all blocks are compared
         units += len(part.resume.blocks) + replica.spec.num_blocks
     seen = replica.block_counts.cached if cache.reset else 0
     seen += sum(map(replica.count_held, cache.released))

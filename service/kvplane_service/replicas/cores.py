@@ -48,13 +48,6 @@ def load_replica(spec: ReplicaSpec, raw: bytes) -> ReplicaCore:
     return _select(lambda: load_state(spec, raw), lambda compiled: compiled.NativeReplica.load(spec, raw))
 
 
-def as_selected(replica: Replica) -> ReplicaCore:
-    """Return a replica with the state of this one, which must not be used afterwards. Raises the errors of
-    `new_replica`.
-    """
-    return _select(lambda: replica, lambda compiled: compiled.NativeReplica.of(replica))
-
-
 def describe() -> str:
     """Return which core this process uses, in a line for people. Raises the errors of `new_replica`."""
     choice = _choice()
