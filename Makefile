@@ -61,7 +61,7 @@ quick: $(DEV)  ## within a minute: style, the core and the service in process, w
 
 # Left out of `make test` while their sources are what they were when they passed (tests/targets.py).
 test-kernels: $(DEV)  ## the kernels; commit tests/passed.json with a change of them
-	@$(PYTHON) -m pytest -n 2 -m "not nightly" tests/ops
+	@$(PYTHON) -m pytest -n 2 -m "not nightly" tests/kernels
 	@$(PYTHON) -m tests.targets record kernels
 
 test-chart: $(DEV)  ## the chart, by real Helm; commit tests/passed.json with a change of it

@@ -21,10 +21,10 @@ import typer.main
 
 from kvplane.base import errors
 from kvplane.rpc.status import status_code
-from kvplane_service.cli import app
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = ROOT / "proto" / "kvplane" / "v1"

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-# Kernels are interpreted in this process, compiled in another (tests/ops): read when a kernel's module is imported.
+# Kernels are interpreted in this process, compiled in another (tests/kernels): read when a kernel's module is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest

@@ -44,9 +44,9 @@ class Guarded:
 
 GUARDED = {
     "kernels": Guarded(
-        tests=("tests/ops",),
+        tests=("tests/kernels",),
         sources=(
-            "gpu_worker/kvplane_worker/ops",
+            "gpu_worker/kvplane_kernels",
             "clients/python/kvplane/base/errors.py",
             "tests/conftest.py",
             "locks",

@@ -11,7 +11,7 @@ import pytest
 
 from kvplane import AdmitRow, NewsRow, connect, part_of
 from kvplane.v1.admin_pb2 import RecordRequest
-from kvplane_service.cli.query.recorder import record
+from kvplane_tools.cli.query.recorder import record
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
 from tests.service.rig import running

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvplane
-from kvplane_service.cli.child import ServiceChild
-from kvplane_service.models.catalogue import MODELS
+from kvplane_plan.models.catalogue import MODELS
+from kvplane_tools.cli.child import ServiceChild
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

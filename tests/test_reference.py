@@ -17,7 +17,7 @@ import pytest
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import ExtraKeys, Multimodal
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, replica_pb2, step_pb2, worker_pb2
-from kvplane_service.cli import COMMANDS
+from kvplane_tools.cli import COMMANDS
 from tests.test_readme import fenced_blocks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -141,4 +141,4 @@ def test_repeated_lines_ignore_imports_and_generated_code():
 def test_parameters_ignore_flags_of_a_command():
     flags = ", ".join(f"flag{i}: int" for i in range(9))
     command = f"def planted_command({flags}) -> None: ...\n"
-    assert list(tidy.parameters(planted("service/kvplane_service/cli/planted.py", command))) == []
+    assert list(tidy.parameters(planted("service/kvplane_tools/cli/planted.py", command))) == []

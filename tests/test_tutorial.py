@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "tutorial.md").read_text()
 ADDRESS = "127.0.0.1:7070"

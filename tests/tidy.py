@@ -36,7 +36,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "clients/python/kvplane/blocking/transport.py": "who waits for an answer gets every exception of the reader thread",
     "service/kvplane_service/replicas/idle_check.py": "a state that raises anything when it is read is a finding",
     "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",
-    "gpu_worker/kvplane_worker/ops/proof.py": "every exception of a trial is the reason for not using the backend",
+    "gpu_worker/kvplane_kernels/proof.py": "every exception of a trial is the reason for not using the backend",
     "gpu_worker/kvplane_worker/tiers/movers.py": "whatever a job raises fails it, and the thread takes the next one",
     "gpu_worker/kvplane_worker/rpc/handlers.py": "a bug in a handler is logged and ends its call with INTERNAL",
     "service/kvplane_service/auth/files.py": "a file that changes while the service runs keeps its old content",
@@ -48,7 +48,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
 WORKER_COMMAND = "gpu_worker/kvplane_worker/cli.py"
 
 # Files whose purpose is to print.
-PRINTING_ALLOWED = ("service/kvplane_service/cli/", "service/kvplane_service/cli.py", "scripts/")
+PRINTING_ALLOWED = ("service/kvplane_tools/cli/", "scripts/")
 
 CORE = "service/kvplane_service/core/"
 IMPURE_MODULES = frozenset(
@@ -199,7 +199,7 @@ def parameters(tree: Tree) -> Iterator[str]:
 
 def is_command(f: SourceFile, node: Function) -> bool:
     """True for a function of the command line that implements a command (see COMMANDS there)."""
-    return node.name.endswith("command") and (f.is_in("service/kvplane_service/cli") or f.path == WORKER_COMMAND)
+    return node.name.endswith("command") and (f.is_in("service/kvplane_tools/cli") or f.path == WORKER_COMMAND)
 
 
 def is_kernel(node: Function) -> bool:

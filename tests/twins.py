@@ -1386,7 +1386,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments[1:])
     with weakened(name):
         if program == "kvplane":
-            importlib.import_module("kvplane_service.cli").main()
+            importlib.import_module("kvplane_tools.cli").main()
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
 

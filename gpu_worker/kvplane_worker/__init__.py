@@ -10,6 +10,5 @@ The packages from the top; each imports only those below it (checked by an impor
     transfers  copies and checksums of whole pages, verified by stamps
     lending    which process may write the pages, the worker's memory, and its private directory
     pages      typed tensor views of every layer's pages in one allocation
-    ops        operations on pages: one interface, several backends
     memory     memory that two processes of a host map
 """

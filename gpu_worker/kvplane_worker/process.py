@@ -24,12 +24,12 @@ from kvplane.blocking.workers import WorkersClient
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.owners import Owners
+from kvplane_kernels.interface import PAGE_OPERATIONS
+from kvplane_kernels.proof import prove_in_subprocess
+from kvplane_kernels.select import AUTO, Choice, choose
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, default_run_dir, shared_prefix
 from kvplane_worker.memory import check_device, use_device
-from kvplane_worker.ops.interface import PAGE_OPERATIONS
-from kvplane_worker.ops.proof import prove_in_subprocess
-from kvplane_worker.ops.select import AUTO, Choice, choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 from kvplane_worker.tiers import TierOptions, start_movers, use_of

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvplane.base.errors import InvalidArgument
+from kvplane_kernels.columns import column, numbers
+from kvplane_kernels.interface import PageOps
 from kvplane_worker.lending.holdings import Holdings
-from kvplane_worker.ops.columns import column, numbers
-from kvplane_worker.ops.interface import PageOps
 
 MAX_BLOCKS_PER_CALL = 65536
 MAX_NAMED = 16  # pages in a message

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvplane_replay.workloads.lines import TraceLines
+from kvplane_tools.replay.workloads.lines import TraceLines
 
 WEKA_SESSIONS = 100
 MODELS = {"llama-3.1-70b": 4, "gpt-oss-120b": 1, "gemma-3-27b": 1, "jamba-v0.1": 1}  # to tensor-parallel ranks
@@ -50,7 +50,7 @@ class Cell:
             *(
                 sys.executable,
                 "-c",
-                "from kvplane_service.cli import main; main()",
+                "from kvplane_tools.cli import main; main()",
                 "replay",
                 str(self.file),
                 "--json",

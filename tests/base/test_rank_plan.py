@@ -11,7 +11,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import GroupLayers, RankPlan, TensorPlacement
 from kvplane.wire import decode_plan, encode_plan
-from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
+from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
 from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
 
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout))

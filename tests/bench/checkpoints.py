@@ -14,10 +14,10 @@ from dataclasses import replace
 from random import Random
 
 from kvplane.base.groups import DENSE_RETENTION, ReplicaSpec, TierKind, TierSpec
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.machine import machine_line
 from tests.bench.policies import CoreSession, share_of_hits
 from tests.bench.preempted import MODELS, replica

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from kvplane_service.cli.plots import new_figure, save
+from kvplane_tools.cli.plots import new_figure, save
 from tests.bench.machine import machine_line
 from tests.bench.routing import BLOCK, OWN, SCENES, SHARED, Outcome, run
 

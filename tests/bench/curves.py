@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvplane.base.groups import EvictionPolicy, ReplicaSpec
-from kvplane_service.cli.plots import new_figure, save
+from kvplane_tools.cli.plots import new_figure, save
 from tests.bench.machine import machine_line
 from tests.bench.policies import FULL_ONLY, TRACES, Chain, bound, percentage, prompts_of, replica_of
 from tests.conftest import workloads_folder, workloads_line

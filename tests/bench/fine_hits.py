@@ -26,10 +26,10 @@ from kvplane import LayerSource, connect
 from kvplane.base.groups import EvictionPolicy, MambaMode
 from kvplane.base.layer_spec import DType, ceil_div
 from kvplane.base.layers import FullAttentionSpec, Layer, MambaSpec, MLASpec
-from kvplane_replay.engine import Engine
-from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.machine import machine_line
 from tests.service.rig import running
 

@@ -26,13 +26,13 @@ import triton
 from triton.compiler import CompiledKernel
 
 from kvplane.base.stamp_table import StampTable
+from kvplane_kernels import checks
+from kvplane_kernels.columns import column, numbers
+from kvplane_kernels.interface import AttentionRule, Batch
+from kvplane_kernels.triton_ops import attention, backend, launch, writes
+from kvplane_kernels.triton_ops.backend import TritonOps
 from kvplane_worker import transfers
-from kvplane_worker.ops import checks
-from kvplane_worker.ops.columns import column, numbers
-from kvplane_worker.ops.interface import AttentionRule, Batch
-from kvplane_worker.ops.triton_ops import attention, backend, launch, writes
-from kvplane_worker.ops.triton_ops.backend import TritonOps
-from tests.ops.compiled import CHIPS, NoDevice, keys_values
+from tests.kernels.compiled import CHIPS, NoDevice, keys_values
 
 if TYPE_CHECKING:
     from kvplane_worker.lending.holdings import Holdings

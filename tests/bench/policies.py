@@ -46,14 +46,14 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import TraceFile, TraceRequest
-from kvplane_replay.workloads.lines import TraceLines
-from kvplane_replay.workloads.traces import WEKA_HINTS, read_weka
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.replicas.cores import new_replica
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.workloads import TraceFile, TraceRequest
+from kvplane_tools.replay.workloads.lines import TraceLines
+from kvplane_tools.replay.workloads.traces import WEKA_HINTS, read_weka
 from tests.bench.machine import machine_line
 from tests.conftest import workloads_folder, workloads_line
 

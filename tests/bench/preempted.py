@@ -18,10 +18,10 @@ from random import Random
 
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec, SavePolicy, TierKind, TierSpec
 from kvplane.base.step import AdmitStatus, Part, PartResult
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.policies import CoreSession, requests_of
 from tests.conftest import workloads_folder, workloads_line
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvplane.base.groups import ReplicaSpec, TierKind, TierSpec
 from kvplane.base.retain import Retain
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, RowFlag, Run
-from kvplane_replay.workloads import TraceFile
+from kvplane_tools.replay.workloads import TraceFile
 from tests.bench.machine import machine_line
 from tests.bench.policies import FULL_ONLY, TRACES, Chain, CoreSession, chains_of, replica_of
 from tests.conftest import workloads_folder, workloads_line

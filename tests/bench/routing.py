@@ -42,13 +42,13 @@ from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.policies import Chooser, Option, Policy
 from kvplane_fleet.settings import PlaceSettings, RouterSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import NS_PER_SECOND, CostModel, EngineConfig
-from kvplane_replay.requests import LiveRequest
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.replicas.cores import new_replica
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import NS_PER_SECOND, CostModel, EngineConfig
+from kvplane_tools.replay.requests import LiveRequest
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.machine import machine_line
 from tests.bench.policies import requests_of
 from tests.conftest import workloads_folder, workloads_line

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from tests.bench.machine import machine_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ WORDS = ("--requests", "1,8,64,256", "--blocks", "49152")
 
 def loads_of(service: str, model: str, seconds: float, plot: Path) -> list[dict[str, Any]]:
     """Return what the command measured, and let it draw."""
-    command = [sys.executable, "-m", "kvplane_service", "bench", "--model", model, *WORDS, "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "kvplane_tools", "bench", "--model", model, *WORDS, "--seconds", str(seconds)]
     command += ["--plot", str(plot), "--service", service, "-o", "json"]
     loads: list[dict[str, Any]] = json.loads(subprocess.check_output(command))["loads"]
     return loads

@@ -26,13 +26,13 @@ from kvplane.base.sources import LayerSource
 from kvplane.base.step import Part
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
-from kvplane_replay.engine import Engine
-from kvplane_replay.plan import CostModel, EngineConfig
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions
+from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.shapes import ModelOptions
 from kvplane_service.replicas import cores
 from kvplane_service.rpc.sources import plan_source
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench import fine_hits
 from tests.bench.machine import machine_line
 from tests.bench.policies import CoreSession

@@ -28,7 +28,16 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 FOLDERS = ("clients", "service", "gpu_worker")
-PACKAGES = ("kvplane", "kvplane_fleet", "kvplane_replay", "kvplane_service", "kvplane_vllm", "kvplane_worker")
+PACKAGES = (
+    "kvplane",
+    "kvplane_fleet",
+    "kvplane_kernels",
+    "kvplane_plan",
+    "kvplane_service",
+    "kvplane_tools",
+    "kvplane_vllm",
+    "kvplane_worker",
+)
 CORE = "service/kvplane_service/core/"
 # Columns of a step whose places are counted: each is used at two or three of them, and carried at the others.
 COLUMNS = ("hit_limit", "skip_zero_groups", "jobs_done", "admit_load_after", "min_new", "single_group_hit")

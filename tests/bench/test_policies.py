@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, EvictionPolicy
-from kvplane_replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
 from kvplane_service.core import hazard
+from kvplane_tools.replay.workloads import ChatShape, Span, TokenSource, TraceRequest, chat_workload
 from tests.bench.curves import hits_of
 from tests.bench.mixtures import Case, gain_of, made
 from tests.bench.policies import (

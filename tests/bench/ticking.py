@@ -20,8 +20,8 @@ SERVE = "import sys; from tests.bench.ticking import serve; serve(sys.argv.pop(1
 
 def serve(path: str) -> None:
     """`kvplane serve` that writes the durations of steps and intervals of ticks on SIGUSR1."""
-    from kvplane_service.cli import main, server
     from kvplane_service.rpc import session
+    from kvplane_tools.cli import main, server
 
     steps, ticks, together = list[int](), list[int](), list[int]()
     handle, print_addresses = session._Stream._step, server._print_addresses

@@ -21,8 +21,8 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobRow, JobTable, job_table_bytes
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import StampTable, table_bytes
-from kvplane_worker.ops.interface import GroupPages
-from kvplane_worker.ops.torch_ops import TorchOps, pages
+from kvplane_kernels.interface import GroupPages
+from kvplane_kernels.torch_ops import TorchOps, pages
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import HostSlots, MoverMemory, Movers
 from tests.base.job_rows import record

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from kvplane.base.groups import SavePolicy, TierKind, TierSpec
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import CostModel, EngineConfig
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import CostModel, EngineConfig
 from tests.bench.goals import goal
 from tests.bench.machine import machine_line
 from tests.bench.policies import CHUNK, FULL_ONLY, TRACES, CoreSession, replica_of, requests_of

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvplane_service.cli import main
+from kvplane_tools.cli import main
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
+KVPLANE = [sys.executable, "-c", "from kvplane_tools.cli import main; main()"]
 LIMIT_S = 110.0
 
 

@@ -73,7 +73,7 @@ def test_the_service_is_read_from_the_environment(kvplane, monkeypatch, variable
 def test_replay_takes_the_address_of_a_service(kvplane, monkeypatch, tmp_path, name):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
-    monkeypatch.setattr("kvplane_service.cli.replay.trace.ServiceChild", None)  # no service is started
+    monkeypatch.setattr("kvplane_tools.cli.replay.trace.ServiceChild", None)  # no service is started
     with running() as service:
         words = [name, service.address] if name.startswith("--") else []
         if not words:

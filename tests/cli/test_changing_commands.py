@@ -280,7 +280,7 @@ def test_watch_repeats_until_the_service_ends(service, kvplane, monkeypatch):
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvplane_service.cli.output.time.sleep", sleep)
+    monkeypatch.setattr("kvplane_tools.cli.output.time.sleep", sleep)
     code, out, _ = kvplane("replicas", "--watch", "7", "--service", service.address)
     assert code == 130
     assert pauses == [7.0] * 3

@@ -19,13 +19,13 @@ from kvplane.base.errors import (
     NotFound,
     Unavailable,
 )
-from kvplane_service.cli import COMMANDS, exit_code
+from kvplane_tools.cli import COMMANDS, exit_code
 
 HEAVY = ("grpc", "google.protobuf", "uvloop", "yaml", "asyncio", "torch", "redis", "rich", "numpy", "kvplane.api")
 HELP = f"""
 import sys
 from typer.testing import CliRunner
-from kvplane_service.cli import COMMANDS, app
+from kvplane_tools.cli import COMMANDS, app
 for arguments in ([], *([name] for name in COMMANDS)):
     shown = CliRunner().invoke(app, [*arguments, "--help"], env={{"COLUMNS": "200"}})
     assert shown.exit_code == 0, shown.output
@@ -42,12 +42,12 @@ def test_help_names_every_command_and_imports_nothing_heavy():
 # What a command imports is most of the CPU time that it takes.
 STARTED = f"""
 import sys
-from kvplane_service.cli import main
+from kvplane_tools.cli import main
 try:
     main()
 except SystemExit:
     pass
-names = [name for name in sys.modules if name.startswith(("kvplane_service.cli.", "kvplane_fleet"))]
+names = [name for name in sys.modules if name.startswith(("kvplane_tools.cli.", "kvplane_fleet"))]
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 sys.stderr.write(f"{{len(sys.modules)}} {{' '.join(heavy)}} {{' '.join(names)}}")
 """
@@ -66,8 +66,10 @@ def test_start_imports_few_modules_and_those_of_the_given_command_alone():
     number, *names = modules_after("status", "--service", "127.0.0.1:1")
     assert int(number) < 520
     assert "grpc" in names, "the status was asked for"
-    assert not {"rich", "numpy", "yaml", "kvplane.api", "kvplane_service.cli.replay"} & set(names)
-    assert not any(name.startswith(("kvplane_fleet", "kvplane_service.cli.plan")) for name in names)
+    assert not {"rich", "numpy", "yaml", "kvplane.api", "kvplane_tools.cli.replay"} & set(names)
+    assert not any(
+        name.startswith(("kvplane_fleet", "kvplane_tools.cli.fleet", "kvplane_tools.cli.plan")) for name in names
+    )
 
 
 @pytest.mark.parametrize("word", ["version", "--version"])
@@ -126,7 +128,7 @@ def test_a_file_that_is_not_yaml_is_one_error_line(tmp_path, kvplane):
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_that_cannot_be_encoded_has_question_marks(encoding):
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-m", "kvplane_service", "plan", "gpt-oss-20b"]
+    command = [sys.executable, "-m", "kvplane_tools", "plan", "gpt-oss-20b"]
     done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b" ????" in done.stdout
@@ -136,10 +138,10 @@ INTERRUPTED_IMPORT = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, *_):
-        if name == "kvplane_service.cli.options":
+        if name == "kvplane_tools.cli.options":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
-from kvplane_service.__main__ import main
+from kvplane_tools.__main__ import main
 main()
 """
 

@@ -23,7 +23,6 @@ from kvplane.rpc.channel import open_channel
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire import encode_spec
-from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.step_applier import PATIENT_ROWS
 from kvplane_service.replicas import cores
@@ -31,6 +30,7 @@ from kvplane_service.replicas.idle_check import Outcome
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
+from kvplane_tools.cli.query import checks
 from tests.core.builders import full, replica_spec
 from tests.service.rig import WAIT_S, Service, column, running
 from tests.store.test_writer import Away

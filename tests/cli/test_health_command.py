@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvplane_service.cli.options import FAILED, UNAVAILABLE, WRONG_USE
 from kvplane_service.config import Config
+from kvplane_tools.cli.options import FAILED, UNAVAILABLE, WRONG_USE
 from tests.cli.processes import run_kvplane
 from tests.service.rig import running
 

@@ -12,7 +12,7 @@ import pytest
 from kvplane import Part
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.cli.query.checks import examine
+from kvplane_tools.cli.query.checks import examine
 from tests.cli.hung import MODEL, REPLICAS, STORES, TooLate, serving, stopped_redis
 from tests.store.servers import wait_until
 

@@ -15,7 +15,7 @@ from tests.service.rig import running
 
 BEGIN = """
 import os, signal, sys, threading, time
-from kvplane_service.cli import interrupt
+from kvplane_tools.cli import interrupt
 interrupt.LIMIT_S = 0.5
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
@@ -117,7 +117,7 @@ def test_interrupt_ends_the_process(code, printed, exit_code):
 AT_EVERY_LINE_OF_GRPC = """
 import os, signal, sys, time
 from kvplane import Unavailable, connect
-from kvplane_service.cli import interrupt
+from kvplane_tools.cli import interrupt
 
 class AtLine:
     # Sends SIGINT at the n-th line of gRPC that the main thread executes.

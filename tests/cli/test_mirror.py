@@ -6,8 +6,8 @@ import kvplane
 from kvplane.rpc.channel import open_channel
 from kvplane.v1 import admin_pb2
 from kvplane.v1.admin_pb2_grpc import AdminStub
-from kvplane_replay.from_log import replay_log
 from kvplane_service.core.state import digest
+from kvplane_tools.replay.from_log import replay_log
 from tests.cli.test_restart import wait_until_stored
 from tests.cli.test_serve import serving
 from tests.client.test_mirror import MirroredEngine, diverge, engine_on

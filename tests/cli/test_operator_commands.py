@@ -21,10 +21,10 @@ from kvplane.base.requests import Allocate
 from kvplane.base.step import End
 from kvplane.v1.admin_pb2 import ExplainResponse
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaSummary
-from kvplane_service.cli import COMMANDS
-from kvplane_service.cli.client import described
-from kvplane_service.cli.query.explain import sentence
 from kvplane_service.config import Config
+from kvplane_tools.cli import COMMANDS
+from kvplane_tools.cli.client import described
+from kvplane_tools.cli.query.explain import sentence
 from tests.cli import processes
 from tests.cli.processes import KVPLANE, run_kvplane
 from tests.cli.test_serve import end, serving
@@ -312,7 +312,7 @@ def test_shell_completes_commands_and_replicas(service):
             "COMP_CWORD": str(line.count(" ")),
             "KVPLANE_SERVICE": service.address,
         }
-        code = "import sys; sys.argv = ['kvplane']; from kvplane_service.cli import app; app(prog_name='kvplane')"
+        code = "import sys; sys.argv = ['kvplane']; from kvplane_tools.cli import app; app(prog_name='kvplane')"
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
         return set(done.stdout.split())
 

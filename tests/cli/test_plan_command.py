@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from kvplane_service.models.model_types import READERS
+from kvplane_plan.models.model_types import READERS
 
 
 def test_plan_prints_tables(kvplane):

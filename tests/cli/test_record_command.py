@@ -9,9 +9,9 @@ import pytest
 
 from kvplane import AdmitRow, End, ExtraKeys, FactRow, NewsRow, RunRow, connect, part_of
 from kvplane.v1.admin_pb2 import RecordRequest
-from kvplane_service.cli.query.recorder import Rotation, record
 from kvplane_service.config import Config
 from kvplane_service.decisions.recording import Frames
+from kvplane_tools.cli.query.recorder import Rotation, record
 from tests.service.rig import running, until
 
 CANARY = 987_654_321

@@ -11,9 +11,9 @@ import pytest
 import typer
 import yaml
 
-from kvplane_service.cli import app
-from kvplane_service.cli.query.checks import examine
 from kvplane_service.config import Config
+from kvplane_tools.cli import app
+from kvplane_tools.cli.query.checks import examine
 from tests.service.rig import running
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from kvplane.v1.replica_pb2 import ModelSource
 from kvplane_service.config import Config
 from tests.service.rig import NONCES, SPEC, WAIT_S, Stream, running
 
-KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
+KVPLANE = [sys.executable, "-c", "from kvplane_tools.cli import main; main()"]
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from kvplane import AdmitRow, Allocate, Budget, Commit, Content, NewsRow, RunRow
 from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2 import ReplicaState
-from kvplane_service.cli.views.fleet import COLUMNS, MAX_DESCRIBED, TITLES, Fleet, Order, order_of
-from kvplane_service.cli.views.samples import Trend
-from kvplane_service.cli.views.top_app import ReplicaScreen, Top
-from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
+from kvplane_tools.cli.views.fleet import COLUMNS, MAX_DESCRIBED, TITLES, Fleet, Order, order_of
+from kvplane_tools.cli.views.samples import Trend
+from kvplane_tools.cli.views.top_app import ReplicaScreen, Top
+from kvplane_tools.cli.views.top_panels import panel
 from tests.cli.test_view import drawn
 from tests.core.test_split import split_spec
 from tests.service.hosts import spec_of
@@ -174,7 +174,7 @@ def test_panel_shows_a_replica_in_every_state(service):
 
 
 def test_top_picture_needs_no_terminal(service, kvplane, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvplane_service.cli.views.top_app.PICTURE_SAMPLES", 2)
+    monkeypatch.setattr("kvplane_tools.cli.views.top_app.PICTURE_SAMPLES", 2)
     words = ("--interval", "0.1", "--svg", str(tmp_path / "top.svg"), "--service", service.address)
     assert kvplane("top", *words)[0] == 0
     assert "r000" in (tmp_path / "top.svg").read_text()

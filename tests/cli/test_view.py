@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvplane_replay.engine import TOO_LONG
-from kvplane_replay.plan import CostModel
-from kvplane_replay.summary import Refusal, ServiceCounts, Summary, Tally
-from kvplane_service.cli.replay import report
-from kvplane_service.cli.replay.demo import complaints
-from kvplane_service.cli.replay.engines import Pace
-from kvplane_service.cli.views import panels
-from kvplane_service.cli.views.samples import Pool, Sample, Trend
+from kvplane_tools.cli.replay import report
+from kvplane_tools.cli.replay.demo import complaints
+from kvplane_tools.cli.replay.engines import Pace
+from kvplane_tools.cli.views import panels
+from kvplane_tools.cli.views.samples import Pool, Sample, Trend
+from kvplane_tools.replay.engine import TOO_LONG
+from kvplane_tools.replay.plan import CostModel
+from kvplane_tools.replay.summary import Refusal, ServiceCounts, Summary, Tally
 from tests.service.replaying import SPECS
 
 COUNTS = ServiceCounts(

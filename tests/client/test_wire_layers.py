@@ -15,7 +15,7 @@ from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2, replica_pb2
-from kvplane_service.core.planner import Layout, to_rank_plan
+from kvplane_plan.planner import Layout, to_rank_plan
 from tests.base.test_layer_json import LEAST
 from tests.core.planner_layers import full, latent, named, plan, state, window
 

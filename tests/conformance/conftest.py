@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.blocking.client import connect
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from tests.core.fallbacks import no_fallbacks as no_fallbacks
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind
 from kvplane.base.layers import Layer
-from kvplane_service.core.planner import (
+from kvplane_plan.planner import (
     CacheGroup,
     CachePlan,
     Layout,

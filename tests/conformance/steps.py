@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.rpc is None:
         return 1 if replay_all(options.files, InProcessPath) else 0
     from kvplane.blocking.client import connect
-    from kvplane_service.cli.child import ServiceChild
+    from kvplane_tools.cli.child import ServiceChild
     from tests.conformance.rpc import SessionPath
 
     with ServiceChild() as service, connect(service.address) as client:

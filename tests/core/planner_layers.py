@@ -16,7 +16,7 @@ from kvplane.base.layers import (
     MLASpec,
     SlidingWindowSpec,
 )
-from kvplane_service.core.planner import CachePlan, PlanOptions, Worker, plan_cache
+from kvplane_plan.planner import CachePlan, PlanOptions, Worker, plan_cache
 
 PAGE = 256
 SMALL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 4, "dtype": DType.BFLOAT16}

@@ -30,7 +30,6 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, part_of
-from kvplane_replay.from_log import replay_log
 from kvplane_service import core
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.hazard import LEAST_REMEMBERED
@@ -38,6 +37,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from kvplane_service.core.twin import CoresDiffer, TwinReplica
 from kvplane_service.replicas import cores
+from kvplane_tools.replay.from_log import replay_log
 from tests.core import page_engine
 from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
 from tests.core.core_version import files

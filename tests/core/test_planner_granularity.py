@@ -7,7 +7,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import DENSE_RETENTION, MambaMode
 from kvplane.base.layers import RingSpec
-from kvplane_service.core.planner import WarningCode
+from kvplane_plan.planner import WarningCode
 from tests.core.planner_layers import SMALL, chunked, full, latent, named, plan, state, window
 
 # Pages are equal, so block sizes stay as given.

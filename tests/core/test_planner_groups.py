@@ -9,7 +9,7 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layers import KVSharingLayer, Layer, RingSpec, RSWASpec, SlidingWindowMLASpec
-from kvplane_service.core.planner import Layout, PlanOptions, WarningCode, Worker, plan_cache
+from kvplane_plan.planner import Layout, PlanOptions, WarningCode, Worker, plan_cache
 from tests.core.planner_layers import (
     PAGE,
     SMALL,

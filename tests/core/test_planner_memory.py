@@ -11,9 +11,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import CrossAttentionSpec, Layer, RingSpec
-from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions
+from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.shapes import ModelOptions
+from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache
 from tests.core.planner_layers import (
     PAGE,
     SMALL,

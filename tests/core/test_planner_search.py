@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Planner
 from kvplane.base.layer_spec import RequestLimits
-from kvplane_service.core.planner import Layout, PlanOptions, Worker, compare, plan_cache, search, to_groups
-from kvplane_service.core.planner.search import MIX
+from kvplane_plan.planner import Layout, PlanOptions, Worker, compare, plan_cache, search, to_groups
+from kvplane_plan.planner.search import MIX
 from tests.conformance.groups import _layers, _options, read_cases
 from tests.core.planner_layers import PAGE, chunked, full, latent, named, state, window
 

@@ -10,7 +10,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MambaMode, Planner
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import ChunkedLocalSpec, FullAttentionSpec, Layer, MambaSpec, SlidingWindowSpec
-from kvplane_service.core.planner import (
+from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.shapes import ModelOptions
+from kvplane_plan.planner import (
     Layout,
     PlanOptions,
     Worker,
@@ -19,8 +21,6 @@ from kvplane_service.core.planner import (
     to_groups,
     to_rank_plan,
 )
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions
 
 GIB = 1 << 30
 SPLIT = PlanOptions(planner=Planner.SPLIT)

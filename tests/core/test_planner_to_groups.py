@@ -10,7 +10,7 @@ import pytest
 
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layers import Layer, RingSpec, RSWASpec, SinkFullAttentionSpec
-from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, to_groups
+from kvplane_plan.planner import CacheGroup, CachePlan, PlanOptions, to_groups
 from tests.conformance.reference_specs import read_spec
 from tests.core.planner_layers import PAGE, SMALL, chunked, full, latent, named, plan, state, window
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kvplane.base.layer_spec import DType
+from kvplane_kernels.interface import PagedOps
+from kvplane_kernels.select import choose
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.engine.config import ModelConfig
 from kvplane_worker.memory import Memory, allocate_memory, open_memory
 from kvplane_worker.memory.shared import CPU, SHM_FOLDER
-from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.ops.select import choose
-from kvplane_worker.ops.torch_ops import TorchOps
 
 TORCH, CUDNN = "torch", "cudnn"
 # Workspace of cuDNN for 192 tokens of the kinds of models in `stress`, so that long rows have two spans.
@@ -34,7 +34,7 @@ def backend_of(name: str, device: str) -> PagedOps:
         return TorchOps()
     if device != CPU and name != CUDNN:
         return choose(device, name).ops
-    from tests.ops.subjects import SUBJECTS, cudnn_subject
+    from tests.kernels.subjects import SUBJECTS, cudnn_subject
 
     return cudnn_subject(device, ROOM_BYTES).ops if name == CUDNN else SUBJECTS[name](device).ops
 

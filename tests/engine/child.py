@@ -11,6 +11,7 @@ import torch
 
 import kvplane
 from kvplane.base.step import RowFlag
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.engine.config import MIXED, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
@@ -18,7 +19,6 @@ from kvplane_worker.engine.ranks import attach_ranks
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import draw_weights
-from kvplane_worker.ops.torch_ops import TorchOps
 
 
 def engine(connection: Connection, address: str, replica: str, workers: list[str]) -> None:

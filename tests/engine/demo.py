@@ -27,7 +27,7 @@ from rich.text import Text
 
 import kvplane
 from kvplane.base.sources import LayerSource
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model

@@ -12,13 +12,13 @@ from kvplane.base.stamp_table import StampTable
 from kvplane.base.step import End, StepResult
 from kvplane.rank import Moves, PageMover
 from kvplane.session.rows import FactRow
+from kvplane_kernels.interface import AttentionPages, AttentionRule, Batch, PagedOps
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker import pages
 from kvplane_worker.engine.batch import state_index
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.tiers import HostSlots, Movers
 
 MakeMover = Callable[[pages.PageBuffers, PagedOps, int], PageMover]

@@ -11,6 +11,9 @@ import torch
 from kvplane.base.groups import DENSE_RETENTION, Planner
 from kvplane.base.layer_spec import DType
 from kvplane.scheduling import Counts
+from kvplane_kernels.cudnn_ops.backend import CudnnOps
+from kvplane_kernels.interface import PagedOps
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_worker.engine.config import (
@@ -29,9 +32,6 @@ from kvplane_worker.engine.config import (
 )
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
-from kvplane_worker.ops.cudnn_ops.backend import CudnnOps
-from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.ops.torch_ops import TorchOps
 from tests.engine.backends import Place, backend_of, suited
 from tests.engine.faults import Fault, WholePages
 from tests.engine.workload import Answers, LongPrompts, Pairs, Recall, Requests

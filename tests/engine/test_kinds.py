@@ -14,9 +14,9 @@ import torch
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.layer_spec import DType
+from kvplane_kernels.cudnn_ops import backend as cudnn
+from kvplane_kernels.cudnn_ops import rows
 from kvplane_worker.engine.config import EIGHT_BIT, HALVES, LATENT, MIXED, ModelConfig, StateLayer
-from kvplane_worker.ops.cudnn_ops import backend as cudnn
-from kvplane_worker.ops.cudnn_ops import rows
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 from tests.engine.backends import CUDNN, Place, lender
 from tests.engine.stress import (
@@ -31,8 +31,8 @@ from tests.engine.stress import (
 )
 from tests.engine.twin import Twin
 from tests.engine.world import SAMPLES, Pool, World
-from tests.ops import subjects
-from tests.ops.cudnn_twin import Faults, Library
+from tests.kernels import subjects
+from tests.kernels.cudnn_twin import Faults, Library
 
 REQUESTS = 2
 

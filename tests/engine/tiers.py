@@ -25,11 +25,11 @@ from kvplane.base.groups import GroupKind, TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobRow
 from kvplane.base.step import Part, RowFlag, StepResult
 from kvplane.tier_jobs import TierJobs
+from kvplane_kernels.interface import GroupPages
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_service.core.tiers import behind
 from kvplane_worker.engine.config import EVEN, AttentionLayer, LayerConfig, ModelConfig
 from kvplane_worker.engine.engine import Engine
-from kvplane_worker.ops.interface import GroupPages
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.tiers import HostSlots, Movers
 from kvplane_worker.tiers.movers import Job
 from kvplane_worker.tiers.seal import UNSEALED, Content

@@ -26,7 +26,7 @@ from kvplane_worker.engine.weights import (
 )
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
-from tests.ops.formats import FORMATS
+from tests.kernels.formats import FORMATS
 
 MASKED = -math.inf
 FORM_OF = {form.torch_dtype: form for form in FORMATS}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_S = 60.0
-WORKER = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import main; main()", "worker"]
+WORKER = [sys.executable, "-W", "ignore", "-c", "from kvplane_tools.cli import main; main()", "worker"]
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
+from kvplane_kernels.interface import PagedOps
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
 from kvplane_service.config import Config
 from kvplane_service.core import inspect
-from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
@@ -34,8 +36,6 @@ from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import Weights, draw_weights
-from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
 from kvplane_worker.tiers import DiskSlots, MoverMemory, Movers, Slots

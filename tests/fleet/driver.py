@@ -12,6 +12,7 @@ import kvplane
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.session.options import draw_nonce
 from kvplane.session.reopening import Revival
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker import pages
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
@@ -19,7 +20,6 @@ from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import draw_weights
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests

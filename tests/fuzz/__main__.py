@@ -25,7 +25,9 @@ ENDS_WITH_MIB = 400  # growth after the first 5000 programs: more is a leak
 
 def main(seconds: int) -> None:
     """Fuzz for this time; never returns, since libFuzzer ends the process."""
-    with atheris.instrument_imports(include=["kvplane", "kvplane_service", "kvplane_worker"]):
+    with atheris.instrument_imports(
+        include=["kvplane", "kvplane_kernels", "kvplane_plan", "kvplane_service", "kvplane_worker"]
+    ):
         from tests.fuzz import mutator, world
 
     grounds = world.new_grounds()

@@ -31,7 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.helm.charts import NAMESPACE, ROOT, Object
 from tests.store.servers import redis_command, wait_until
 
-KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
+KVPLANE = [sys.executable, "-c", "from kvplane_tools.cli import main; main()"]
 NODE_NAME = "node-1"
 PATIENCE_S = 60.0
 _LOOK_S = 0.02

@@ -39,7 +39,7 @@ def import_contracts(copy: Path) -> subprocess.CompletedProcess[str]:
 def test_import_contracts_hold_for_the_copy(clean_copy):
     done = import_contracts(clean_copy)
     assert done.returncode == 0, done.stdout
-    assert "Contracts: 15 kept, 0 broken." in done.stdout
+    assert "Contracts: 16 kept, 0 broken." in done.stdout
 
 
 CLIENT = "clients/python/kvplane"
@@ -47,6 +47,10 @@ BASE = "clients/python/kvplane/base"
 SHELL = "service/kvplane_service"
 CORE = "service/kvplane_service/core"
 WORKER = "gpu_worker/kvplane_worker"
+TOOLS = "service/kvplane_tools"
+KERNELS = "gpu_worker/kvplane_kernels"
+PLAN = "service/kvplane_plan/models"
+FLEET = "service/kvplane_fleet/router"
 
 
 @pytest.mark.parametrize(
@@ -66,11 +70,14 @@ WORKER = "gpu_worker/kvplane_worker"
         (CORE, "import kvplane_service.shell_part", "kvplane_service.shell_part"),
         (SHELL + "/replicas", "import kvplane_service.unary", "kvplane_service.unary"),
         (SHELL + "/store", "import kvplane_service.telemetry", "kvplane_service.telemetry"),
-        (SHELL + "/decisions", "import kvplane_replay", "kvplane_replay"),
+        (TOOLS + "/replay", "import kvplane_tools.cli", "kvplane_tools.cli"),
         (WORKER + "/rpc", "import kvplane_worker.attach", "kvplane_worker.attach"),
-        (WORKER + "/memory", "import kvplane_worker.ops", "kvplane_worker.ops"),
+        (KERNELS, "import kvplane_worker", "kvplane_worker"),
+        (PLAN, "import kvplane_service.replicas", "kvplane_service"),
+        (SHELL, "import kvplane_tools", "kvplane_tools"),
+        (FLEET, "import kvplane_tools", "kvplane_tools"),
         (WORKER + "/engine", "import kvplane_worker.process", "kvplane_worker.process"),
-        (WORKER + "/ops/torch_ops", "import kvplane_worker.ops.triton_ops", "kvplane_worker.ops.triton_ops"),
+        (KERNELS + "/torch_ops", "import kvplane_kernels.triton_ops", "kvplane_kernels.triton_ops"),
         (CORE, "import random", "random"),
         (CORE, "import grpc", "grpc"),
     ],

@@ -15,7 +15,16 @@ from tests.packaging.environments import QUIET_PIP, ROOT, base_requirements
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
-PACKAGES = {"kvplane", "kvplane_fleet", "kvplane_replay", "kvplane_service", "kvplane_vllm", "kvplane_worker"}
+PACKAGES = {
+    "kvplane",
+    "kvplane_fleet",
+    "kvplane_kernels",
+    "kvplane_plan",
+    "kvplane_service",
+    "kvplane_tools",
+    "kvplane_vllm",
+    "kvplane_worker",
+}
 
 # Imports every module of the client, and prints loaded modules that an engine must not load.
 LOADED_BY_THE_CLIENT = """

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from kvplane.base.errors import KvplaneError
 from kvplane.v1 import routing_pb2 as pb
-from kvplane_fleet.cli import explanations
-from kvplane_service.cli import app, exit_code
+from kvplane_tools.cli import app, exit_code
+from kvplane_tools.cli.fleet import explanations
 from tests.router.engine import EngineProcess, batches
 from tests.store.servers import free_port
 from tests.test_operating import FLEET

@@ -16,7 +16,7 @@ from kvplane_fleet.faults import Fault
 from kvplane_fleet.fleet import Prompt
 from kvplane_fleet.hits import HitRule
 from kvplane_fleet.policies import Policy
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 from tests.bench.policies import replay
 from tests.router.fleets import BLOCK, GROUPS, Scene, chosen, tokens
 from tests.router.tables import draw_spec

@@ -17,7 +17,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.places import Place
 from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import Batch, GroupFormat, Removed, Stored, Tier
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from tests.router.test_replicas import KINDS, WITHIN_S, Replicas
 
 PLANTS = {

@@ -45,7 +45,7 @@ class Gateway:
             places.append({**place, "replay": replay})
         file = folder / "places.yaml"
         file.write_text(json.dumps({"places": places, "router": options}))
-        command = [sys.executable, "-m", "kvplane_service", "router", str(file), "--listen", "127.0.0.1:0", *words]
+        command = [sys.executable, "-m", "kvplane_tools", "router", str(file), "--listen", "127.0.0.1:0", *words]
         self.router = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.router.stdout is not None
         self.address = self.router.stdout.readline().split()[-1]

@@ -15,7 +15,7 @@ from kvplane.blocking.client import connect
 from kvplane_fleet.fleet import Fleet, Prompt, following
 from kvplane_fleet.follow.replica_source import ReplicaSource
 from kvplane_fleet.settings import PlaceSettings
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from tests.conformance.header import read_records
 from tests.conformance.paths import PathPart
 from tests.conformance.rpc import make_replayer

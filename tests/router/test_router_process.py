@@ -26,7 +26,7 @@ from kvplane.v1 import routing_pb2_grpc
 from kvplane_fleet.domains import keys_of
 from kvplane_fleet.router.messages import pack_keys
 from kvplane_service.auth.tokens import line_of, new_token
-from kvplane_service.cli import app
+from kvplane_tools.cli import app
 from tests.router.engine import DOMAIN, EngineProcess, batches
 from tests.store.servers import free_port
 
@@ -49,7 +49,7 @@ class RouterProcess:
             )
         file = folder / "places.yaml"
         file.write_text("places:\n" + "\n".join(places))
-        command = [sys.executable, "-m", "kvplane_service", "router", str(file), "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "kvplane_tools", "router", str(file), "--listen", "127.0.0.1:0"]
         command += ["--metrics", "127.0.0.1:0", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None

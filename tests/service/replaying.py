@@ -9,16 +9,16 @@ from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, Repl
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
 from kvplane.blocking.session import Session
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.plan import CostModel, EngineConfig, Routing
-from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.core.state import digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.plan import CostModel, EngineConfig, Routing
+from kvplane_tools.replay.workloads import Span, TokenSource, TraceRequest
 
 BUDGET = 256
 COST = CostModel(prefill_tokens_per_second=10_000, decode_step_us=10_000, step_overhead_us=1_000)

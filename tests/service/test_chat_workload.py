@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
+from kvplane_tools.replay.workloads import ChatShape, TraceRequest, chat_workload
 
 SHAPE = ChatShape(max_model_len=4096, num_sessions=40)
 

@@ -13,11 +13,11 @@ import pytest
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.v1.allocation_pb2 import RegisterReplicaRequest
 from kvplane.v1.replica_pb2 import ModelSource
-from kvplane_service.models.catalogue import MODELS
-from kvplane_service.models.hf_config import model_of
-from kvplane_service.models.model_types import READERS
-from kvplane_service.models.shapes import ModelOptions, Sliding
-from kvplane_service.models.sizing import Sizing, figures_of, find_model
+from kvplane_plan.models.catalogue import MODELS
+from kvplane_plan.models.hf_config import model_of
+from kvplane_plan.models.model_types import READERS
+from kvplane_plan.models.shapes import ModelOptions, Sliding
+from kvplane_plan.models.sizing import Sizing, figures_of, find_model
 from kvplane_service.rpc.sources import plan_source
 from tests.conformance.reference_specs import read_spec
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvplane.base.errors import KvplaneError
+from kvplane_plan.models.hf_config import read_model
 from kvplane_service import config
 from kvplane_service.auth.files import Reloaded
 from kvplane_service.auth.owners import read_owners
 from kvplane_service.auth.tokens import read_tokens
 from kvplane_service.auth.web_tokens import read_web_tokens
-from kvplane_service.models.hf_config import read_model
 
 DEEP = 200_000
 TEXTS = (

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane_replay.workloads import MalformedTrace, TraceFile
+from kvplane_tools.replay.workloads import MalformedTrace, TraceFile
 
 TURN = {"t": 1.5, "type": "n", "in": 130, "out": 3, "hash_ids": [1, 2]}
 SESSION = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvplane_replay.workloads import DocumentShape, TraceRequest, document_workload
+from kvplane_tools.replay.workloads import DocumentShape, TraceRequest, document_workload
 
 SHAPE = DocumentShape(num_documents=5, document_tokens=100, turns=3, round_s=2.0, question_tokens=7, answer_tokens=9)
 

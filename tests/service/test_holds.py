@@ -55,7 +55,7 @@ def test_a_busy_thread_is_sampled(monkeypatch):
 
 def test_foreign_code_is_not_named():
     seen = []
-    for module in ("kvplane_service.cli.server", "json.decoder", "kvplane_service.replicas.host"):
+    for module in ("kvplane_tools.cli.server", "json.decoder", "kvplane_service.replicas.host"):
         handler_of_ours(module)(lambda: seen.append(holds._describe(sys._getframe())))
     assert seen == ["", "", "replicas.host.handle, in replicas.host.decide"]
 

@@ -10,9 +10,9 @@ from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import End
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.core.planner import KERNEL_BLOCK
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.shapes import ModelOptions
+from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.shapes import ModelOptions
+from kvplane_plan.planner import KERNEL_BLOCK
 from kvplane_service.registry import Registration
 from kvplane_service.rpc.sources import plan_source
 from kvplane_service.store.registration import namespace_of

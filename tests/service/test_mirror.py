@@ -16,12 +16,12 @@ from kvplane.base.errors import (
 )
 from kvplane.base.groups import CommitRule
 from kvplane.base.session import CORE_VERSION
-from kvplane_replay.from_log import replay_log
 from kvplane_service.config import Config
 from kvplane_service.decisions.recording import MAGIC, header_of, message_of, write_frame
 from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.journal import ReplicaJournal
+from kvplane_tools.replay.from_log import replay_log
 from tests.core.follower import Follower, _published
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld

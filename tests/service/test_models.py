@@ -11,9 +11,9 @@ from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import Layer, MambaSpec
-from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_groups
-from kvplane_service.models.catalogue import MODELS, model_layers
-from kvplane_service.models.shapes import ModelOptions
+from kvplane_plan.models.catalogue import MODELS, model_layers
+from kvplane_plan.models.shapes import ModelOptions
+from kvplane_plan.planner import PlanOptions, Worker, plan_cache, to_groups
 from tests.conformance.groups import read_cases
 from tests.conformance.reference_specs import read_spec
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvplane.base.hashing import HashScheme, RequestHasher, split_hashes
-from kvplane_replay.workloads import TraceFile, TraceKind
+from kvplane_tools.replay.workloads import TraceFile, TraceKind
 
 BLOCK = 512
 

@@ -28,11 +28,6 @@ from kvplane.base.step import (
 from kvplane.blocking.session import Session
 from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1.admin_pb2 import RecordResponse
-from kvplane_replay.engine import Engine
-from kvplane_replay.fleet import Fleet
-from kvplane_replay.from_log import Outcome, curve_of, replay_log
-from kvplane_replay.plan import EngineConfig
-from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
 from kvplane_service.decisions.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
@@ -41,6 +36,11 @@ from kvplane_service.explain.history import NOW, read_history
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
+from kvplane_tools.replay.engine import Engine
+from kvplane_tools.replay.fleet import Fleet
+from kvplane_tools.replay.from_log import Outcome, curve_of, replay_log
+from kvplane_tools.replay.plan import EngineConfig
+from kvplane_tools.replay.workloads import ChatShape, chat_workload
 from tests.core.builders import full, replica_spec
 from tests.core.image import image_of
 from tests.service.hosts import HostWorld

@@ -10,9 +10,9 @@ import pytest
 from kvplane.base.errors import InternalError
 from kvplane.base.step import Admit, AdmitStatus, Part, PartResult, StepResult
 from kvplane.scheduling import MAX_IDLE_STEPS
-from kvplane_replay.engine import NEVER_FITS, TOO_LONG, Engine
-from kvplane_replay.plan import CostModel, EngineConfig, Routing
-from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
+from kvplane_tools.replay.engine import NEVER_FITS, TOO_LONG, Engine
+from kvplane_tools.replay.plan import CostModel, EngineConfig, Routing
+from kvplane_tools.replay.workloads import ChatShape, TraceRequest, chat_workload
 from tests.service.replaying import BUDGET, COST, SPECS, answer, begin, request, run, text
 
 NS = 1_000_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane_replay.plan import EngineConfig
-from kvplane_replay.workloads import TraceFile
 from kvplane_service.core.inspect import check
+from kvplane_tools.replay.plan import EngineConfig
+from kvplane_tools.replay.workloads import TraceFile
 from tests.service.replaying import begin, spec_of
 
 CONVERSATION = "mooncake_conversation_first_half.jsonl.gz"

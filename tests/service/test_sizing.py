@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.models.catalogue import MODELS
-from kvplane_service.models.hf_config import model_of
-from kvplane_service.models.shapes import ModelOptions
-from kvplane_service.models.sizing import Figures, Sizing, figures_of, parse_bytes, shortest_with_gain
+from kvplane_plan.models.catalogue import MODELS
+from kvplane_plan.models.hf_config import model_of
+from kvplane_plan.models.shapes import ModelOptions
+from kvplane_plan.models.sizing import Figures, Sizing, figures_of, parse_bytes, shortest_with_gain
 from tests.service.test_models import GOLDEN_ROWS
 
 GIB = 1 << 30

@@ -15,14 +15,14 @@ from kvplane.base.retain import Retain
 from kvplane.base.step import ExtraKeys, Part, RowFlag, Step
 from kvplane.base.worker import TierUse, WorkerInfo
 from kvplane.v1.replica_pb2 import TIER_KIND_DISK, TIER_KIND_HOST
-from kvplane_service.cli.query.replica import _description
-from kvplane_service.cli.views.samples import Trend
-from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
 from kvplane_service.rpc.encode import encode_description
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_tools.cli.query.replica import _description
+from kvplane_tools.cli.views.samples import Trend
+from kvplane_tools.cli.views.top_panels import panel
 from tests.service.monitoring import Pages
 from tests.service.tiered import DISK, FILLS, HOST, Served
 

@@ -15,8 +15,8 @@ import zstandard
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.hashing import unpack_tokens
-from kvplane_replay.workloads import MalformedTrace, Span, TokenSource, TraceFile, TraceKind, TraceRequest
-from kvplane_replay.workloads import lines as lines_module
+from kvplane_tools.replay.workloads import MalformedTrace, Span, TokenSource, TraceFile, TraceKind, TraceRequest
+from kvplane_tools.replay.workloads import lines as lines_module
 
 
 def mooncake(timestamp: int = 0, length: int = 700, ids: Iterable[int] = (3, 4), output: int = 5) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.blocking.client import connect
 from kvplane.blocking.workers import WorkersClient
 from kvplane.v1 import plan_pb2
+from kvplane_plan.planner import to_rank_plan
 from kvplane_service.config import Config
-from kvplane_service.core.planner import to_rank_plan
 from kvplane_service.replicas.workers import WorkerRoster
 from tests.core.planner_layers import full, named, plan, window
 from tests.service.rig import SPEC, Service, running

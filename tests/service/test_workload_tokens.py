@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.hashing import unpack_tokens
-from kvplane_replay.workloads.requests import POSITIONS, Span, TokenSource, text_of_ids
+from kvplane_tools.replay.workloads.requests import POSITIONS, Span, TokenSource, text_of_ids
 
 places = st.integers(0, 5_000)
 

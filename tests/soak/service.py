@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.cli import main
 from kvplane_service.process.app import App
+from kvplane_tools.cli import main
 
 LOOK_S = 0.002
 SAMPLE_S = 1.0

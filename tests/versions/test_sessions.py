@@ -17,12 +17,12 @@ from kvplane.v1.replica_pb2 import ReplicaSpec
 from kvplane.wire import decode_spec
 from kvplane.wire import stream as wire
 from kvplane.wire.step import decode_step, encode_step
-from kvplane_replay.from_log import replay_log
 from kvplane_service.core.inspect import check
 from kvplane_service.core.state import digest, load_state
 from kvplane_service.decisions.recording import Frames
 from kvplane_service.replicas import cores
 from kvplane_service.store.memory import MemoryStore
+from kvplane_tools.replay.from_log import replay_log
 from tests.versions.kept import COMMITS, HERE, Sent, files, read_messages
 from tests.versions.served import NAME, Served
 from tests.versions.write import SERVED, STEPS, _engine, _run, write_stores

@@ -26,11 +26,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvplane_service.cli.child import ServiceChild
+from kvplane_tools.cli.child import ServiceChild
 from tests.vllm import environment
 
 MODEL = "llama"
-KVPLANE = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import main; main()"]
+KVPLANE = [sys.executable, "-W", "ignore", "-c", "from kvplane_tools.cli import main; main()"]
 CONVERSATIONS, TURNS, NEW_TOKENS = 8, 3, 16
 FIRST, FURTHER = 256, 48  # tokens of the first message of a conversation, and of each further one
 START_S = 300.0

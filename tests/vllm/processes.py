@@ -20,7 +20,7 @@ from tests.vllm import environment
 @contextmanager
 def worker_in(folder: Path) -> Iterator[Path]:
     """Run a kvplane worker without a service in a directory."""
-    command = "from kvplane_service.cli import main; main()"
+    command = "from kvplane_tools.cli import main; main()"
     options = ["worker", "--opaque", "--replica", "r", "--run-dir", str(folder)]
     process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -49,7 +49,7 @@ class Service:
     def start(self) -> None:
         """Start it, and wait until it serves."""
         self.lives += 1
-        command = "from kvplane_service.cli import main; main()"
+        command = "from kvplane_tools.cli import main; main()"
         options = ["serve", "--listen", self.address]
         options += [text for key, value in self.settings.items() for text in ("--set", f"{key}={value}")]
         self._process = subprocess.Popen([sys.executable, "-c", command, *options], stdout=subprocess.PIPE, text=True)

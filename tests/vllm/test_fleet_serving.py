@@ -83,7 +83,7 @@ class Fleet:
             one.wait_until_ready()
         file = folder / "places.yaml"
         file.write_text(json.dumps({"places": [one.place(name) for name, one in self.engines.items()]}))
-        command = [sys.executable, "-m", "kvplane_service", "router", str(file), "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "kvplane_tools", "router", str(file), "--listen", "127.0.0.1:0"]
         router = subprocess.Popen([*command, "--metrics", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
         stack.callback(router.wait)
         stack.callback(router.terminate)

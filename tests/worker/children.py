@@ -18,8 +18,8 @@ from kvplane.base.errors import KvplaneError, error_of_reason
 from kvplane.base.key_records import RECORD_BYTES, KeyRecord, KeyRecords
 from kvplane.base.rank_plan import RankPlan
 from kvplane.rank import Rank, RankGroup
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.attach import Attached, attach
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageMover
 from kvplane_worker.process import WorkerOptions, run
 

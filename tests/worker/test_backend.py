@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument
+from kvplane_kernels.interface import PAGE_OPERATIONS, WarmUp
+from kvplane_kernels.select import choose
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.attach import describe
 from kvplane_worker.lending.rundir import RunDir
-from kvplane_worker.ops.interface import PAGE_OPERATIONS, WarmUp
-from kvplane_worker.ops.select import choose
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.process import WorkerProcess
 from tests.worker.rig import World
 

@@ -8,8 +8,8 @@ import signal
 from typer.testing import CliRunner
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.cli import app, exit_code
-from kvplane_service.cli.options import WRONG_USE
+from kvplane_tools.cli import app, exit_code
+from kvplane_tools.cli.options import WRONG_USE
 from kvplane_worker.attach import attach
 from tests.cli.processes import LIMIT_S, run_kvplane, running
 from tests.worker.rig import World

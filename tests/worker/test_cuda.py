@@ -14,10 +14,10 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Orders
 from kvplane.rank import Rank, RankGroup
 from kvplane.v1 import worker_pb2 as pb
+from kvplane_kernels.interface import GroupPages
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.lending.rundir import read_token, run_dir_of
 from kvplane_worker.memory import MemoryHandle, MemoryKind
-from kvplane_worker.ops.interface import GroupPages
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageMover
 from kvplane_worker.rpc import wire
 from kvplane_worker.rpc.client import WorkerClient

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_kernels.triton_ops import launch as launches
+from kvplane_kernels.triton_ops.launch import Launch
 from kvplane_worker.memory import cuda, use_device
-from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import launch as launches
-from kvplane_worker.ops.triton_ops.launch import Launch
 from kvplane_worker.pages import PageMover
 
 

@@ -19,10 +19,10 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_service.core.planner import to_rank_plan
+from kvplane_kernels.select import choose
+from kvplane_plan.planner import to_rank_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir
-from kvplane_worker.ops.select import choose
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 from tests.core.planner_layers import named, plan, state, window

@@ -11,8 +11,8 @@ import pytest
 
 from kvplane.base.errors import OutOfMemory, StaleEpoch
 from kvplane.base.groups import TierKind, TierSpec
-from kvplane_service.core.planner import Layout
-from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_plan.planner import Layout
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import DiskSlots, HostSlots, Movers, movers
 from kvplane_worker.tiers.movers import NUM_THREADS

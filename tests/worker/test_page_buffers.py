@@ -11,8 +11,8 @@ from kvplane.base.groups import Planner
 from kvplane.base.layer_spec import DType, LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import RankPlan
-from kvplane_service.core.planner import Layout, to_rank_plan
-from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_plan.planner import Layout, to_rank_plan
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.calibration import Calibration
 from kvplane_worker.pages.dtypes import TORCH_DTYPES

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_rank_plan
-from kvplane_service.models.catalogue import MODELS
-from kvplane_service.models.hf_config import model_of
-from kvplane_service.models.shapes import Model, ModelOptions
-from kvplane_worker.ops.interface import DeltaInputs, ScanInputs, StatePages, StateRows
-from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import delta_rule, selective_scan, states
+from kvplane_kernels.interface import DeltaInputs, ScanInputs, StatePages, StateRows
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_kernels.triton_ops import delta_rule, selective_scan, states
+from kvplane_plan.models.catalogue import MODELS
+from kvplane_plan.models.hf_config import model_of
+from kvplane_plan.models.shapes import Model, ModelOptions
+from kvplane_plan.planner import PlanOptions, Worker, plan_cache, to_rank_plan
 from kvplane_worker.pages import PageBuffers
 
 TOKENS, WRITTEN = 5, 3

@@ -25,13 +25,13 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
 from kvplane.v1.allocation_pb2 import ListReplicasRequest
+from kvplane_kernels import select
+from kvplane_kernels.proof import Proof
 from kvplane_service.config import Config
 from kvplane_worker import process as process_module
 from kvplane_worker.attach import attach, describe
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import run_dir_of
-from kvplane_worker.ops import select
-from kvplane_worker.ops.proof import Proof
 from kvplane_worker.process import Stop, WorkerProcess
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, running, until

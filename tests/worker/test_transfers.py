@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.core.planner import Layout, to_rank_plan
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_plan.planner import Layout, to_rank_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.transfers import MAX_BLOCKS_PER_CALL, Outcome, Transfer, TransferKind, checksum, transfer
 from tests.core.planner_layers import full, named, plan, window
 from tests.worker.rig import refusal

@@ -10,8 +10,8 @@ import torch
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.job_table import JobKind, JobRow, JobTable, job_table_bytes
 from kvplane.base.stamp_table import StampTable, table_bytes
-from kvplane_service.core.planner import Layout
-from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_plan.planner import Layout
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers import DiskSlots, HostSlots, MoverMemory, Movers, Slots
 from kvplane_worker.tiers.movers import NUM_THREADS

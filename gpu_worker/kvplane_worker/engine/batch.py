@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvplane_worker.ops.columns import column
-from kvplane_worker.ops.interface import Batch, HostTables
+from kvplane_kernels.columns import column
+from kvplane_kernels.interface import Batch, HostTables
 
 Count = TypeVar("Count", int, Tensor)
 NO_STATE = 0  # the null block: before the first token the state is zero

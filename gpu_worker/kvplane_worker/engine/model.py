@@ -9,6 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from kvplane_kernels.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    DeltaInputs,
+    LatentPages,
+    LayerAttention,
+    LayerLatents,
+    LayerStates,
+    LayerUse,
+    PagedOps,
+    ScanInputs,
+    StateInputs,
+    StatePages,
+    StateRows,
+    StateWeights,
+    WarmUp,
+)
+from kvplane_kernels.torch_ops import TorchOps
 from kvplane_worker.engine.batch import Launch, Row
 from kvplane_worker.engine.config import (
     AttentionLayer,
@@ -30,25 +49,6 @@ from kvplane_worker.engine.weights import (
     Weights,
     share_of,
 )
-from kvplane_worker.ops.interface import (
-    AttentionPages,
-    AttentionRule,
-    Batch,
-    DeltaInputs,
-    LatentPages,
-    LayerAttention,
-    LayerLatents,
-    LayerStates,
-    LayerUse,
-    PagedOps,
-    ScanInputs,
-    StateInputs,
-    StatePages,
-    StateRows,
-    StateWeights,
-    WarmUp,
-)
-from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.calibration import Calibration
 from kvplane_worker.pages.dtypes import TORCH_DTYPES

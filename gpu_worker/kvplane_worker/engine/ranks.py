@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kvplane.base.job_table import JobTable
 from kvplane.base.stamp_table import StampTable
 from kvplane.rank import PageMover
+from kvplane_kernels.interface import PagedOps
 from kvplane_worker import pages
 from kvplane_worker.attach import attach
-from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.pages import PageBuffers
 
 

@@ -16,7 +16,7 @@ from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import MambaSpec, MLASpec, SlidingWindowMLASpec
 from kvplane.base.rank_plan import LayerPlace, RankPlan
-from kvplane_worker.ops.interface import AttentionPages, GroupPages, LatentPages, StatePages
+from kvplane_kernels.interface import AttentionPages, GroupPages, LatentPages, StatePages
 from kvplane_worker.pages.dtypes import SCALED, TORCH_DTYPES
 
 if TYPE_CHECKING:

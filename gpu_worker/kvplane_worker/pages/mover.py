@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplane_worker.ops.interface import PageOps
+from kvplane_kernels.interface import PageOps
 from kvplane_worker.pages.buffers import PageBuffers
 
 

@@ -24,11 +24,11 @@ from kvplane.base.errors import (
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.v1 import worker_pb2 as pb
+from kvplane_kernels.select import Choice
 from kvplane_worker import transfers
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.writer import ProcessName, Writer
 from kvplane_worker.memory import free_bytes
-from kvplane_worker.ops.select import Choice
 from kvplane_worker.rpc import wire
 from kvplane_worker.rpc.callers import Caller
 from kvplane_worker.tiers import Movers, use_of

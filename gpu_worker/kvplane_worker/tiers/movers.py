@@ -28,8 +28,8 @@ from torch import Tensor
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.job_table import JobKind, JobRow, JobTable
 from kvplane.base.stamp_table import StampTable
+from kvplane_kernels.interface import PageOps
 from kvplane_worker.memory import use_device
-from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.tiers.kept import kept_of
 from kvplane_worker.tiers.seal import Content

@@ -12,9 +12,9 @@ from pathlib import Path
 from kvplane.base.errors import InvalidArgument, OutOfMemory
 from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.stamp_table import StampTable
+from kvplane_kernels.interface import PageOps
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.memory import is_in_memory
-from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.tiers.disk import DiskSlots
 from kvplane_worker.tiers.kept import left_table
 from kvplane_worker.tiers.movers import MoverMemory, Movers

@@ -3,6 +3,5 @@
 A `Step` comes in, a `StepResult` goes out. State changes only in `replica.Replica.apply`, in `open_step.OpenStep`, and
 when an engine life begins. Read bottom-up: `columns`, `keys`, `keytable`, `freelist`, `pool`, `dropping`, `managers/`,
 `lookup`, `coordinator`, `requests`, `in_flight`, `refusals`, `facts`, `step_applier`, `entries`, `recovery`, `resume`,
-`replica`, `part_rows`, `open_step`; `invariants` checks the state. `planner/` is independent of these modules: it makes
-the groups of a replica from the layers of a model.
+`replica`, `part_rows`, `open_step`; `invariants` checks the state.
 """

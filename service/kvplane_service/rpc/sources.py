@@ -24,7 +24,10 @@ from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
 from kvplane.wire.spec import decode_enum
-from kvplane_service.core.planner import (
+from kvplane_plan.models.catalogue import model_layers
+from kvplane_plan.models.hf_config import parse_model
+from kvplane_plan.models.shapes import Model, ModelOptions, check_speculation
+from kvplane_plan.planner import (
     CacheGroup,
     CachePlan,
     Layout,
@@ -34,9 +37,6 @@ from kvplane_service.core.planner import (
     to_groups,
     to_rank_plan,
 )
-from kvplane_service.models.catalogue import model_layers
-from kvplane_service.models.hf_config import parse_model
-from kvplane_service.models.shapes import Model, ModelOptions, check_speculation
 
 MAX_LAYERS = 4096
 MAX_CONFIG_CHARACTERS = 1 << 20

@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 import triton
 
-from kvplane_worker.ops.triton_ops import compiles
-from kvplane_worker.ops.triton_ops.launch import Launch
+from kvplane_kernels.triton_ops import compiles
+from kvplane_kernels.triton_ops.launch import Launch
 from tests.bench.gpu import causes, correct, decoding, limits, moving, processes, serving, together
 from tests.bench.gpu.figures import FULL, TINY, Figure, Sizes
 from tests.bench.gpu.timing import Clock, DryClock

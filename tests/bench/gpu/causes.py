@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, GroupPages
-from kvplane_worker.ops.triton_ops import attention, moves
-from kvplane_worker.ops.triton_ops.backend import TritonOps
-from kvplane_worker.ops.triton_ops.kernels import moves as kinds
-from kvplane_worker.ops.triton_ops.launch import chip_of
-from kvplane_worker.ops.triton_ops.link.buffers import BUFFER_BYTES
+from kvplane_kernels.interface import AttentionPages, AttentionRule, GroupPages
+from kvplane_kernels.triton_ops import attention, moves
+from kvplane_kernels.triton_ops.backend import TritonOps
+from kvplane_kernels.triton_ops.kernels import moves as kinds
+from kvplane_kernels.triton_ops.launch import chip_of
+from kvplane_kernels.triton_ops.link.buffers import BUFFER_BYTES
 from tests.bench.gpu.decoding import GROUP, SIZE, batch_of, random_pages, running
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits, sent

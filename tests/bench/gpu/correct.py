@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
-from kvplane_worker.ops.interface import (
+from kvplane_kernels.cudnn_ops.entry import CudnnEntry
+from kvplane_kernels.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
@@ -18,13 +18,13 @@ from kvplane_worker.ops.interface import (
     StatePages,
     StateWeights,
 )
-from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.ops.triton_ops import writes
-from kvplane_worker.ops.triton_ops.backend import TritonOps
-from kvplane_worker.ops.triton_ops.launch import HOST, Chip, chip_of
+from kvplane_kernels.torch_ops import TorchOps
+from kvplane_kernels.triton_ops import writes
+from kvplane_kernels.triton_ops.backend import TritonOps
+from kvplane_kernels.triton_ops.launch import HOST, Chip, chip_of
 from tests.bench.gpu.figures import Sizes
-from tests.ops.contract import CHECKS, run
-from tests.ops.subjects import SUBJECTS
+from tests.kernels.contract import CHECKS, run
+from tests.kernels.subjects import SUBJECTS
 
 # Each has a context on the GPU, about half a GiB.
 PROCESSES = 16

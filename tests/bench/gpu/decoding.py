@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, LatentPages
-from kvplane_worker.ops.triton_ops import attention
-from kvplane_worker.ops.triton_ops.launch import Launch, chip_of
+from kvplane_kernels.interface import AttentionPages, AttentionRule, Batch, LatentPages
+from kvplane_kernels.triton_ops import attention
+from kvplane_kernels.triton_ops.launch import Launch, chip_of
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits
 from tests.bench.gpu.timing import Clock, Work

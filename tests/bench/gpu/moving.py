@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from kvplane_worker.ops.interface import GroupPages
-from kvplane_worker.ops.triton_ops import moves, writes
-from kvplane_worker.ops.triton_ops.backend import TritonOps
-from kvplane_worker.ops.triton_ops.kernels import moves as kinds
-from kvplane_worker.ops.triton_ops.launch import chip_of
-from kvplane_worker.ops.triton_ops.link.routes import Route
+from kvplane_kernels.interface import GroupPages
+from kvplane_kernels.triton_ops import moves, writes
+from kvplane_kernels.triton_ops.backend import TritonOps
+from kvplane_kernels.triton_ops.kernels import moves as kinds
+from kvplane_kernels.triton_ops.launch import chip_of
+from kvplane_kernels.triton_ops.link.routes import Route
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits
 from tests.bench.gpu.timing import Clock

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from kvplane_kernels.triton_ops.backend import TritonOps
 from kvplane_worker.memory import open_memory
-from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.bench.gpu.decoding import decoder
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvplane_worker.ops.cudnn_ops.entry import CudnnEntry
-from kvplane_worker.ops.interface import (
+from kvplane_kernels.cudnn_ops.entry import CudnnEntry
+from kvplane_kernels.interface import (
     AttentionPages,
     AttentionRule,
     Batch,
@@ -23,8 +23,8 @@ from kvplane_worker.ops.interface import (
     StateRows,
     StateWeights,
 )
-from kvplane_worker.ops.triton_ops import attention
-from kvplane_worker.ops.triton_ops.backend import TritonOps
+from kvplane_kernels.triton_ops import attention
+from kvplane_kernels.triton_ops.backend import TritonOps
 from tests.bench.gpu.decoding import batch_of, random_pages, runner
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits, host_seconds

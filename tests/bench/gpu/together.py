@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvplane_worker.ops.triton_ops.backend import TritonOps
+from kvplane_kernels.triton_ops.backend import TritonOps
 from tests.bench.gpu.decoding import decoder
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits

@@ -22,7 +22,7 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.bench.peer.plan import IN_PROCESS, SOCKET, TCP, UNIX
 
-SERVE = "from kvplane_service.cli import main; main()"
+SERVE = "from kvplane_tools.cli import main; main()"
 
 
 class Place(Protocol):

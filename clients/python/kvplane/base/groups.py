@@ -1,7 +1,7 @@
 """The settings of one replica, and the KV cache groups of its model, as the allocator needs them.
 
 A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs to know only how many
-blocks a group uses for a number of tokens, never heads or dtypes. The planner (`kvplane_service.core.planner`) computes
+blocks a group uses for a number of tokens, never heads or dtypes. The planner (`kvplane_plan.planner`) computes
 the groups from the layer formats.
 """
 

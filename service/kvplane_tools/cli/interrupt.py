@@ -1,0 +1,91 @@
+"""Ctrl-C: SIGINT ends a command as KeyboardInterrupt, at a place where an exception does no harm."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from kvplane_tools.cli.options import INTERRUPTED
+
+# Seconds: that a command may take to clean up; after which a second Ctrl-C ends it at once (before, it is the same one,
+# which a parent process forwarded); between two attempts to raise the exception.
+LIMIT_S = 10.0
+SECOND_S = 1.0
+RETRY_S = 0.01
+
+# The functions of gRPC that wait in the calling thread, and leave nothing half done when an exception ends them.
+_GRPC_WAITS = {"_wait_once", "_blocking"}
+
+
+class Interrupt:
+    """Handler of SIGINT: raises KeyboardInterrupt once, and ends the process LIMIT_S seconds later in any case.
+
+    Between two statements of gRPC an exception leaves a channel that never closes: the handler runs again RETRY_S
+    seconds later. It does so too where Python discards the exception, as in the finalizer of an object or a generator.
+    A second SIGINT ends the process at once.
+
+    The handler uses timers of the kernel and of C only: a thread takes a lock of `threading` when it starts, which the
+    interrupted code may hold. The timer of C ends a process that executes no Python code any more (exit code 1).
+    """
+
+    def __init__(self) -> None:
+        self._end = 0.0  # on time.monotonic(); 0 = no SIGINT yet
+        self._raised = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT, or SIGALRM of the own timer."""
+        now = time.monotonic()
+        if not self._end:
+            self._end = now + LIMIT_S
+            signal.signal(signal.SIGALRM, self)
+            faulthandler.dump_traceback_later(LIMIT_S + 1, exit=True, file=2)
+        elif now >= self._end or (number == signal.SIGINT and now >= self._end - LIMIT_S + SECOND_S):
+            os._exit(INTERRUPTED)
+        if self._raised:
+            return
+        self._raised = may_raise(frame)
+        signal.setitimer(signal.ITIMER_REAL, max(self._end - now, RETRY_S) if self._raised else RETRY_S)
+        if self._raised:
+            raise KeyboardInterrupt
+
+    def discarded(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Handle an exception that Python discards (`sys.unraisablehook`): raise the KeyboardInterrupt again."""
+        if unraisable.exc_type is KeyboardInterrupt and self._end:
+            self._raised = False
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+        else:
+            sys.__unraisablehook__(unraisable)
+
+
+def may_raise(frame: FrameType | None) -> bool:
+    """Whether an exception in this frame of the main thread leaves no function of gRPC half done."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "grpc":
+            return frame.f_code.co_name in _GRPC_WAITS
+        frame = frame.f_back
+    return True
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Handle SIGINT in the block, unless the parent process lets it be ignored."""
+    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    if before is not signal.default_int_handler:
+        yield
+        return
+    interrupt = Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = interrupt.discarded
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
+        # At its end Python gives signals their default action, by which a late SIGALRM would kill the process.
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,222 @@
+"""Commands about a service as a whole: `status`, `replicas`, `top`, `doctor`, `health`, `drain`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from kvplane.base.errors import InvalidArgument, Unavailable
+from kvplane_tools.cli.client import address_remedy, client_of, described, grpcurl_line
+from kvplane_tools.cli.options import DEFAULT_SERVICE, FAILED, TABLE, Grpcurl, Output, Service, Watch, given_access
+from kvplane_tools.cli.output import age, columns, repeat, show, store_word, text_of, word
+
+if TYPE_CHECKING:
+    from kvplane import Client
+    from kvplane.v1.admin_pb2 import StatusResponse
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ListReplicasResponse, ReplicaSummary
+    from kvplane_tools.cli.query.checks import Finding
+
+_PAGE = 1000
+_ALL = 1 << 30
+_PIPE_COLUMNS = 200
+_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+
+
+def status_command(
+    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
+) -> None:
+    """Show version, uptime, replicas and telemetry endpoints of a service."""
+    from kvplane.unary import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.status()))
+        return
+
+    def one() -> None:
+        answer = client.status()
+        show(answer, output, table=lambda: _status_table(service, answer))
+
+    with client_of(service) as client:
+        repeat(watch, one)
+
+
+def _status_table(service: str, answer: StatusResponse) -> str:
+    counts = {
+        "live": answer.live_replicas,
+        "idle": answer.replicas - answer.live_replicas - answer.lapsed_replicas - answer.recovering_replicas,
+        "lapsed": answer.lapsed_replicas,
+        "recovering": answer.recovering_replicas,
+    }
+    state = "draining" if answer.draining else "serving"
+    return "\n".join(
+        (
+            f"kvplane {answer.version} at {service}, {state} for {age(answer.uptime_ms)}",
+            f"replicas: {answer.replicas} ({', '.join(f'{count} {state}' for state, count in counts.items())})",
+            f"metrics: {answer.metrics_address or 'none'}",
+            f"traces: {'on' if answer.tracing else 'off'}",
+        )
+    )
+
+
+def replicas_command(
+    service: Service = DEFAULT_SERVICE, output: Output = TABLE, watch: Watch = None, grpcurl: Grpcurl = False
+) -> None:
+    """List the replicas of a service with their session states and the use of their pools."""
+    from kvplane.unary import calls
+    from kvplane.v1.allocation_pb2 import ListReplicasResponse
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.list_replicas(_PAGE, "")))
+        return
+
+    def one() -> None:
+        answer = ListReplicasResponse(replicas=client.list_replicas())
+        show(
+            answer,
+            output,
+            table=lambda: columns([_HEADINGS, *map(_row, answer.replicas)]),
+            wide=lambda: _wide_table(client, answer),
+            name=lambda: "\n".join(one.replica for one in answer.replicas),
+        )
+
+    with client_of(service) as client:
+        repeat(watch, one)
+
+
+_HEADINGS = ("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")
+
+
+def _row(one: ReplicaSummary | DescribeReplicaResponse, num_blocks: int = 0) -> tuple[str, ...]:
+    from kvplane.v1.allocation_pb2 import ReplicaState, ReplicaSummary
+
+    num_blocks = one.num_blocks if isinstance(one, ReplicaSummary) else num_blocks
+    state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
+    held = f"{1 - one.free_blocks / max(1, num_blocks - 1):.0%}"
+    return one.replica, state, str(one.epoch), str(num_blocks), str(one.free_blocks), held
+
+
+def _wide_table(client: Client, answer: ListReplicasResponse) -> str:
+    """Return the table with what DescribeReplica adds, which takes a call for each replica."""
+    rows: list[tuple[str, ...]] = [(*_HEADINGS, "RUNNING", "HIT", "PREEMPTED", "WORKERS", "STORE")]
+    for one in described(client, answer.replicas):
+        counters = one.counters
+        hit = f"{counters.hit_tokens / counters.queried_tokens:.0%}" if counters.queried_tokens else "-"
+        workers = f"{len(one.workers)} of {one.num_ranks}"
+        more = (str(one.running_requests), hit, str(counters.preempted), workers, store_word(one.store))
+        rows.append((*_row(one, one.spec.num_blocks), *more))
+    return columns(rows)
+
+
+def top_command(
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the table and exit.")] = False,
+    sort: Annotated[str, typer.Option(help="Column to sort by, such as held; -held: smallest first.")] = "replica",
+    wanted: Annotated[str, typer.Option("--filter", help="Show replicas with this text in name or state.")] = "",
+    svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a screenshot and exit.")] = None,
+    service: Service = DEFAULT_SERVICE,
+) -> None:
+    """Watch the replicas of a service as a table: pools, hits, steps, preemptions, refusals.
+
+    Keys: arrows move, Enter shows one replica with its requests, Escape goes back; s sorts by the next column, r
+    reverses, / filters, p pauses, q quits. A click on a heading sorts.
+    """
+    from kvplane_tools.cli.views.fleet import order_of
+
+    order = order_of(sort, wanted)
+    with client_of(service) as client:
+        if once:
+            from rich.console import Console
+
+            from kvplane_tools.cli.views.fleet import Fleet, fleet_table
+
+            rows = Fleet(client).sample(time.monotonic(), most=_ALL)
+            Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(fleet_table(order, rows))
+            return
+        from kvplane_tools.cli.views.top_app import Top
+
+        client.status()  # raises Unavailable before the screen is taken over
+        if svg is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+            remedy = "give --once, which prints the table"
+            raise InvalidArgument("there is no terminal to draw on", field="kvplane top", remedy=remedy)
+        app = Top(client, service, interval, order)
+        app.run() if svg is None else app.save_picture(svg)
+
+
+def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = TABLE) -> None:
+    """Check a service for common problems and print remedies. Exits 1 if any are found.
+
+    Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
+    store, external loads, budgets and drafts. Says how blocks are hashed.
+    """
+    from dataclasses import asdict
+
+    from kvplane_tools.cli.query.checks import examine
+
+    with address_remedy():
+        findings = examine(service, given_access())
+    print(text_of(lambda: [asdict(one) for one in findings], output, table=lambda: _finding_table(findings)))
+    raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
+
+
+def _finding_table(findings: list[Finding]) -> str:
+    rows = [("CHECK", "STATE", "FOUND")]
+    rows += [(one.check, "ok" if one.is_well else "FAULT", one.seen) for one in findings]
+    remedies = [f"{one.check}: {one.remedy}" for one in findings if not one.is_well]
+    return "\n".join([columns(rows), *([""] if remedies else []), *remedies])
+
+
+def health_command(
+    address: Annotated[str, typer.Argument(help="host:port of health_listen, or unix:PATH of a worker.")],
+    name: Annotated[
+        str, typer.Option(help="What to check: readiness, liveness, or a service. Default: the whole process.")
+    ] = "",
+) -> None:
+    """Query gRPC Health in plaintext, for probes. Exits 0 if serving, 1 if not, 3 if there is no answer."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from kvplane.rpc.channel import open_channel
+    from kvplane.rpc.status import RpcOutcome, error_of_rpc
+
+    with open_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=name)
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_HEALTH_TIMEOUT_S).status
+        except grpc.RpcError as outcome:
+            raise error_of_rpc(cast(RpcOutcome, outcome)) from None
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(status).lower())
+    raise typer.Exit(0 if status == health_pb2.HealthCheckResponse.SERVING else FAILED)
+
+
+def drain_command(
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the service has exited.")] = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Drain a service: it refuses new sessions, waits until open sessions are closed, then exits. Same as SIGTERM."""
+    from kvplane.unary import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.drain()))
+        return
+    with client_of(service) as client:
+        client.drain()
+        print(f"{service}: draining", flush=True)
+    if wait:
+        _wait_for_exit(service)
+        print(f"{service}: exited")
+
+
+def _wait_for_exit(service: str) -> None:
+    with client_of(service) as client:
+        while True:
+            try:
+                client.status()
+            except Unavailable:
+                return
+            time.sleep(_POLL_S)
