@@ -146,7 +146,7 @@ def measure(
         off_took, on_took = pair_of(sides, steps)
         extra.append((on_took - off_took) / off_took * 100)
         off_ns.append(off_took / steps)
-    assert digest(sides[0].host.replica.reference()) == digest(sides[1].host.replica.reference())
+    assert digest(sides[0].host.replica) == digest(sides[1].host.replica)
     low, high = bootstrap(extra, random.Random(1))
     packing_us = sides[1].packing_ns / max(1, sides[1].num_packed) / 1000
     return Overhead(what, statistics.mean(extra), low, high, statistics.mean(off_ns) / 1000, pairs, steps, packing_us)

@@ -29,6 +29,7 @@ from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from tests.bench.machine import machine, machine_line
 from tests.bench.peer.models import MODELS, Model
+from tests.core.specification import specification_of
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, REQUESTS, PROMPT, LONG, CHUNK = 9, 256, 1100, 32_768, 8192
@@ -84,7 +85,7 @@ class Side:
             self._admit()
             self.turn()  # releases blocks behind windows
         if way.full:  # blocks without a key would be allocated first
-            state = self.host.replica.reference()
+            state = specification_of(self.host.replica)
             state.coordinator.pool.reserve(self.host.replica.block_counts.empty)
             state.coordinator.pool.stamped.clear()  # no process holds these pages
             self.host.replica.adopt(state)

@@ -117,7 +117,7 @@ def cost(steps: int, pairs: int) -> str:
             without.append(off_ns / steps / 1000)
             differences.append((on_ns - off_ns) / steps / 1000)
         store.close()
-    assert digest(sides[0].host.replica.reference()) == digest(sides[1].host.replica.reference())
+    assert digest(sides[0].host.replica) == digest(sides[1].host.replica)
     low, high = bootstrap(differences)
     base, more = statistics.median(without), statistics.median(differences)
     return (

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from tests.bench.routing import SCENES, RoutedFleet, arrivals, run
+from tests.core.specification import specification_of
 
 SHARED = replace(SCENES[0], engines=3, num_blocks=900, limit=60)
 
@@ -17,7 +18,7 @@ def test_the_index_has_what_the_engines_have_once_all_events_have_come():
             pass
         fleet.router.time.advance(1e9)
     for engine in fleet.engines:
-        pool = engine._publishing.replica.reference().coordinator.pool  # type: ignore[attr-defined]
+        pool = specification_of(engine._publishing.replica).coordinator.pool  # type: ignore[attr-defined]
         named = [key for block in range(pool.num_blocks) if (key := pool.key_of(block)) is not None]
         keys = {(group, digest[-8:]) for _, group, digest in named}
         place = fleet.router._places.followed[engine._name].place  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session.tables import BlockTables
 from tests.client.lasting import HYBRID, STATE
 from tests.client.mini_engine import MiniEngine
+from tests.core.specification import specification_of
 from tests.store.test_restart import NAME, NONCES, Wire, World
 
 
@@ -43,7 +44,7 @@ def open_session(world: World) -> Session:
 
 def requests_of(world: World) -> dict[int, tuple[object, ...]]:
     """What the service knows of each."""
-    known = world.life.host.replica.reference().requests
+    known = specification_of(world.life.host.replica).requests
     columns = (known.request_id, known.domain, known.num_tokens, known.limit, known.skip_reading)
     return {slot: (*(column[slot] for column in columns), tuple(known.content[slot].digests)) for slot in known.slots()}
 
@@ -91,7 +92,7 @@ def test_requests_in_flight_are_recorded_and_running_ones_preempted():
         world.restart()
         first, second = session.receive().parts[0], session.receive().parts[0]
         assert (first.granted, first.preempted, second.preempted) == ([0], [0], [])
-        known = world.life.host.replica.reference().requests
+        known = specification_of(world.life.host.replica).requests
         assert {slot: known.num_tokens[slot] for slot in known.slots()} == {0: 41, 2: 10}
         assert known.domain[2] == "d"
         world.restart()

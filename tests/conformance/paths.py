@@ -9,6 +9,7 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Part, PartResult, Step
 from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.replicas import cores
+from tests.core.specification import specification_of
 
 CHECK_EVERY = 50
 
@@ -77,11 +78,11 @@ class InProcessPath:
 
     def free_order(self) -> list[int]:
         """See Path."""
-        return list(self.replica.reference().coordinator.pool.free)
+        return list(specification_of(self.replica).coordinator.pool.free)
 
     def snapshot(self) -> Seen:
         """See Path."""
-        seen = take_snapshot(self.replica.reference())
+        seen = take_snapshot(specification_of(self.replica))
         blocks = sorted({one.block for one in seen.keys})
         tables = {one.slot: [list(table) for table in one.tables] for one in seen.requests if one.running}
         return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage, tables)

@@ -21,6 +21,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 from kvplane_service.replicas.published import EntriesDigest, EntriesScan
+from tests.core.specification import specification_of
 
 SCANNED_AT_ONCE = 3  # blocks of a slice
 
@@ -164,7 +165,7 @@ def entries(event: CacheEvent) -> Iterator[Shown]:
 
 
 def _published(replica: Replica) -> Iterator[Shown]:
-    pool = replica.reference().coordinator.pool
+    pool = specification_of(replica).coordinator.pool
     for block in range(pool.num_blocks):
         key = pool.key_of(block)
         if key is None or pool.key_step[block] > pool.executed_through:

@@ -269,7 +269,7 @@ def compiled_core(engine: Engine) -> NativeReplica:
     from kvplane_service.core.native import NativeReplica
 
     core: object = engine.replica
-    return core if isinstance(core, NativeReplica) else NativeReplica.of(engine.replica.reference())
+    return core if isinstance(core, NativeReplica) else NativeReplica.of(engine.replica)
 
 
 def main(chosen: list[str]) -> bool:

@@ -6,6 +6,7 @@ from random import Random
 
 from kvplane.base.retain import Retain
 from kvplane_service.core.interface import ReplicaCore
+from tests.core.specification import specification_of
 
 TICK_NS = 10  # between steps
 
@@ -21,7 +22,7 @@ def drawn(replica: ReplicaCore, rng: Random, seq: int) -> Retain:
         count = min(rng.choice([len(digests), rng.randint(1, len(digests))]), replica.spec.max_model_len // size)
         rows.num_hashes.append(count)
         rows.hashes += b"".join(digests[:count])
-        rows.domain.append(replica.reference().requests.domain[slot])
+        rows.domain.append(specification_of(replica).requests.domain[slot])
         rows.owner.append(rng.choice("ab"))
         rows.priority.append(rng.choice([0, 0, 50, 100]))
         rows.until_ns.append(seq * TICK_NS + TICK_NS * rng.choice([0, 1, 5, 20, 100]))

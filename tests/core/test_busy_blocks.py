@@ -27,6 +27,7 @@ from tests.core.builders import (
 )
 from tests.core.image import image_of, replica_of
 from tests.core.page_engine import RandomEngine
+from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES, CACHED_MIXES
 from tests.twins import weakened
 
@@ -56,7 +57,7 @@ def with_a_load(how: Callable[[Engine], object] = lambda engine: None) -> Engine
 
 def failed(engine: Engine) -> None:
     """The request is preempted under its load: its pages stay with that."""
-    engine.replica = engine.replica.reference()  # a twin does not see this change
+    engine.replica = specification_of(engine.replica)  # a twin does not see this change
     engine.replica.tracker.preempt(1, engine.seq)
 
 

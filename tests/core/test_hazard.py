@@ -331,12 +331,12 @@ def test_hints_that_were_not_announced_are_refused_and_change_nothing(kind, anno
     core.replica = kind(core.spec)
     core.replica.begin_epoch(1)
     core.step(Part(news=News([0], [9], num_hashes=[2], hashes=b"".join(chain((1, 2)))), admit=Admit([0])))
-    before = digest(core.replica.reference())
+    before = digest(core.replica)
     bad = Part(news=News([1], [9], hint=[hint])) if section == "news" else Part(facts=Facts([0], hint=[hint]))
     with pytest.raises(InvalidArgument, match=f"hint_values {announced}, found {hint}") as refused:
         core.step(bad)
     assert refused.value.field == f"parts[0].{section}.hint"
-    assert digest(core.replica.reference()) == before
+    assert digest(core.replica) == before
     core.seq -= 1
     core.step(Part(facts=Facts([0], hint=[max(0, announced - 1)], end=[int(End.FREE)])))
 

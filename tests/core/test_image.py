@@ -24,6 +24,7 @@ from tests.core.builders import admit_row, full, prompt_and_window, replica_spec
 from tests.core.follower import Followed
 from tests.core.image import Image, apply_on_both, decisive_state, image_of, replica_of
 from tests.core.page_engine import RandomEngine
+from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES, run
 from tests.twins import weakened
 
@@ -37,7 +38,7 @@ def drain(engine: RandomEngine) -> None:
     engine.seq += 1
     engine.executed_through = engine.launched
     (result,) = engine.apply([Part(cache=Cache(evicted=evicted(engine)))])
-    engine.replica = engine.replica.reference()  # a twin does not see the changes that follow
+    engine.replica = specification_of(engine.replica)  # a twin does not see the changes that follow
     engine.replica.coordinator.pool.retained.clear()  # no image has it
     engine.memory.stamp(result.orders)
     engine.launched = engine.stamped = engine.moved = engine.seq

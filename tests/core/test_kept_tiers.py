@@ -18,6 +18,7 @@ from kvplane_service.core.tiers import behind
 from kvplane_service.replicas.sessions import check_request
 from kvplane_service.replicas.stamps import disks_alone
 from tests.core.builders import full, with_twin
+from tests.core.specification import specification_of
 from tests.core.test_tiers import Mover
 
 BLOCKS, HOST = 21, 12
@@ -132,7 +133,7 @@ def test_a_reset_is_not_undone_by_a_store_and_a_disk(engine):
 def test_a_reset_that_the_core_does_not_know_of_counts(engine):
     table = engine.shown()
     table[0] = engine.pool.draw()
-    engine.replica = with_twin(engine.replica.reference())
+    engine.replica = with_twin(specification_of(engine.replica))
     engine.replica.begin_epoch(5, table)
     assert keys(engine.replica) == [set(), set()]
 

@@ -30,6 +30,7 @@ from tests.core.builders import (
 )
 from tests.core.later import Later
 from tests.core.page_memory import Launch, Memory, Row
+from tests.core.specification import specification_of
 from tests.twins import weakened
 
 DELAY = RowFlag.DELAY_CACHING
@@ -72,7 +73,7 @@ def test_skipped_blocks_are_not_released_while_a_load_may_write_them(waits):
     engine.step(Part(facts=Facts([9], appended=[21], tokens=tokens("b" * 21))))
     assert engine.admit(9, external=24, cap=0, flags=DELAY).status is GRANTED
     blocks = engine.table(9)
-    engine.replica = engine.replica.reference()  # the fault is planted in the Python core alone
+    engine.replica = specification_of(engine.replica)  # the fault is planted in the Python core alone
     with nullcontext() if waits else weakened("skipped blocks released during a load"):
         engine.step(Part(facts=Facts([9], release_skipped=[24])))
     assert (engine.table(9) == blocks) is waits

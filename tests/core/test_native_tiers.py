@@ -34,8 +34,8 @@ from tests.core import (
     test_tiers,
 )
 from tests.core.builders import digests, full, replica_spec, window
-from tests.core.fallbacks import no_fallbacks as no_fallbacks
 from tests.core.images import image_of, values_of
+from tests.core.specification import specification_of
 from tests.core.test_page_contents import MIXES
 from tests.core.test_tier_contents import run
 from tests.core.test_tiers import DISK, HOST, Mover
@@ -91,15 +91,17 @@ def loading(**changes):
 
 def test_the_state_survives_the_way_through_the_compiled_core():
     engine = loading()
-    first = engine.replica.reference()
+    first = specification_of(engine.replica)
     assert all(first.tiers.open_jobs().values()), "jobs of each kind are in flight"
     second = native.NativeReplica.of(load_state(first.spec, export_state(first)))
     assert export_state(second) == export_state(first)
-    assert digest(second.reference()) == digest(first)
+    assert digest(second) == digest(first)
     assert slots_of(second) == slots_of(first)
     asked = digests(first.spec, "ddddeeeeffff"), "", 13
     assert second.explain(*asked) == first.explain(*asked)
-    assert first.explain(*asked).missing.tier is not None
+    missing = first.explain(*asked).missing
+    assert missing is not None
+    assert missing.tier is not None
     end = Step(
         first.epoch, first.seq + 1, [Part(cache=Cache(jobs_done=first.tiers.jobs.numbers()))], 0, True, first.seq
     )
@@ -222,7 +224,7 @@ def test_cases_that_random_engines_do_not_play_are_equal(case, monkeypatch):
 
 def test_keys_of_slots_are_recovered_equally():
     engine = loading()
-    first = engine.replica.reference()
+    first = specification_of(engine.replica)
     stored, table = [first.entries(), first.entries([first.spec.num_blocks + 3])], engine.shown()
     for slot in range(first.spec.num_blocks, len(table), 5):
         table[slot] = 0
@@ -247,7 +249,7 @@ REFUSED = {
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_tiers_do_not_permit_is_refused_without_a_copy_of_the_state(field):
     engine = loading()
-    core = native.NativeReplica.of(engine.replica.reference())
+    core = native.NativeReplica.of(engine.replica)
     before = digest(core)
     with pytest.raises(InvalidArgument) as caught:
         core.apply(Step(core.epoch, core.seq + 1, [REFUSED[field]]))
@@ -266,7 +268,7 @@ def sound_state(core):
 def test_a_damaged_state_of_tiers_is_refused(change):
     """Every number that the core uses as an index has the range of one."""
     engine = loading()
-    core = native.NativeReplica.of(engine.replica.reference())
+    core = native.NativeReplica.of(engine.replica)
     values, (numbers, each, loads, saves, moves, waits, places) = sound_state(core)
     size, used, free, shadows, recent = each[0]
     (key, slot, version), *rest = recent
@@ -308,7 +310,7 @@ def test_a_replica_with_tiers_has_the_compiled_core(monkeypatch):
 
 
 def test_an_open_step_names_the_load_that_a_slot_waits_for():
-    first = loading().replica.reference()
+    first = specification_of(loading().replica)
     second = native.NativeReplica.of(load_state(first.spec, export_state(first)))
     steps = OpenStep(first, first.executed_through), second.open_step(first.executed_through)
     before, found = digest(second), []

@@ -19,6 +19,7 @@ from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, REFERENCE, SAFE, Engine, full, replica_spec, state, window
+from tests.core.specification import specification_of
 
 KINDS = {
     "full": (full(),),
@@ -154,7 +155,7 @@ def lived(kind, commit, steps, restarts, seed):
 @settings(max_examples=60)
 def test_begin_epoch_equals_a_model_that_visits_every_block(drawn):
     (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
-    mirror.engine.replica = mirror.engine.replica.reference()  # a twin does not see what the model does
+    mirror.engine.replica = specification_of(mirror.engine.replica)  # a twin does not see what the model does
     kept = begin_block_by_block(mirror.engine.replica, 2, table)
     assert life.engine.replica.begin_epoch(2, table) == kept
     reported, expected = lost(life.engine.replica.take_events()), lost(mirror.engine.replica.take_events())
@@ -217,7 +218,7 @@ def test_begin_epoch_visits_no_block_of_an_untouched_pool():
 def test_begin_epoch_continues_used_up_stamps_in_the_next_generation():
     engine = Engine(full(), num_blocks=30)
     engine.serve(0, "a" * 40)
-    engine.replica = engine.replica.reference()  # a twin does not see the change that follows
+    engine.replica = specification_of(engine.replica)  # a twin does not see the change that follows
     engine.pool._counter = MAX_COUNTER - 1
     for _ in engine.replica.end_epoch([0] * 30):
         pass

@@ -176,10 +176,10 @@ SHARES = {
 def test_more_than_a_share_is_refused_with_what_is_left_and_changes_nothing(share):
     tiers, percent, outcome, left = SHARES[share]
     engine = holding(tiers=tiers)
-    before = export_state(engine.replica.reference())
+    before = export_state(engine.replica)
     assert retain(engine, percent=percent) == (12, 3, left, outcome)
     assert not engine.pool.retained.each
-    assert len(export_state(engine.replica.reference())) == len(before)
+    assert len(export_state(engine.replica)) == len(before)
     assert retain(engine, TEXT[:4], percent=percent) == (4, 1, left - 1, RETAINED)
     assert retain(engine, percent=percent) == (12, 3, left - 1, outcome)
 

@@ -16,6 +16,7 @@ from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
 from kvplane_service.core.tiers.tiers import Tiers
 from tests.core.builders import full, new_replica
+from tests.core.specification import specification_of
 from tests.core.test_tiers import Mover
 
 TEXT = "aaaabbbbcccc"
@@ -96,8 +97,8 @@ def recovered(engine: Obeyed, stored: Entries | None, epoch: int = 90) -> Replic
 
 
 def places_of(replica: Replica, key: Key) -> list[str]:
-    tiers = [tier.medium.name for tier in replica.reference().tiers.each if tier.find(key) is not None]
-    return tiers + ["DEVICE"] * bool(replica.reference().coordinator.pool.blocks_of(key))
+    tiers = [tier.medium.name for tier in specification_of(replica).tiers.each if tier.find(key) is not None]
+    return tiers + ["DEVICE"] * bool(specification_of(replica).coordinator.pool.blocks_of(key))
 
 
 def test_an_eviction_whose_answer_was_lost_is_sent_again_in_a_new_life(engine):

@@ -11,6 +11,7 @@ from kvplane.base.groups import TierKind, TierSpec
 from kvplane.base.step import Cache, End, Part, PartResult, RowFlag, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from tests.core.builders import full, new_replica, replica_spec
+from tests.core.specification import specification_of
 
 POOL, BLOCKS, SIZE = 150, 6, 4  # blocks of the pool, and of a prompt; tokens of a block
 
@@ -33,7 +34,7 @@ class Laps:
 
     @property
     def counts(self):
-        return copy(self.replica.reference().tiers.counters)
+        return copy(specification_of(self.replica).tiers.counters)
 
     def lap(self) -> None:
         """Ask for each prompt once."""

@@ -10,6 +10,7 @@ from kvplane.base.step import Cache
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
 from tests.core.builders import GRANTED, digests, full, with_twin
+from tests.core.specification import specification_of
 from tests.core.test_tiers import DISK, HOST, Mover
 
 TEXT = "aaaabbbbcccc"  # three blocks of four tokens
@@ -77,7 +78,7 @@ def test_without_a_tier_that_is_too_slow_the_nearer_one_is_loaded():
     assert slot is not None
     disk.store(key, slot, version)
     engine.tiers.take_events()
-    engine.replica = with_twin(engine.replica.reference())
+    engine.replica = with_twin(specification_of(engine.replica))
     engine.cache(costs_ns=[100, 10, 10**9])
     asked = engine.ask(3, TEXT + "x")
     assert asked.hit == 8

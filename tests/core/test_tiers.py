@@ -28,6 +28,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import export_state, load_state
 from kvplane_service.core.tiers import behind
 from tests.core.builders import DEFERRED, GRANTED, REFUSED, Engine, full, replica_spec, state, stored, window, with_twin
+from tests.core.specification import specification_of
 
 HOST, DISK = TierSpec(TierKind.HOST, 64), TierSpec(TierKind.DISK, 64)
 LOAD = int(RowFlag.LOAD)
@@ -71,7 +72,7 @@ class Mover(Engine):
     def changed(self):
         """A case changed the state itself: the second core of twins, if there is one, is made of it again."""
         self.tiers.take_events()
-        self.replica = with_twin(self.replica.reference())
+        self.replica = with_twin(specification_of(self.replica))
 
     def shown(self):
         """The stamp table of a memory that holds all that the core knows."""

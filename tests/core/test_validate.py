@@ -48,6 +48,7 @@ from tests.core.builders import (
     tokens,
     window,
 )
+from tests.core.specification import specification_of
 
 try:
     from kvplane_service.core import native
@@ -80,7 +81,7 @@ def refusal(engine, *parts, **fields):
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.apply(step)
     assert engine.digest == before
-    same_on_compiled(engine.replica.reference(), lambda core: core.apply(step), caught.value)
+    same_on_compiled(specification_of(engine.replica), lambda core: core.apply(step), caught.value)
     engine.idle()
     return caught.value
 
@@ -311,11 +312,11 @@ def test_content_of_a_lookup_is_validated_like_a_new_request(engine):
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.digests_of(News([0], [2], [1]))
     assert caught.value.field == "parts[0].news.tokens"
-    same_on_compiled(engine.replica.reference(), lambda core: core.digests_of(News([0], [2], [1])), caught.value)
+    same_on_compiled(specification_of(engine.replica), lambda core: core.digests_of(News([0], [2], [1])), caught.value)
     alone = Part(news=News([TOKENS], [1], [1]), admit=Admit([TOKENS]), cache=Cache(jobs_done=[1]))
     with pytest.raises(InvalidArgument, match="job 1 was not ordered") as caught:
         engine.replica.check_alone(alone)
-    same_on_compiled(engine.replica.reference(), lambda core: core.check_alone(alone), caught.value)
+    same_on_compiled(specification_of(engine.replica), lambda core: core.check_alone(alone), caught.value)
 
 
 REFUSES = re.compile(r'(?:[Rr]efuse\((?:[^"()]*\? )?|Refused\{\{)"([a-z ]+)"')

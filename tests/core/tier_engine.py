@@ -31,6 +31,7 @@ from tests.core.page_engine import RandomEngine
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Request
 from tests.core.page_scheduler import RandomScheduler
+from tests.core.specification import specification_of
 from tests.core.tier_spoils import Hidden, Key, Spoils, holed, part_of, shown_of, spread
 
 Slot = tuple[int, int]  # tier and slot
@@ -282,7 +283,7 @@ class TierEngine(TierScheduler, RandomEngine):
         return [block for block, some in keys.items() if self.spoils.copied(some)]
 
     def _hidden_keys(self) -> dict[int, frozenset[Key]]:
-        return self.hidden.keys(self.replica.reference().coordinator.pool.stamp, self.memory.stamps)
+        return self.hidden.keys(specification_of(self.replica).coordinator.pool.stamp, self.memory.stamps)
 
     def _send(self, parts: list[Part]) -> None:
         keys, jobs = self.spoils.keys_of(parts, self.followed.follower), self.replica.coordinator.tiers.jobs

@@ -19,6 +19,7 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import Weights, draw_weights
 from tests.core.follower import Follower
+from tests.core.specification import specification_of
 from tests.engine.stress import DENSE, FULL, STATE
 from tests.engine.test_canary import canary_of, mismatches
 from tests.engine.tiers import WINDOW
@@ -58,7 +59,7 @@ def right(weights: Weights, at: int) -> list[int]:
 
 def held(world: World) -> dict[str, int]:
     """Keys by place."""
-    replica = world.host.replica.reference()
+    replica = specification_of(world.host.replica)
     counts = {tier.kind.value: one.num_held for tier, one in zip(TIERS, replica.tiers.each, strict=True)}
     return {"device": sum(replica.count_keys_of(group) for group in range(len(replica.spec.groups))), **counts}
 

@@ -18,7 +18,6 @@ from kvplane.base.step import Admit, Cache, Facts, News, Part, Run, Step
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.state import digest, export_state
 from tests.core.builders import full, replica_spec, state
-from tests.core.fallbacks import no_fallbacks as no_fallbacks
 
 native = pytest.importorskip(
     "kvplane_service.core.native",

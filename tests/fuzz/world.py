@@ -163,7 +163,7 @@ class World:
 
     def digest(self, name: str = "r") -> str:
         """Digest of a replica's state; "" when it is not registered."""
-        return digest(self.registry.get(name).host.replica.reference()) if name in self.registry else ""
+        return digest(self.registry.get(name).host.replica) if name in self.registry else ""
 
     def call(self, method: str, raw: bytes) -> int:
         """Status code of a call."""

@@ -50,7 +50,7 @@ class HostWorld:
     @property
     def digest(self) -> str:
         check(self.host.replica)
-        return digest(self.host.replica.reference())
+        return digest(self.host.replica)
 
     def pass_lease(self) -> None:
         self.now_ns += self.config.lease_ms * 1_000_000 + 1

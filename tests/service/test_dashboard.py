@@ -22,6 +22,7 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
+from tests.core.specification import specification_of
 from tests.router.fleets import Scene, tokens
 from tests.service import tiered
 from tests.service.hosts import Engine, spec_of
@@ -299,7 +300,7 @@ def wrong_hits() -> Series:
 def broken_state() -> Series:
     """A reference without a holder, found by the check of an idle replica."""
     scenario = Scenario()
-    broken = scenario.host.replica.reference()
+    broken = specification_of(scenario.host.replica)
     broken.coordinator.pool.references[5] += 1
     scenario.host.replica.adopt(broken)
 

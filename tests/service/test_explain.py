@@ -35,6 +35,7 @@ from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from kvplane_service.unary.hashing import hash_tokens
 from tests.core.builders import chunked, digests, full, replica_spec, state, window
+from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld
 from tests.service.rig import Stream, column, running
 
@@ -220,7 +221,7 @@ def test_explain_eviction_in_an_earlier_life_names_that_life():
     desk.serve("big", "1111222233334444555566667777")
     desk.step()
     life = desk.engine.opened.epoch
-    desk.engine = desk.world.open(stamp_table=tuple(desk.world.host.replica.reference().coordinator.pool.stamp))
+    desk.engine = desk.world.open(stamp_table=tuple(specification_of(desk.world.host.replica).coordinator.pool.stamp))
     explanation = desk.why("aaaabbbbccccd")
     assert (explanation.why.cause, explanation.why.epoch, explanation.why.seq) == (Cause.EVICTED, life, 3)
 
@@ -316,7 +317,7 @@ def test_explain_block_that_only_a_tier_has(monkeypatch):
     spec = replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9)))
     desk = Desk(spec)
     desk.serve("a", "aaaab")
-    host, disk = (tiers := desk.world.host.replica.reference().coordinator.tiers).each
+    host, disk = (tiers := specification_of(desk.world.host.replica).coordinator.tiers).each
     for tier, text in ((disk, "aaaa"), (host, "aaaabbbb"), (disk, "aaaabbbb")):
         slot = tier.take_slot()
         assert slot is not None
@@ -342,7 +343,7 @@ def test_explain_hit_of_a_tier_that_is_not_loaded(cause, times, monkeypatch):
     monkeypatch.setenv("KVPLANE_CORE", "python")  # which the test writes to
     desk = Desk(replace(FULL, num_blocks=40, tiers=(TierSpec(TierKind.HOST, 9), TierSpec(TierKind.DISK, 9))))
     desk.serve("a", "aaaab")
-    tiers = desk.world.host.replica.reference().coordinator.tiers
+    tiers = specification_of(desk.world.host.replica).coordinator.tiers
     for text in ("aaaabbbb", "aaaabbbbcccc"):
         slot = tiers.each[1].take_slot()
         assert slot is not None

@@ -22,6 +22,7 @@ from kvplane_service.explain.service import Explanation, explain_request
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
 from tests.core.builders import chunked, full, replica_spec, state, window
+from tests.core.specification import specification_of
 from tests.service.test_explain import SPARSE, Desk
 
 SIZE = 4
@@ -67,7 +68,7 @@ class Model:
         replica = self.desk.world.host.replica
         now = {
             (domain, group, digest)
-            for domain, groups in replica.reference().coordinator.pool.index.items()
+            for domain, groups in specification_of(replica).coordinator.pool.index.items()
             for group, digests in enumerate(groups)
             for digest in digests
         }

@@ -10,6 +10,7 @@ import pytest
 from kvplane.base.retain import Retain
 from kvplane.base.step import Cache, Part
 from kvplane.session.rows import AdmitRow, NewsRow, ResumeRow, part_of, resume_of
+from tests.core.specification import specification_of
 from tests.service.hosts import Engine, HostWorld
 from tests.twins import weakened
 
@@ -27,7 +28,7 @@ async def reopened(asked: list[str], before_news: list[str], ends: bool) -> list
     first = Engine(world.host, incarnation=5)
     first.step(part_of(NewsRow(0, TOKENS), AdmitRow(0)))
     first.step(part_of())
-    core = world.host.replica.reference()
+    core = specification_of(world.host.replica)
     table, stamps = core.coordinator.tables(0), list(core.coordinator.pool.stamp)
     tasks = list[asyncio.Task[object]]()
 

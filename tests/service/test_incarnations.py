@@ -13,6 +13,7 @@ from kvplane.base.step import End
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.stamps import Contents
+from tests.core.specification import specification_of
 from tests.service.hosts import Engine, HostWorld
 from tests.twins import weakened
 
@@ -43,11 +44,11 @@ class Lives:
         engine.step(part_of(NewsRow(0, [7] * 65), AdmitRow(0)))
         engine.step(part_of(FactRow(0, end=End.FREE)))
         engine.step(part_of())
-        self.stamps, self.has_keys = list(self.world.host.replica.reference().coordinator.pool.stamp), True
+        self.stamps, self.has_keys = list(specification_of(self.world.host.replica).coordinator.pool.stamp), True
 
     def restart(self) -> None:
         """Another service, with what a store has of this one."""
-        entries, epoch = self.world.host.replica.reference().entries(), self.world.host.epoch
+        entries, epoch = specification_of(self.world.host.replica).entries(), self.world.host.epoch
         self.world, self.known = HostWorld(), self.known or DRAWN
         self.world.host.recover(Recovering(epoch, Contents(self.known, 0), loading=False, entries=[entries]))
 

@@ -298,7 +298,6 @@ def test_metrics_name_the_core():
     watched = Watched()
     core = cores.core_of(watched.host.replica)
     assert watched.value("kvplane_core_info", core=core) == 1
-    assert watched.value("kvplane_core_fallbacks_total") == 0
 
 
 def test_a_deregistered_replica_leaves_no_series():

@@ -23,6 +23,7 @@ from kvplane_service.store.interface import LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_tools.replay.from_log import replay_log
 from tests.core.follower import Follower, _published
+from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld
 from tests.service.mirrors import DecidingEngine, open_request, same_state, spec_of
@@ -71,12 +72,12 @@ class Mirrored:
             progress = await self.send(self.engine.message(), self.engine.replica.seq)
             assert progress.applied_through == self.engine.replica.seq
             assert not progress.image_wanted
-            assert same_state(self.host.replica.reference(), self.engine.replica)
+            assert same_state(specification_of(self.host.replica), self.engine.replica)
             self.check_view()
 
     def check_view(self):
         self.follower.read(self.subscription.take())
-        published = set(_published(self.host.replica.reference()))
+        published = set(_published(specification_of(self.host.replica)))
         assert self.follower.view <= published
         assert not self.follower.withdrawn
         if self.host.replica.executed_through >= self.host.seq:
@@ -95,7 +96,7 @@ class TestSteps:
             one = Mirrored(mix, seed)
             progress = await one.start()
             assert (progress.applied_through, progress.image_wanted) == (5, False)
-            assert same_state(one.host.replica.reference(), one.engine.replica)
+            assert same_state(specification_of(one.host.replica), one.engine.replica)
             await one.run(20)
             assert one.host.epoch == one.engine.epoch
             assert one.host.decisions.num_entries == 21
@@ -107,7 +108,7 @@ class TestSteps:
         for at in (-3, -2, -1):
             progress = await one.send(one.engine.message(at))
             assert (progress.applied_through, progress.image_wanted) == (one.engine.replica.seq, False)
-        assert same_state(one.host.replica.reference(), one.engine.replica)
+        assert same_state(specification_of(one.host.replica), one.engine.replica)
 
     async def test_a_missing_step_needs_an_image(self):
         one = Mirrored()
@@ -166,7 +167,7 @@ class TestDivergence:
         for seed in range(12):
             one = Mirrored(seed=seed)
             await one.start()
-            pool = one.host.replica.reference().coordinator.pool
+            pool = specification_of(one.host.replica).coordinator.pool
             found += any(step > pool.executed_through for step in pool.key_step)
             one.check_view()
             await one.run(6)

@@ -17,6 +17,7 @@ from kvplane.session.mirror_log import Iteration, MirrorLog, Piece
 from kvplane.wire.mirror import Mirrored, answer_digest
 from kvplane_service.core.state import digest, slices
 from tests.core.follower import Follower, _published
+from tests.core.specification import specification_of
 from tests.core.test_step_law import MIXES
 from tests.service.hosts import HostWorld
 from tests.service.mirrors import DecidingEngine, open_request, renumbered, spec_of
@@ -118,7 +119,7 @@ class History:
     def is_damaged(self):
         """The service's state changes on its own; a later answer differs."""
         if self.host.state.value == "live":
-            pool = self.host.replica.reference().coordinator.pool
+            pool = specification_of(self.host.replica).coordinator.pool
             pool.restamp(self.random.randrange(1, pool.num_blocks))
             pool.stamped.clear()
             self.damaged = True

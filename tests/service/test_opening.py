@@ -23,6 +23,7 @@ from kvplane_service.replicas import engine_lives as lives
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.replicas.step_order import UnaryStep
 from tests.core.follower import Follower
+from tests.core.specification import specification_of
 from tests.service.hosts import NONCES, HostWorld, spec_of
 from tests.service.rig import core_class
 
@@ -47,7 +48,7 @@ def used_world(prompts=6):
         engine.step(part_of(NewsRow(slot, [slot] * 64), AdmitRow(slot)))
         engine.step(part_of(FactRow(slot, end=End.FREE)))
     engine.step()
-    return world, engine, memoryview(bytes(world.host.replica.reference().coordinator.pool.stamp)).cast("Q")
+    return world, engine, memoryview(bytes(specification_of(world.host.replica).coordinator.pool.stamp)).cast("Q")
 
 
 def request(stamps=(), incarnation=5, epoch=0):
@@ -256,7 +257,7 @@ class Schedule:
             assert self.host._session is not None
 
     def memory(self):
-        stamps = self.host.replica.reference().coordinator.pool.stamp
+        stamps = specification_of(self.host.replica).coordinator.pool.stamp
         return self.chance.choice((memoryview(bytes(stamps)).cast("Q"), tuple(half(stamps)), ()))
 
     async def open(self):

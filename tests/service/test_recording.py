@@ -43,6 +43,7 @@ from kvplane_tools.replay.plan import EngineConfig
 from kvplane_tools.replay.workloads import ChatShape, chat_workload
 from tests.core.builders import full, replica_spec
 from tests.core.image import image_of
+from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld
 from tests.service.replaying import BUDGET, COST, SPECS
 
@@ -126,8 +127,8 @@ def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     engine = world.open()
     engine.step(Part(news=news, admit=Admit(slot=[0])))
     engine.step()
-    resume = image_of(world.host.replica.reference()).resume
-    engine = world.open(stamp_table=tuple(world.host.replica.reference().coordinator.pool.stamp))
+    resume = image_of(specification_of(world.host.replica)).resume
+    engine = world.open(stamp_table=tuple(specification_of(world.host.replica).coordinator.pool.stamp))
     engine.step(Part(news=news))
     engine.step(Part(resume=resume))
     engine.step(Part(facts=Facts(slot=[0], appended=[1], tokens=[8]), run=Run(slot=[0])))

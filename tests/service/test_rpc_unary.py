@@ -25,6 +25,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.replica_pb2 import GroupSpec, ModelSource, ReplicaSpec
 from kvplane_service.config import Config
 from kvplane_service.rpc import admin
+from tests.core.specification import specification_of
 from tests.service.rig import SPEC, WAIT_S, refusal, running
 
 PROMPT = list(range(40))
@@ -370,7 +371,7 @@ def test_a_snapshot_names_a_violated_invariant(service):
 
     def add_references(count):
         """To the core itself: the snapshot is read from a copy of a compiled one, which is not what is checked."""
-        changed = core.reference()
+        changed = specification_of(core)
         changed.coordinator.pool.references[3] += count
         core.adopt(changed)
 

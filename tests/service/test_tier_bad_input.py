@@ -19,6 +19,7 @@ from kvplane_service.config import Config
 from kvplane_service.core.state import digest
 from kvplane_service.core.tiers import behind
 from kvplane_service.registry import Registration, Registry
+from tests.core.specification import specification_of
 from tests.service.hosts import spec_of
 from tests.service.tiered import DISK, FILLS, HOST, Served
 
@@ -122,7 +123,7 @@ def loading(monkeypatch):
     served = Served()
     for fill in range(FILLS):
         served.serve(fill)
-    core = served.host.replica.reference()
+    core = specification_of(served.host.replica)
     seq = served.engine.seq + 1
     part = Part(news=News([5], [65], tokens=[FILLS - 8] * 65), admit=Admit([5], flags=[LOAD]))
     (result,) = core.apply(Step(core.epoch, seq, [part], executed_through=seq - 2)).parts
@@ -191,7 +192,7 @@ def test_a_job_reported_twice_changes_nothing(loading):
 @pytest.mark.parametrize("part", [Part(admit=Admit([0], flags=[LOAD])), Part(run=Run([0], flags=[LOAD]))])
 def test_load_without_tiers_is_refused(part):
     served = Served(spec=spec_of(21))
-    core = served.host.replica.reference()
+    core = specification_of(served.host.replica)
     core.apply(Step(core.epoch, 1, [Part(news=News([0], [20], tokens=[1] * 20))]))
     before = digest(core)
     with pytest.raises(InvalidArgument, match="of a replica with tiers") as refused:

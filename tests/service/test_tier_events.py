@@ -19,6 +19,7 @@ from kvplane_fleet.settings import PlaceSettings
 from kvplane_fleet.wire.events import GroupFormat, Removed, Stored, Tier
 from kvplane_fleet.wire.msgpack import BatchDecoder
 from kvplane_service.core.tiers import behind
+from tests.core.specification import specification_of
 from tests.service.tiered import Served
 
 
@@ -47,8 +48,8 @@ def test_a_key_that_is_not_trusted_leaves_the_tiers_too():
     served = Served()
     for fill in range(12):
         served.serve(fill)
-    pool = served.host.replica.reference().coordinator.pool
-    saved = {key for tier in served.host.replica.reference().tiers.each for key, _ in tier.in_order()}
+    pool = specification_of(served.host.replica).coordinator.pool
+    saved = {key for tier in specification_of(served.host.replica).tiers.each for key, _ in tier.in_order()}
     block = next(block for block in range(1, pool.num_blocks) if pool.key_of(block) in saved)
     served.step(evicted=[block])
     assert (EventKind.REMOVED, RemoveReason.DROPPED) in served.of(Medium.HOST)

@@ -23,6 +23,7 @@ from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_tools.cli.query.replica import _description
 from kvplane_tools.cli.views.samples import Trend
 from kvplane_tools.cli.views.top_panels import panel
+from tests.core.specification import specification_of
 from tests.service.monitoring import Pages
 from tests.service.tiered import DISK, FILLS, HOST, Served
 
@@ -70,7 +71,7 @@ def described(served):
 
 
 def test_metrics_count_what_the_tiers_hold_and_did(served):
-    metrics, tiers = metrics_of(served), served.host.replica.reference().tiers
+    metrics, tiers = metrics_of(served), specification_of(served.host.replica).tiers
     for tier, name in zip(tiers.each, ("host", "disk"), strict=True):
         assert metrics[f'kvplane_tier_info{{checkpoint_percent="0",replica="r",save="behind",tier="{name}"}}'] == 1
         slots = {
@@ -116,7 +117,7 @@ def test_a_replica_without_tiers_has_no_sample():
 
 
 def test_describe_has_each_tier_and_group(served):
-    answer, tiers = described(served), served.host.replica.reference().tiers
+    answer, tiers = described(served), specification_of(served.host.replica).tiers
     assert [one.kind for one in answer.tiers] == [TIER_KIND_HOST, TIER_KIND_DISK]
     for one, tier in zip(answer.tiers, tiers.each, strict=True):
         assert (one.num_blocks, one.held_blocks, one.hit_tokens) == (tier.num_slots, len(tier.key), tier.hit_tokens)
@@ -168,7 +169,7 @@ def test_top_shows_how_full_each_tier_is(served):
 
 
 def test_counters_of_tiers_outlive_the_exported_state(served):
-    replica = served.host.replica.reference()
+    replica = specification_of(served.host.replica)
     again = load_state(replica.spec, export_state(replica))
     for tier, other in zip(replica.tiers.each, again.tiers.each, strict=True):
         assert (tier.uses, tier.hit_tokens) == (other.uses, other.hit_tokens)

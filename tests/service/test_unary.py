@@ -35,6 +35,7 @@ from kvplane_service.unary.calls import (
 from kvplane_service.unary.fields import unary_field
 from kvplane_service.unary.hashing import ContentHasher, hash_tokens
 from kvplane_service.unary.service import UnaryCalls
+from tests.core.specification import specification_of
 from tests.service.hosts import HostWorld, spec_of
 
 NOW = UnaryStep()
@@ -315,7 +316,7 @@ class TestEnding:
         for content in (None, loads, again):
             answer = world.allocate("a", content)
             assert (answer.status, answer.table, answer.hashes.count) == (AllocationStatus.DEFERRED, [[]], 3)
-            assert not set(pages) & set(world.host.replica.reference().coordinator.pool.free)
+            assert not set(pages) & set(specification_of(world.host.replica).coordinator.pool.free)
         world.apply(FreeCall("a", EndKind.RELEASED, 0))
         answer = world.allocate("a", again)
         assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 40, 2)

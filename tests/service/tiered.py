@@ -16,6 +16,7 @@ from kvplane_service.core.tiers import behind
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.telemetry.collector import ServiceCollector
 from tests.core.follower import Follower
+from tests.core.specification import specification_of
 from tests.service.hosts import Engine, spec_of
 from tests.service.monitoring import Pages, Series
 from tests.service.test_workers import INFO, PLAN
@@ -74,7 +75,7 @@ class Served:
         batches = self.subscription.take()
         self.events += [event for batch in batches for event in batch.events]
         self.follower.read(batches)
-        self.follower.check(self.host.replica.reference(), self.engine.seq)
+        self.follower.check(specification_of(self.host.replica), self.engine.seq)
 
     def reopen(self, stamps: Any, incarnation: int = 5, disks: int = 50) -> None:
         self.engine = Engine(self.host, incarnation=incarnation, stamp_table=stamps, disk_incarnation=disks)
@@ -88,7 +89,7 @@ class Served:
     @property
     def stamps(self) -> list[int]:
         """What a memory shows that holds all that the core knows: of blocks, then of slots."""
-        replica = self.host.replica.reference()
+        replica = specification_of(self.host.replica)
         slots = [tier.version.get(slot, 0) for tier in replica.tiers.each for slot in range(tier.num_slots)]
         return [*replica.coordinator.pool.stamp, *slots]
 

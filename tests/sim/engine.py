@@ -25,6 +25,7 @@ from tests.core.builders import tokens
 from tests.core.page_memory import Launch, Row, WrongPage
 from tests.core.page_requests import PlannedRow, Request, Transfer
 from tests.core.page_scheduler import MOST_IN_FLIGHT, RandomScheduler
+from tests.core.specification import specification_of
 from tests.sim import history
 from tests.sim.network import Server
 from tests.sim.ranks import Claim, RankProcess, Unanswered, Work
@@ -491,7 +492,8 @@ class EngineLife(RandomScheduler):
         for slot, request in self.requests.items():
             if not request.running:
                 continue
-            for mine, theirs in zip(self.tables[slot], host.replica.reference().coordinator.tables(slot), strict=True):
+            tables = specification_of(host.replica).coordinator.tables(slot)
+            for mine, theirs in zip(self.tables[slot], tables, strict=True):
                 pairs = zip(mine, theirs, strict=False)
                 if len(mine) != len(theirs) or any(block not in (0, own) for own, block in pairs):
                     self.world.record(history.Broken(f"{self.site.name}, slot {slot}: {mine} here, {theirs} there"))

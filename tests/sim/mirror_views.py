@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.step import EventKind
 from kvplane_service.core.state import digest as state_digest
 from kvplane_service.decisions import log as decisions
+from tests.core.specification import specification_of
 from tests.sim import history
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def view(service: Service, seen: Seen, is_message: bool = True) -> None:
     shows = bool(seen.follower.view) and not seen.follower.withdrawn
     attached = host.mirror.attached
     status, life = host.state.value, attached.life_nonce if attached else host._life_nonce
-    state = state_digest(host.replica.reference()) if is_message else ""
+    state = state_digest(host.replica) if is_message else ""
     place = service.number, host.name, life, host.seq
     service.world.record(history.Viewed(*place, is_message, status, shows, seen.age_ms, state))
 
@@ -67,7 +68,7 @@ def follow(service: Service, seen: Seen, entry: decisions.Entry) -> None:
 
 
 def _imaged(service: Service, seen: Seen, life: decisions.Life) -> None:
-    host, pool = seen.host, seen.host.replica.reference().coordinator.pool
+    host, pool = seen.host, specification_of(seen.host.replica).coordinator.pool
     keyed = [block for block, key in enumerate(pool.key) if key is not None]
     kept = tuple((block, pool.stamp[block]) for block in keyed if pool.key_step[block] <= pool.executed_through)
     place = service.number, host.name

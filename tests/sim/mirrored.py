@@ -35,6 +35,7 @@ from kvplane_service.core.state import slices
 from kvplane_service.replicas.host import ReplicaHost
 from tests.core.builders import new_replica
 from tests.core.page_memory import WrongPage
+from tests.core.specification import specification_of
 from tests.sim import history
 from tests.sim.chaos import KINDS, Chaos
 from tests.sim.engine import EngineLife
@@ -325,7 +326,7 @@ class MirrorChaos(Chaos):
     def service_decides_otherwise(self) -> Iterator[float]:
         """The allocator of a service that follows an engine changes on its own; a later answer differs."""
         for service, host in self._mirrors():
-            changed = host.replica.reference()
+            changed = specification_of(host.replica)
             pool = changed.coordinator.pool
             pool.restamp(self._rng.randrange(1, pool.num_blocks))
             pool.stamped.clear()

@@ -35,6 +35,7 @@ from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Runtime
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
+from tests.core.specification import specification_of
 from tests.sim import history, mirror_views
 from tests.sim.evictions import Known
 from tests.sim.mirror_rules import MAX_LAG_MS
@@ -265,14 +266,15 @@ class Service:
             self.world.record(history.Broken(f"{host.name}: {error}"))
         self._look_at_pages(host)
         asyncio.get_running_loop().call_soon(self.read_events, self._seen[host.name])
-        pool = host.replica.reference().coordinator.pool
+        pool = specification_of(host.replica).coordinator.pool
         keyed = (block for block, key in enumerate(pool.key) if key is not None)
         published = (block for block in keyed if pool.key_step[block] <= pool.executed_through)
         self._seen[host.name].published = frozenset((block, pool.stamp[block]) for block in published)
-        self._seen[host.name].known = Known.of(host.replica.reference())
+        self._seen[host.name].known = Known.of(specification_of(host.replica))
 
     def _began(self, host: ReplicaHost, life: decisions.Life) -> None:
-        site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.reference().coordinator.pool
+        site, seen = self.world.sites[host.name], self._seen[host.name]
+        pool = specification_of(host.replica).coordinator.pool
         readings = site.readings_of(life.incarnation)
         shown = agreed_stamps(readings)
         size, busy = host.replica.spec.blocks_per_state, pool.busy
@@ -300,7 +302,7 @@ class Service:
         answer = history.fingerprint(result.parts)
         self.world.record(history.Applied(self.number, host.name, step.epoch, step.seq, step.part, answer))
         name, known = (self.number, step.epoch, step.seq), self._seen[host.name].known
-        self.world.sites[host.name].evictions.decided(name, known, decision, host.replica.reference())
+        self.world.sites[host.name].evictions.decided(name, known, decision, specification_of(host.replica))
         stored = [event for events in decision.events for event in events if event.kind is EventKind.STORED]
         seen = self._seen[host.name]
         if stored or seen.last_stored == _ANNOUNCING:
@@ -321,7 +323,7 @@ class Service:
         try:
             seen.follower.read(batches)
             if not self._is_mirrored(host.name) or host.state is ReplicaState.LIVE:
-                seen.follower.check(host.replica.reference(), seen.last_stored)
+                seen.follower.check(specification_of(host.replica), seen.last_stored)
         except WrongView as error:
             self.world.record(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -346,10 +348,10 @@ class Service:
             return
         try:
             pages = [memory.pages for memory in site.memories]
-            site.texts.check_keys(host.replica.reference(), pages, site.invalid_blocks())
+            site.texts.check_keys(specification_of(host.replica), pages, site.invalid_blocks())
             for memory in site.memories:
                 if memory.tiers is not None:
-                    memory.tiers.check_keys(host.replica.reference(), site.texts)
+                    memory.tiers.check_keys(specification_of(host.replica), site.texts)
         except WrongPage as error:
             self.world.record(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
@@ -377,15 +379,15 @@ class Seen:
 
     def shown(self) -> frozenset[tuple[int, int]]:
         """Blocks with published keys, and their stamps."""
-        stamps = self.host.replica.reference().coordinator.pool.stamp
+        stamps = specification_of(self.host.replica).coordinator.pool.stamp
         return frozenset((one.block, stamps[one.block]) for one in self.follower.view if not one.tier)
 
 
 def _held(host: ReplicaHost) -> str:
     """Blocks that requests hold."""
-    replica = host.replica.reference()
-    tables = [(slot, replica.reference().coordinator.tables(slot)) for slot in replica.requests.slots()]
-    return str(tables + sorted(replica.reference().tracker.held.items()))
+    replica = specification_of(host.replica)
+    tables = [(slot, specification_of(replica).coordinator.tables(slot)) for slot in replica.requests.slots()]
+    return str(tables + sorted(specification_of(replica).tracker.held.items()))
 
 
 def _begin_life(worker: Worker, epoch: int) -> ClaimedPages:

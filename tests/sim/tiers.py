@@ -36,6 +36,7 @@ from kvplane_worker.tiers.slots import SlotCounts
 from tests.core.page_memory import Memory, Page, WrongPage
 from tests.core.page_requests import Texts
 from tests.core.save_rules import with_policies
+from tests.core.specification import specification_of
 from tests.core.tier_engine import TierScheduler, copy_of
 from tests.core.tier_spoils import spread
 from tests.sim import history
@@ -390,7 +391,7 @@ class TieredLife(TierScheduler, EngineLife):
         await super()._end_all()
         host = self._host()
         if host is not None and host.epoch == self.epoch:
-            tiers = host.replica.reference().tiers
+            tiers = specification_of(host.replica).tiers
             left = {"loads": len(tiers.jobs.loads), "pins": sum(len(tier.pins) for tier in tiers.each)}
             if any(left.values()):
                 self.world.record(history.Broken(f"{self.site.name}: at the end, {left} are left"))

@@ -13,6 +13,7 @@ from kvplane.session.reopening import Revival
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.core.inspect import check
 from tests.client.lasting import HYBRID
+from tests.core.specification import specification_of
 from tests.store.test_restart import Life, World
 from tests.twins import weakened
 
@@ -107,7 +108,8 @@ def two_lives(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Life, Life]:
 
 def keyed(life: Life) -> set[int]:
     """Blocks with a key."""
-    return {block for block, key in enumerate(life.host.replica.reference().coordinator.pool.key) if key is not None}
+    keys = specification_of(life.host.replica).coordinator.pool.key
+    return {block for block, key in enumerate(keys) if key is not None}
 
 
 def test_an_engine_never_continues_the_life_of_the_opening_that_it_gave_up(monkeypatch):

@@ -17,6 +17,7 @@ from kvplane_service.core.inspect import check
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore
+from tests.core.specification import specification_of
 from tests.store.test_restart import Life
 from tests.versions.kept import COMMITS, HERE, KEY
 from tests.versions.served import registration_of
@@ -62,8 +63,8 @@ def test_a_store_of_an_earlier_version_gives_back_all_keys(commit, form, tmp_pat
             name, next(NONCES), stamp_table=tuple(memory["stamps"]), incarnation=memory["incarnation"]
         )
         opened = host.open(request)
-        check(host.replica.reference())
-        assert keys_of(host.replica.reference().coordinator) == memory["keys"]
+        check(host.replica)
+        assert keys_of(specification_of(host.replica).coordinator) == memory["keys"]
         assert opened.kept_keys > 0
 
 

@@ -43,6 +43,7 @@ from tests.client.lasting import HYBRID, INCARNATION, ONE_GROUP, STATE, LastingE
 from tests.client.mini_engine import FULL, WINDOW, spec_of
 from tests.core.builders import replica_spec
 from tests.core.core_version import RecordedEngine
+from tests.core.specification import specification_of
 from tests.core.test_page_contents import ALL_MIXES
 from tests.core.tier_engine import TierEngine, small_pools
 from tests.store.test_restart import Life as ServiceLife
@@ -126,7 +127,7 @@ def _fill(store: Any, **config: Any) -> dict[str, Any]:
         engine = _engine(InProcessTransport(lambda one: life.registry.get(one).host), name, spec, nonce)
         _run(engine)
         life.flush()
-        pool = life.registry.get(name).host.replica.reference().coordinator
+        pool = specification_of(life.registry.get(name).host.replica).coordinator
         memories[name] = {"incarnation": INCARNATION, "stamps": engine.memory.stamps, "keys": keys_of(pool)}
         engine.session.close()
         life.flush()

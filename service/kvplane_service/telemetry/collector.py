@@ -115,11 +115,6 @@ _FAMILIES = (
         ("core",),
         _core,
     ),
-    _counter(
-        "kvplane_core_fallbacks",
-        "Steps and look-ups that the compiled core left to the Python one.",
-        lambda host: cores.fallbacks_of(host.replica),
-    ),
     _gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
     _counter("kvplane_steps", "Steps applied.", lambda host: host.replica.counters.steps),
     _counter(

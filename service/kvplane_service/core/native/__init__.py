@@ -1,8 +1,7 @@
 """The compiled core: what `Replica` does within a step.
 
-`NativeReplica` answers as `Replica` does, which is the specification, and checks its own structures. What people read
-runs on a `Replica` that is loaded from the state of the core. `module.cpp` is the entry of the C++ files,
-each of which is named as the Python file that it follows.
+`NativeReplica` answers as `Replica` does, which is the specification, and checks its own structures. `module.cpp` is
+the entry of the C++ files, each of which is named as the Python file that it follows.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ from kvplane_service.core.packed_values import ValueReader, pack_value
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.reasons import Refusal
 from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
-from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import check_spec
-from kvplane_service.core.state import load_state, not_loaded
+from kvplane_service.core.state import not_loaded
 from kvplane_service.core.state_entries import hasher_of, hasher_state, spec_digests
 
 SOURCES = _native.SOURCES
@@ -104,7 +102,6 @@ class NativeReplica:
         self.hashers = Hashers(self._core, self._scheme, hashes_here=hashing[1] is not None)
         self._requests = NativeRequests(self._core)
         self._groups = [NativeGroup(self._core, number, group) for number, group in enumerate(spec.groups)]
-        self._copy: Replica | None = None
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -120,7 +117,7 @@ class NativeReplica:
 
     def _apply(self, step: Step, alone: bool) -> StepResult:
         try:
-            return _native.apply(self.changed(), step, alone, self.hashers.hash, self._shown)
+            return _native.apply(self._core, step, alone, self.hashers.hash, self._shown)
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, step) from None
 
@@ -141,7 +138,7 @@ class NativeReplica:
 
     @property
     def core(self) -> object:
-        """The core, to be read only."""
+        """The core, for its other entries."""
         return self._core
 
     @cached_property
@@ -166,7 +163,7 @@ class NativeReplica:
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
         """Do the long part of `begin_epoch`, in slices, see `Replica.end_epoch`."""
-        core = self.changed()
+        core = self._core
         begins = True
         while _native.abandon(core, begins, SLICE_REQUESTS, SLICE_BLOCKS):
             begins = False
@@ -200,7 +197,7 @@ class NativeReplica:
     ) -> int:
         """Do the short part of `begin_epoch`, see `Replica.enter_epoch`."""
         shown = stamps_of(stamp_table)
-        _native.enter_epoch(self.changed(), epoch, list(busy), memory_is_new, shown)
+        _native.enter_epoch(self._core, epoch, list(busy), memory_is_new, shown)
         self._keeps_keys, self._shown = True, shown[: self.spec.num_blocks]
         return self.count_keys()
 
@@ -233,14 +230,9 @@ class NativeReplica:
         """Install the result of `verify_entries`, see `Replica.install_recovered`."""
         assert not self.requests.slots() and not self.count_keys(), "only an unused replica can recover"
         pool = recovered.pool if isinstance(recovered, PreparedState) else self._prepared(recovered)
-        _native.install(self.changed(), pool)
+        _native.install(self._core, pool)
         _native.install_slots(self._core, [(slot, *key, version) for slot, key, version in recovered.slots])
         return recovered.outcome
-
-    def changed(self) -> object:
-        """Return the core, which has the state from now on."""
-        self._copy = None
-        return self._core
 
     def adopt(self, other: ReplicaCore) -> None:
         """Take over the state of another replica with an equal spec, which must not be used afterwards."""
@@ -256,7 +248,7 @@ class NativeReplica:
 
     def store_empty_ranges(self) -> None:
         """Report empty registrations, see `Replica.store_empty_ranges`."""
-        _native.store_empty_ranges(self.changed())
+        _native.store_empty_ranges(self._core)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -274,12 +266,6 @@ class NativeReplica:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeReplica:
         return NativeReplica.of(self)
-
-    def reference(self) -> Replica:
-        """Return a reference implementation with this state, to be read only."""
-        if self._copy is None:
-            self._copy = load_state(self.spec, b"".join(self.image()))
-        return self._copy
 
     def check_in_slices(self) -> Generator[None]:
         """Check the invariants of the compiled structures, see `Replica.check_in_slices`."""

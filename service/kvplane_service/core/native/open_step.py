@@ -46,7 +46,7 @@ class NativeOpenStep:
         `records`: `recorded` is called later.
         """
         self._replica = replica
-        self._core = replica.changed()
+        self._core = replica.core
         self.seq = _native.open_step(self._core, executed_through, records)
         self._executed_through = executed_through
         self._epoch = replica.epoch if records else 0
@@ -58,7 +58,7 @@ class NativeOpenStep:
 
     def close(self) -> StepResult:
         """End the step; returns the result of the step."""
-        parts, through, self._columns = _native.close_step(self._replica.changed())
+        parts, through, self._columns = _native.close_step(self._core)
         self._results += parts
         return StepResult(self.seq, 0, self._results, through)
 
@@ -77,7 +77,7 @@ class NativeOpenStep:
 
     def flush(self) -> list[PartResult]:
         """Complete the results of the rows so far; further rows start the next part."""
-        self._results += _native.flush_step(self._replica.changed())
+        self._results += _native.flush_step(self._core)
         return self._results
 
     @property
@@ -102,14 +102,14 @@ class NativeOpenStep:
     def update(self, update: Update) -> list[int]:
         """Apply one row of facts; returns the slots that are preempted by it."""
         try:
-            return _native.update_row(self._replica.changed(), tuple(update))
+            return _native.update_row(self._core, tuple(update))
         except _native.Refused as refused:
             raise self._named(refused, Part(facts=facts_section([update]))) from None
 
     def change_cache(self, cache: Cache) -> list[int]:
         """Apply a cache section; returns the slots that are preempted by it."""
         try:
-            preempted, self.reset_done, number = _native.cache_row(self._replica.changed(), cache)
+            preempted, self.reset_done, number = _native.cache_row(self._core, cache)
         except _native.Refused as refused:
             raise self._named(refused, Part(cache=cache)) from None
         if self._others is not None:
@@ -122,7 +122,7 @@ class NativeOpenStep:
         for name, value in columns.items():
             setattr(news, name, [value])
         try:
-            number = _native.add_row(self._replica.changed(), news)
+            number = _native.add_row(self._core, news)
         except _native.Refused as refused:
             raise self._named(refused, Part(news=news)) from None
         if self._others is not None:
@@ -132,14 +132,14 @@ class NativeOpenStep:
         self, slot: int, num_tokens: int, digests: Sequence[bytes], num_new: int, lookahead: int, in_flight: int
     ) -> Sequence[list[int]] | Literal[False] | None:
         """Append what a running request gained, and grant it tokens: `update` and `extend` in one call."""
-        return _native.decode_row(self._replica.changed(), slot, num_tokens, digests, num_new, lookahead, in_flight)
+        return _native.decode_row(self._core, slot, num_tokens, digests, num_new, lookahead, in_flight)
 
     def extend(
         self, slot: int, num_new: int, lookahead: int = 0, in_flight: int = -1, flags: int = 0, reserved: int = 0
     ) -> Sequence[list[int]] | None:
         """Grant `num_new` tokens to a running request; None, and no change, if too few blocks are free."""
         try:
-            new = _native.extend_row(self._replica.changed(), slot, num_new, lookahead, in_flight, int(flags), reserved)
+            new = _native.extend_row(self._core, slot, num_new, lookahead, in_flight, int(flags), reserved)
         except _native.Refused as refused:
             requests = self._replica.requests
             extra = requests.computed[slot] + num_new - requests.num_tokens[slot] if requests.is_live(slot) else 0
@@ -157,7 +157,7 @@ class NativeOpenStep:
     def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitRow = NO_TERMS) -> AdmitStatus:
         """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more."""
         try:
-            number, new = _native.admit_row(self._replica.changed(), slot, num_hit, num_new, terms)
+            number, new = _native.admit_row(self._core, slot, num_hit, num_new, terms)
         except _native.Refused as refused:
             requests = self._replica.requests
             num_tokens = requests.num_tokens[slot] if requests.is_live(slot) else 0

@@ -129,11 +129,11 @@ class NativePool:
 
     def take(self, count: int) -> list[int]:
         """Take free blocks, see `BlockPool.take`."""
-        return _native.take_blocks(self._replica.changed(), count)
+        return _native.take_blocks(self._replica.core, count)
 
     def touch(self, blocks: list[int]) -> None:
         """Add a reference to each block, see `BlockPool.touch`."""
-        _native.touch_blocks(self._replica.changed(), blocks)
+        _native.touch_blocks(self._replica.core, blocks)
 
 
 class NativeTracker:

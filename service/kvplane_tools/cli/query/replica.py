@@ -81,8 +81,7 @@ def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
     if answer.HasField("mirror"):
         yield from _mirror(answer.mirror)
     if answer.core.name:
-        left = f", {answer.core.fallbacks} steps and look-ups left to the Python core" if answer.core.fallbacks else ""
-        yield f"core: {answer.core.name}{left}" + (f" ({answer.core.reason})" if answer.core.reason else "")
+        yield f"core: {answer.core.name}" + (f" ({answer.core.reason})" if answer.core.reason else "")
     if answer.retain_counts:
         yield f"retained: {retained_line(answer)}; {by_reason(answer.retain_counts)}"
     if answer.tiers:
