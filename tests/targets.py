@@ -58,7 +58,7 @@ GUARDED = {
             *("helm", "docker", "scripts/chart.py", "scripts/helm.sh", "tests/conftest.py", "locks"),
             *("service/kvplane_service/config.py", "service/kvplane_fleet/settings.py"),
             *("tests/store/servers.py", "tests/worker/rig.py", "tests/worker/children.py", "tests/service/guarded.py"),
-            *("tests/service/certificates.py", "tests/core/planner_layers.py", "tests/test_readme.py"),
+            *("tests/service/certificates.py", "tests/plan/layers.py", "tests/test_readme.py"),
         ),
     ),
 }

@@ -103,7 +103,7 @@ def test_engine_loop_hits_on_every_model(address, model):
     ["deepseek_v32", "falcon_h1", "gemma3n_text", "kimi_linear", "lfm2", "mimo_v2_flash", "nemotron_h", "zamba2"],
 )
 def test_engine_loop_hits_on_models_registered_from_a_config(address, name):
-    plans = ROOT / "tests" / "service" / "reference_plans" / "plans.json"
+    plans = ROOT / "tests" / "plan" / "reference_plans" / "plans.json"
     config = json.dumps(json.loads(plans.read_text())[name]["config"])
     changes = {DEFAULT_ADDRESS: address, '"readme"': f'"{name}"', 'model="llama-3.1-8b"': "config=CONFIG"}
     first, second = hits_of_the_loop(changes | LONG_PROMPT, CONFIG=config)

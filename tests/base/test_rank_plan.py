@@ -12,7 +12,7 @@ from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import GroupLayers, RankPlan, TensorPlacement
 from kvplane.wire import decode_plan, encode_plan
 from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
-from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
+from tests.plan.layers import PAGE, full, latent, named, plan, state, window
 
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout))
 

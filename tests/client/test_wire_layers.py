@@ -17,7 +17,7 @@ from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2, replica_pb2
 from kvplane_plan.planner import Layout, to_rank_plan
 from tests.base.test_layer_json import LEAST
-from tests.core.planner_layers import full, latent, named, plan, state, window
+from tests.plan.layers import full, latent, named, plan, state, window
 
 # A value for every field that no type's least form has.
 OTHER: dict[str, Any] = {

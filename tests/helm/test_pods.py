@@ -13,9 +13,9 @@ import kvplane
 from kvplane import Allocate, Client, Content
 from kvplane.base.errors import Unavailable
 from kvplane.base.sources import LayerSource
-from tests.core.planner_layers import full, named, window
 from tests.helm.charts import Helm4, values_of
 from tests.helm.pods import Machine, Pod, machine, secret
+from tests.plan.layers import full, named, window
 from tests.service.certificates import Authority
 from tests.service.guarded import Guard
 from tests.store.servers import redis_command, wait_until

@@ -16,9 +16,9 @@ import yaml
 
 import kvplane
 from kvplane.base.sources import LayerSource
-from tests.core.planner_layers import full, named
 from tests.packaging.environments import ROOT
 from tests.packaging.images import WRITTEN, Image, built, instructions, unprivileged
+from tests.plan.layers import full, named
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 

@@ -19,8 +19,8 @@ from kvplane_service.registry import Registration
 from kvplane_service.rpc.sources import plan_source
 from kvplane_service.store.registration import namespace_of
 from tests.core.builders import full, replica_spec, window
+from tests.plan.test_match_unit import both_sources, planned
 from tests.service.rig import running
-from tests.service.test_match_unit import both_sources, planned
 
 WINDOW_TAIL = EvictionPolicy.WINDOW_TAIL
 SPEC = replica_spec(window(8), full())

@@ -24,7 +24,7 @@ from kvplane.v1 import plan_pb2
 from kvplane_plan.planner import to_rank_plan
 from kvplane_service.config import Config
 from kvplane_service.replicas.workers import WorkerRoster
-from tests.core.planner_layers import full, named, plan, window
+from tests.plan.layers import full, named, plan, window
 from tests.service.rig import SPEC, Service, running
 
 LAYERS = named(f=(2, full()), w=(2, window()))

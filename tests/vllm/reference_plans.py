@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
-HERE = Path(__file__).parents[1] / "service" / "reference_plans"
+HERE = Path(__file__).parents[1] / "plan" / "reference_plans"
 CASES = HERE / "configs.json"
 PLANS = HERE / "plans.json"
 CHANGES = HERE / "changes.json"

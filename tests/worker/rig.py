@@ -22,7 +22,7 @@ from kvplane_service.config import Config
 from kvplane_worker.lending.rundir import LOCK, RunDir, shared_prefix
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
-from tests.core.planner_layers import full, named, window
+from tests.plan.layers import full, named, window
 from tests.service.rig import Service, running
 from tests.worker import children
 

@@ -25,7 +25,7 @@ from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.rpc.server import WorkerServer
 from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
-from tests.core.planner_layers import named, plan, state, window
+from tests.plan.layers import named, plan, state, window
 from tests.service.mutations import mutated
 from tests.worker.rig import LAYERS, World
 

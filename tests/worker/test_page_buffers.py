@@ -16,7 +16,7 @@ from kvplane_plan.planner import Layout, to_rank_plan
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.calibration import Calibration
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
-from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
+from tests.plan.layers import PAGE, full, latent, named, plan, state, window
 
 BLOCKS = 24
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout))

@@ -33,7 +33,7 @@ from kvplane_worker.attach import attach, describe
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import run_dir_of
 from kvplane_worker.process import Stop, WorkerProcess
-from tests.core.planner_layers import full, named
+from tests.plan.layers import full, named
 from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world
 from tests.worker.test_ranks import PROMPT

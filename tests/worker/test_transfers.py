@@ -15,7 +15,7 @@ from kvplane_plan.planner import Layout, to_rank_plan
 from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.transfers import MAX_BLOCKS_PER_CALL, Outcome, Transfer, TransferKind, checksum, transfer
-from tests.core.planner_layers import full, named, plan, window
+from tests.plan.layers import full, named, plan, window
 from tests.worker.rig import refusal
 
 BLOCKS = 24

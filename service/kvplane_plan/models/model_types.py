@@ -1,7 +1,7 @@
 """The model types whose config.json is read: which layers have which cache.
 
 A reader takes the fields of a config.json and returns the layers. What vLLM 0.33 plans for a config of each type is in
-`tests/service/reference_plans`, and the readers return the same. A type that is not here is refused.
+`tests/plan/reference_plans`, and the readers return the same. A type that is not here is refused.
 """
 
 from __future__ import annotations

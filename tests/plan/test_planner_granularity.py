@@ -8,7 +8,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import DENSE_RETENTION, MambaMode
 from kvplane.base.layers import RingSpec
 from kvplane_plan.planner import WarningCode
-from tests.core.planner_layers import SMALL, chunked, full, latent, named, plan, state, window
+from tests.plan.layers import SMALL, chunked, full, latent, named, plan, state, window
 
 # Pages are equal, so block sizes stay as given.
 FINE_AND_COARSE = named(f=(1, full(block_size=48)), w=(1, window(block_size=32, head_size=6)))

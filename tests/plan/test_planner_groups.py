@@ -10,7 +10,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layers import KVSharingLayer, Layer, RingSpec, RSWASpec, SlidingWindowMLASpec
 from kvplane_plan.planner import Layout, PlanOptions, WarningCode, Worker, plan_cache
-from tests.core.planner_layers import (
+from tests.plan.layers import (
     PAGE,
     SMALL,
     chunked,

@@ -14,7 +14,7 @@ from kvplane.base.layers import CrossAttentionSpec, Layer, RingSpec
 from kvplane_plan.models.catalogue import model_layers
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.planner import Layout, PlanOptions, Worker, plan_cache
-from tests.core.planner_layers import (
+from tests.plan.layers import (
     PAGE,
     SMALL,
     chunked,

@@ -11,7 +11,7 @@ from kvplane_plan.models.catalogue import MODELS
 from kvplane_plan.models.hf_config import model_of
 from kvplane_plan.models.shapes import ModelOptions
 from kvplane_plan.models.sizing import Figures, Sizing, figures_of, parse_bytes, shortest_with_gain
-from tests.service.test_models import GOLDEN_ROWS
+from tests.plan.test_models import GOLDEN_ROWS
 
 GIB = 1 << 30
 

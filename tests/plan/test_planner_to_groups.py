@@ -12,7 +12,7 @@ from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layers import Layer, RingSpec, RSWASpec, SinkFullAttentionSpec
 from kvplane_plan.planner import CacheGroup, CachePlan, PlanOptions, to_groups
 from tests.conformance.reference_specs import read_spec
-from tests.core.planner_layers import PAGE, SMALL, chunked, full, latent, named, plan, state, window
+from tests.plan.layers import PAGE, SMALL, chunked, full, latent, named, plan, state, window
 
 TRACES = sorted((Path(__file__).parents[1] / "conformance" / "traces").glob("*.jsonl.gz"))
 

@@ -14,7 +14,7 @@ from kvplane.base.layer_spec import RequestLimits
 from kvplane_plan.planner import Layout, PlanOptions, Worker, compare, plan_cache, search, to_groups
 from kvplane_plan.planner.search import MIX
 from tests.conformance.groups import _layers, _options, read_cases
-from tests.core.planner_layers import PAGE, chunked, full, latent, named, state, window
+from tests.plan.layers import PAGE, chunked, full, latent, named, state, window
 
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_groups.json"
 SPECS = st.one_of(
