@@ -156,8 +156,8 @@ def test_an_adapter_that_is_reloaded_under_its_name_loses_its_keys_alone():
     before, after = (ExtraKeys(lora=("sql", f"/adapters/sql@{generation}")) for generation in (1, 2))
     desk.serve("base", "aaaabbbbc")
     desk.serve("adapted", "aaaabbbbc", extra_keys=before)
-    assert desk.why("aaaabbbbc", keys=before).account.hit.num_tokens == 8
+    assert desk.why("aaaabbbbc", keys=before).account.hit == 8
     found = desk.why("aaaabbbbc", keys=after)
-    assert found.account.hit.num_tokens == 0
+    assert found.account.hit == 0
     assert (found.why.cause, found.why.by) in ((Cause.OTHER_LORA, "sql"), (Cause.OTHER_LORA, ""))
-    assert desk.why("aaaabbbbc").account.hit.num_tokens == 8
+    assert desk.why("aaaabbbbc").account.hit == 8

@@ -290,9 +290,9 @@ class Program:
             most = source.pick(limits)
             domain = source.pick(["", "d", "unknown"])
             _equal("lookup", first.lookup(list(digests), domain, most), second.lookup(list(digests), domain, most))
-            if self.spec.enable_caching:
-                of_tiers = [core.explain(list(digests), domain, most).missing for core in (first, second)]
-                _equal("what is missing", *of_tiers)
+            _equal("cached_columns", *(core.cached_columns(list(digests), domain) for core in (first, second)))
+            of_tiers = [[core.tiers.tier_of(domain, 0, one) for one in digests] for core in (first, second)]
+            _equal("tier_of", *of_tiers)
         _equal("count_granted", first.count_granted(first.seq), second.count_granted(first.seq))
 
     def _ask_of(self, slot: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
-from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane_service.core.setup import check_spec
 
 SIZES = (4, 8, 16)
@@ -58,6 +59,18 @@ def draw_spec(rng: Random) -> ReplicaSpec:
     )
     check_spec(spec)
     return spec
+
+
+def drafting(rng: Random, spec: ReplicaSpec) -> ReplicaSpec:
+    """Random groups that can drop a block do, of whole look-up classes, in either mode of commit."""
+    dropping = {one.lookup_class for one in spec.groups if rng.random() < 0.4}
+    groups = [
+        replace(one, drops_last_block=one.drops_last_block or one.lookup_class in dropping)
+        if one.kind not in (GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA)
+        else one
+        for one in spec.groups
+    ]
+    return replace(spec, groups=tuple(groups), num_blocks=64, commit=rng.choice(list(CommitRule)))
 
 
 def _window(rng: Random, size: int) -> GroupSpec:

@@ -11,7 +11,7 @@ from kvplane_fleet.index import Index
 from kvplane_fleet.native import NativeIndex
 from tests.router.brute import longest_hit
 from tests.router.recorded import TRACES, look_ups
-from tests.router.tables import draw_entries, draw_spec
+from tests.router.tables import drafting, draw_entries, draw_spec
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
@@ -26,12 +26,13 @@ def new_cell(indexes):
     return cell
 
 
-def claims_of_table(seed):
+def claims_of_table(seed, drafts=False):
     """Claims of three places for one prompt, through one index of either kind, and the hits by brute force. The places
-    have part of what they have in other cells.
+    have part of what they have in other cells. `drafts`: several classes drop a block.
     """
     rng = Random(seed)
     spec, indexes = draw_spec(rng), (Index(), NativeIndex())
+    spec = drafting(rng, spec) if drafts else spec
     num_tokens = rng.randrange(1, 120)
     units = num_tokens // spec.hash_block_size
     keys = [rng.getrandbits(64) for _ in range(units)]
@@ -58,4 +59,10 @@ def test_claims_equal_brute_force(block):
             assert claim.tokens == longest, f"seed {seed}: {spec}"
             assert claim.tokens <= max(claim.alone)
             hits += longest > 0
+    assert hits > 1000
+
+
+def test_claims_of_drafters_are_equal_through_either_index():
+    """`tests/core/test_hit_rules.py` compares them with the specification."""
+    hits = sum(claim.tokens > 0 for seed in range(1000) for claim, _, _ in claims_of_table(seed, drafts=True))
     assert hits > 1000

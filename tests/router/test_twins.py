@@ -74,11 +74,11 @@ class Twin:
 
 
 def twin(path: str, campaign: Callable[[], None], change: Callable[[Real], Real]) -> Twin:
-    return Twin(Patch(f"kvplane_fleet.{path}", change), campaign)
+    return Twin(Patch(f"kvplane_{path}", change), campaign)
 
 
 def undropped(real: Real) -> Real:
-    return lambda self, column, limit, query: real(self, column, limit, replace(query, drops_last_block=False))
+    return lambda self, column, limit, drops: real(self, column, limit, False)
 
 
 def only_first_copies(real: Real) -> Real:
@@ -86,10 +86,10 @@ def only_first_copies(real: Real) -> Real:
 
 
 def any_state(_: Real) -> Real:
-    def length(self, column, limit, query):
-        ends = column[: limit // self.hash_size].nonzero()[0]
-        del query
-        return (int(ends[-1]) + 1) * self.hash_size if len(ends) else 0
+    def length(self, column, limit, drops):
+        ends = column[: limit // self._hash_size].nonzero()[0]
+        del drops
+        return (int(ends[-1]) + 1) * self._hash_size if len(ends) else 0
 
     return length
 
@@ -120,31 +120,31 @@ def without_clear(real: Real) -> Real:
 
 
 TWINS = {
-    "group 0 is trusted": twin("hits:HitRule.claim", tables, of_group_0),
-    "copies are not counted": twin("index:Index.add", multiset, only_first_copies),
+    "group 0 is trusted": twin("fleet.hits:HitRule.claim", tables, of_group_0),
+    "copies are not counted": twin("fleet.index:Index.add", multiset, only_first_copies),
     "a window is one block short": twin(
-        "hits:_Window._needed", tables, lambda real: lambda *one: max(real(*one) - 1, 1)
+        "service.core.hit_rules:_WindowRule._needed", tables, lambda real: lambda *one: max(real(*one) - 1, 1)
     ),
-    "a state may end anywhere": twin("hits:_State._length", tables, any_state),
-    "no block is dropped for a drafter": twin("hits:_Full._length", tables, undropped),
-    "tiers are mixed": twin("places:Place._store", test_places.test_other_tiers_are_kept_apart, on_the_device),
-    "frames of a replay count again": twin("follow.order:SourceOrder._accept", orders, applied_again),
+    "a state may end anywhere": twin("service.core.hit_rules:_StateRule.length", tables, any_state),
+    "no block is dropped for a drafter": twin("service.core.hit_rules:_FullRule.length", tables, undropped),
+    "tiers are mixed": twin("fleet.places:Place._store", test_places.test_other_tiers_are_kept_apart, on_the_device),
+    "frames of a replay count again": twin("fleet.follow.order:SourceOrder._accept", orders, applied_again),
     "a clear is ignored": twin(
-        "places:Place._remove_all",
+        "fleet.places:Place._remove_all",
         test_places.test_a_clear_and_an_unreadable_batch_remove_all,
         lambda _: lambda _: None,
     ),
     "salt is ignored": twin(
-        "domains:Domain.keys", contents, lambda real: lambda self, tokens, _=NO_EXTRA_KEYS: real(self, tokens)
+        "fleet.domains:Domain.keys", contents, lambda real: lambda self, tokens, _=NO_EXTRA_KEYS: real(self, tokens)
     ),
-    "domains of tenants are ignored": twin("fleet:domain_mask", contents, lambda _: lambda name: 0),
-    "the entries of a life that ended stay": twin("follow.order:SourceOrder._restart", orders, without_clear),
+    "domains of tenants are ignored": twin("fleet.fleet:domain_mask", contents, lambda _: lambda name: 0),
+    "the entries of a life that ended stay": twin("fleet.follow.order:SourceOrder._restart", orders, without_clear),
     "keys are cut to 64 bits": twin(
-        "wire.msgpack:WHOLE_KEY_BYTES",
+        "fleet.wire.msgpack:WHOLE_KEY_BYTES",
         collisions,
         lambda _: 8,  # type: ignore[arg-type, return-value]
     ),
-    "expectations stay": twin("expected:Expected.forget", expectations, lambda _: lambda self, name: None),
+    "expectations stay": twin("fleet.expected:Expected.forget", expectations, lambda _: lambda self, name: None),
 }
 
 

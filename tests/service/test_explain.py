@@ -107,7 +107,7 @@ class Desk:
 def summary(explanation: Explanation) -> tuple[object, ...]:
     """Cause, hit, limiting groups, which tokens, by which request, in which step."""
     account, why = explanation.account, explanation.why
-    return why.cause, account.hit.num_tokens, account.cut_by, (why.start, why.end), why.by, why.seq
+    return why.cause, account.hit, account.cut_by, (why.start, why.end), why.by, why.seq
 
 
 NO_STEP = ("", 0)
@@ -507,7 +507,7 @@ def test_explain_prompt_equals_the_lookup(commit):
             news = News(slot=[0], num_tokens=[len(question)], tokens=[ord(letter) for letter in question])
             replica = desk.world.host.replica
             hit = replica.lookup(replica.digests_of(news), "", len(question))
-            assert found.account.hit == hit
+            assert found.account.hit == hit.num_tokens
         desk.free(f"{number}")
     for number in range(12):
         assert desk.why_request(f"{number}").why.cause is not Cause.NOT_RECORDED

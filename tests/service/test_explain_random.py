@@ -89,7 +89,7 @@ class Model:
         why, missing = found.why, found.account.missing
         if missing is None:
             expected = Cause.NOTHING if len(text) > SIZE else Cause.BELOW_ONE_BLOCK
-            assert (why.cause, found.account.hit.num_tokens) == (expected, found.account.longest)
+            assert (why.cause, found.account.hit) == (expected, found.account.longest)
             return expected
         key = (place.domain, missing.group, digests[missing.num_hashes - 1])
         if key in self.present:

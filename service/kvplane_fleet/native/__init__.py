@@ -15,7 +15,6 @@ import numpy as np
 from kvplane_fleet.index import SWEEP_AT, Found, Index
 
 VARIABLE = "KVPLANE_NATIVE"
-FULL, WINDOW, CHUNKED, STATE = range(4)  # what a class of groups needs cached
 
 Asked: TypeAlias = tuple[object, Sequence[int], Sequence[int]]  # layout; cells by group; other cells by group, or none
 Row: TypeAlias = tuple[int, tuple[int, ...]]  # tokens of a hit; by group, those of its hit alone
@@ -99,13 +98,14 @@ class NativeIndex:
         return rows
 
 
-def layout(head: tuple[int, int, int, int], classes: Sequence[tuple[object, ...]]) -> object:
+def layout(head: tuple[int, int, int, int, int], classes: Sequence[tuple[object, ...]]) -> object:
     """Return what `claims` needs of a place's groups.
 
     Args:
-        head: tokens of a hash block, alignment of hits in tokens, whether hits end inside blocks, number of groups.
-        classes: for each look-up class its groups, FULL to STATE, block size, window, chunk, and whether it drops the
-            last block.
+        head: tokens of a hash block, alignment of hits in tokens, whether hits end inside blocks, whether the
+            cache commits safely, number of groups.
+        classes: for each look-up class its groups, the form of their rule, block size, window, chunk, and whether it
+            drops the last block.
     """
     assert _COMPILED is not None, "only a NativeIndex needs it"
     made: object = _COMPILED.layout(head, classes)

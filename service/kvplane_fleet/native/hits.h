@@ -1,5 +1,5 @@
-// How much of a prompt each place has cached: the compiled twin of `kvplane_fleet.hits` and of the search of
-// `kvplane_service.core.lookup`, which specify it. Columns are runs of cached units, because there are few.
+// How much of a prompt each place has cached: the compiled twin of `kvplane_fleet.hits` and of
+// `kvplane_service.core.hit_rules`, which specify it. Columns are runs of cached units, because there are few.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ struct LookupClass {
 };
 
 struct Layout {
-    Int hash_size, unit, partial_hits, num_groups;
+    Int hash_size, unit, partial_hits, safe, num_groups;
     std::vector<LookupClass> classes;
 };
 
@@ -186,7 +186,7 @@ class Search {
             const Int at = last - ((last + 1 - drop) % stride + stride) % stride;
             if (at >= first) end = at + 1;
         }
-        if (end < needed) end = Aligned(one, end);
+        if (end < needed && !layout_.safe) end = Aligned(one, end);
         if (drop && end > 0) end = Aligned(one, end - 1);
         return end * one.block_size;
     }

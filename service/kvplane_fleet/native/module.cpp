@@ -256,11 +256,12 @@ PyObject* Find(PyObject*, PyObject* arguments) {
     });
 }
 
-// layout((hash_size, unit, partial_hits, num_groups), [(groups, kind, block_size, window, chunk, drops), ...])
+// layout((hash_size, unit, partial_hits, safe, num_groups), [(groups, kind, block_size, window, chunk, drops), ...])
 PyObject* MakeLayout(PyObject*, PyObject* arguments) {
     return Guarded([&] {
         PyObject* const head = At(arguments, 0);
-        Layout layout{ReadInt(At(head, 0)), ReadInt(At(head, 1)), ReadInt(At(head, 2)), ReadInt(At(head, 3)), {}};
+        Layout layout{ReadInt(At(head, 0)), ReadInt(At(head, 1)), ReadInt(At(head, 2)), ReadInt(At(head, 3)),
+                      ReadInt(At(head, 4)), {}};
         Check(layout.hash_size > 0 && layout.unit > 0 && layout.num_groups > 0);
         ForEach(At(arguments, 1), [&](PyObject* given) {
             LookupClass one{{}, ReadInt(At(given, 1)), ReadInt(At(given, 2)), ReadInt(At(given, 3)),

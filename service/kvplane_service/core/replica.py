@@ -30,7 +30,6 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
 from kvplane_service.core.entries import Entries, collect, every_id, replay_events, stored_events
-from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.facts import FactApplier, report_hashes
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.interface import BlockCounts, GroupView
@@ -250,10 +249,11 @@ class Replica:
         """
         return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._horizon)
 
-    def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
-        """Explain the length of the hit that `lookup` finds with the same arguments. Changes nothing."""
-        explainer = LookupExplainer(self.spec, self.coordinator.lookup, self._pool, self.tiers)
-        return explainer.explain(Prefix(digests, domain, num_tokens - 1, self._horizon))
+    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
+        """Return, by group, a byte for each hash block: 1 where `lookup` would find its key. Changes nothing."""
+        find, horizon = self._pool.find, self._horizon
+        groups = range(len(self.spec.groups))
+        return [bytes(find(domain, (one,), digest, horizon) is not None for digest in digests) for one in groups]
 
     @property
     def _horizon(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from kvplane.base.errors import InvalidArgument
@@ -163,11 +162,6 @@ def num_reserved(spec: ReplicaSpec) -> int:
     """Return the number of blocks that no request gets: the null block, or those of the null state, and sinks."""
     sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
     return max(1 + sinks, spec.blocks_per_state)
-
-
-def smallest(spec: ReplicaSpec) -> ReplicaSpec:
-    """Return the spec with as few blocks as a pool can have, for what reads no block."""
-    return replace(spec, num_blocks=max(num_reserved(spec) + 1, 2 * spec.blocks_per_state))
 
 
 def states_for_drafts(spec: ReplicaSpec) -> int | None:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from kvplane.base.declined import WhyDeclined
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
-from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
+from kvplane_service.core.hit_rules import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, Change, History, KeyName, Known, PassedOver, Spot
 
 MAX_ALTERNATIVES = 32  # most extra keys of other requests with which a prompt is hashed to compare it
@@ -109,6 +109,7 @@ class Question:
         reads: False if the request asked not to look up cached blocks.
         alternatives: the same tokens hashed with the extra keys of other requests; empty if the tokens are unknown.
         own_keys: extra keys (adapter, salt, multimodal items) of the prompt.
+        tier: number of the tier that has what is missing on the device; None if none has.
     """
 
     digests: Sequence[bytes]
@@ -118,6 +119,7 @@ class Question:
     reads: bool = True
     alternatives: Sequence[tuple[ExtraKeys, Sequence[bytes]]] = ()
     own_keys: ExtraKeys = NO_EXTRA_KEYS
+    tier: int | None = None
 
 
 class Explainer:
@@ -152,8 +154,8 @@ class Explainer:
             return Why(Cause.NOTHING)
         if account.missing is None:
             return Why(Cause.LAST_BLOCK_DROPPED)
-        if account.missing.tier is not None:
-            tier = self._spec.tiers[account.missing.tier]
+        if question.tier is not None:
+            tier = self._spec.tiers[question.tier]
             return Why(Cause.IN_TIER, account.missing.start, account.missing.end, by=tier.kind.value)
         return self._of_block(question, account.missing)
 
@@ -282,4 +284,4 @@ def with_hit_checked(why: Why, account: LookupExplanation, hit: int) -> Why:
     """Return the cause `why`, or NOT_RECORDED if the look-up `account`, reconstructed from the log, has another hit
     length than the answer that the request got: then the log is incomplete.
     """
-    return why if account.hit.num_tokens == hit else Why(Cause.NOT_RECORDED, start=hit)
+    return why if account.hit == hit else Why(Cause.NOT_RECORDED, start=hit)

@@ -9,7 +9,7 @@ from functools import partial
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
-from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, MissingPrefix, Prefix
+from kvplane_service.core.hit_rules import HitRules, LookupExplanation, MissingPrefix
 from kvplane_service.decisions.log import Entry
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.explain.history import Attempt, Change, History, HistoryReader, KeyName
@@ -68,8 +68,11 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     """Explain the hit that FindCacheHit would return now for a prompt; `offload` runs the search for the cause on a
     thread.
     """
-    spec = host.replica.spec
-    account = host.replica.explain(prompt.digests, prompt.domain, prompt.num_tokens)
+    spec, digests, tier = host.replica.spec, prompt.digests, None
+    account = HitRules(spec).explain(host.replica.cached_columns(digests, prompt.domain), prompt.num_tokens - 1)
+    if account.missing:
+        digest = digests[account.missing.num_hashes - 1]
+        tier = host.replica.tiers.tier_of(prompt.domain, account.missing.group, digest)
     is_complete = reaches_registration(host)
     tentative = _tentative(host, prompt, account.missing) if account.missing else None
     if tentative is not None:
@@ -78,11 +81,12 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
 
     def think() -> Why:
         question = Question(
-            prompt.digests,
+            digests,
             prompt.domain,
             prompt.num_tokens,
             alternatives=list(_alternatives(history, prompt)),
             own_keys=prompt.extra_keys,
+            tier=tier,
         )
         return Explainer(spec, history, is_complete).why(question, account)
 
@@ -149,19 +153,12 @@ async def _read(host: ReplicaHost, entries: Iterable[Entry], first: int = 0) -> 
 def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, present: Present) -> Explanation:
     spec, request = host.replica.spec, attempt.request
 
-    def find(domain: str, groups: Sequence[int], digest: bytes) -> list[int] | None:
-        found = []
-        for group in groups:
-            key = KeyName(domain, group, digest)
-            blocks = history.blocks_at(key, attempt.at, present.get(key, frozenset()))
-            if not blocks:
-                return None
-            found.append(min(blocks))
-        return found
+    def had(group: int, digest: bytes) -> bool:
+        key = KeyName(request.domain, group, digest)
+        return bool(history.blocks_at(key, attempt.at, present.get(key, frozenset())))
 
-    max_tokens = 0 if request.skip_reading else request.num_tokens - 1
-    prefix = Prefix(request.digests, request.domain, max_tokens)
-    account = LookupExplainer.over(spec, find).explain(prefix)
+    columns = [bytes(had(group, digest) for digest in request.digests) for group in range(len(spec.groups))]
+    account = HitRules(spec).explain(columns, 0 if request.skip_reading else request.num_tokens - 1)
     reads = not request.skip_reading
     question = Question(
         request.digests, request.domain, request.num_tokens, attempt.at, reads, own_keys=request.extra_keys
@@ -169,7 +166,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     is_complete = reaches_registration(host)
     explainer, passed = Explainer(spec, history, is_complete), attempt.passed
     if passed is not None:
-        why = explainer.passed_over(passed, min(attempt.hit, account.hit.num_tokens))
+        why = explainer.passed_over(passed, min(attempt.hit, account.hit))
     else:
         why = with_hit_checked(explainer.why(question, account), account, attempt.hit)
     return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch)

@@ -376,7 +376,7 @@ def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.Expla
     kinds = (group.kind.value for group in host.replica.spec.groups)
     return admin_pb2.ExplainResponse(
         num_tokens=found.num_tokens,
-        hit_tokens=account.hit.num_tokens,
+        hit_tokens=account.hit,
         longest_hit=account.longest,
         groups=[
             admin_pb2.GroupHit(group=group, kind=f"GROUP_KIND_{kind.upper()}", hit_tokens=account.alone[group])

@@ -13,7 +13,7 @@ this kind of attention does not need the block any more, or never needed it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, EvictionPolicy
@@ -422,12 +422,6 @@ class GroupManager(ABC):
     def drop_margin(self) -> int:
         """Return how many tokens a look-up reads behind the wanted length, if it leaves out the last matched block."""
         return self.block_size
-
-    def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
-        """Yield the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, not one of `found`."""
-        del found
-        for index in range(self.first_read(wanted), self._blocks_for(wanted)):
-            yield min((index + 1) * self.block_size, wanted)
 
     def may_have_keys(self, count: int) -> bool:
         """Whether one block can have `count` keys, each of a prefix that ends at another position inside the block."""

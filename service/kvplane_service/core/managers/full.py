@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.keys import NULL_BLOCK, Key
@@ -71,11 +71,6 @@ class FullAttentionManager(GroupManager):
         of a block, or with partial hits the number of tokens per block hash.
         """
         return min(self.hash_size, self.block_size) if self.replica.partial_hits else self.block_size
-
-    def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
-        """Yield every aligned position after `found` up to `wanted`."""
-        step = min(self.replica.hit_alignment, self.block_size)
-        yield from range(found // step * step + step, wanted + 1, step)
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
         """Register the full blocks of the first `num_tokens` tokens, and the prefix at the prompt's last hash boundary.

@@ -27,7 +27,6 @@ from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.contents import hash_alone
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, Prefix
 from kvplane_service.core.in_flight import SLICE_REQUESTS
 from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
@@ -292,15 +291,11 @@ class NativeReplica:
         tokens, single, blocks = _native.peek(self._core, slot)
         return Hit(tokens, single, tuple(blocks))
 
-    def explain(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> LookupExplanation:
-        """Explain the length of a hit, see `Replica.explain`."""
+    def cached_columns(self, digests: Sequence[bytes], domain: str) -> list[bytes]:
+        """Return, by group, where the cache has the keys of these hash blocks, see `Replica.cached_columns`."""
         horizon = self.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
-
-        def find(domain: str, groups: Sequence[int], digest: bytes) -> list[int] | None:
-            return _native.first_blocks(self._core, domain, groups, digest, horizon)
-
-        prefix = Prefix(digests, domain, num_tokens - 1)
-        return LookupExplainer.over(self.spec, find, self.tiers).explain(prefix)
+        find, core, groups = _native.first_blocks, self._core, range(len(self.spec.groups))
+        return [bytes(find(core, domain, [one], digest, horizon) is not None for digest in digests) for one in groups]
 
     def digests_of(self, content: News) -> PackedHashes:
         """Return the block hashes of a `News` with one row, see `Replica.digests_of`."""
