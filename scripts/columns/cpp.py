@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from scripts.columns.schema import BITS, NAMES, SECTIONS, Field, Message, by_row
+from scripts.columns.schema import BITS, I32, NAMES, SECTIONS, U32, U64, Field, Message, by_row
 
 UNLIMITED = 0xFFFFFFFF
 # Sections to which `step.h` adds functions: it derives the type of this name from the generated one.
@@ -131,6 +131,7 @@ def _members(message: Message) -> Iterator[str]:
             yield f"Hashes {field.name};"
         elif field.name in COUNTED:
             yield f"Int {COUNTED[field.name]} = 0;"
+            yield f"std::vector<std::string> {field.name};  // as in a message, of a step that was read from one"
         elif field.kind == "texts":
             yield f"std::vector<std::string> {field.name};"
             yield f"bool {field.name}_fit = true;  // each entry is a text"
@@ -182,6 +183,139 @@ def _reader(field: Field, into: str) -> str:
     return f"{to} = {'IsTrue' if field.kind == 'flag' else 'NumberOfStep'}({read});"
 
 
+WIRE_TOP = """
+// Reads the sections of a step from its message, and writes the message of its answer.
+#pragma once
+
+#include "wire.h"
+
+namespace kvplane {"""
+COUNTS = {"Facts": "appended", "News": "num_tokens"}  # columns that say how many tokens a row has
+
+
+def wire(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of the header that reads the sections of a step, and writes those of its result."""
+    yield from WIRE_TOP.splitlines()[1:]
+    for message in _named(messages, READ):
+        yield from ("", *_section_reader(message), "", *_reset(message))
+    for message in _named(messages, ("Blocks", "Orders", *RESULTS)):
+        yield from ("", *_writer(message))
+    yield from ("", "}  // namespace kvplane")
+
+
+def _section_reader(message: Message) -> Iterator[str]:
+    """Yield a function that reads a section; it returns false for what Python refuses, and names."""
+    into = message.name.lower()
+    has_hashes = bool(message.of_kind("hashes"))
+    of_digests = "size_t digest_size" if has_hashes else "size_t"
+    yield f"inline bool ReadSection(Hashes message, {of_digests}, {message.name}* {into}) {{"
+    yield "    Fields fields(message);"
+    yield "    for (Field field; fields.Next(&field);) {"
+    yield "        bool is_read = true;"
+    yield "        switch (field.number) {"
+    for field in sorted(message.fields, key=lambda field: field.number):
+        yield f"            case {field.number}: is_read = {_field_reader(field, into)}; break;"
+    yield "        }"
+    yield "        if (!is_read) return false;"
+    yield "    }"
+    for name, number in COUNTED.items():
+        if name in [field.name for field in message.fields]:
+            yield f"    {into}->{number} = static_cast<Int>({into}->{name}.size());"
+    checks = ["fields.ok"]
+    if rows := [field for field in message.fields if field.is_by_row]:
+        checks.append(f"AreByRow(NumEntriesOf(*{into}), {into}->{rows[0].name}.size())" if by_row(message) else "")
+    if has_hashes:
+        checks.append(f"AddUp({into}->num_hashes, digest_size, {into}->hashes.size)")
+    if message.name in COUNTS:
+        tokens = f"{into}->tokens.count"
+        checks.append(f"({tokens} == 0 || AddUp({into}->{COUNTS[message.name]}, 1, static_cast<uint64_t>({tokens})))")
+    yield "    return " + " &&\n           ".join(filter(None, checks)) + ";"
+    yield "}"
+
+
+STORED = {U32: "uint32_t", I32: "int32_t", U64: "uint64_t", BITS: "uint64_t"}
+
+
+def _field_reader(field: Field, into: str) -> str:
+    to = f"&{into}->{field.name}"
+    if field.kind == "column" and _is_tokens(field):
+        return f"ReadTokens(field, {to})"
+    if field.kind == "column":
+        highest = f", {field.option.highest}" if field.option.HasField("highest") else ""
+        return f"ReadPacked<{STORED[field.option.type]}>(field, {to}{highest})"
+    if field.kind == "hashes":
+        return f"ReadBytes(field, {to})"
+    if field.kind in ("texts", "messages"):
+        return f"Add{'Text' if field.kind == 'texts' else 'Message'}(field, {to})"
+    if field.kind == "flag":
+        return f"ReadFlag(field, {to})"
+    if field.kind == "choice":
+        most = field.option.highest if field.option.HasField("highest") else field.highest
+        return f"ReadChoice(field, {most}, k{field.choice.capitalize()}, {to})"
+    return f"ReadNumber(field, {field.bits}, {to})"
+
+
+def _reset(message: Message) -> Iterator[str]:
+    """Yield a function that empties a section, and keeps the memory of its columns."""
+    into = message.name.lower()
+    yield f"inline void Reset({message.name}* {into}) {{"
+    for field in message.fields:
+        to = f"{into}->{field.name}"
+        if field.kind == "column" and _is_tokens(field):
+            yield f"    {to}.count = 0;"
+            yield f"    {to}.ids.clear();"
+        elif field.kind in ("column", "texts", "messages"):
+            yield f"    {to}.clear();"
+        elif field.kind == "hashes":
+            yield f"    {to} = Hashes();"
+        elif field.kind == "choice":
+            yield f"    {to} = k{field.choice.capitalize()};"
+        else:
+            yield f"    {to} = {'false' if field.kind == 'flag' else _number(field.default or 0)};"
+        if field.name in COUNTED:
+            yield f"    {into}->{COUNTED[field.name]} = 0;"
+    yield "}"
+
+
+OF_TIERS = ("declined", "prefetched", "retained")
+
+
+def _writer(message: Message) -> Iterator[str]:
+    """Yield a function that writes a section of a result, the last field first."""
+    name, of = message.name.lower(), message.name
+    head = f"inline void Write(const {of}& {name}, Backward* into"
+    if of == "Blocks":
+        head = f"inline void Write(const BlockLists& {name}, Backward* into"
+    elif of == "Orders":
+        head += ", const TierAnswer* tiers"
+    elif of == "PartResult":
+        name = "part"
+        head = "inline void Write(const PartResult& part, Backward* into, bool with_events"
+    yield f"{head}) {{"
+    for field in sorted(message.fields, key=lambda field: -field.number):
+        yield f"    {_field_writer(field, name, message)}"
+    yield "}"
+
+
+def _field_writer(field: Field, name: str, message: Message) -> str:
+    of, number, table = f"{name}.{field.name}", field.number, field.option.table
+    if field.kind == "column" and table in JOBS:
+        column = [one.name for one in message.columns if one.option.table == table].index(field.name)
+        return f"WriteJobs<{STORED[field.option.type]}, &JobOrders::{table}>(tiers, into, {number}, {column});"
+    if field.kind == "column":
+        return f"into->Packed<{STORED[field.option.type]}>({number}, {of});"
+    if field.kind == "digests":
+        return f"WriteDigests({of}, into, {number});"
+    if field.kind == "messages":
+        return f"if (with_events) WriteEvents({name}, into, {number});"
+    if field.kind == "message" and field.name in OF_TIERS:
+        return f"if ({name}.tiers != nullptr) WriteMessage({name}.tiers->{field.name}, into, {number});"
+    if field.kind == "message":
+        tiers = f", {name}.tiers.get()" if field.name == "orders" else ""
+        return f"WriteMessage({of}, into, {number}{tiers});"
+    return f"into->Number({number}, static_cast<uint64_t>({of}));"
+
+
 LAYOUTS_TOP = """
 // How the fields of parts and results are packed, by the names that `decisions/packing.py` gives them.
 #pragma once
@@ -200,6 +334,9 @@ def layouts(messages: Sequence[Message]) -> Iterator[str]:
     fields = [line for path, message in sections for line in _packed(message, "Part", f"{path}.")]
     yield from _layout("Part", [*scalars, "with_hashes", "with_tables"], fields)
     yield ""
+    (resume,) = _named(messages, ("Resume",))
+    yield from _layout("Resume", [], list(_packed(resume, "Resume", "")))
+    yield ""
     (result,) = _named(messages, ("PartResult",))
     found = {message.name: message for message in messages}
     fields = list(_packed(result, "PartResult", ""))
@@ -216,17 +353,17 @@ JOBS = ("load", "save", "move")  # tables of `Orders`, which the core keeps as r
 
 
 def _layout(of: str, scalars: list[str], fields: list[str]) -> Iterator[str]:
-    yield f"inline constexpr Packer::Scalar<{of}> k{of}Scalars[] = {{"
+    yield f"inline constexpr std::array<Packer::Scalar<{of}>, {len(scalars)}> k{of}Scalars = {{{{"
     yield from (f"    PACK_SCALAR({of}, {path})," for path in scalars)
-    yield "};"
-    yield f"inline constexpr Packer::Field<{of}> k{of}Fields[] = {{"
+    yield "}};"
+    yield f"inline constexpr std::array<Packer::Field<{of}>, {len(fields)}> k{of}Fields = {{{{"
     yield from (f"    {line}," for line in fields)
-    yield "};"
+    yield "}};"
 
 
 def _packed(message: Message, of: str, path: str) -> Iterator[str]:
-    for field in message.of_kind("column", "hashes", "texts", "digests"):
-        if not _is_tokens(field) and field.name not in COUNTED:
+    for field in message.of_kind("column", "hashes", "texts", "digests", *(["messages"] if of == "Part" else [])):
+        if not _is_tokens(field):
             pack = "PACK_BITS" if field.option.type == BITS else "PACK_FIELD"
             yield f"{pack}({of}, {path}{field.name})"
 

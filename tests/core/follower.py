@@ -109,7 +109,7 @@ class Followed:
         events = [part.events for part in result.parts]
         if any(run.kind is EventKind.STORED for of_part in events for run in runs_of(of_part)):
             self._last_stored = step.seq
-        self._log.publish_step(self._hold, step, result.parts)
+        self._log.publish_step(self._hold, step, events, [part.tier_events for part in result.parts])
         self._take()
 
     def _publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:

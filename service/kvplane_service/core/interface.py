@@ -46,6 +46,56 @@ class BlockCounts(NamedTuple):
         return cls(held, busy, cached, num_free - cached - slack, slack)
 
 
+class ReadStep(NamedTuple):
+    """A step as a compiled core read it from a message, which must outlive it, and what a service knows of it.
+
+    Attributes:
+        form: the step, which is applied once.
+        epoch, seq, part, last, executed_through, traceparent: as in `Step`.
+        num_parts, num_rows, num_tokens: numbers of parts, rows and token ids.
+        kinds: what it has, the sum of SCHEDULES (run or admit rows), BEGINS (new requests), RESUMES and HAS_KEYS.
+        retains_at: the first part that retains something; -1 = none does.
+        domains: the cache domains of new requests, by the number of their part.
+    """
+
+    form: object
+    epoch: int
+    seq: int
+    part: int
+    last: bool
+    executed_through: int
+    traceparent: str
+    num_parts: int
+    num_rows: int
+    num_tokens: int
+    kinds: int
+    retains_at: int
+    domains: Sequence[tuple[int, Sequence[str]]]
+
+
+SCHEDULES, BEGINS, RESUMES, HAS_KEYS = 1, 2, 4, 8
+
+
+class Answer(NamedTuple):
+    """The answer of a compiled core to a step that it read.
+
+    Attributes:
+        message: of the session.
+        events, tier_events: of each part.
+        marks: what followers of the decision log must read: the sum of COUNTED and FOLLOWED.
+        published_through: as in `StepResult`.
+    """
+
+    message: bytes
+    events: Sequence[Sequence[CacheEvent]]
+    tier_events: Sequence[Sequence[CacheEvent]]
+    marks: int
+    published_through: int
+
+
+COUNTED, FOLLOWED = 1, 2
+
+
 class RequestColumns(Protocol):
     """Columns of all requests, indexed by slot, and never changed by a reader."""
 

@@ -14,7 +14,9 @@ from kvplane.base.retain import RetainOutcome
 from kvplane.base.step import AdmitStatus, Cache, CacheEvent, End, EventKind, Facts, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.interface import COUNTED
 from kvplane_service.decisions.log import Decision, Entry
+from kvplane_service.decisions.sent import SentResult
 
 STEP_BOUNDS_NS = tuple(
     us * 1000 for us in (25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000, 1_000_000)
@@ -123,6 +125,11 @@ class Tally:
             self._count_removals(entry.events)
             return
         self.step_times.add(entry)
+        for events in entry.events:
+            if events:
+                self._count_removals(events)
+        if isinstance(entry.result, SentResult) and not entry.result.marks & COUNTED:
+            return
         for part, result, events in zip(entry.step.parts, entry.result.parts, entry.events, strict=True):
             given = vars(result)  # what is missing is empty
             if given.get("admit_status"):
@@ -133,8 +140,6 @@ class Tally:
             if "retained" in given:
                 for outcome in result.retained.outcome:
                     self.retentions[RetainOutcome(outcome)] += 1
-            if events:
-                self._count_removals(events)
             facts: Facts | None = vars(part).get("facts")  # None also where they are packed: no request ends
             if given.get("preempted") or (facts is not None and facts.end):
                 self._count_preemptions(part, result)

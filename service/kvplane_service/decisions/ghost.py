@@ -25,10 +25,11 @@ from kvplane.base.decode_rows import DecodeRows, rows_of
 from kvplane.base.step import AdmitStatus, End, EventKind, Facts, News, Part, PartResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.contents import HashedRows
+from kvplane_service.core.interface import FOLLOWED, GroupView, ReplicaCore
 from kvplane_service.decisions.log import Decision, hashed_part
+from kvplane_service.decisions.sent import SentResult
 
 if TYPE_CHECKING:
-    from kvplane_service.core.interface import GroupView, ReplicaCore
     from kvplane_service.decisions.log import Entry
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
@@ -98,6 +99,8 @@ class GhostLru:
             self._requests.clear()
             if any(run.kind is EventKind.CLEARED for run in runs_of(entry.events)):
                 self._stack.clear()
+            return
+        if isinstance(entry.result, SentResult) and not entry.result.marks & FOLLOWED:
             return
         for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
             if (rows := rows_of(part)) is not None:

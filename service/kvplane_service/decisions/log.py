@@ -21,6 +21,7 @@ from kvplane.base.when_read import made_of
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.decisions.packed_log import MAX_WAITING, LogBudget, PackedLog
 from kvplane_service.decisions.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
+from kvplane_service.decisions.sent import SentStep, step_with
 
 
 class Decision(NamedTuple):
@@ -200,6 +201,8 @@ def _unpack(kept: Entry | _Packed) -> Entry:
 
 def without_tokens(step: Step) -> Step:
     """Return the step without its token ids; the same object if it has none."""
+    if isinstance(step, SentStep):
+        return step  # it was applied: its parts are those of the record
     for part in step.parts:
         rows = rows_of(part)
         if rows is not None and len(step.parts) == 1:
@@ -219,8 +222,9 @@ def hashed_step(decision: Decision, digest_size: int) -> Step:
     """Return the step as an engine that hashes tokens itself would have sent it: with block hashes and without tokens.
     Applying it gives the same result.
     """
-    parts = zip(decision.step.parts, decision.result.parts, strict=True)
-    return replace(decision.step, parts=[hashed_part(part, result, digest_size) for part, result in parts], rows=None)
+    step, results = decision.step, decision.result.parts
+    parts = [hashed_part(part, result, digest_size) for part, result in zip(step.parts, results, strict=True)]
+    return step_with(step, parts, step.traceparent)
 
 
 def hashed_part(part: Part, result: PartResult, size: int) -> Part:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain, compress, islice, pairwise
 from operator import attrgetter, itemgetter
@@ -260,14 +260,21 @@ class _Shape(Generic[_T]):
         self._scalars_of = attrgetter(*[f"{path}.real" for path, _ in self._scalars]) if self._scalars else None
         self._others_of = attrgetter(*self._columns, *[path for path, *_ in self._raws])
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
-        empty = owner() if sections else None
+        made = owner()
+        self._scalar_names = [(*_split_path(path), turn) for path, turn in self._scalars]
+        self._scalar_defaults = {
+            (section, name): getattr(getattr(made, section) if section else made, name).real
+            for section, name, _ in self._scalar_names
+        }
+        names = [*self._columns, *[path for path, *_ in self._raws]]
+        self._names = dict(zip(self._numbers, map(_split_path, names), strict=True))
+        empty = made if sections else None
         self._empty = {one.name: getattr(empty, one.name) for one in fields(cast(Any, owner))} if sections else {}
 
-    def layout(self, others: Set[str] = frozenset()) -> tuple[list[str], list[tuple[str, int]]]:
-        """Return the names of the single numbers, and of the other fields with their chunks, but not the `others`."""
+    def layout(self) -> tuple[list[str], list[tuple[str, int]]]:
+        """Return the names of the single numbers, and of the other fields with their chunks."""
         names = [*self._columns, *[path for path, *_ in self._raws]]
-        numbered = [(name, number) for name, number in zip(names, self._numbers, strict=True) if name not in others]
-        return [path for path, _ in self._scalars], numbered
+        return [path for path, _ in self._scalars], list(zip(names, self._numbers, strict=True))
 
     def pack(self, value: _T) -> Packing[_Chunks]:
         """Return the chunks of all fields that are not empty. In most steps, few fields are not empty."""
@@ -288,25 +295,27 @@ class _Shape(Generic[_T]):
 
     def unpack(self, chunks: _Chunks) -> _T:
         """Return the object whose fields these chunks contain; chunks with other numbers are ignored."""
-        given: dict[str, dict[str, Any]] = {name: {} for name in ("", *self._sections)}
-        for (path, turn), number in zip(self._scalars, _numbers(chunks.get(0)), strict=True):
-            section, _, name = path.rpartition(".")
-            given[section][name] = turn(number)
+        given: dict[str, dict[str, Any]] = {"": {}}  # a section without fields is made when it is read
+        for (section, name, turn), number in zip(self._scalar_names, _numbers(chunks.get(0)), strict=True):
+            if number != self._scalar_defaults[section, name]:
+                given.setdefault(section, {})[name] = turn(number)
         num_columns = len(self._columns)
-        for number in self._numbers:
-            if number not in chunks:
+        for number, chunk in chunks.items():
+            if number not in self._names:
                 continue
-            if number <= num_columns:
-                path, value = self._columns[number - 1], _numbers(chunks[number])
-            else:
-                path, _, turn_raw = self._raws[number - 1 - num_columns]
-                value = turn_raw(chunks[number][1])
-            section, _, name = path.rpartition(".")
-            given[section][name] = value
+            is_column = number <= num_columns
+            value = _numbers(chunk) if is_column else self._raws[number - 1 - num_columns][2](chunk[1])
+            section, name = self._names[number]
+            given.setdefault(section, {})[name] = value
         own = given.pop("")
-        for section, kind in self._sections.items():
-            own[section] = kind(**given[section])
+        for section, fields_of in given.items():
+            own[section] = self._sections[section](**fields_of)
         return self._owner(**own)
+
+
+def _split_path(path: str) -> tuple[str, str]:
+    section, _, name = path.rpartition(".")
+    return section, name
 
 
 def _paths(owner: type, sections: dict[str, type]) -> Iterator[tuple[str, str]]:
@@ -351,12 +360,10 @@ _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's fram
 
 
 def layouts() -> tuple[Any, ...]:
-    """Return what a compiled core must know of this form (`pack_with` of core/native). It leaves decisions with extra
-    keys or traces of requests to this module.
-    """
+    """Return what a compiled core must know of this form (`pack_with` of core/native)."""
     assert [name for name, _ in _EVENT_FIELDS] == _PACKED_EVENTS
-    of_part = _PART.layout({"news.extra_keys", "news.traceparent"})
-    return of_part, _RESULT.layout(), _OF_RESULT, _OF_EVENTS, _FLAT
+    of_all = _PART.layout(), _RESULT.layout(), _RESUME.layout()
+    return *of_all, _OF_RESULT, _OF_EVENTS, _OF_RESUME, _FLAT
 
 
 _PACKED_EVENTS = "kind group hashes blocks domain parent block_size slot start end block_starts reason tier".split()
@@ -390,14 +397,15 @@ def pack_decision(
     return (yield from _whole([_TOOK.pack(took_ns), _heads(heads), numbers, trace, *joined]))
 
 
-def unpack_decision(raw: bytes) -> Unpacked:
+def unpack_decision(raw: bytes, with_events: bool = True) -> Unpacked:
     """Return the decision that `pack_decision` packed; empty columns become empty lists."""
     chunks = _unframe(raw, _TOOK.size)
     epoch, seq, number, last, executed_through, *of_result, at_ns = _numbers(chunks[0])
     parts, outcomes = [], []
     for packed in map(_unframe, _split(chunks[2][1])):
         part, outcome = _PART.unpack(packed), _RESULT.unpack(_unframe(packed[_OF_RESULT][1]))
-        outcome.events = unpack_events(packed[_OF_EVENTS][1]) if _OF_EVENTS in packed else CacheEvents()
+        if with_events:
+            outcome.events = unpack_events(packed[_OF_EVENTS][1]) if _OF_EVENTS in packed else CacheEvents()
         if _OF_RESUME in packed:
             part.resume = _RESUME.unpack(_unframe(packed[_OF_RESUME][1]))
         parts.append(part)

@@ -28,6 +28,7 @@ from kvplane.base.step import STEP_VERSION, CacheEvent, Part, RemoveReason, RowF
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife, RecordHeader, RecordResponse
 from kvplane_service.core.columns import words_of
 from kvplane_service.decisions.log import Decision, Entry, hashed_step
+from kvplane_service.decisions.sent import result_with, step_with
 
 MAGIC = b"kvplane decisions 2\n"
 _READS = (MAGIC, b"kvplane decisions 1\n")
@@ -56,7 +57,7 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
         life.busy_blocks = array("I", entry.busy).tobytes()
         return RecordResponse(life=life)
     step = hashed_step(entry, digest_size)
-    step = replace(step, traceparent="", parts=[_anonymous(part) for part in step.parts])
+    step = step_with(step, [_anonymous(part) for part in step.parts])
     digest = result_digest(entry.result, entry.events)
     return RecordResponse(
         decision=RecordedDecision(step=wire.encode_step(step), result_digest=digest, took_ns=entry.took_ns)
@@ -71,7 +72,7 @@ def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) 
         replace(part, events=_without_moves(of_part), tier_events=())
         for part, of_part in zip(result.parts, events, strict=True)
     ]
-    return hashlib.sha256(wire.encode_result(replace(result, parts=parts)).SerializeToString()).digest()
+    return hashlib.sha256(wire.encode_result(result_with(result, parts)).SerializeToString()).digest()
 
 
 def _without_moves(events: Sequence[CacheEvent]) -> list[CacheEvent]:

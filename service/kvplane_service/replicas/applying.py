@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.base.step import UNCHANGED, Facts, OnRefusal, Part, RowFlag, Step, StepResult
+from kvplane.base.step import UNCHANGED, CacheEvent, Facts, OnRefusal, Part, RowFlag, Step, StepResult
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Decision, DecisionLog
+from kvplane_service.decisions.sent import Record, SentResult, SentStep, answered
 from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
@@ -93,7 +93,7 @@ class Applying:
         at_ns = self._clock()
         self.in_core, self.changes = True, self.changes + 1
         try:
-            result = self._replica.apply(step)
+            result = answered(step, self._replica.apply(step))
             if check is not None:
                 check(result)
         except KvplaneError:
@@ -101,8 +101,18 @@ class Applying:
             raise
         return self._publish(step, result, at_ns)
 
+    def read(self, message: bytes, decode: Callable[[], list[Part]]) -> SentStep | None:
+        """Return the step of a session's message, on a core that reads messages; None on another, for a message without
+        a step, and for one that cannot be read so. `decode` returns its parts as objects.
+        """
+        reader = getattr(self._replica, "read_step", None)
+        found = None if reader is None else reader(message)
+        return None if found is None else SentStep(found, decode)
+
     def effort(self, step: Step) -> int:
         """Estimate what the core takes to apply a step, in nanoseconds. Invalid steps are accepted too."""
+        if isinstance(step, SentStep):
+            return int(self._replica.effort_of(step.read))  # type: ignore[attr-defined]
         return effort(step, self._replica)
 
     def is_long(self, step: Step, effort_ns: int | None = None) -> bool:
@@ -128,7 +138,7 @@ class Applying:
         at_ns = self._clock()
         self._enter()
         try:
-            result = await offload(partial(self._replica.apply_concurrently, step))
+            result = answered(step, await offload(partial(self._replica.apply_concurrently, step)))
             if check is not None:
                 check(result)
         except KvplaneError:
@@ -175,10 +185,19 @@ class Applying:
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
         took_ns = self._clock() - at_ns
-        events = tuple(vars(part).get("events", ()) for part in result.parts)  # no empty list is made part of it
         packed = self._pack(step, at_ns, took_ns) if self._pack is not None else None
+        events: tuple[Sequence[CacheEvent], ...]
+        if isinstance(step, SentStep) and isinstance(result, SentResult):
+            assert packed is not None, "a core that reads messages packs all decisions"
+            record = Record(packed, result.events, result.tier_events)
+            step.applied(record)
+            result.recorded(record)
+            events, of_tiers = tuple(result.events), result.tier_events
+        else:  # no empty list is made part of a result
+            events = tuple(vars(part).get("events", ()) for part in result.parts)
+            of_tiers = [vars(part).get("tier_events", ()) for part in result.parts]
         self._decisions.append(Decision(step, result, events, at_ns, took_ns), packed)
-        self._events.publish_step(self._hold, step, result.parts)
+        self._events.publish_step(self._hold, step, events, of_tiers)
         return result
 
 
@@ -188,8 +207,6 @@ def effort(step: Step, replica: ReplicaCore) -> int:
 
 
 def _of_part(part: Part, replica: ReplicaCore) -> int:
-    if (packed := rows_of(part)) is not None and (of_rows := getattr(replica, "effort_of_rows", None)) is not None:
-        return int(of_rows(packed))
     facts, news = part.facts, part.news
     rows = len(facts.slot) + len(news.slot) + len(part.run.slot) + len(part.admit.slot) + len(part.peek.slot)
     rows += len(part.prefetch.slot) + len(part.retain.num_hashes)

@@ -23,6 +23,8 @@ from kvplane.base.prefetch import Prefetch, Prefetched
 from kvplane.base.retain import Retain, Retained
 from kvplane.base.session import CacheRequest
 from kvplane.base.step import Part, PartResult, Step, StepResult
+from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES
+from kvplane_service.decisions.sent import SentStep, kinds_of, step_with
 from kvplane_service.runtime.executors import Busy
 
 TIMEOUT_S = 4.0  # below the deadline of a unary call, so that its caller learns the reason
@@ -116,7 +118,7 @@ class CacheRequests:
         prefetch = _joined([first.prefetch, *prompts]) if prompts else first.prefetch
         retain = _retained([rows.retain for _, rows in numbers if rows.retain.num_hashes], now_ns)
         parts = [replace(first, cache=cache, prefetch=prefetch, retain=retain), *others]
-        return replace(step, parts=parts, rows=None), numbers
+        return step_with(step, parts, step.traceparent), numbers
 
     def carried_out(self, number: int, result: StepResult) -> None:
         """The engine has carried out the request with this number, in the step with this result."""
@@ -156,11 +158,10 @@ class CacheRequests:
         engine life that states stamps, which follows the first step and those that announce its requests, and not into
         the image, which is alone in its step: another change of the pages would refuse it.
         """
-        parts = () if step.rows is not None else step.parts
-        has_image = any(part.resume is not None for part in parts)
-        is_before = self.image_may_come and not any(part.run.slot or part.admit.slot for part in parts)
-        self.image_may_come = is_before and (step.seq == 1 or any(part.news.slot for part in parts))
-        return not (has_image or self.image_may_come)
+        kinds = step.kinds if isinstance(step, SentStep) else kinds_of(step)
+        is_before = self.image_may_come and not kinds & SCHEDULES
+        self.image_may_come = is_before and (step.seq == 1 or bool(kinds & BEGINS))
+        return not (kinds & RESUMES or self.image_may_come)
 
     def want_step(self, clock: Callable[[], int]) -> bool:
         """Whether a caller waits for the next step, or the time of a retained prefix has come."""

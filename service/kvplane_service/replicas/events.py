@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
-from kvplane.base.step import CacheEvent, EventKind, PartResult, Step
+from kvplane.base.step import CacheEvent, EventKind, Step
 from kvplane_service.core.cache_events import CacheEvents, runs_of
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.decisions.packing import Packing, pack_events, unpack_events
@@ -313,27 +313,29 @@ class EventLog(PackedLog[Batch, bytes]):
         if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
 
-    def publish_step(self, hold: PublicationHold, step: Step, parts: Sequence[PartResult]) -> None:
+    def publish_step(
+        self,
+        hold: PublicationHold,
+        step: Step,
+        events: Sequence[Sequence[CacheEvent]],
+        tier_events: Sequence[Sequence[CacheEvent]],
+    ) -> None:
         """Publish what an applied step changed: the parts in their order, and of each the device before the tiers.
 
         So a reset of the device, which clears the tiers too, is published behind what earlier parts stored in tiers;
         within a part it takes back what tiers stored before. What tiers store is executed, and waits for nothing.
         """
-        changed: list[tuple[Sequence[CacheEvent], Sequence[CacheEvent]]] = []
-        for part in parts:
-            given: Mapping[str, Sequence[CacheEvent]] = vars(part)  # no empty list is made part of it
-            changed.append((given.get("events", ()), given.get("tier_events", ())))
-        of_tiers = [of_part for _, of_part in changed if of_part]
+        of_tiers = [of_part for of_part in tier_events if of_part]
         if all(hasattr(of_part, "shares") for of_part in of_tiers):
-            shares = hold.step_packed(step.seq, step.executed_through, [events for events, _ in changed])
+            shares = hold.step_packed(step.seq, step.executed_through, events)
             if shares is not None:  # without a CLEARED event, so in any order
                 for of_part in of_tiers:
                     shares += cast("NativeTierEvents", of_part).shares()
                 self.publish_packed(step.epoch, shares)
                 return
         shown: list[CacheEvent] = []
-        for events, of_part in changed:
-            shown += hold.step(step.seq, step.executed_through, [events])
+        for of_device, of_part in zip(events, tier_events, strict=True):
+            shown += hold.step(step.seq, step.executed_through, [of_device])
             shown += of_part
         self.publish(step.epoch, shown)
 

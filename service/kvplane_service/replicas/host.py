@@ -25,6 +25,7 @@ from kvplane_service.config import Config
 from kvplane_service.core.interface import ReplicaCore
 from kvplane_service.decisions.log import Life
 from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.decisions.sent import SentStep
 from kvplane_service.replicas.engine_lives import Clock, Opening, ignore_end, in_slices
 from kvplane_service.replicas.host_state import HostState
 from kvplane_service.replicas.mirror import WINDOW, Mirror
@@ -459,8 +460,9 @@ class ReplicaHost(HostState):
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        if step.rows is None:
-            _check_retains_nothing(step)
+        _check_retains_nothing(step)
+        if isinstance(step, SentStep):
+            step.with_events = session.with_events
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
         requests = self.mirror.requests
         if not (requests.may_join(step) and requests.want_step(self._clock)):
@@ -482,7 +484,12 @@ class ReplicaHost(HostState):
 
 def _check_retains_nothing(step: Step) -> None:
     """Raise InvalidArgument if an engine sends the section `retain`, whose times would be those of another clock."""
-    for number, part in enumerate(step.parts):
-        if "retain" in vars(part) and part.retain != Retain():
-            what, remedy = "an engine's step retains nothing itself", "call Retain"
-            raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)
+    if isinstance(step, SentStep):
+        number = step.retains_at
+    else:
+        parts = () if step.rows is not None else step.parts
+        retains = (at for at, part in enumerate(parts) if "retain" in vars(part) and part.retain != Retain())
+        number = next(retains, -1)
+    if number >= 0:
+        what, remedy = "an engine's step retains nothing itself", "call Retain"
+        raise InvalidArgument(what, field=f"parts[{number}].retain", remedy=remedy)

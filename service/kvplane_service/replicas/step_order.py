@@ -16,6 +16,7 @@ from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane.base.when_read import given_fields
 from kvplane_service.config import Config
 from kvplane_service.core.interface import RequestColumns
+from kvplane_service.decisions.sent import SentResult, SentStep
 
 # Columns with an entry for each row: the section of a part, and the column.
 _COUNTED = (
@@ -89,7 +90,8 @@ class StepOrder:
         if step.last:
             self.seq, self.next_part, self.rows = step.seq, 0, 0
         else:
-            self.next_part, self.rows = step.part + len(step.parts), self.rows + rows
+            num_parts = step.num_parts if isinstance(step, SentStep) else len(step.parts)
+            self.next_part, self.rows = step.part + num_parts, self.rows + rows
         while self._answers and self._answers[0][0] <= self.seq - self._kept_steps:
             self._answers.popleft()
 
@@ -131,7 +133,7 @@ class Turn:
         """Record that the step was applied; keeps and returns the answer, without events if the session wants none."""
         if self.on_done is not None:
             self.on_done(replace(result, parts=[copy(part) for part in result.parts]))  # with the events
-        if not self.with_events:
+        if not self.with_events and not isinstance(result, SentResult):
             for part in result.parts:
                 given = vars(part)  # what is missing is empty
                 given.pop("events", None)
@@ -193,6 +195,8 @@ def size_of(step: Step) -> tuple[int, int]:
     """Count the rows and the token ids of a step. A part without rows counts as one, so that the number of parts is
     limited too.
     """
+    if isinstance(step, SentStep):
+        return step.num_rows, step.num_tokens
     if (rows := step.rows) is not None:
         return max(1, len(rows.slots) * (1 + rows.appended)), rows.num_tokens
     num_rows = num_tokens = 0

@@ -7,13 +7,12 @@ A long message is parsed, and a long step applied, on a thread; the stream reads
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 from kvplane import wire
-from kvplane.base.decode_rows import rows_of
 from kvplane.base.errors import (
     InternalError,
     InvalidArgument,
@@ -24,14 +23,16 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.session import CacheRequest, OpenRequest, Progress
-from kvplane.base.step import Step
+from kvplane.base.step import Part, Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.mirror import Mirrored, cache_request_message, decode_mirrored, progress_message
 from kvplane.wire.parsing import parse, parse_long
-from kvplane.wire.stream import result_message, rows_step
+from kvplane.wire.stream import result_message
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.core.interface import HAS_KEYS
+from kvplane_service.decisions.sent import SentResult, SentStep
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.mirror import Mirror
 from kvplane_service.rpc import prices
@@ -170,7 +171,6 @@ class _Stream:
         self._request = request
         self._context = context
         self._is_mirror = request.mirror is not None
-        self._digest_size = host.scheme.digest.size
         self._call = CALL.get()
         self._may_use_all_domains = ALL in self._call.owner.domains
         self._writing = asyncio.Lock()
@@ -226,9 +226,9 @@ class _Stream:
                     await asyncio.sleep(wait_ms / 1000)
             if len(raw) > LONG_MESSAGE_BYTES:
                 with host.holding(nonce):  # heartbeats behind it are not read while it waits for the thread
-                    message = await self._offload(partial(_understand, raw, self._digest_size, parse_long))
+                    message = await self._offload(partial(_understand, raw, host, parse_long))
             else:
-                message = _understand(raw, self._digest_size)
+                message = _understand(raw, host)
             kind = message.kind
             if self._is_mirror and message.sent is not None:
                 with host.holding(nonce):
@@ -273,7 +273,7 @@ class _Stream:
                 self._call.record("refused", error.reason)
             refusal = wire.encode_step_error(message.seq, message.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
-        return result_message(result)
+        return result.message if isinstance(result, SentResult) else result_message(result)
 
     async def _paid(self, steps: Sequence[Step], num_bytes: int) -> int:
         """Count the work of a message beyond its bytes, and wait while the owner has used up its allowance. Returns the
@@ -314,10 +314,9 @@ class _Stream:
             task.exception()  # a broken stream: the request is sent again on the next one
 
     def _check_domains(self, step: Step) -> None:
-        for at, part in enumerate(step.parts):
-            if rows_of(part) is None and part.news.slot:
-                for domain in {*part.news.domain} or {""}:
-                    self._call.check_domain(domain, f"parts[{at}].news.domain")
+        for at, domains in step.domains if isinstance(step, SentStep) else _domains_of(step):
+            for domain in domains:
+                self._call.check_domain(domain, f"parts[{at}].news.domain")
 
     def end(self, reason: KvplaneError) -> None:
         """End the stream with the error `reason`, even while it waits for a message or a step."""
@@ -334,12 +333,21 @@ class _Stream:
         raise self._ended
 
 
-def _understand(raw: bytes, digest_size: int, parser: Callable[..., pb.SessionRequest] = parse) -> _Message:
-    """Parse a message. For a step that cannot be decoded, the returned message has the error, because such a step does
-    not end the stream. Raises InvalidArgument if the message cannot be parsed.
+def _domains_of(step: Step) -> Iterator[tuple[int, Collection[str]]]:
+    """Yield the cache domains of new requests, by the number of their part."""
+    for at, part in enumerate(step.parts):
+        if part.news.slot:
+            yield at, {*part.news.domain} or {""}
+
+
+def _understand(raw: bytes, host: ReplicaHost, parser: Callable[..., pb.SessionRequest] = parse) -> _Message:
+    """Read a message. For a step that cannot be read, the returned message has the error, because such a step does not
+    end the stream. Raises InvalidArgument if the message cannot be parsed.
     """
-    if parser is parse and (rows := rows_step(raw, digest_size)) is not None:
-        return _Message("step", rows, rows.seq, rows.part, fingerprint(raw), num_bytes=len(raw))
+    digest_size = host.scheme.digest.size
+    step = host.steps.read(raw, partial(_parts_of, raw, digest_size))
+    if step is not None and not step.kinds & HAS_KEYS:  # which the core does not read
+        return _Message("step", step, step.seq, step.part, fingerprint(raw), num_bytes=len(raw))
     message = parser(pb.SessionRequest, raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind == "mirrored_steps":
@@ -349,8 +357,17 @@ def _understand(raw: bytes, digest_size: int, parser: Callable[..., pb.SessionRe
         return _Message(kind, sent=message)
     if kind != "step":
         return _Message(kind)
+    decoded: Step | KvplaneError
     try:
-        step: Step | KvplaneError = wire.decode_step(sent, digest_size)
+        decoded = wire.decode_step(sent, digest_size)
     except KvplaneError as error:
-        step = error
-    return _Message(kind, step, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
+        decoded = error
+    else:
+        if step is None:  # the same step in other bytes
+            same = pb.SessionRequest(step=wire.encode_step(decoded)).SerializeToString()
+            step = host.steps.read(same, partial(_parts_of, same, digest_size))
+    return _Message(kind, step or decoded, sent.seq, sent.part, fingerprint(raw), num_bytes=len(raw))
+
+
+def _parts_of(raw: bytes, digest_size: int) -> list[Part]:
+    return wire.decode_step(parse(pb.SessionRequest, raw).step, digest_size).parts

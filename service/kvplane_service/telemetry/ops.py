@@ -19,6 +19,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Blocks, Orders, Part, PartResult, Step, StepResult
 from kvplane.v1.admin_pb2 import Decision as Message
 from kvplane_service.decisions.log import Decision
+from kvplane_service.decisions.sent import result_with, step_with
 
 MAX_PACKED_CHARS = 32 << 10
 _MAX_UNPACKED_BYTES = 16 << 20
@@ -29,8 +30,8 @@ def pack(decision: Decision) -> str:
     """Return the attribute for a decision, or "" if it would be longer than MAX_PACKED_CHARS."""
     step, result = decision.step, decision.result
     message = Message(
-        step=wire.encode_step(replace(step, traceparent="", parts=[_asked(part) for part in step.parts])),
-        result=wire.encode_result(replace(result, parts=[_decided(part) for part in result.parts])),
+        step=wire.encode_step(step_with(step, [_asked(part) for part in step.parts])),
+        result=wire.encode_result(result_with(result, [_decided(part) for part in result.parts])),
     )
     text = base64.b64encode(zlib.compress(message.SerializeToString(), _LEVEL)).decode()
     return text if len(text) <= MAX_PACKED_CHARS else ""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
-from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.errors import InternalError, KvplaneError, LimitExceeded
-from kvplane.base.hashing.native import read_answer, read_rows, write_answer
+from kvplane.base.hashing.native import read_answer
 from kvplane.base.packed_ints import PackedInts
 from kvplane.base.session import Opened, OpenRequest
-from kvplane.base.step import Blocks, Orders, Part, PartResult, Step, StepResult
-from kvplane.base.when_read import made_of, made_with
+from kvplane.base.step import Blocks, Orders, PartResult, Step, StepResult
+from kvplane.base.when_read import made_with
 from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, SessionResponse
 from kvplane.wire.packed_step import step_bytes
 from kvplane.wire.result import decode_result, encode_result
@@ -58,31 +56,12 @@ def close_message() -> SessionRequest:
     return SessionRequest(close=SessionClose())
 
 
-_reader, _writer, _rows_reader = cache(read_answer), cache(write_answer), cache(read_rows)
+_reader = cache(read_answer)
 
 
 def result_message(result: StepResult) -> bytes:
-    """Return the bytes of the message with a step's result. One compiled call writes the usual one, see `taken`."""
-    if (write := _writer()) is not None and len(result.parts) == 1:
-        written = write(result.seq, result.part, result.published_through, vars(result.parts[0]))
-        if written is not None:
-            return written
+    """Return the bytes of the message with a step's result."""
     return SessionResponse(result=encode_result(result)).SerializeToString()
-
-
-def rows_step(raw: bytes, digest_size: int) -> Step | None:
-    """Return the step of a client's message if it is the usual decode step, whose rows stay the bytes of the message.
-    None for another message, for hashes of another size, and where the reader is not compiled.
-    """
-    read = _rows_reader()
-    if read is None or (found := read(raw)) is None:
-        return None
-    epoch, seq, part, last, executed_through, message, slots, appended, *_, counts, hashes, jobs = found
-    num_hashes = array("I", counts)
-    if len(hashes) != digest_size * sum(num_hashes):
-        return None
-    rows = DecodeRows(array("I", slots), message, appended, *found[8:11], num_hashes, hashes, array("Q", jobs))
-    return Step(epoch, seq, [made_of(Part, rows)], part, last, executed_through, "", rows)
 
 
 def taken(raw: bytes) -> Taken:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvplane.base.decode_rows import DecodeRows
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, PackedHashes
 from kvplane.base.step import (
@@ -28,7 +27,7 @@ from kvplane_service.core.contents import hash_alone
 from kvplane_service.core.counters import Counters, GroupCounters, Residency
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.in_flight import SLICE_REQUESTS
-from kvplane_service.core.interface import BlockCounts, GroupView, ReplicaCore
+from kvplane_service.core.interface import Answer, BlockCounts, GroupView, ReadStep, ReplicaCore
 from kvplane_service.core.invariants import BrokenInvariant
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.native import _native
@@ -104,26 +103,37 @@ class NativeReplica:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def apply(self, step: Step) -> StepResult:
-        """Apply the parts of a step, see `Replica.apply`."""
+    def apply(self, step: Step) -> Any:  # noqa: ANN401
+        """Apply the parts of a step, see `Replica.apply`. A step that was read from a message (it has the attribute
+        `read`, the form of `ReadStep`) has an `Answer`, with events if it is `with_events`.
+        """
         return self._apply(step, alone=False)
 
-    def apply_concurrently(self, step: Step) -> StepResult:
+    def apply_concurrently(self, step: Step) -> Any:  # noqa: ANN401
         """Apply a step as `apply` does, while other threads run: the interpreter's lock is released. A thread that uses
         this replica meanwhile waits for the step.
         """
         return self._apply(step, alone=True)
 
-    def _apply(self, step: Step, alone: bool) -> StepResult:
+    def _apply(self, step: Step, alone: bool) -> StepResult | Answer:
+        read = getattr(step, "read", None)
+        with_events = read is None or step.with_events  # type: ignore[attr-defined]
         try:
-            return _native.apply(self._core, step, alone, self.hashers.hash, self._shown)
+            answer = _native.apply(self._core, step, alone, self.hashers.hash, self._shown, read, with_events)
         except _native.Refused as refused:
             raise Refusal(*refused.args).error(self.spec, step) from None
+        return answer if isinstance(answer, StepResult) else Answer(*answer)
 
-    def effort_of_rows(self, rows: DecodeRows) -> int:
-        """Estimate the cost of a decode step, as `effort` of replicas/applying.py does for its part."""
-        digests = len(rows.hashes) // self.digest_size
-        return _native.effort(self._core, rows.slots, rows.extra_tokens(), rows.appended, rows.num_tokens, digests)
+    def read_step(self, message: bytes) -> ReadStep | None:
+        """Return the step of a session's message, and what is known of it; None for a message without a step, and for
+        one that Python's reader refuses and can name.
+        """
+        found = _native.read_step(message, self._scheme.digest.size)
+        return None if found is None else ReadStep(*found)
+
+    def effort_of(self, read: object) -> int:
+        """Estimate the cost of a step that was read, in nanoseconds, as `effort` of replicas/applying.py does."""
+        return self.unit_ns * _native.effort(self._core, read)
 
     def pack_applied(self, step: Step, at_ns: int, took_ns: int) -> bytes | None:
         """Return the decision about the step that was applied last, as `decisions.packing` packs it; None if this core

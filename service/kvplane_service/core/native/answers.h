@@ -199,18 +199,32 @@ inline const CacheEvents& EventsOf(PyObject* capsule) {
     return **events;
 }
 
-// Takes the events out of the answer.
-inline void SetTiers(PyObject* part, TierAnswer& tiers) {
+// The events of a part, which are taken out of its result; an empty tuple if there are none.
+inline PyObject* DeviceEventsToPy(PartResult& result) {
+    if (result.events.empty()) return PyTuple_New(0);
+    result.answered = std::make_shared<const CacheEvents>(std::move(result.events));
+    result.events = CacheEvents();
+    const CacheEvents& given = *result.answered;
+    PyObject* events = NewObject(answers.events);
+    SLOT(events, _packed, EventsToPy(result.answered));
+    SLOT(events, marks, ToPy(Int{given.has_stored} | Int{given.has_others} << 1 | Int{given.needs_hold} << 2));
+    return events;
+}
+inline PyObject* TierEventsToPy(PartResult& result) {
+    if (result.tiers == nullptr || result.tiers->events.empty()) return PyTuple_New(0);
+    Owned runs(PyList_New(0));
+    for (auto& [medium, events] : result.tiers->events)
+        Append(runs, Tuple(ToPy(medium), EventsToPy(std::move(events))));
+    PyObject* packed = NewObject(answers.tier_events);
+    SLOT(packed, _runs, runs.Release());
+    return packed;
+}
+
+inline void SetTiers(PyObject* part, const TierAnswer& tiers) {
     if (!tiers.declined.row.empty()) SLOT(part, declined, TableToPy(answers.declined, tiers.declined));
     if (!tiers.prefetched.hit.empty()) SLOT(part, prefetched, TableToPy(answers.prefetched, tiers.prefetched));
     if (!tiers.retained.hit.empty() || !tiers.retained.next_end_ns.empty())
         SLOT(part, retained, TableToPy(answers.retained, tiers.retained));
-    if (tiers.events.empty()) return;
-    Owned runs(PyList_New(0));
-    for (auto& [medium, events] : tiers.events) Append(runs, Tuple(ToPy(medium), EventsToPy(std::move(events))));
-    PyObject* packed = NewObject(answers.tier_events);
-    SLOT(packed, _runs, runs.Release());
-    SLOT(part, tier_events, packed);
 }
 
 inline PyObject* ToPy(const Hashed& hashed) {
@@ -240,15 +254,8 @@ inline PyObject* ToPy(PartResult& result) {
     const Hashed &of_facts = result.hashed_facts, &of_news = result.hashed_news;
     if (!of_facts.num_hashes.empty()) SLOT(part, hashed_facts, ToPy(of_facts));
     if (!of_news.num_hashes.empty()) SLOT(part, hashed_news, ToPy(of_news));
-    if (!result.events.empty()) {
-        result.answered = std::make_shared<const CacheEvents>(std::move(result.events));
-        result.events = CacheEvents();
-        const CacheEvents& given = *result.answered;
-        PyObject* events = NewObject(answers.events);
-        SLOT(events, _packed, EventsToPy(result.answered));
-        SLOT(events, marks, ToPy(Int{given.has_stored} | Int{given.has_others} << 1 | Int{given.needs_hold} << 2));
-        SLOT(part, events, events);
-    }
+    if (result.tiers != nullptr && !result.tiers->events.empty()) SLOT(part, tier_events, TierEventsToPy(result));
+    if (!result.events.empty()) SLOT(part, events, DeviceEventsToPy(result));
     return part;
 }
 

@@ -7,6 +7,7 @@
 #include "held_blocks.h"
 #include "open_step.h"
 #include "read_step.h"
+#include "wire_sections.h"
 
 namespace kvplane {
 
@@ -19,6 +20,8 @@ struct Core {
     Step step;                       // the last one that was read
     std::vector<PartResult> results;
     PyObject* applied = nullptr;               // the Python step of `step` and `results`; not owned
+    bool is_message = false;                   // `step` was read from a message
+    Backward answer;                           // the memory in which answers are written
     std::unique_ptr<StepValidator> of_nobody;  // checks parts for a replica without requests
     HeldBlocks held;
     bool is_broken = false;  // a change has failed in its middle

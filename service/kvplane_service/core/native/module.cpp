@@ -1,5 +1,6 @@
 // The Python module `_native`: a replica's core behind a capsule. `kvplane_service.core.native` is its only user.
 
+#include "bind_bytes.h"
 #include "bind_check.h"
 #include "bind_image.h"
 #include "bind_lives.h"
@@ -103,13 +104,17 @@ bool NeedsPython(const Replica& replica, const Part& part) {
 }
 
 // Applies the step that was read; `alone`: other threads run Python meanwhile. Returns the answer.
-PyObject* ApplyRead(Core& core, PyObject* step, bool alone) {
+PyObject* ApplyRead(Core& core, PyObject* step, bool alone, bool with_events) {
     return Change(core, [&](Replica& replica) {
         const auto work = [&] { replica.Apply(core.step, &core.results); };
         if (alone) {
             WorkAlone(core, work);
         } else {
             work();
+        }
+        if (core.is_message) {
+            core.applied = step;
+            return AnswerToBytes(core, with_events);
         }
         Owned list(PyList_New(static_cast<Py_ssize_t>(core.results.size())));
         Py_ssize_t at = 0;
@@ -149,14 +154,22 @@ PyObject* HashOutside(Core& core, PyObject* hash, PyObject* step) {
     return made.Release();
 }
 
-// apply(core, step, alone, function that hashes tokens of a step, stamps of the memory when the life began) -> answer
-// Raises Refused, and changes nothing, if the step cannot be applied.
+// apply(core, step, alone, function that hashes tokens of a step, stamps of the memory when the life began, the step as
+// `read_step` read it or None, whether its answer has events) -> answer, which for a step that was read is that of
+// AnswerToBytes. Raises Refused, and changes nothing, if the step cannot be applied.
 PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     return Guarded([&]() -> PyObject* {
-        Check(count == 5);
+        Check(count == 7);
         Core& core = CoreOf(arguments[0]);
         core.applied = nullptr;
-        ReadStep(arguments[1], &core.step);
+        core.is_message = arguments[5] != Py_None;
+        if (core.is_message) {
+            SentStep& sent = SentOf(arguments[5]);
+            Check(!std::exchange(sent.is_applied, true));
+            std::swap(core.step, sent.step);
+        } else {
+            ReadStep(arguments[1], &core.step);
+        }
         std::optional<Buffer<uint64_t>> shown;
         if (core.step.resumes()) shown.emplace(arguments[4]);
         core.replica.shown = shown ? Shown{shown->data, shown->size} : Shown();
@@ -167,7 +180,7 @@ PyObject* Apply(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         const auto needs_python = [&](const Part& part) { return NeedsPython(core.replica, part); };
         const bool outside = std::any_of(core.step.parts.begin(), core.step.parts.end(), needs_python);
         const Owned hashes(outside ? HashOutside(core, arguments[3], arguments[1]) : Py_NewRef(Py_None));
-        return ApplyRead(core, arguments[1], arguments[2] == Py_True);
+        return ApplyRead(core, arguments[1], arguments[2] == Py_True, arguments[6] == Py_True);
     });
 }
 
@@ -184,42 +197,6 @@ PyObject* CheckAlone(PyObject*, PyObject* arguments) {
         ReadParts(parts.get(), &step.parts);
         if (!core.of_nobody->Accepts(step)) throw Refused{core.of_nobody->refusal()};
         Py_RETURN_NONE;
-    });
-}
-
-// effort(core, slots, extra, appended, num_tokens, num_hashes) -> the estimated cost of a decode step, as `effort` in
-// replicas/applying.py gives it
-PyObject* Effort(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    return Guarded([&]() -> PyObject* {
-        Check(count == 6);
-        constexpr Int kRow = 4, kTokensHashed = 64, kDigestsRead = 32, kBlocksSeen = 4, kSparseBlocks = 4;
-        const Coordinator& blocks = CoreOf(arguments[0]).replica.blocks;
-        Column slots, extra;
-        ReadColumn(arguments[1], &slots);
-        ReadColumn(arguments[2], &extra);
-        const Int rows = static_cast<Int>(slots.size());
-        const bool appended = arguments[3] == Py_True;
-        Int computed = 0, wanted = appended ? rows : 0, needed = 0, seen = 0;
-        for (const Int slot : slots) {
-            if (slot < 0 || slot >= kMaxSlots) continue;
-            computed += blocks.requests.computed[slot];
-            wanted += blocks.requests.num_tokens[slot] - blocks.requests.computed[slot];
-        }
-        for (const Int one : extra) wanted += one;
-        const Int digests = Number(arguments[5]);  // whose blocks may be registered only now
-        const Int granted = std::clamp<Int>(wanted, 0, kUnlimited) + digests * blocks.spec.hash_block_size;
-        Int units = rows * (1 + appended) * kRow + Number(arguments[4]) / kTokensHashed + digests / kDigestsRead;
-        for (const GroupSpec& group : blocks.spec.groups) {
-            const bool dense = group.kind == kFull || group.kind == kMla || group.kind == kSinkFull ||
-                               group.kind == kRetainedWindow;
-            units += granted / group.block_size / (dense ? 1 : kSparseBlocks);
-            needed += granted / group.block_size + rows;
-        }
-        if (needed > blocks.pool.num_free()) {
-            for (const GroupSpec& group : blocks.spec.groups) seen += computed / group.block_size;
-            units += rows * kRow;
-        }
-        return ToPy(units + seen / kBlocksSeen);
     });
 }
 
@@ -265,8 +242,9 @@ PyMethodDef kMethods[] = {
     {"new", New, METH_VARARGS, "Make a core."},
     {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Apply)), METH_FASTCALL, "Apply a step."},
     {"check_alone", CheckAlone, METH_VARARGS, "Check a part for a replica without requests."},
-    {"effort", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(Effort)), METH_FASTCALL,
-     "Estimate the cost of a decode step."},
+    {"read_step", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ReadSentStep)), METH_FASTCALL,
+     "Read a step from a message."},
+    {"effort", EffortOf, METH_VARARGS, "Estimate the cost of a step that was read."},
     {"pack_with", PackWith, METH_VARARGS, "Set the layout of packed decisions."},
     {"pack_applied", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(PackApplied)), METH_FASTCALL,
      "Return the decision about the last step, packed."},

@@ -197,7 +197,8 @@ class Packer {
 
     // Reads ([names of scalars], [(name, number) of other fields]). Fails for a name that the core does not know.
     template <typename Of, size_t N, size_t M>
-    static void Read(PyObject* given, const Scalar<Of> (&scalars)[N], const Field<Of> (&fields)[M], Layout<Of>* into) {
+    static void Read(PyObject* given, const std::array<Scalar<Of>, N>& scalars, const std::array<Field<Of>, M>& fields,
+                     Layout<Of>* into) {
         std::vector<std::string> names;
         std::vector<std::pair<std::string, Int>> numbers;
         FromPy(At(given, 0), &names);
@@ -221,12 +222,13 @@ class Packer {
 
     static inline Layout<Part> part;
     static inline Layout<PartResult> result;
-    static inline uint32_t of_result = 0, of_events = 0, flat = 0;  // numbers of chunks
+    static inline Layout<Resume> resume;
+    static inline uint32_t of_result = 0, of_events = 0, of_resume = 0, flat = 0;  // numbers of chunks
     static inline bool is_ready = false;
 
   private:
     template <typename Entry, size_t N>
-    static auto Find(const Entry (&known)[N], const std::string& name) {
+    static decltype(Entry::second) Find(const std::array<Entry, N>& known, const std::string& name) {
         for (const Entry& one : known) {
             if (one.first == name) return one.second;
         }
@@ -369,9 +371,9 @@ class EventColumns {
     Column starts_;
 };
 
-// About how many bytes a part and its result take, packed; none if not all is in the columns that are packed here, or
-// it is long: Python packs long ones in pieces.
-inline std::optional<size_t> BytesToPack(const Part& part, const PartResult& result) {
+// About how many bytes a part and its result take, packed; none of a part of Python objects that has extra keys or
+// traces, or is long: Python packs it, a long one in pieces.
+inline std::optional<size_t> BytesToPack(const Part& part, const PartResult& result, bool is_message) {
     constexpr size_t kMostBytes = 1 << 18, kOthers = 1 << 10;
     const size_t of_events = result.answered ? 32 * result.answered->hashes.size() : 0;
     const size_t hashes = part.facts.hashes.size + part.news.hashes.size + part.prefetch.hashes.size +
@@ -380,7 +382,8 @@ inline std::optional<size_t> BytesToPack(const Part& part, const PartResult& res
     const size_t blocks = result.new_blocks.ids.size() + result.tables.ids.size() + result.peek_blocks.ids.size();
     const size_t jobs = result.tiers ? sizeof(uint64_t) * result.tiers->orders.num_values() : 0;
     const size_t sum = hashes + 4 * blocks + jobs;
-    if (part.news.num_extra_keys || part.news.num_traceparents || sum > kMostBytes) return {};
+    const bool is_here = !part.news.num_extra_keys && !part.news.num_traceparents && !part.resume && sum <= kMostBytes;
+    if (!is_message && !is_here) return {};
     return sum + kOthers;
 }
 
@@ -392,12 +395,12 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
         const Core& core = CoreOf(arguments[0]);
         PyObject* const object = arguments[1];
         const Step& step = core.step;
-        if (core.applied != object || !Packer::is_ready || core.step.resumes()) return Py_NewRef(Py_None);
+        if (core.applied != object || !Packer::is_ready) return Py_NewRef(Py_None);
         Require(Number(ATTRIBUTE(object, "seq").get()) == step.seq, "another step was applied");
         std::vector<Frame> parts;
         for (size_t number = 0; number < step.parts.size(); ++number) {
             const PartResult& result = core.results[number];
-            const std::optional<size_t> num_bytes = BytesToPack(step.parts[number], result);
+            const std::optional<size_t> num_bytes = BytesToPack(step.parts[number], result, core.is_message);
             if (!num_bytes) return Py_NewRef(Py_None);
             Frame frame = Packer::Pack(Packer::part, step.parts[number], *num_bytes);
             frame.AddFrame(Packer::of_result, Packer::Pack(Packer::result, result, *num_bytes));
@@ -406,6 +409,8 @@ inline PyObject* PackApplied(PyObject*, PyObject* const* arguments, Py_ssize_t c
                 events.Add(*result.answered, kAllEvents);
                 frame.AddFrame(Packer::of_events, events.Packed());
             }
+            if (step.parts[number].resume)
+                frame.AddFrame(Packer::of_resume, Packer::Pack(Packer::resume, *step.parts[number].resume, *num_bytes));
             parts.push_back(std::move(frame));
         }
         std::string trace;

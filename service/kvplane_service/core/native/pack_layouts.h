@@ -6,7 +6,7 @@
 
 namespace kvplane {
 
-inline constexpr Packer::Scalar<Part> kPartScalars[] = {
+inline constexpr std::array<Packer::Scalar<Part>, 13> kPartScalars = {{
     PACK_SCALAR(Part, cache.reset),
     PACK_SCALAR(Part, cache.jobs_before),
     PACK_SCALAR(Part, cache.hits_checked),
@@ -20,8 +20,8 @@ inline constexpr Packer::Scalar<Part> kPartScalars[] = {
     PACK_SCALAR(Part, budget.overhead),
     PACK_SCALAR(Part, with_hashes),
     PACK_SCALAR(Part, with_tables),
-};
-inline constexpr Packer::Field<Part> kPartFields[] = {
+}};
+inline constexpr std::array<Packer::Field<Part>, 66> kPartFields = {{
     PACK_FIELD(Part, facts.slot),
     PACK_FIELD(Part, facts.computed),
     PACK_FIELD(Part, facts.appended),
@@ -46,8 +46,10 @@ inline constexpr Packer::Field<Part> kPartFields[] = {
     PACK_FIELD(Part, news.hashes),
     PACK_FIELD(Part, news.request_id),
     PACK_FIELD(Part, news.domain),
+    PACK_FIELD(Part, news.extra_keys),
     PACK_FIELD(Part, news.skip_reading),
     PACK_FIELD(Part, news.max_tokens),
+    PACK_FIELD(Part, news.traceparent),
     PACK_FIELD(Part, news.hint),
     PACK_FIELD(Part, run.slot),
     PACK_FIELD(Part, run.extra),
@@ -86,15 +88,33 @@ inline constexpr Packer::Field<Part> kPartFields[] = {
     PACK_FIELD(Part, retain.until_ns),
     PACK_FIELD(Part, retain.percent),
     PACK_FIELD(Part, retain.now_ns),
-};
+}};
 
-inline constexpr Packer::Scalar<PartResult> kPartResultScalars[] = {
+inline constexpr std::array<Packer::Scalar<Resume>, 0> kResumeScalars = {{
+}};
+inline constexpr std::array<Packer::Field<Resume>, 13> kResumeFields = {{
+    PACK_FIELD(Resume, slot),
+    PACK_FIELD(Resume, computed),
+    PACK_FIELD(Resume, launch_end),
+    PACK_FIELD(Resume, num_prompt),
+    PACK_FIELD(Resume, single_group_hit),
+    PACK_FIELD(Resume, loading),
+    PACK_FIELD(Resume, num_cached_blocks),
+    PACK_FIELD(Resume, num_blocks),
+    PACK_FIELD(Resume, blocks),
+    PACK_FIELD(Resume, held_slot),
+    PACK_FIELD(Resume, held_count),
+    PACK_FIELD(Resume, held_blocks),
+    PACK_FIELD(Resume, held_loading),
+}};
+
+inline constexpr std::array<Packer::Scalar<PartResult>, 4> kPartResultScalars = {{
     PACK_SCALAR(PartResult, reset_done),
     PACK_SCALAR(PartResult, free_blocks),
     PACK_SCALAR(PartResult, taken_back),
     PACK_SCALAR(PartResult, went_back),
-};
-inline constexpr Packer::Field<PartResult> kPartResultFields[] = {
+}};
+inline constexpr std::array<Packer::Field<PartResult>, 67> kPartResultFields = {{
     PACK_FIELD(PartResult, granted),
     PACK_FIELD(PartResult, preempted),
     PACK_FIELD(PartResult, admit_status),
@@ -162,6 +182,6 @@ inline constexpr Packer::Field<PartResult> kPartResultFields[] = {
     PACK_TIERS(retained.next_end_ns),
     PACK_FIELD(PartResult, hashed_facts),
     PACK_FIELD(PartResult, hashed_news),
-};
+}};
 
 }  // namespace kvplane

@@ -159,6 +159,8 @@ inline void ReadPart(PyObject* object, Part* part) {
         if (*flag) ReadResume(field, &part->resume.emplace());
     });
     if (packed != nullptr) ReadRows(packed, part);
+    part->news.extra_keys.clear();  // which a step that was read from a message may have left
+    part->news.traceparent.clear();
     part->facts_made.given = part->news_made.given = false;
 }
 

@@ -111,9 +111,11 @@ struct News {
     std::vector<std::string> domain;
     bool domain_fit = true;  // each entry is a text
     Int num_extra_keys = 0;
+    std::vector<std::string> extra_keys;  // as in a message, of a step that was read from one
     Column skip_reading;  // u32, default 0
     Column max_tokens;  // u32, default 0
     Int num_traceparents = 0;
+    std::vector<std::string> traceparent;  // as in a message, of a step that was read from one
     Column hint;  // u32, default 0
 };
 inline constexpr SectionColumn<News> kNewsColumns[] = {

@@ -18,8 +18,7 @@
 
 #include "answers.h"
 #include "messages.h"
-#include "results.h"
-#include "rows.h"
+#include "answers.h"
 
 namespace {
 
@@ -377,8 +376,6 @@ PyMethodDef kMethods[] = {
      "Return the bytes of the message with a step of one part."},
     {"read_answer", ReadAnswer, METH_VARARGS, "Return the columns of an answer, None for a message that has more."},
     {"append_blocks", AppendBlocks, METH_VARARGS, "Append new blocks to block tables."},
-    {"write_answer", WriteAnswer, METH_VARARGS, "Return the message with an answer, None for one that has more."},
-    {"read_rows", ReadRows, METH_O, "Return the numbers and rows of a decode step's message, None for another one."},
     {nullptr, nullptr, 0, nullptr},
 };
 

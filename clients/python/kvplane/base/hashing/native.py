@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvplane.base.hashing.algorithms import BlockDigest
 
 Fields: TypeAlias = dict[str, Any]
-Rows: TypeAlias = tuple[int, int, int, bool, int, bytes, bytes, bool, int, int, int, bytes, bytes, bytes]
-ReadRows: TypeAlias = Callable[[bytes], Rows | None]
 
 VARIABLE = "KVPLANE_NATIVE"
 FORMS = {
@@ -141,29 +139,11 @@ def read_answer() -> Callable[[bytes, type], tuple[int, int, int, Fields, Fields
     return found
 
 
-def write_answer() -> Callable[[int, int, int, Fields], bytes | None] | None:
-    """Return a function that returns the message with the answer to a step of one part: its number and part, the last
-    published step, and the fields of the part by name. It returns None for a part that has anything but what
-    `read_answer` reads, and slots that were preempted. None where it is not used.
-    """
-    found: Callable[[int, int, int, Fields], bytes | None] | None = _function("write_answer")
-    return found
-
-
 def append_blocks() -> Callable[..., None] | None:
     """Return a function that appends new blocks to block tables: the tables by slot, the slots of the rows, and the
     columns of the blocks, all arrays of u32. None where it is not used.
     """
     found: Callable[..., None] | None = _function("append_blocks")
-    return found
-
-
-def read_rows() -> ReadRows | None:
-    """Return a function that reads the message with a decode step: epoch, number, part, whether the step is complete,
-    `executed_through`, and of its rows (see DecodeRows) the message, the slots as bytes, and the other attributes. It
-    returns None for a message that has anything else. None where it is not used.
-    """
-    found: ReadRows | None = _function("read_rows")
     return found
 
 

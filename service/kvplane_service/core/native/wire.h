@@ -1,0 +1,283 @@
+// Reads and writes messages of protobuf: what `wire_sections.h`, which is generated, consists of.
+#pragma once
+
+#include "step.h"
+
+namespace kvplane {
+
+// One field of a message.
+struct Field {
+    uint32_t number = 0, kind = 0;  // kind: that of its encoding
+    uint64_t value = 0;             // of a number
+    Hashes bytes;                   // of a field with a length
+};
+
+constexpr uint32_t kVarint = 0, kFixed64 = 1, kLength = 2, kFixed32 = 5;
+
+// The fields of a message, one after the other. `ok` is false after what is no message.
+class Fields {
+  public:
+    explicit Fields(Hashes message) : at_(message.data), end_(message.data + message.size) {}
+
+    bool ok = true;
+
+    bool Next(Field* field) {
+        if (!ok || at_ == end_) return false;
+        const uint64_t tag = Varint();
+        field->number = static_cast<uint32_t>(tag >> 3);
+        field->kind = tag & 7;
+        ok = ok && tag >> 3 > 0 && tag >> 32 == 0;
+        if (field->kind == kVarint) {
+            field->value = Varint();
+        } else if (field->kind == kLength) {
+            field->bytes.size = Varint();
+            field->bytes.data = at_;
+            Skip(field->bytes.size);
+        } else if (field->kind == kFixed64 || field->kind == kFixed32) {
+            Skip(field->kind == kFixed64 ? 8 : 4);
+        } else {
+            ok = false;
+        }
+        return ok;
+    }
+
+  private:
+    uint64_t Varint() {
+        uint64_t read = 0;
+        for (int shift = 0; shift < 64 && at_ != end_; shift += 7) {
+            if (shift == 63 && *at_ > 1) break;
+            read |= static_cast<uint64_t>(*at_ & 0x7f) << shift;
+            if (*at_++ < 0x80) return read;
+        }
+        ok = false;
+        return 0;
+    }
+
+    void Skip(size_t size) {
+        ok = ok && size <= static_cast<size_t>(end_ - at_);
+        if (ok) at_ += size;
+    }
+
+    const uint8_t *at_, *end_;
+};
+
+// -- Values of fields: each returns whether the field has one --------------------------------------------------------
+
+inline bool ReadBytes(const Field& field, Hashes* bytes) {
+    *bytes = field.bytes;
+    return field.kind == kLength;
+}
+
+// A column of these values, none of them above the highest one.
+template <typename Stored>
+bool ReadPacked(const Field& field, Column* column, Int highest = std::numeric_limits<Int>::max()) {
+    const auto [data, size] = field.bytes;
+    if (field.kind != kLength || size % sizeof(Stored)) return false;
+    column->resize(size / sizeof(Stored));
+    Int most = 0;
+    for (size_t at = 0; at < column->size(); ++at) {
+        Stored value;
+        std::memcpy(&value, data + at * sizeof value, sizeof value);
+        (*column)[at] = static_cast<Int>(value);  // 2^63 and above become negative, which no column permits
+        most = std::max(most, (*column)[at]);
+    }
+    return most <= highest;
+}
+
+inline bool ReadTokens(const Field& field, TokenIds* tokens) {
+    if (field.kind != kLength || field.bytes.size % 4) return false;
+    tokens->count = static_cast<Int>(field.bytes.size / 4);
+    tokens->ids.assign(field.bytes.data, field.bytes.data + field.bytes.size);
+    return true;
+}
+
+// A number of so many bits; what is above all numbers of the core becomes its highest one.
+inline bool ReadNumber(const Field& field, int bits, Int* number) {
+    *number = static_cast<Int>(std::min<uint64_t>(field.value, std::numeric_limits<Int>::max()));
+    return field.kind == kVarint && (bits == 64 || field.value >> bits == 0);
+}
+inline bool ReadFlag(const Field& field, bool* flag) {
+    *flag = field.value == 1;
+    return field.kind == kVarint && field.value <= 1;
+}
+// A value of an enumeration, whose 0 is the default.
+inline bool ReadChoice(const Field& field, Int highest, Int otherwise, Int* choice) {
+    *choice = field.value == 0 ? otherwise : static_cast<Int>(field.value) - 1;
+    return field.kind == kVarint && field.value <= static_cast<uint64_t>(highest);
+}
+
+// Whether bytes are UTF-8, without surrogates and in the shortest form.
+inline bool IsUtf8(Hashes text) {
+    constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+    const uint8_t* at = text.data;
+    const uint8_t* const end = at + text.size;
+    while (at != end) {
+        const uint8_t first = *at++;
+        if (first < 0x80) continue;
+        const int size = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+        if (first < 0xc2 || first > 0xf4 || end - at < size - 1) return false;
+        uint32_t letter = first & (0x7fu >> size);
+        for (int more = 1; more < size; ++more, ++at) {
+            if (*at >> 6 != 2) return false;
+            letter = letter << 6 | (*at & 0x3f);
+        }
+        if (letter < kLeast[size] || letter > 0x10ffff || (letter >= 0xd800 && letter < 0xe000)) return false;
+    }
+    return true;
+}
+
+inline bool AddText(const Field& field, std::vector<std::string>* texts) {
+    if (field.kind != kLength || !IsUtf8(field.bytes)) return false;
+    texts->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
+    return true;
+}
+// A message that is not read.
+inline bool AddMessage(const Field& field, std::vector<std::string>* messages) {
+    if (field.kind != kLength) return false;
+    messages->emplace_back(reinterpret_cast<const char*>(field.bytes.data), field.bytes.size);
+    return true;
+}
+
+// Whether columns by row have as many entries as the first one, or none, and hashes as many as their column says.
+template <size_t N>
+bool AreByRow(const std::array<NumEntries, N>& columns, size_t rows) {
+    return std::all_of(columns.begin(), columns.end(),
+                       [&](const NumEntries& one) { return one.count == 0 || one.count == rows; });
+}
+// Whether the numbers of a column of u32 add up to this.
+inline bool AddUp(const Column& column, uint64_t each, uint64_t total) {
+    return std::accumulate(column.begin(), column.end(), uint64_t{0}) * each == total;
+}
+
+// -- Writing ---------------------------------------------------------------------------------------------------------
+
+// A message that is written from its end to its front, so that the length of a field is known when its content is
+// written, which is copied nowhere else.
+class Backward {
+  public:
+    void Clear() { size_ = 0; }
+    size_t size() const { return size_; }
+    const uint8_t* data() const { return memory_.data() + memory_.size() - size_; }
+
+    void Number(uint32_t field, uint64_t value) {
+        if (value != 0) Head(field, kVarint, value);
+    }
+    void Bytes(uint32_t field, const void* data, size_t size) {
+        if (size) std::memcpy(More(size), data, size);
+        Head(field, kLength, size);
+    }
+    // The bytes behind the first `end` ones from the end become a field.
+    void EndMessage(uint32_t field, size_t end) { Head(field, kLength, size_ - end); }
+    // A column of the numbers that `number_at` returns; without any it is no field.
+    template <typename Stored, typename NumberAt>
+    void Packed(uint32_t field, size_t count, NumberAt&& number_at) {
+        if (count == 0) return;
+        uint8_t* into = More(count * sizeof(Stored));
+        for (size_t at = 0; at < count; ++at, into += sizeof(Stored)) {
+            const auto stored = static_cast<Stored>(number_at(at));
+            std::memcpy(into, &stored, sizeof stored);
+        }
+        Head(field, kLength, count * sizeof(Stored));
+    }
+    template <typename Stored, typename T>
+    void Packed(uint32_t field, const std::vector<T>& column) {
+        Packed<Stored>(field, column.size(), [&](size_t at) { return column[at]; });
+    }
+
+  private:
+    // Room for `count` bytes before the others.
+    uint8_t* More(size_t count) {
+        if (size_ + count > memory_.size()) {
+            std::vector<uint8_t> grown(2 * (size_ + count) + 4096);
+            if (size_) std::memcpy(grown.data() + grown.size() - size_, data(), size_);
+            memory_ = std::move(grown);
+        }
+        size_ += count;
+        return memory_.data() + memory_.size() - size_;
+    }
+
+    void Head(uint32_t field, uint32_t kind, uint64_t value) {
+        uint8_t head[20];
+        uint8_t* at = head;
+        for (const uint64_t number : {uint64_t{field} << 3 | kind, value}) {
+            uint64_t rest = number;
+            for (; rest > 0x7f; rest >>= 7) *at++ = static_cast<uint8_t>(rest | 0x80);
+            *at++ = static_cast<uint8_t>(rest);
+        }
+        const auto count = static_cast<size_t>(at - head);
+        std::memcpy(More(count), head, count);
+    }
+
+    std::vector<uint8_t> memory_;
+    size_t size_ = 0;
+};
+
+template <typename Section, typename... More>
+void WriteMessage(const Section& section, Backward* into, uint32_t field, const More&... more) {
+    const size_t end = into->size();
+    Write(section, into, more...);
+    if (into->size() > end) into->EndMessage(field, end);
+}
+
+inline void WriteDigests(const std::vector<Digest>& digests, Backward* into, uint32_t field) {
+    for (size_t at = digests.size(); at-- > 0;) into->Bytes(field, digests[at].bytes.data(), digests[at].size);
+}
+
+// A column of the rows of jobs. `tiers`: has them; null = none.
+template <typename Stored, auto kRows>
+void WriteJobs(const TierAnswer* tiers, Backward* into, uint32_t field, size_t column) {
+    if (tiers == nullptr) return;
+    const auto& rows = tiers->orders.*kRows;
+    into->Packed<Stored>(field, rows.size(), [&](size_t row) { return rows[row][column]; });
+}
+
+// Writes events as `CacheEvent` messages, the last one first. `medium`: of a tier, whose events have any number of
+// keys; 0 = the device, where each REMOVED event has one.
+inline void WriteEvents(const CacheEvents& events, Int medium, Backward* into, uint32_t field) {
+    size_t hash = events.hashes.size(), block = events.blocks.size(), start = events.starts.size();
+    for (size_t at = events.rows.size(); at-- > 0;) {
+        const CacheEvents::Row& row = events.rows[at];
+        const bool has_starts = row.kind == kStored && !events.starts.empty();
+        hash -= row.count;
+        block -= row.count;
+        start -= has_starts ? row.count : 0;
+        const size_t keys_at = hash;
+        hash -= row.parent_size != 0;
+        const std::string domain = row.kind == kCleared ? std::string() : events.names[row.name];
+        const auto write = [&](size_t first, size_t count) {
+            const size_t end = into->size();
+            into->Number(13, static_cast<uint64_t>(medium));
+            into->Number(12, static_cast<uint64_t>(row.reason));
+            if (has_starts) into->Packed<uint32_t>(11, count, [&](size_t key) { return events.starts[start + key]; });
+            into->Number(10, static_cast<uint64_t>(row.end));
+            into->Number(9, static_cast<uint64_t>(row.start));
+            into->Number(8, static_cast<uint64_t>(row.slot));
+            into->Number(7, static_cast<uint64_t>(row.block_size));
+            if (row.parent_size) into->Bytes(6, events.hashes[hash].data(), row.parent_size);
+            if (!domain.empty()) into->Bytes(5, domain.data(), domain.size());
+            into->Packed<uint32_t>(4, count, [&](size_t key) { return events.blocks[block + first + key]; });
+            for (size_t key = count; key-- > 0;)
+                into->Bytes(3, events.hashes[keys_at + first + key].data(), row.hash_size);
+            into->Number(2, static_cast<uint64_t>(row.group));
+            into->Number(1, static_cast<uint64_t>(row.kind));
+            into->EndMessage(field, end);
+        };
+        if (row.kind != kRemoved || medium != 0) {
+            write(0, row.count);
+        } else {
+            for (size_t key = row.count; key-- > 0;) write(key, 1);
+        }
+    }
+}
+
+// Those of the device before those of the tiers.
+inline void WriteEvents(const PartResult& part, Backward* into, uint32_t field) {
+    if (part.tiers != nullptr) {
+        const auto& of_tiers = part.tiers->events;
+        for (auto one = of_tiers.rbegin(); one != of_tiers.rend(); ++one)
+            WriteEvents(one->second, one->first, into, field);
+    }
+    WriteEvents(part.events, 0, into, field);
+}
+
+}  // namespace kvplane

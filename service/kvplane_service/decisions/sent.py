@@ -1,0 +1,129 @@
+"""A step that came as a message, and its answer, on a core that reads and writes messages itself.
+
+Both are what the service needs of them: numbers, and the bytes. Their parts become Python objects
+when they are read: before the step is applied those of the message, later those of its record, the packed decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvplane.base.step import CacheEvent, Part, PartResult, Step, StepResult
+from kvplane_service.core.interface import BEGINS, RESUMES, SCHEDULES, Answer, ReadStep
+from kvplane_service.decisions.packing import Unpacked, unpack_decision
+
+
+class Record:
+    """A packed decision, with the events of its parts as the core gave them."""
+
+    __slots__ = ("_events", "_made", "_of_tiers", "packed")
+
+    def __init__(
+        self, packed: bytes, events: Sequence[Sequence[CacheEvent]], of_tiers: Sequence[Sequence[CacheEvent]]
+    ) -> None:
+        self.packed, self._events, self._of_tiers = packed, events, of_tiers
+        self._made: Unpacked | None = None
+
+    def read(self) -> Unpacked:
+        """Return the decision as objects, which are made once."""
+        if self._made is None:
+            self._made = unpack_decision(self.packed, with_events=False)
+            of_parts = zip(self._made.result.parts, self._events, self._of_tiers, strict=True)
+            for part, events, of_tiers in of_parts:
+                given = vars(part)  # what is missing is empty
+                given.update({"events": events} if events else {}, **({"tier_events": of_tiers} if of_tiers else {}))
+        return self._made
+
+
+class SentStep(Step):
+    """A step that came as a message.
+
+    Attributes:
+        read: the step as the core read it; None once it was applied.
+        num_parts, num_rows, num_tokens, kinds, retains_at, domains: see `ReadStep`.
+        with_events: whether its answer has the events of its parts.
+    """
+
+    __slots__ = (
+        "_decode", "_made", "_record", "domains", "kinds", "num_parts", "num_rows", "num_tokens", "read", "retains_at",
+        "with_events",
+    )  # fmt: skip
+
+    def __init__(self, read: ReadStep, decode: Callable[[], list[Part]]) -> None:
+        """`decode` reads the parts from the message, which it keeps."""
+        self.epoch, self.seq, self.part, self.last = read.epoch, read.seq, read.part, read.last
+        self.executed_through, self.traceparent, self.rows = read.executed_through, read.traceparent, None
+        self.num_parts, self.num_rows, self.num_tokens = read.num_parts, read.num_rows, read.num_tokens
+        self.kinds, self.retains_at, self.domains = read.kinds, read.retains_at, read.domains
+        self.read, self.with_events = read.form, True
+        self._decode: Callable[[], list[Part]] | None = decode
+        self._made: list[Part] | None = None
+        self._record: Record | None = None
+
+    @property
+    def parts(self) -> list[Part]:  # type: ignore[override]
+        """The parts; without token ids once the step was applied."""
+        if self._made is None:
+            if self._record is not None:
+                return self._record.read().step.parts
+            assert self._decode is not None
+            self._made = self._decode()
+        return self._made
+
+    def applied(self, record: Record) -> None:
+        """The step was applied: forgets its message."""
+        self.read = self._decode = self._made = None
+        self._record = record
+
+
+class SentResult(StepResult):
+    """The answer to a step that came as a message.
+
+    Attributes:
+        message: of the session.
+        events, tier_events, marks: see `Answer`.
+    """
+
+    __slots__ = ("_record", "events", "marks", "message", "tier_events")
+
+    def __init__(self, step: Step, answer: Answer) -> None:
+        self.seq, self.part, self.published_through = step.seq, step.part, answer.published_through
+        self.message, self.marks = answer.message, answer.marks
+        self.events: Sequence[Sequence[CacheEvent]] = answer.events
+        self.tier_events: Sequence[Sequence[CacheEvent]] = answer.tier_events
+        self._record: Record | None = None
+
+    @property
+    def parts(self) -> list[PartResult]:  # type: ignore[override]
+        """The results of the parts, with all events. They are those of the record, which must be there."""
+        assert self._record is not None, "the decision is not packed yet"
+        return self._record.read().result.parts
+
+    def recorded(self, record: Record) -> None:
+        """The decision was packed."""
+        self._record = record
+
+
+def answered(step: Step, answer: StepResult | Answer) -> StepResult:
+    """Return the answer of a core to a step."""
+    return SentResult(step, answer) if isinstance(answer, Answer) else answer
+
+
+def step_with(step: Step, parts: list[Part], traceparent: str = "") -> Step:
+    """Return a step of objects with the numbers of another one."""
+    return Step(step.epoch, step.seq, parts, step.part, step.last, step.executed_through, traceparent)
+
+
+def result_with(result: StepResult, parts: list[PartResult]) -> StepResult:
+    """Return an answer of objects with the numbers of another one."""
+    return StepResult(result.seq, result.part, parts, result.published_through)
+
+
+def kinds_of(step: Step) -> int:
+    """Return what a step of objects has, as `ReadStep.kinds` says it; without HAS_KEYS."""
+    kinds = 0
+    for part in () if step.rows is not None else step.parts:
+        kinds |= SCHEDULES if part.run.slot or part.admit.slot else 0
+        kinds |= BEGINS if part.news.slot else 0
+        kinds |= RESUMES if part.resume is not None else 0
+    return kinds
